@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""End-to-end jobs: one file each, all wiring, the command line."""

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contracts between the wings: what a reward returns, what a policy offers. Protocols and records only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Metadata = Sequence[Mapping[str, Any] | None]
+"""One mapping per sample (GenEval's layout for the shapes world), or None where a prompt has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a pointwise reward says of B images.
+
+    A sample that could not be judged has `valid` False, a `reason`, and NaN as its value: failure is no score.
+    """
+
+    value: Tensor
+    """[B] float32, in `unit`; NaN where `valid` is False."""
+    valid: Tensor
+    """[B] bool."""
+    unit: str
+    """What one step of `value` means, e.g. "cosine × 100"."""
+    std: Tensor | None = None
+    """[B] float32 standard deviation in the same unit, or None when the judge gives none."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """name -> [B] float32, the terms that `value` was made of."""
+    text: Sequence[str] | None = None
+    """Explanation per sample, if the judge writes one."""
+    reason: Sequence[str | None] | None = None
+    """Why a sample is invalid; None for the valid ones."""
+
+    def __post_init__(self) -> None:
+        if self.value.ndim != 1 or self.value.shape != self.valid.shape:
+            raise ValueError(
+                f"Scores need value [B] and valid [B]; got {tuple(self.value.shape)} and {tuple(self.valid.shape)}."
+            )
+
+    def __len__(self) -> int:
+        return self.value.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preferences:
+    """What a pairwise judge says of B pairs: the probability that the left image is better."""
+
+    prob: Tensor
+    """[B] float32 in [0, 1]; NaN where `valid` is False."""
+    valid: Tensor
+    """[B] bool."""
+    std: Tensor | None = None
+    """[B] float32, or None."""
+    reason: Sequence[str | None] | None = None
+
+
+@runtime_checkable
+class PointwiseReward(Protocol):
+    """Judges one image at a time."""
+
+    name: str
+    unit: str
+    range: tuple[float, float]
+    """Smallest and largest possible value; infinities allowed."""
+    higher_is_better: bool
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score B images against B prompts; a score does not depend on its neighbours in the batch."""
+        ...
+
+
+@runtime_checkable
+class PairwiseReward(Protocol):
+    """Judges two images of one prompt against each other."""
+
+    name: str
+
+    def compare(self, left: Any, right: Any, prompts: Sequence[str]) -> Preferences:
+        """Compare B pairs of images."""
+        ...
+
+
+@runtime_checkable
+class Condition(Protocol):
+    """Encoded prompts of B samples; unique prompts are stored once and indexed."""
+
+    def __len__(self) -> int: ...
+
+    def select(self, index: Tensor) -> Condition:
+        """The condition of the samples `index` [N] (repeats allowed)."""
+        ...
+
+
+@runtime_checkable
+class DiffusionPolicy(Protocol):
+    """A flow-matching text-to-image model as the algorithms see it."""
+
+    latent_shape: tuple[int, int, int]
+    """C, H, W of one latent."""
+    storage_dtype: torch.dtype
+    """The dtype in which latents are stored and fed to the model."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The network that is trained (DDP wraps this)."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """Encode prompts, each unique prompt once, without gradient."""
+        ...
+
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """Guided velocity dx/dσ, float32 [B, C, H, W], of latents x at noise levels sigma [B] in [0, 1]."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images [B, 3, H, W] float32 in [0, 1]."""
+        ...
+
+    def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
+        """The time grid [steps + 1], float32, from 1 down to 0."""
+        ...
+
+    def reference(self) -> AbstractContextManager[None]:
+        """A context in which the policy is the reference (LoRA off, or the stored original weights)."""
+        ...
+
+    def trainable_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Names and parameters that the optimiser moves, in a fixed order."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights in the format of the model's own library (LoRA: `pipe.load_lora_weights`)."""
+        ...
+
+    @property
+    def forward_count(self) -> ForwardCount: ...
+
+
+@dataclass
+class ForwardCount:
+    """Transformer passes on one latent each, counted where they happen."""
+
+    forward: int = 0
+    """Forward passes without gradient."""
+    forward_backward: int = 0
+    """Forward passes that were followed by a backward."""
+
+    @property
+    def equivalents(self) -> int:
+        """Forward-equivalents: one per forward, two more for each backward."""
+        return self.forward + 3 * self.forward_backward
