@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from scipy import stats
 
 from visalign.evaluation.intervals import Interval, expanded_tail, paired_bootstrap, wilson_interval
@@ -36,7 +37,7 @@ def test_wilson_by_hand() -> None:
 
 
 def test_wilson_coverage_exactly_enumerated() -> None:
-    """Mean coverage over p, summed over all outcomes of a binomial, is the nominal level within half a point."""
+    """Coverage, summed over all outcomes of a binomial and averaged over p, is nominal within half a point."""
     n, grid = 40, np.linspace(0.05, 0.95, 181)
     found = [wilson_interval(k, n) for k in range(n + 1)]
     low, high = np.array([i.low for i in found]), np.array([i.high for i in found])
@@ -58,7 +59,7 @@ def test_wilson_edges() -> None:
         wilson_interval(1, 4, level=95)
 
 
-def clustered(rng: np.random.Generator, prompts: int, seeds: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def clustered(rng: np.random.Generator, prompts: int, seeds: int) -> tuple[NDArray, NDArray, NDArray]:
     """0/1 outcomes whose difficulty is shared by the seeds of a prompt; true change E[q] - E[p] = 0.15."""
     ease = rng.beta(0.6, 0.6, (prompts, 1))
     before = rng.random((prompts, seeds)) < 0.7 * ease
