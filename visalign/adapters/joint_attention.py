@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repeated text tokens as one weighted token: the 256 null T5 tokens of SD3 without T5, at the cost of one.
+
+Without T5, diffusers' SD3 pipeline fills the T5 part of the context with `max_sequence_length` all-zero
+tokens. The text stream of SD3 has no positional encoding, so equal tokens stay equal through every layer, and
+n equal keys in a softmax are one key whose logit carries + log n:
+
+    Σᵢ exp(q·k) v = n exp(q·k) v = exp(q·k + log n) v
+
+The collapsed forward is therefore the same function (and has the same gradients), with 255 tokens fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from diffusers import SD3Transformer2DModel
+
+
+def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep one token of the trailing run of all-zero tokens.
+
+    Args:
+        prompt_embeds: [B, L, D] context as diffusers' `encode_prompt` returns it.
+
+    Returns:
+        The context [B, L', D] and the log-multiplicity [L'] float32 of its tokens: log n for the kept null
+        token, 0 for every other. A run counts only where it is null in the whole batch; without one the input
+        is returned.
+
+    Raises:
+        ValueError: if `prompt_embeds` is not [B, L, D].
+    """
+    if prompt_embeds.ndim != 3:
+        raise ValueError(
+            f"prompt_embeds has shape {tuple(prompt_embeds.shape)}; it must be [B, L, D]. Add the missing "
+            "dimension (one prompt is [1, L, D])."
+        )
+    length = prompt_embeds.shape[1]
+    occupied = prompt_embeds.detach().ne(0).any(dim=-1).any(dim=0).nonzero()
+    kept = int(occupied[-1]) + 1 if len(occupied) else 0
+    log_multiplicity = torch.zeros(min(kept + 1, length), device=prompt_embeds.device)
+    if length - kept > 1:
+        log_multiplicity[kept] = math.log(length - kept)
+        prompt_embeds = prompt_embeds[:, : kept + 1].contiguous()
+    return prompt_embeds, log_multiplicity
+
+
+def append_null_token(
+    clip_embeds: Tensor, joint_attention_dim: int, count: int = 256
+) -> tuple[Tensor, Tensor]:
+    """The collapsed context of an SD3 pipeline without T5, from its CLIP tokens; the long one is never built.
+
+    Args:
+        clip_embeds: [B, L, D] tokens of the CLIP text encoders, joined along D.
+        joint_attention_dim: the transformer's context width, at least D; the tokens are filled up with zeros.
+        count: how many null tokens the appended one stands for (the pipeline's `max_sequence_length`), at
+            least 1.
+
+    Returns:
+        The context [B, L + 1, joint_attention_dim] and the log-multiplicity [L + 1] float32 of its tokens.
+
+    Raises:
+        ValueError: if the tokens are wider than the context, or `count` is below 1.
+    """
+    _, length, width = clip_embeds.shape
+    if width > joint_attention_dim or count < 1:
+        raise ValueError(
+            f"{width}-dimensional tokens with {count} null tokens do not fit a context of width "
+            f"{joint_attention_dim}; the width must be at least that of the tokens and the count at least 1."
+        )
+    log_multiplicity = torch.zeros(length + 1, device=clip_embeds.device)
+    log_multiplicity[-1] = math.log(count)
+    return F.pad(clip_embeds, (0, joint_attention_dim - width, 0, 1)), log_multiplicity
+
+
+class WeightedJointAttention:
+    """Attention processor for SD3 whose context tokens may stand for several equal ones.
+
+    The weights arrive as `joint_attention_kwargs={"context_log_multiplicity": [L'] or [B, L']}` in the
+    transformer's forward; left out, the processor equals diffusers' `JointAttnProcessor2_0`. Attention
+    without context (the second one of SD3.5's dual blocks) ignores them. On CUDA they are rounded to the
+    dtype of the queries, as the fused kernels demand; in bfloat16 that is 1.4 % of the weight of a token that
+    stands for 256.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        context_log_multiplicity: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Joint attention of image tokens [B, N, D] and context tokens [B, L', D].
+
+        Args:
+            attn: diffusers' `Attention` layer with its projections and query/key norms.
+            hidden_states: [B, N, D] image tokens.
+            encoder_hidden_states: [B, L', D] context tokens, or None for attention among image tokens alone.
+            attention_mask: not used by SD3; accepted because diffusers passes it to every processor.
+            context_log_multiplicity: [L'] or [B, L'], log of how many equal tokens each context token stands
+                for.
+
+        Returns:
+            The image tokens, and the context tokens where there were any.
+        """
+        query, key, value = (
+            _split_heads(projection(hidden_states), attn.heads, norm)
+            for projection, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k), (attn.to_v, None))
+        )
+        if encoder_hidden_states is None:
+            return _project_out(attn, _merge_heads(F.scaled_dot_product_attention(query, key, value)))
+
+        context_query, context_key, context_value = (
+            _split_heads(projection(encoder_hidden_states), attn.heads, norm)
+            for projection, norm in (
+                (attn.add_q_proj, attn.norm_added_q),
+                (attn.add_k_proj, attn.norm_added_k),
+                (attn.add_v_proj, None),
+            )
+        )
+        image_tokens = hidden_states.shape[1]
+        query = torch.cat((query, context_query), dim=2)
+        bias = None
+        if context_log_multiplicity is not None:
+            bias = _key_bias(context_log_multiplicity, image_tokens, query)
+        tokens = F.scaled_dot_product_attention(
+            query,
+            torch.cat((key, context_key), dim=2),
+            torch.cat((value, context_value), dim=2),
+            attn_mask=bias,
+        )
+        image, context = _merge_heads(tokens).split((image_tokens, encoder_hidden_states.shape[1]), dim=1)
+        if not attn.context_pre_only:
+            context = attn.to_add_out(context)
+        return _project_out(attn, image), context
+
+
+def use_weighted_attention(transformer: SD3Transformer2DModel) -> None:
+    """Install the processor in every attention layer of an SD3 transformer, in place.
+
+    Args:
+        transformer: the model; its behaviour without `context_log_multiplicity` does not change.
+
+    Raises:
+        ValueError: if a layer has another processor than diffusers' own (PAG, IP-adapter, fused projections).
+    """
+    names = {type(p).__name__ for p in transformer.attn_processors.values()}
+    foreign = names - {"JointAttnProcessor2_0", WeightedJointAttention.__name__}
+    if foreign:
+        raise ValueError(
+            f"The transformer uses the attention processors {sorted(foreign)}; only JointAttnProcessor2_0 can "
+            "be replaced without changing the model. Undo them first (unfuse_qkv_projections, "
+            "unload_ip_adapter), or pass collapse_null_tokens=False."
+        )
+    transformer.set_attn_processor(WeightedJointAttention())  # type: ignore[arg-type]
+
+
+def _split_heads(x: Tensor, heads: int, norm: torch.nn.Module | None) -> Tensor:
+    """[B, N, D] -> [B, heads, N, D / heads], normalised per head where the model does so (SD3.5)."""
+    x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return x if norm is None else norm(x)
+
+
+def _merge_heads(x: Tensor) -> Tensor:
+    """[B, heads, N, D / heads] -> [B, N, D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _project_out(attn: Any, x: Tensor) -> Tensor:
+    """Output projection and its dropout."""
+    linear, dropout = attn.to_out
+    return dropout(linear(x))
+
+
+def _key_bias(log_multiplicity: Tensor, image_tokens: int, query: Tensor) -> Tensor:
+    """Additive attention bias [B or 1, 1, 1, N + L'] from the context's [L'] or [B, L']."""
+    context_tokens = query.shape[2] - image_tokens
+    if log_multiplicity.shape[-1] != context_tokens:
+        raise ValueError(
+            f"context_log_multiplicity is for {log_multiplicity.shape[-1]} context tokens, but the context "
+            f"has {context_tokens}. Pass the pair that collapse_null_tokens returned."
+        )
+    bias = F.pad(log_multiplicity, (image_tokens, 0))
+    bias = bias[:, None, None] if bias.ndim == 2 else bias[None, None, None]
+    return bias if query.device.type == "cpu" else bias.to(query.dtype)
