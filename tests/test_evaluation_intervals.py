@@ -37,7 +37,7 @@ def test_wilson_by_hand() -> None:
 
 
 def test_wilson_coverage_exactly_enumerated() -> None:
-    """Coverage, summed over all outcomes of a binomial and averaged over p, is nominal within half a point."""
+    """Coverage, summed over all binomial outcomes and averaged over p, is nominal within half a point."""
     n, grid = 40, np.linspace(0.05, 0.95, 181)
     found = [wilson_interval(k, n) for k in range(n + 1)]
     low, high = np.array([i.low for i in found]), np.array([i.high for i in found])

@@ -82,8 +82,8 @@ def paired_bootstrap(
 ) -> Interval:
     """Interval of mean(after) - mean(before) on the same samples, resampling whole clusters (prompts).
 
-    Two seeds of one prompt succeed or fail together, so prompts are drawn, not images; a drawn prompt brings all
-    its differences: θ* = Σ_c d_c / Σ_c n_c. The ends are percentiles of θ*, widened for few clusters by
+    Two seeds of one prompt succeed or fail together, so prompts are drawn, not images; a drawn prompt brings
+    all its differences: θ* = Σ_c d_c / Σ_c n_c. The ends are percentiles of θ*, widened for few clusters by
     Hesterberg's expansion: with K clusters α/2 becomes Φ(√(K/(K-1)) · t_{K-1}⁻¹(α/2)).
 
     Args:
@@ -95,8 +95,8 @@ def paired_bootstrap(
         level: Nominal coverage in (0, 1).
 
     Returns:
-        The change and its interval, in the unit of the input. The estimate is NaN without a complete pair; the
-        ends are NaN with fewer than two clusters.
+        The change and its interval, in the unit of the input. The estimate is NaN without a complete pair;
+        the ends are NaN with fewer than two clusters.
 
     Raises:
         ValueError: If the lengths differ, the level is outside (0, 1), or there are fewer than 100 resamples.
