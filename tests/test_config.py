@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations: what they resolve to, and what is refused with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from visalign import config as config_module
+from visalign.config import (
+    config_folder,
+    config_hash,
+    config_to_yaml,
+    flatten,
+    list_configs,
+    load_config,
+    read_config,
+    resolve_config,
+)
+from visalign.errors import ConfigError
+from visalign.schema import allowed_keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    weight: float = 1.0
+    options: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimiser:
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    seed: int = 0
+    group_size: int = 8
+    note: str | None = None
+    schedule: Literal["flow", "dance"] = "flow"
+    seeds: list[int] = field(default_factory=lambda: [1])
+    shift: tuple[float, ...] = (1.0,)
+    amp: bool = False
+    rewards: dict[str, Term] = field(default_factory=lambda: {"shapes": Term()})
+    optimiser: Optimiser = field(default_factory=Optimiser)
+    second: Optimiser | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise ValueError(f"group_size is {self.group_size}; a group needs at least 2 samples.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    model: str
+    steps: int = 10
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def _write(text: str, name: str = "job.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return _write
+
+
+def test_defaults_alone_are_the_dataclass_itself() -> None:
+    assert load_config(Job) == Job()
+
+
+def test_file_then_overrides(write) -> None:
+    path = write("pipeline: flow_grpo\nseed: 3\noptimiser:\n  learning_rate: 1e-3\nshift: [1, 2.5]\n")
+    loaded = load_config(
+        Job, path, ["seed=4", "optimiser.weight_decay=.1", "second.learning_rate=2", "note='7'"]
+    )
+    assert loaded == Job(
+        seed=4,
+        note="7",
+        shift=(1.0, 2.5),
+        optimiser=Optimiser(learning_rate=1e-3, weight_decay=0.1),
+        second=Optimiser(learning_rate=2.0),
+    )
+    assert isinstance(loaded.optimiser.learning_rate, float) and isinstance(loaded.shift, tuple)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        loaded.seed = 5  # pyright: ignore[reportAttributeAccessIssue]  # the test is that this fails
+
+
+def test_a_dict_in_the_file_replaces_the_default_one_and_an_override_edits_it(write) -> None:
+    path = write("rewards:\n  clip: {weight: 2, options: {model: tiny}}\n")
+    assert load_config(Job, path).rewards == {"clip": Term(weight=2.0, options={"model": "tiny"})}
+    edited = load_config(Job, path, ["rewards.clip.weight=3", "rewards.jpeg.weight=0.1"])
+    assert edited.rewards["clip"] == Term(weight=3.0, options={"model": "tiny"})
+    assert edited.rewards["jpeg"] == Term(weight=0.1)
+    assert load_config(Job, None, ["rewards.shapes.weight=5"]).rewards == {"shapes": Term(weight=5.0)}
+    assert load_config(Job, path, ["rewards={jpeg: {}}"]).rewards == {"jpeg": Term()}
+
+
+def test_null_is_allowed_only_where_the_type_says_so() -> None:
+    assert load_config(Job, None, ["note=x", "note=null"]).note is None
+    assert load_config(Job, None, ["second=null"]).second is None
+    with pytest.raises(ConfigError, match=r"Key 'seed' in the override 'seed=null': got null, expected int"):
+        load_config(Job, None, ["seed=null"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "grup_size: 4",
+            r"Unknown key 'grup_size' in '.*job.yaml'. Did you mean 'group_size'\? Allowed at the top",
+        ),
+        (
+            "optimiser: {learning_rat: 1}",
+            r"Unknown key 'optimiser.learning_rat'.* mean 'optimiser.learning_rate'\?",
+        ),
+        ("optimiser: {lr: 1}", r"Allowed under 'optimiser': learning_rate, weight_decay\."),
+        ("weight_decai: 1", r"mean 'optimiser.weight_decay' or 'second.weight_decay'\?"),
+        (
+            "rewards: {clip: {weigth: 1}}",
+            r"Unknown key 'rewards.clip.weigth' .* mean 'rewards.clip.weight'\?",
+        ),
+        ("3: x", r"Unknown key '3' in"),
+        ("seed: many", r"Key 'seed' in '.*job.yaml': got 'many' \(str\), expected int\."),
+        ("seed: 1.5", r"Key 'seed' .* got 1.5 \(float\), expected int"),
+        ("schedule: cosine", r"Key 'schedule' .* got 'cosine' \(str\), expected one of 'flow', 'dance'\."),
+        ("seeds: [1, b]", r"Key 'seeds\[1\]' in .* expected list\[int\]"),
+        ("shift: [a]", r"Key 'shift.*' in .* expected tuple\[float, ...\]"),
+        (
+            "optimiser: 3",
+            r"Key 'optimiser' .* got 3 \(int\), expected a mapping with the keys learning_rate, weight",
+        ),
+        (
+            "rewards: clip",
+            r"Key 'rewards' .* expected a mapping from names to mappings with the keys weight, options",
+        ),
+        (
+            "rewards: {clip: 3}",
+            r"Key 'rewards.clip' .* got 3 \(int\), expected a mapping with the keys weight, opt",
+        ),
+        (
+            "rewards: {clip: {weight: heavy}}",
+            r"Key 'rewards.clip.weight' .* got 'heavy' \(str\), expected float",
+        ),
+        ("group_size: 1", r"group_size is 1; a group needs at least 2 samples"),
+        ("note: ${nothing}", r"Key 'note': Interpolation key 'nothing' not found"),
+        ("seed: 1\nseed: 2", r"job.yaml', line 2, column 1: not valid YAML: found duplicate key"),
+        ("seed: 1\nnote: [1,\n", r"job.yaml', line 3, column 1: not valid YAML: .* Mend that line"),
+        ("- a\n- b", r"its top level is a list. A configuration is a list of 'key: value' lines"),
+        ("3", r"it holds a single value. A configuration is"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(write, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(Job, write(text))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", r"Override 'seed' is not of the form key.sub=value"),
+        ("=3", r"Override '=3' is not of the form"),
+        ("optimiser..x=3", r"is not of the form key.sub=value"),
+        ("seeds=[1,", r"Override 'seeds=\[1,': its value '\[1,' is not valid YAML"),
+        ("optimiser.lr=1", r"Unknown key 'optimiser.lr' in the override 'optimiser.lr=1'"),
+        ("seed.x=1", r"Key 'seed' in the override 'seed.x=1': got \{'x': 1\} \(dict\), expected int"),
+        ("amp=perhaps", r"Key 'amp' in the override 'amp=perhaps': got 'perhaps' \(str\), expected bool"),
+    ],
+)
+def test_a_bad_override_is_refused_by_name(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(Job, None, [override])
+
+
+def test_a_required_key_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"Key 'model': .*[Mm]issing mandatory value.* Set it in the file"):
+        load_config(Needs)
+    assert load_config(Needs, None, ["model=x"]) == Needs(model="x")
+
+
+def test_a_file_that_is_no_text_or_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "image.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError, match=r"image.yaml' is not text in UTF-8|not valid YAML"):
+        load_config(Job, tmp_path / "image.yaml")
+    with pytest.raises(ConfigError, match=r"is a folder, not a YAML file"):
+        load_config(Job, tmp_path)
+
+
+def test_an_empty_file_means_the_defaults(write) -> None:
+    assert load_config(Job, write("")) == load_config(Job, write("# only a comment\n", "b.yaml")) == Job()
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "packaged"
+    folder.mkdir()
+    for name in ("shapes_quickstart", "shapes_flow_grpo"):
+        (folder / f"{name}.yaml").write_text("seed: 1\n")
+    monkeypatch.setattr(config_module, "config_folder", lambda: folder)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "given", ["shapes_flow_grpo", "shapes_flow_grpo.yaml", "configs/shapes_flow_grpo.yaml"]
+)
+def test_a_packaged_name_is_found_from_any_folder(packaged: Path, given: str) -> None:
+    assert resolve_config(given) == packaged / "shapes_flow_grpo.yaml"
+    assert load_config(Job, given).seed == 1
+
+
+def test_a_file_of_the_user_comes_first(packaged: Path) -> None:
+    Path("shapes_flow_grpo.yaml").write_text("seed: 2\n")
+    assert load_config(Job, "shapes_flow_grpo.yaml").seed == 2
+    assert load_config(Job, "shapes_flow_grpo").seed == 1
+
+
+def test_a_missing_file_names_the_nearest(packaged: Path) -> None:
+    message = (
+        r"Configuration 'shapes_flow_gpro' does not exist. Did you mean 'shapes_flow_grpo'.*_quickstart\."
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolve_config("shapes_flow_gpro")
+    with pytest.raises(ConfigError, match="does not exist"):
+        resolve_config("elsewhere/shapes_flow_grpo.yaml")
+    assert list_configs() == ["shapes_flow_grpo", "shapes_quickstart"]
+
+
+def test_the_real_folder_is_found() -> None:
+    assert (config_folder() / "__init__.py").is_file()
+    assert list_configs() == sorted(path.stem for path in config_folder().iterdir() if path.suffix == ".yaml")
+
+
+def test_yaml_round_trip(write) -> None:
+    job = Job(
+        seed=5, note="x: y", second=Optimiser(), rewards={"clip": Term(weight=0.25, options={"a": "b"})}
+    )
+    assert load_config(Job, write(config_to_yaml(job))) == job
+    assert read_config(write(config_to_yaml(job)))["rewards"]["clip"]["weight"] == 0.25
+
+
+def test_the_hash_follows_the_content_only() -> None:
+    one, other = Term(weight=1.0), Term(weight=2.0)
+    same = config_hash(Job(rewards={"a": one, "b": other})), config_hash(Job(rewards={"b": other, "a": one}))
+    assert same[0] == same[1] and len(same[0]) == 12
+    assert config_hash(Job(seed=1)) != config_hash(Job())
+
+
+def test_flatten_and_the_allowed_keys_agree() -> None:
+    flat = flatten(Job(second=Optimiser()))
+    assert flat["optimiser.learning_rate"] == 1e-4 and flat["rewards.shapes.weight"] == 1.0
+    allowed = set(allowed_keys(Job))
+    assert {key.replace(".shapes.", ".*.") for key in flat} <= allowed
+    assert "rewards.*.weight" in allowed
+
+
+def test_a_schema_must_be_a_dataclass() -> None:
+    with pytest.raises(TypeError, match="A configuration schema is a dataclass; got <class 'dict'>"):
+        load_config(dict)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors that speak to the user: the command line prints their message alone, without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something the user gave cannot be used; the message says what was given and what is allowed."""
+
+
+class ConfigError(UserError):
+    """A configuration file or an override that cannot be used."""
+
+
+def nearest(given: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
+    """The allowed names most like the given one, best first; empty when nothing is alike.
+
+    Args:
+        given: what the user wrote.
+        allowed: the names that exist.
+        limit: the largest number of names returned.
+
+    Returns:
+        At most `limit` names.
+
+    >>> nearest("grup_size", ["group_size", "steps", "seed"])
+    ['group_size']
+    """
+    return difflib.get_close_matches(given, list(allowed), n=limit, cutoff=0.55)
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """A question that offers these names and ends in a blank, or nothing when there are none.
+
+    Args:
+        names: the names to offer.
+
+    Returns:
+        A sentence, or the empty string.
+
+    >>> did_you_mean(nearest("qickstart", ["quickstart", "score"]))
+    "Did you mean 'quickstart'? "
+    """
+    offered = " or ".join(repr(name) for name in names)
+    return f"Did you mean {offered}? " if offered else ""
