@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rewards to advantages: group-relative, batch-scaled, centred only, leave-one-out; whitening; the clamp.
+
+Deviations from the published code, all of them deliberate:
+* an all-equal group gives exactly 0 in every setting (the peers' float32 means give rounding noise divided by eps);
+* a missing reward leaves the statistics of its group and gets 0; it is never counted as a reward of 0;
+* a group with one valid member gives 0 unless `singleton="raw"` (verl keeps the raw reward).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .groups import Labels, group_index, group_min, group_sum
+
+Scale = Literal["group", "batch", "none"]
+Baseline = Literal["mean", "leave_one_out"]
+Singleton = Literal["zero", "raw"]
+
+
+def group_advantages(
+    reward: Tensor,
+    group: Labels,
+    *,
+    scale: Scale = "group",
+    baseline: Baseline = "mean",
+    ddof: int = 1,
+    eps: float = 1e-4,
+    valid: Tensor | None = None,
+    singleton: Singleton = "zero",
+) -> Tensor:
+    """Compare each reward with the others of its group.
+
+    A_i = (R_i − mean_g) / (std + eps), the mean over the valid members of i's group g. With `leave_one_out` the mean
+    is over the other members, R_i − mean_{j≠i} R_j = (R_i − mean_g)·n/(n−1). `std` is the group's, the batch's, or
+    absent (A_i = R_i − mean_g). [B, T] rewards are treated column by column.
+
+    Statistics are float64, centred before they are squared, over everything that is passed in: give the rewards of
+    the whole optimiser step, gathered from all devices. The result carries no gradient.
+
+    Args:
+        reward: [B] or [B, T], any unit; entries that are not finite count as missing.
+        group: [B] labels: an integer tensor or a sequence of hashables, in any order.
+        scale: "group" (GRPO), "batch" (one std for all, centred per group), "none" (Dr.GRPO, RLOO).
+        baseline: "mean" or "leave_one_out" (RLOO).
+        ddof: 1 for the unbiased std (TRL, verl), 0 for the biased one (flow_grpo).
+        eps: added to the std, in units of the reward.
+        valid: bool [B] or the shape of reward; False means missing.
+        singleton: advantage of a group with a single valid member: "zero", or "raw" for the reward itself.
+
+    Returns:
+        The shape of reward, float64 for float64 rewards and float32 otherwise; 0 where the reward is missing.
+
+    Raises:
+        ValueError: a shape, label, option, or eps that is not allowed.
+
+    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section 3.2;
+    Ahmadian et al., RLOO, arXiv 2402.14740, eq. 6; Liu et al., Flow-GRPO, arXiv 2505.05470, eq. 4.
+    """
+    _check_choice("scale", scale, ("group", "batch", "none"))
+    _check_choice("baseline", baseline, ("mean", "leave_one_out"))
+    _check_choice("singleton", singleton, ("zero", "raw"))
+    _check_spread(ddof, eps)
+    if reward.ndim not in (1, 2):
+        raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
+    index, groups = group_index(group, reward.shape[0], reward.device)
+    present = _present(reward, valid)
+    values = _columns(reward.detach().double())
+    mask = _columns(present).expand_as(values)
+    values = torch.where(mask, values, 0.0)
+
+    count, centred = _centre(values, mask, index, groups)
+    result = centred
+    if baseline == "leave_one_out":
+        result = result * count / (count - 1).clamp(min=1)
+    if scale != "none":
+        one = torch.zeros_like(index)
+        spread = _std(centred, mask, index, groups, ddof)
+        if scale == "batch":
+            spread = _std(_centre(values, mask, one, 1)[1], mask, one, 1, ddof)
+        result = torch.where(
+            centred == 0, 0.0, result / (spread + eps).clamp(min=torch.finfo(values.dtype).tiny)
+        )
+    alone = values if singleton == "raw" else torch.zeros_like(values)
+    result = torch.where(count == 1, alone, result)
+    result = torch.where(mask, result, 0.0).reshape(reward.shape)
+    return result.to(torch.promote_types(reward.dtype, torch.float32))
+
+
+def whiten(
+    values: Tensor,
+    valid: Tensor | None = None,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    eps_inside: bool = True,
+    keep_mean: bool = False,
+) -> Tensor:
+    """Bring all valid entries together to mean 0 and standard deviation 1.
+
+    y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. Per sample on [B], per token on
+    [B, T], where long sequences weigh more: the two published forms of GDPO differ in just this.
+
+    Args:
+        values: any shape; entries that are not finite count as missing.
+        valid: bool, the shape of values or its first dimensions.
+        ddof: 0 or 1, the divisor of the variance is n − ddof.
+        eps: added to the variance (squared unit), or to the std when `eps_inside` is False.
+        eps_inside: where eps stands, under the root or beside it.
+        keep_mean: add the mean back.
+
+    Returns:
+        The shape of values, float32 or better, no gradient; 0 where missing, and exactly 0 (or the mean) if all are
+        equal.
+
+    Raises:
+        ValueError: a ddof, eps or shape that is not allowed.
+    """
+    _check_spread(ddof, eps)
+    present = _present(values, valid)
+    flat = torch.where(present, values.detach().double(), 0.0).reshape(-1, 1)
+    mask = present.reshape(-1, 1)
+    one = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
+    _, centred = _centre(flat, mask, one, 1)
+    std = _std(centred, mask, one, 1, ddof)
+    divisor = (std.square() + eps).sqrt() if eps_inside else std + eps
+    result = torch.where(centred == 0, 0.0, centred / divisor.clamp(min=torch.finfo(flat.dtype).tiny))
+    if keep_mean:
+        result = result + flat - centred
+    result = torch.where(mask, result, 0.0).reshape(values.shape)
+    return result.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
+    """Limit advantages to [−bound, bound]; published Flow-GRPO uses 5.
+
+    Raises:
+        ValueError: bound is not positive.
+    """
+    if not bound > 0:
+        raise ValueError(f"bound must be positive; got {bound}. To switch the clamp off, do not call it.")
+    return advantage.clamp(-bound, bound)
+
+
+def _centre(values: Tensor, mask: Tensor, index: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """(valid members of each entry's group, values − group mean), both [B, T].
+
+    The group's smallest value is taken off first: equal values become exact zeros before anything is summed, and a
+    large common offset cannot cost digits.
+    """
+    count = group_sum(mask.to(values.dtype), index, groups)
+    lowest = group_min(torch.where(mask, values, float("inf")), index, groups)
+    shifted = torch.where(mask, values - lowest[index], 0.0)
+    mean = group_sum(shifted, index, groups) / count.clamp(min=1)
+    return count[index], torch.where(mask, shifted - mean[index], 0.0)
+
+
+def _std(centred: Tensor, mask: Tensor, index: Tensor, groups: int, ddof: int) -> Tensor:
+    """Standard deviation of each entry's group, [B, T]; 0 where n ≤ ddof."""
+    count = group_sum(mask.to(centred.dtype), index, groups)
+    total = group_sum(centred.square(), index, groups)
+    return (total / (count - ddof).clamp(min=1)).sqrt()[index]
+
+
+def _present(values: Tensor, valid: Tensor | None) -> Tensor:
+    """Bool of the shape of values: finite and not marked as missing."""
+    present = torch.isfinite(values)
+    if valid is None:
+        return present
+    if valid.dtype != torch.bool or valid.shape != values.shape[: valid.ndim]:
+        raise ValueError(
+            f"valid must be a bool tensor shaped like the values, {tuple(values.shape)}, or like their first "
+            f"dimensions; got {valid.dtype} {tuple(valid.shape)}."
+        )
+    return present & valid.reshape(valid.shape + (1,) * (values.ndim - valid.ndim))
+
+
+def _columns(values: Tensor) -> Tensor:
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _check_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {given!r}.")
+
+
+def _check_spread(ddof: int, eps: float) -> None:
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps must be a finite number ≥ 0; got {eps}.")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups: arbitrary labels made into indices, and sums over them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+Labels = Tensor | Sequence[Hashable]
+"""One label per sample: an integer tensor [B], or a sequence of anything hashable (strings, tuples, huge ints)."""
+
+
+def group_index(group: Labels, size: int, device: torch.device | None = None) -> tuple[Tensor, int]:
+    """Number the groups 0 … K-1.
+
+    Args:
+        group: B labels; their order and values carry no meaning, equal labels are one group.
+        size: the B that the labels must have.
+        device: where the index is wanted.
+
+    Returns:
+        (index [B] int64, number of groups K).
+
+    Raises:
+        ValueError: wrong number of labels, or a floating-point tensor as labels.
+    """
+    if isinstance(group, Tensor):
+        if group.ndim != 1 or group.shape[0] != size:
+            raise ValueError(
+                f"group needs one label per sample, [{size}]; got a tensor of shape {tuple(group.shape)}."
+            )
+        if group.is_floating_point() or group.is_complex():
+            raise ValueError(
+                f"group labels are compared for equality; got {group.dtype}. Give integers, or a list of labels."
+            )
+        labels, index = torch.unique(group, return_inverse=True)
+        return index.to(device), labels.shape[0]
+    if isinstance(group, str) or len(group) != size:
+        given = f"the string {group!r}" if isinstance(group, str) else f"{len(group)} labels"
+        raise ValueError(f"group needs one label per sample, {size} in all; got {given}.")
+    numbers: dict[Hashable, int] = {}
+    index = [numbers.setdefault(label, len(numbers)) for label in group]
+    return torch.tensor(index, dtype=torch.int64, device=device), len(numbers)
+
+
+def group_sum(values: Tensor, index: Tensor, groups: int) -> Tensor:
+    """Sum rows of one group: values [B, T] and index [B] in 0 … K-1 give [K, T]."""
+    return values.new_zeros(groups, values.shape[1]).index_add(0, index, values)
+
+
+def group_min(values: Tensor, index: Tensor, groups: int) -> Tensor:
+    """Smallest row entry of each group: values [B, T] and index [B] give [K, T]; +inf for a group without rows."""
+    start = values.new_full((groups, values.shape[1]), float("inf"))
+    return start.scatter_reduce(0, index[:, None].expand_as(values), values, "amin")

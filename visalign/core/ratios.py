@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of Gaussian steps and likelihood ratios, at the level of one decision or one sequence.
+
+`event_norm` says how the D elements of one denoising step enter: "sum" is the true log-density, "mean" is that divided
+by D, as in the published Flow-GRPO. A clip range means D times more under "mean": 1e-4 at D = 65 536 is 6.6 nats.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+EventNorm = Literal["mean", "sum"]
+
+
+def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, event_norm: EventNorm) -> Tensor:
+    """Log-density of a diagonal Gaussian with one standard deviation per decision.
+
+    log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π], divided by D for "mean".
+
+    Args:
+        x: [*N, *event], the point; the dimensions beyond those of std are the event.
+        mean: [*N, *event] μ, differentiable.
+        std: [*N] total standard deviation, > 0 (of x', that is with the √(−dt)); N has at least one dimension.
+        event_norm: "mean" or "sum" over the event.
+
+    Returns:
+        [*N], float32 or better.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown event_norm.
+
+    Liu et al., Flow-GRPO, arXiv 2505.05470; the density of its SDE step.
+    """
+    x, mean, std = _float32(x), _float32(mean), _float32(std)
+    scale = expand_over_event(std, x, mean)
+    density = -((x - mean) / scale).square() / 2 - scale.log() - math.log(2 * math.pi) / 2
+    return reduce_event(density, std.ndim, event_norm)
+
+
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Compute log r = log π − log π_old, with no gradient into π_old.
+
+    Args:
+        log_prob: [B] or [B, T], differentiable.
+        old_log_prob: the same shape, from the rollout.
+        weight: the same shape; where it is 0 the result is 0 and log_prob gets exactly zero gradient, even if it is NaN.
+
+    Returns:
+        The shape of log_prob, float32 or better.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    _check_same("log_prob", log_prob, "old_log_prob", old_log_prob)
+    difference = _float32(log_prob) - _float32(old_log_prob).detach()
+    if weight is None:
+        return difference
+    _check_same("log_prob", log_prob, "weight", weight)
+    return torch.where(weight != 0, difference, 0.0)
+
+
+def sequence_log_ratio(log_ratio: Tensor, weight: Tensor) -> Tensor:
+    """Replace each decision's log-ratio by the weighted mean over its sequence: log s_i = Σ_t w log r_it / Σ_t w.
+
+    Args:
+        log_ratio: [B, T], differentiable.
+        weight: [B, T], 0 for absent decisions.
+
+    Returns:
+        [B, T], constant along T and 0 where weight is 0.
+
+    Raises:
+        ValueError: shapes differ or are not [B, T].
+
+    Zheng et al., GSPO, arXiv 2507.18071, eq. 7.
+    """
+    _check_same("log_ratio", log_ratio, "weight", weight)
+    if log_ratio.ndim != 2:
+        raise ValueError(f"log_ratio must be [B, T]; got shape {tuple(log_ratio.shape)}.")
+    inside = weight != 0
+    total = weight.sum(1, keepdim=True)
+    mean = (torch.where(inside, log_ratio, 0.0) * weight).sum(1, keepdim=True) / torch.where(
+        total == 0, 1.0, total
+    )
+    return torch.where(inside, mean, 0.0)
+
+
+def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims: int = 1) -> Tensor:
+    """Log-ratio of GRPO-Guard: log r = mean_d(ε_d Δμ_d), with Δμ = μ − μ_old.
+
+    This is ((log p − log p_old) + mean(Δμ²)/(2 std²))·std per sample, without its cancellation: its distribution is
+    centred at 0 and free of the step's own scale. Every sample uses its own step.
+
+    Args:
+        noise: [*N, *event] ε of the rollout, or (x' − μ_old)/std.
+        mean: [*N, *event] μ under the current policy, differentiable.
+        mean_old: [*N, *event] μ under the rollout policy; detached here.
+        batch_dims: how many leading dimensions N has.
+
+    Returns:
+        [*N], float32 or better.
+
+    Raises:
+        ValueError: shapes differ, or no event dimension is left.
+
+    Wang et al., GRPO-Guard, arXiv 2510.22319.
+    """
+    _check_same("mean", mean, "mean_old", mean_old)
+    _check_same("mean", mean, "noise", noise)
+    if not 1 <= batch_dims < mean.ndim:
+        raise ValueError(
+            f"batch_dims must leave at least one event dimension; got batch_dims={batch_dims} for shape "
+            f"{tuple(mean.shape)}."
+        )
+    product = _float32(noise).detach() * (_float32(mean) - _float32(mean_old).detach())
+    return reduce_event(product, batch_dims, "mean")
+
+
+def guard_step_weight(dt: Tensor) -> Tensor:
+    """Weight 1/(−dt) that GRPO-Guard puts on the loss of a step; multiply the loss, do not renormalise.
+
+    Args:
+        dt: σ' − σ of each step, < 0, any shape.
+
+    Returns:
+        The shape of dt, float32 or better, > 0.
+    """
+    return -1 / _float32(dt)
+
+
+def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
+    """View std [*N] as [*N, 1, …] for tensors [*N, *event], after checking that they fit.
+
+    Raises:
+        ValueError: the tensors differ in shape, or std is not shaped like their leading dimensions.
+    """
+    shape = tensors[0].shape
+    if any(t.shape != shape for t in tensors):
+        raise ValueError(
+            f"tensors of one shape are needed; got {', '.join(str(tuple(t.shape)) for t in tensors)}."
+        )
+    if not 0 < std.ndim < len(shape) or std.shape != shape[: std.ndim]:
+        raise ValueError(
+            f"std must have the leading dimensions of {tuple(shape)}, at least one and not all; got shape "
+            f"{tuple(std.shape)}."
+        )
+    return std.reshape(std.shape + (1,) * (len(shape) - std.ndim))
+
+
+def reduce_event(values: Tensor, batch_dims: int, event_norm: EventNorm) -> Tensor:
+    """Sum or average over all dimensions after the first batch_dims.
+
+    Raises:
+        ValueError: event_norm is neither "mean" nor "sum".
+    """
+    if event_norm not in ("mean", "sum"):
+        raise ValueError(
+            f"event_norm must be 'mean' (per element, as in Flow-GRPO) or 'sum' (the density); got {event_norm!r}."
+        )
+    flat = values.flatten(batch_dims)
+    return flat.mean(-1) if event_norm == "mean" else flat.sum(-1)
+
+
+def _float32(value: Tensor) -> Tensor:
+    """Float32 or better."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _check_same(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    if value.shape != other.shape:
+        raise ValueError(
+            f"{name} {tuple(value.shape)} and {other_name} {tuple(other.shape)} must have one shape."
+        )
