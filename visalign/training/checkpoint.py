@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are whole or absent: written aside, synced, hashed, renamed; verified before they are read.
+
+A checkpoint is a folder `step_000123` with tensors as safetensors, counters as JSON, and `manifest.json` with the
+size and SHA-256 of each file and the configuration of the run. No pickle.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = 1
+_PREFIX = "step_"
+_TEMPORARY = ".writing_"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, is damaged, or belongs to another configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint holds."""
+
+    step: int
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """File stem -> tensor name -> tensor on CPU."""
+    state: Mapping[str, Any]
+    """Counters, JSON values."""
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` stands."""
+    return root / f"{_PREFIX}{step:06d}"
+
+
+def save(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    keep: int = 2,
+) -> Path:
+    """Write the checkpoint of `step` and delete all but the newest `keep`.
+
+    Args:
+        root: folder of the run's checkpoints; created when missing.
+        step: iterations finished.
+        tensors: file stem -> tensor name -> tensor.
+        state: JSON values.
+        config: the run's configuration, JSON values; a resume under another one is refused.
+        keep: checkpoints to keep, at least 1.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ValueError: keep < 1.
+        CheckpointError: writing failed, for example because the disk is full. What was written is removed; the
+            previous checkpoints stand untouched.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept.")
+    temporary = root / f"{_TEMPORARY}{step:06d}"
+    folder = step_folder(root, step)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for stale in root.glob(_TEMPORARY + "*"):
+            shutil.rmtree(stale)
+        temporary.mkdir()
+        for stem, named in tensors.items():
+            copies = {name: t.detach().cpu().contiguous().clone() for name, t in named.items()}
+            save_file(copies, temporary / f"{stem}.safetensors")
+        _write_json(temporary / "state.json", state)
+        files = {path.name: _sync_and_describe(path) for path in sorted(temporary.iterdir())}
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "config": config,
+            "config_sha256": _digest(config),
+            "files": files,
+        }
+        _write_json(temporary / "manifest.json", manifest)
+        _sync_and_describe(temporary / "manifest.json")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(temporary, folder)
+        _sync_folder(root)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(_write_failure(folder, error)) from error
+    for old in folders(root)[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def folders(root: Path) -> list[Path]:
+    """Checkpoint folders under `root`, oldest first."""
+    return sorted(path for path in root.glob(_PREFIX + "*") if path.is_dir())
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check the size and hash of every file of a checkpoint.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or changed; the message names it.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        listed = manifest["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} is no whole checkpoint: manifest.json cannot be read ({error}).{_HINT}"
+        ) from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} has checkpoint format {manifest.get('format')}; this version reads format {FORMAT}. "
+            f"Resume with the version of visalign that wrote it."
+        )
+    for name, expected in listed:
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{folder} is damaged: {name} is missing.{_HINT}")
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            word = "cut short" if size < expected["bytes"] else "too long"
+            raise CheckpointError(
+                f"{folder} is damaged: {name} is {word} ({size} bytes, the manifest says {expected['bytes']}).{_HINT}"
+            )
+        if _file_sha256(file) != expected["sha256"]:
+            raise CheckpointError(
+                f"{folder} is damaged: the content of {name} has changed (SHA-256 differs).{_HINT}"
+            )
+    return manifest
+
+
+_HINT = " Delete this folder and resume: the newest whole checkpoint before it will be used."
+
+
+def load(folder: Path, config: Mapping[str, Any], *, free: Collection[str] = ()) -> Checkpoint:
+    """Read a checkpoint after verifying it.
+
+    Args:
+        folder: of the checkpoint.
+        config: the configuration of the run that wants to resume.
+        free: dotted keys that may differ without changing what was trained (for example the number of iterations).
+
+    Raises:
+        CheckpointError: damaged, or written under another configuration; the message lists the keys.
+    """
+    manifest = verify(folder)
+    check_same_config(manifest["config"], config, free=free, where=str(folder))
+    tensors = {
+        name.removesuffix(".safetensors"): load_file(folder / name)
+        for name in manifest["files"]
+        if name.endswith(".safetensors")
+    }
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return Checkpoint(step=manifest["step"], tensors=tensors, state=state)
+
+
+def newest_intact(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint under `root`, None if there is none, and why newer ones were passed over."""
+    passed = []
+    for folder in reversed(folders(root)):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            passed.append(str(error).removesuffix(_HINT))
+        else:
+            return folder, passed
+    return None, passed
+
+
+def check_same_config(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Collection[str] = (), where: str
+) -> None:
+    """Refuse to continue a run under another configuration.
+
+    Raises:
+        CheckpointError: listing each key with its saved and its present value.
+    """
+    before, after = flatten(json.loads(json.dumps(saved))), flatten(json.loads(json.dumps(now)))
+    missing = "(absent)"
+    differing = [
+        f"{key}: {before.get(key, missing)!r} there, {after.get(key, missing)!r} now"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, missing) != after.get(key, missing) and key not in free
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{where} was written under another configuration. Differing keys: {'; '.join(differing)}. "
+            f"Set them back to resume, or start a new run in another output folder."
+        )
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _write_failure(folder: Path, error: Exception) -> str:
+    full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+    cause = "the disk is full" if full else str(error)
+    return (
+        f"could not write checkpoint {folder}: {cause}. The half-written files were removed and earlier checkpoints "
+        f"are untouched. Free some space (or lower run.keep_checkpoints) and run the same command with --resume."
+    )
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_and_describe(path: Path) -> dict[str, Any]:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exponential moving average of the trained parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class EMA:
+    """ē ← d·ē + (1 − d)·θ after every `every`-th optimiser update, in float32.
+
+    With `warmup` the decay of average number n is min(d, (1 + n) / (10 + n)), as in TensorFlow's
+    ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that short runs are not dominated by the
+    starting point.
+
+    Args:
+        parameters: names and parameters, in a fixed order.
+        decay: d in [0, 1); 0 makes the average equal to the parameters.
+        every: updates between two averages.
+        warmup: see above.
+
+    Raises:
+        ValueError: a decay or period outside its range.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        decay: float,
+        every: int = 1,
+        warmup: bool = True,
+    ) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"EMA decay is {decay}; it must be in [0, 1). Flow-GRPO uses 0.9.")
+        if every < 1:
+            raise ValueError(f"EMA every is {every}; it must be at least 1 update.")
+        self.decay, self.every, self.warmup = decay, every, warmup
+        self._parameters = list(parameters)
+        self._average = {name: p.detach().float().clone() for name, p in self._parameters}
+
+    def decay_at(self, n: int) -> float:
+        """The decay of average number n = 1, 2, ..."""
+        return min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+
+    @torch.no_grad()
+    def update(self, updates: int) -> None:
+        """Take in the parameters after `updates` optimiser updates (1, 2, ...)."""
+        if updates % self.every:
+            return
+        decay = self.decay_at(updates // self.every)
+        for name, parameter in self._parameters:
+            self._average[name].lerp_(parameter.float(), 1.0 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside the block the parameters hold the average; afterwards their own values again, bit for bit."""
+        kept = [p.detach().clone() for _, p in self._parameters]
+        try:
+            with torch.no_grad():
+                for name, parameter in self._parameters:
+                    parameter.copy_(self._average[name])
+            yield
+        finally:
+            with torch.no_grad():
+                for (_, parameter), own in zip(self._parameters, kept, strict=True):
+                    parameter.copy_(own)
+
+    def state(self) -> dict[str, Tensor]:
+        """Name -> average, float32 (not copied)."""
+        return dict(self._average)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state of the same names.
+
+        Raises:
+            ValueError: names that differ.
+        """
+        if state.keys() != self._average.keys():
+            odd = sorted(state.keys() ^ self._average.keys())
+            raise ValueError(
+                f"EMA state and parameters differ in the names {odd[:5]}; it is another model's state."
+            )
+        for name, average in self._average.items():
+            average.copy_(state[name])

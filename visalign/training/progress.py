@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run shows while it runs: a live table in a terminal, a line per iteration anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+SHOWN = (
+    ("reward", "reward_mean", "{:.3f}"),
+    ("held-out", "heldout/accuracy", "{:.3f}"),
+    ("signal", "signal_share", "{:.0%}"),
+    ("ratio spread", "ratio_std", "{:.1e}"),
+    ("floor", "ratio_floor", "{:.0e}"),
+    ("clipped", "clip", "{:.1%}"),
+    ("KL", "kl", "{:.1e}"),
+    ("grad", "grad_norm", "{:.2g}"),
+    ("img/s", "images_per_second", "{:.1f}"),
+)
+"""Column title, metric, format; a metric that an iteration lacks shows its last value."""
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03.
+
+    Example:
+        >>> clock_text(123.4)
+        '2:03'
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class TrainingProgress:
+    """Shows records of `visalign.training.metrics` as they come.
+
+    Args:
+        total: iterations of the run.
+        done: iterations already done when the run was resumed.
+        console: where to write; None for the standard output.
+        enabled: False shows nothing (all processes but the first).
+        every: iterations between two lines when the output is no terminal.
+        rows: iterations kept in the live table.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        done: int = 0,
+        console: Console | None = None,
+        enabled: bool = True,
+        every: int = 1,
+        rows: int = 8,
+    ) -> None:
+        self.console = console or Console()
+        self.enabled, self.every, self.rows = enabled, every, rows
+        self._total, self._done, self._begun_at = total, done, done
+        self._seconds = 0.0
+        self._recent: list[dict[str, Any]] = []
+        self._last: dict[str, Any] = {}
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("training", total=total, completed=done, left="")
+        self._live: Live | None = None
+
+    def __enter__(self) -> TrainingProgress:
+        if self.enabled and self.console.is_terminal:
+            self._live = Live(self._view(), console=self.console, refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.update(self._view())
+            self._live.stop()
+            self._live = None
+
+    def note(self, text: str) -> None:
+        """One line that stays: a checkpoint passed over, a stop asked for."""
+        if self.enabled:
+            self.console.print(text, highlight=False, markup=False)
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show the record of a finished iteration."""
+        self._done = int(record["iteration"])
+        self._seconds += float(record.get("seconds") or 0.0)
+        clip = (record.get("clip_low") or 0.0) + (record.get("clip_high") or 0.0)
+        self._last = {**self._last, **{k: v for k, v in record.items() if v is not None}, "clip": clip}
+        self._recent = [*self._recent, dict(self._last)][-self.rows :]
+        self._bar.update(self._task, completed=self._done, left=f"{clock_text(self.seconds_left())} left")
+        if self._live is not None:
+            self._live.update(self._view())
+        elif self.enabled and (self._done % self.every == 0 or self._done == self._total):
+            cells = ", ".join(f"{title} {text}" for title, text in self._cells(self._last) if text)
+            left = clock_text(self.seconds_left())
+            self.console.print(
+                f"iteration {self._done}/{self._total}: {cells}, {left} left",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+    def seconds_left(self) -> float:
+        """Expected seconds to the last iteration, from the mean of those seen; 0 before the first."""
+        seen = self._done - self._begun_at
+        return self._seconds / seen * (self._total - self._done) if seen else 0.0
+
+    def _cells(self, record: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return [(title, form.format(record[key]) if key in record else "") for title, key, form in SHOWN]
+
+    def _view(self) -> Group:
+        table = Table(expand=True, box=None, pad_edge=False)
+        table.add_column("iteration", justify="right")
+        for title, _, _ in SHOWN:
+            table.add_column(title, justify="right")
+        for record in self._recent:
+            table.add_row(str(record["iteration"]), *(text for _, text in self._cells(record)))
+        return Group(table, self._bar)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process a run lives in: phase times, Ctrl-C, memory, versions."""
+
+from __future__ import annotations
+
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+import torch
+
+PACKAGES = (
+    "visalign",
+    "torch",
+    "diffusers",
+    "transformers",
+    "open-clip-torch",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "numpy",
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a run computes; "absent" where not installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """Largest memory of this process so far: resident `host` memory and, with CUDA, allocated `cuda` memory."""
+    peak = {}
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB elsewhere
+        peak["host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if torch.cuda.is_available():
+        peak["cuda"] = torch.cuda.max_memory_allocated()
+    return peak
+
+
+class PhaseClock:
+    """Seconds per named phase of an iteration; with CUDA a phase ends when its kernels have.
+
+    Example:
+        >>> clock = PhaseClock()
+        >>> with clock.phase("rollout"):
+        ...     pass
+        >>> sorted(clock.take())
+        ['rollout', 'total']
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._begin = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent in the block to `name`."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
+
+    def take(self) -> dict[str, float]:
+        """Seconds per phase and `total` since the last call; starts over."""
+        now = self._now()
+        taken = {**self._seconds, "total": now - self._begin}
+        self._seconds, self._begin = {}, now
+        return taken
+
+    @staticmethod
+    def _now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class InterruptFlag:
+    """Turns the first Ctrl-C into a flag that the loop reads; a second one stops at once.
+
+    Outside the main thread, where Python allows no signal handlers, Ctrl-C keeps its usual meaning.
+
+    Args:
+        notice: called with one sentence when the first Ctrl-C arrives.
+    """
+
+    def __init__(self, notice: Callable[[str], object] = print) -> None:
+        self.raised = False
+        self._notice = notice
+        self._previous: object = None
+
+    def __enter__(self) -> InterruptFlag:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]  # what signal() gave us
+            self._previous = None
+
+    def _handle(self, _signum: int, _frame: object) -> None:
+        if self.raised:
+            raise KeyboardInterrupt
+        self.raised = True
+        self._notice("Ctrl-C: finishing this iteration and saving it; press again to stop at once.")

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Flow-GRPO run can be told: how to roll out, what to optimise, how to move the weights.
+
+The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code); each field says where ours
+differ. Values are checked when a setting is made, before anything is loaded or written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+def _choice(name: str, given: str, allowed: Sequence[str]) -> None:
+    if given not in allowed:
+        raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(allowed)}.")
+
+
+def _at_least(name: str, given: float, least: float) -> None:
+    if not (math.isfinite(given) and given >= least):
+        raise ValueError(f"{name} is {given}; it must be a finite number of at least {least}.")
+
+
+def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
+    if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
+        raise ValueError(
+            f"{name} is {list(given)}; it needs at least one step, none twice, all among {which} {list(allowed)}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """How the samples of an iteration are made."""
+
+    prompts_per_iteration: int = 48
+    """P, different prompts per iteration (over all processes)."""
+    group_size: int = 24
+    """G, samples per prompt; at least 2."""
+    steps: int = 10
+    """T, denoising steps."""
+    grid: str = "diffusers"
+    """Time grid: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
+    schedule: str = "flow"
+    """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-preserving)."""
+    level: float = 0.7
+    """Noise level a (η for "dance")."""
+    noise_steps: list[int] | None = None
+    """Steps that are stochastic, 0 to T-1; the others are deterministic. null: all but the last."""
+    noise_count: int | None = None
+    """Draw this many of `noise_steps` anew in each iteration and make only them stochastic (Flow-GRPO-Fast,
+    MixGRPO). null: all of them."""
+    train_steps: list[int] | None = None
+    """Those of `noise_steps` that are trained on; null: all that are stochastic."""
+    event_norm: str = "mean"
+    """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
+    batch_size: int = 64
+    """Samples that go through the network together while sampling; memory only, no effect on a sample."""
+    max_failure_rate: float = 0.2
+    """Largest share of samples that the reward may fail on before the run stops."""
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.steps", self.steps, 1)
+        _at_least("rollout.batch_size", self.batch_size, 1)
+        _choice("rollout.schedule", self.schedule, ("flow", "dance", "cps"))
+        _choice("rollout.event_norm", self.event_norm, ("mean", "sum"))
+        if not (math.isfinite(self.level) and self.level > 0):
+            raise ValueError(
+                f"rollout.level is {self.level}; without noise there is no log-probability: set it above 0."
+            )
+        if not 0.0 <= self.max_failure_rate <= 1.0:
+            raise ValueError(
+                f"rollout.max_failure_rate is {self.max_failure_rate}; it is a share from 0 to 1."
+            )
+        noisy = self.stochastic
+        _steps("rollout.noise_steps", noisy, range(self.steps), "steps")
+        if self.train_steps is not None:
+            _steps("rollout.train_steps", self.train_steps, noisy, "the stochastic steps")
+        if self.noise_count is not None:
+            if not 1 <= self.noise_count <= len(noisy):
+                raise ValueError(
+                    f"rollout.noise_count is {self.noise_count}; with {len(noisy)} noise_steps it must be 1 to {len(noisy)}."
+                )
+            if self.train_steps is not None:
+                raise ValueError(
+                    "rollout.noise_count draws the steps to train anew in each iteration, so rollout.train_steps "
+                    "cannot be fixed as well. Remove one of the two."
+                )
+
+    @property
+    def stochastic(self) -> list[int]:
+        """The steps that may be stochastic, ascending."""
+        return list(range(max(1, self.steps - 1))) if self.noise_steps is None else sorted(self.noise_steps)
+
+    @property
+    def trained(self) -> list[int]:
+        """The steps that may be trained on, ascending."""
+        return self.stochastic if self.train_steps is None else sorted(self.train_steps)
+
+    @property
+    def trained_per_image(self) -> int:
+        """How many steps of one image are trained on in one iteration."""
+        return self.noise_count or len(self.trained)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """What is optimised on the samples."""
+
+    ratio: str = "gaussian"
+    """"gaussian": exp(log p − log p_old), as published. "guard": exp(mean(ε·Δμ)), GRPO-Guard's ratio (arXiv 2510.22319)
+    in its per-sample form, whose mean is 1 at every step."""
+    eps_low: float = 1e-4
+    """Ratios are clipped at 1 − eps_low ..."""
+    eps_high: float = 1e-4
+    """... and at 1 + eps_high."""
+    advantage_scale: str = "batch"
+    """What divides the centred reward: std of the "group", of the "batch" (as published), or "none"."""
+    baseline: str = "mean"
+    """Reward of comparison: "mean" of the group, or "leave_one_out"."""
+    advantage_clip: float = 5.0
+    """Advantages are clamped to ± this."""
+    beta: float = 0.0
+    """Weight of the exact Gaussian KL to the reference. Published: 0.04 with a KL that lacks |dt|; above zero every
+    sample is trained on and each pair costs one more pass."""
+    step_weight: str = "uniform"
+    """Weight of a step in the loss: "uniform" (as published) or "inverse_dt" (GRPO-Guard: 1/|dt|, scaled to mean 1
+    over the trained steps)."""
+    step_weights: list[float] | None = None
+    """Explicit weights instead, one for each of the T steps."""
+
+    def __post_init__(self) -> None:
+        _choice("objective.ratio", self.ratio, ("gaussian", "guard"))
+        _choice("objective.advantage_scale", self.advantage_scale, ("group", "batch", "none"))
+        _choice("objective.baseline", self.baseline, ("mean", "leave_one_out"))
+        _choice("objective.step_weight", self.step_weight, ("uniform", "inverse_dt"))
+        _at_least("objective.beta", self.beta, 0.0)
+        for name in ("eps_low", "eps_high", "advantage_clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"objective.{name} is {getattr(self, name)}; it must be above 0.")
+        if self.step_weights is not None and not all(math.isfinite(w) and w >= 0 for w in self.step_weights):
+            raise ValueError(
+                f"objective.step_weights is {self.step_weights}; weights are finite and not negative."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserSettings:
+    """How the weights move."""
+
+    lr: float = 3e-4
+    """AdamW learning rate, constant after the warm-up."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW β₁ and β₂."""
+    eps: float = 1e-8
+    """AdamW ε."""
+    weight_decay: float = 1e-4
+    """AdamW decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """The gradient's L2 norm is clipped to this."""
+    updates_per_iteration: int = 2
+    """Optimiser updates per iteration; each sees its own part of the samples."""
+    micro_batch: int = 64
+    """(image, step) pairs that go through the network together; memory only, no effect on the update."""
+    ema_decay: float = 0.9
+    """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging off."""
+    ema_every: int = 8
+    """Updates between two averages."""
+    ema_warmup: bool = True
+    """Average number n uses min(decay, (1 + n)/(10 + n)), as Flow-GRPO's code does."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimiser.{name} is {getattr(self, name)}; it must be above 0.")
+        for name in ("updates_per_iteration", "micro_batch", "ema_every"):
+            _at_least(f"optimiser.{name}", getattr(self, name), 1)
+        for name in ("warmup_updates", "weight_decay"):
+            _at_least(f"optimiser.{name}", getattr(self, name), 0)
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(
+                f"optimiser.betas is {self.betas}; give two numbers in [0, 1), e.g. [0.9, 0.999]."
+            )
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"optimiser.ema_decay is {self.ema_decay}; it must be in [0, 1).")
+
+    def lr_at(self, update: int) -> float:
+        """Learning rate of optimiser update 0, 1, 2, ..."""
+        return self.lr * min(1.0, (update + 1) / (self.warmup_updates + 1))
