@@ -35,6 +35,7 @@ class Term:
 class Optimiser:
     learning_rate: float = 1e-4
     weight_decay: float = 0.0
+    scales: dict[str, float] = field(default_factory=lambda: {"all": 1.0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +103,16 @@ def test_a_dict_in_the_file_replaces_the_default_one_and_an_override_edits_it(wr
     assert load_config(Job, path, ["rewards={jpeg: {}}"]).rewards == {"jpeg": Term()}
 
 
-def test_null_is_allowed_only_where_the_type_says_so() -> None:
-    assert load_config(Job, None, ["note=x", "note=null"]).note is None
-    assert load_config(Job, None, ["second=null"]).second is None
+def test_a_section_of_the_file_keeps_the_other_defaults_of_the_section(write) -> None:
+    loaded = load_config(Job, write("optimiser: {weight_decay: 1}"))
+    assert loaded.optimiser == Optimiser(weight_decay=1.0, scales={"all": 1.0})
+
+
+def test_null_is_allowed_only_where_the_type_says_so(write) -> None:
+    filled = write("note: x\nsecond: {weight_decay: 1}\n")
+    assert load_config(Job, filled).note == "x" and load_config(Job, filled).second is not None
+    assert load_config(Job, filled, ["note=null"]).note is None
+    assert load_config(Job, filled, ["second=null"]).second is None
     with pytest.raises(ConfigError, match=r"Key 'seed' in the override 'seed=null': got null, expected int"):
         load_config(Job, None, ["seed=null"])
 
@@ -120,7 +128,7 @@ def test_null_is_allowed_only_where_the_type_says_so() -> None:
             "optimiser: {learning_rat: 1}",
             r"Unknown key 'optimiser.learning_rat'.* mean 'optimiser.learning_rate'\?",
         ),
-        ("optimiser: {lr: 1}", r"Allowed under 'optimiser': learning_rate, weight_decay\."),
+        ("optimiser: {lr: 1}", r"Allowed under 'optimiser': learning_rate, weight_decay, scales\."),
         ("weight_decai: 1", r"mean 'optimiser.weight_decay' or 'second.weight_decay'\?"),
         (
             "rewards: {clip: {weigth: 1}}",
