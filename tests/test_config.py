@@ -261,7 +261,8 @@ def test_the_hash_follows_the_content_only() -> None:
 
 
 def test_flatten_and_the_allowed_keys_agree() -> None:
-    flat = flatten(Job(second=Optimiser()))
+    flat = flatten(Job(second=Optimiser(scales={}), optimiser=Optimiser(scales={})))
+    assert flat["optimiser.scales"] == {}
     assert flat["optimiser.learning_rate"] == 1e-4 and flat["rewards.shapes.weight"] == 1.0
     allowed = set(allowed_keys(Job))
     assert {key.replace(".shapes.", ".*.") for key in flat} <= allowed
