@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objective core: pure functions of tensors [B, T], the same for tokens and for denoising steps. Torch only.
+"""The objective core: pure functions of tensors [B, T], alike for tokens and denoising steps. Torch only.
 
-B samples, T decisions, `group` any labels, `weight` 0 for what is absent. Order of use: combine rewards, advantage,
-log-ratio, surrogate, KL, aggregation.
+B samples, T decisions, `group` any labels, `weight` 0 for what is absent. Order of use: combine rewards,
+advantage, log-ratio, surrogate, KL, aggregation.
 """
 
 from .advantages import clamp_advantages, group_advantages, whiten

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rewards to advantages: group-relative, batch-scaled, centred only, leave-one-out; whitening; the clamp.
+"""From rewards to advantages: group-relative, batch-scaled, centred, leave-one-out; whitening; the clamp.
 
 Deviations from the published code, all of them deliberate:
-* an all-equal group gives exactly 0 in every setting (the peers' float32 means give rounding noise divided by eps);
+* an all-equal group gives exactly 0 in every setting (float32 means give rounding noise divided by eps);
 * a missing reward leaves the statistics of its group and gets 0; it is never counted as a reward of 0;
 * a group with one valid member gives 0 unless `singleton="raw"` (verl keeps the raw reward).
 """
@@ -34,12 +34,12 @@ def group_advantages(
 ) -> Tensor:
     """Compare each reward with the others of its group.
 
-    A_i = (R_i − mean_g) / (std + eps), the mean over the valid members of i's group g. With `leave_one_out` the mean
-    is over the other members, R_i − mean_{j≠i} R_j = (R_i − mean_g)·n/(n−1). `std` is the group's, the batch's, or
-    absent (A_i = R_i − mean_g). [B, T] rewards are treated column by column.
+    A_i = (R_i − mean_g) / (std + eps), the mean over the valid members of i's group g. With `leave_one_out`
+    the mean is over the other members, R_i − mean_{j≠i} R_j = (R_i − mean_g)·n/(n−1). `std` is the group's,
+    the batch's, or absent (A_i = R_i − mean_g). [B, T] rewards are treated column by column.
 
-    Statistics are float64, centred before they are squared, over everything that is passed in: give the rewards of
-    the whole optimiser step, gathered from all devices. The result carries no gradient.
+    Statistics are float64, centred before they are squared, over everything that is passed in: give the
+    rewards of the whole optimiser step, gathered from all devices. The result carries no gradient.
 
     Args:
         reward: [B] or [B, T], any unit; entries that are not finite count as missing.
@@ -57,8 +57,8 @@ def group_advantages(
     Raises:
         ValueError: a shape, label, option, or eps that is not allowed.
 
-    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section 3.2;
-    Ahmadian et al., RLOO, arXiv 2402.14740, eq. 6; Liu et al., Flow-GRPO, arXiv 2505.05470, eq. 4.
+    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section
+    3.2; Ahmadian et al., RLOO, arXiv 2402.14740; Liu et al., Flow-GRPO, arXiv 2505.05470.
     """
     _check_choice("scale", scale, ("group", "batch", "none"))
     _check_choice("baseline", baseline, ("mean", "leave_one_out"))
@@ -101,8 +101,8 @@ def whiten(
 ) -> Tensor:
     """Bring all valid entries together to mean 0 and standard deviation 1.
 
-    y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. Per sample on [B], per token on
-    [B, T], where long sequences weigh more: the two published forms of GDPO differ in just this.
+    y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. Per sample on [B], per
+    token on [B, T], where long sequences weigh more: the two published forms of GDPO differ in just this.
 
     Args:
         values: any shape; entries that are not finite count as missing.
@@ -113,8 +113,8 @@ def whiten(
         keep_mean: add the mean back.
 
     Returns:
-        The shape of values, float32 or better, no gradient; 0 where missing, and exactly 0 (or the mean) if all are
-        equal.
+        The shape of values, float32 or better, no gradient; 0 where missing, and exactly 0 (or the mean) if
+        all are equal.
 
     Raises:
         ValueError: a ddof, eps or shape that is not allowed.
@@ -148,8 +148,8 @@ def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
 def _centre(values: Tensor, mask: Tensor, index: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """(valid members of each entry's group, values − group mean), both [B, T].
 
-    The group's smallest value is taken off first: equal values become exact zeros before anything is summed, and a
-    large common offset cannot cost digits.
+    The group's smallest value is taken off first: equal values become exact zeros before anything is summed,
+    and a large common offset cannot cost digits.
     """
     count = group_sum(mask.to(values.dtype), index, groups)
     lowest = group_min(torch.where(mask, values, float("inf")), index, groups)

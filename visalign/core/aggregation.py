@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From losses per decision to one number, so that micro-batches sum to exactly the full batch.
 
-The counts in the denominators are taken once over the whole optimiser step (all micro-batches, all devices) and handed
-in; `aggregate` then returns a share. Adding the shares, or calling backward on each, equals one big batch. With DDP,
-which averages gradients over W devices, multiply each share by W.
+The counts in the denominators are taken once over the whole optimiser step (all micro-batches, all devices)
+and handed in; `aggregate` then returns a share. Adding the shares, or calling backward on each, equals one
+big batch. With DDP, which averages gradients over W devices, multiply each share by W.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ def count_step(
     """Count what one optimiser step (or a part of it, to be added up) holds.
 
     Args:
-        weight: [B, T], or [N] for decisions that stand alone; 0 for absent decisions, a mask is the special case.
+        weight: [B, T], or [N] for decisions that stand alone; 0 for absent decisions, a mask is the special
+            case.
         length: L of "dr_grpo", in decisions; T when not given. Give the same number for every part.
         group: [B] labels, for "group_token_mean".
-        empty: whether rows without a present decision count as sequences: "drop" (verl) or "keep", as losses of
-            zero (TRL).
+        empty: whether rows without a present decision count as sequences: "drop" (verl) or "keep", as losses
+            of zero (TRL).
 
     Returns:
         The counts.
@@ -99,8 +100,8 @@ def count_step(
 def row_tokens(weight: Tensor, group: Labels | None = None) -> Tensor:
     """Σ_t w of each row's own sequence, or, with labels, of its whole group; [B] float64.
 
-    Computed over the whole step, sliced like the rows of a micro-batch, and passed to `aggregate` where a micro-batch
-    does not hold the sequence, or the group, as a whole.
+    Computed over the whole step, sliced like the rows of a micro-batch, and passed to `aggregate` where a
+    micro-batch does not hold the sequence, or the group, as a whole.
     """
     own = _rows("weight", weight).double().sum(1)
     if group is None:
@@ -114,16 +115,16 @@ def aggregate(
 ) -> Tensor:
     """Sum one micro-batch's losses into its exact share of the step's loss.
 
-    Positions of weight 0 take no part: their loss may be NaN and gets exactly zero gradient. The formulas are in
-    `MODES`. To reweight steps without renormalising (GRPO-Guard's 1/(−dt)), multiply the loss instead.
+    Positions of weight 0 take no part: their loss may be NaN and gets exactly zero gradient. The formulas are
+    in `MODES`. To reweight steps without renormalising (GRPO-Guard's 1/(−dt)), multiply the loss instead.
 
     Args:
         loss: [B, T], or [N] for decisions that stand alone, e.g. flat (image, step) pairs.
         weight: the same shape, ≥ 0.
         mode: a key of `MODES`.
         counts: of the whole step, from `count_step`.
-        denominator: [B] from `row_tokens`; needed by "group_token_mean", and by "seq_mean_token_mean" when a sequence
-            is split over rows or micro-batches. Without it a row is a whole sequence.
+        denominator: [B] from `row_tokens`; needed by "group_token_mean", and by "seq_mean_token_mean" when a
+            sequence is split over rows or micro-batches. Without it a row is a whole sequence.
 
     Returns:
         0-dim share, in the dtype of loss; 0 with zero gradients when nothing is present.
@@ -131,7 +132,7 @@ def aggregate(
     Raises:
         ValueError: shapes that do not fit, an unknown mode, or a denominator or group count that is missing.
 
-    Liu et al., Dr.GRPO, arXiv 2503.20783 (dr_grpo); Yu et al., DAPO, arXiv 2503.14476, eq. 8 (token means);
+    Liu et al., Dr.GRPO, arXiv 2503.20783 (dr_grpo); Yu et al., DAPO, arXiv 2503.14476, eq. 12 (token means);
     Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3 (seq_mean_token_mean).
     """
     if mode not in MODES:
@@ -141,7 +142,7 @@ def aggregate(
     values, rows = _rows("loss", loss), _rows("weight", weight)
     if denominator is not None and denominator.shape != rows.shape[:1]:
         raise ValueError(
-            f"denominator must have one entry per row, [{rows.shape[0]}]; got shape {tuple(denominator.shape)}."
+            f"denominator needs one entry per row, [{rows.shape[0]}]; got shape {tuple(denominator.shape)}."
         )
     inside = rows != 0
     total = (torch.where(inside, values, 0.0) * rows.to(values.dtype)).sum(1)

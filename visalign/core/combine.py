@@ -3,8 +3,8 @@
 
 Rewards come as [B, M]; NaN means missing. `missing` says what a sample with some missing rewards is worth:
 * "drop": nothing; the sample is missing as a whole, so it shifts no baseline and takes no part in the loss;
-* "skip": the sum of the rewards that are there (TRL). Right when rewards do not apply to every sample; wrong for failed
-  judges, because a missing term then acts as a reward of 0.
+* "skip": the sum of the rewards that are there (TRL). Right when rewards do not apply to every sample; wrong
+  for failed judges, because a missing term then acts as a reward of 0.
 A reward of weight 0 is for the log alone: it makes no sample missing.
 """
 
@@ -35,7 +35,7 @@ def weighted_sum(rewards: Tensor, weights: Sequence[float], *, missing: Missing 
         [B], NaN where the sample is missing; float64 for float64 rewards and float32 otherwise.
 
     Raises:
-        ValueError: wrong shape, wrong number of weights, weights that are not finite or all 0, unknown `missing`.
+        ValueError: wrong shape, number of weights, or `missing`; weights that are not finite or all 0.
     """
     usable, row = _usable(rewards, weights, missing)
     weight = torch.tensor(weights, dtype=torch.float64, device=rewards.device)
@@ -71,7 +71,7 @@ def normalise_then_sum(
     Raises:
         ValueError: as for `weighted_sum` and `group_advantages`.
 
-    Liu et al., GDPO, arXiv 2601.05242, eq. 4-6.
+    Liu et al., GDPO, arXiv 2601.05242.
     """
     usable, row = _usable(rewards, weights, missing)
     weight = torch.tensor(weights, dtype=torch.float64, device=rewards.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Labels = Tensor | Sequence[Hashable]
-"""One label per sample: an integer tensor [B], or a sequence of anything hashable (strings, tuples, huge ints)."""
+"""One label per sample: an integer tensor [B], or a sequence of anything hashable."""
 
 
 def group_index(group: Labels, size: int, device: torch.device | None = None) -> tuple[Tensor, int]:
@@ -33,7 +33,7 @@ def group_index(group: Labels, size: int, device: torch.device | None = None) ->
             )
         if group.is_floating_point() or group.is_complex():
             raise ValueError(
-                f"group labels are compared for equality; got {group.dtype}. Give integers, or a list of labels."
+                f"group labels must be integers, or a list of anything hashable; got {group.dtype}."
             )
         labels, index = torch.unique(group, return_inverse=True)
         return index.to(device), labels.shape[0]
@@ -51,6 +51,6 @@ def group_sum(values: Tensor, index: Tensor, groups: int) -> Tensor:
 
 
 def group_min(values: Tensor, index: Tensor, groups: int) -> Tensor:
-    """Smallest row entry of each group: values [B, T] and index [B] give [K, T]; +inf for a group without rows."""
+    """Smallest entry of each group: values [B, T] and index [B] give [K, T]; +inf for an empty group."""
     start = values.new_full((groups, values.shape[1]), float("inf"))
     return start.scatter_reduce(0, index[:, None].expand_as(values), values, "amin")

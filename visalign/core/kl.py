@@ -12,8 +12,8 @@ from .ratios import EventNorm, expand_over_event, reduce_event
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, event_norm: EventNorm) -> Tensor:
     """Compute the exact KL(N(μ, std²) ‖ N(μ_ref, std²)) = Σ_d (μ_d − μ_ref,d)²/(2 std²), over D for "mean".
 
-    Zero variance, and its gradient is the gradient of the divergence. Published code often leaves √(−dt) out of std;
-    then early denoising steps count too little (Flow-GRPO's paper has it: ‖Δμ‖²/(2 s² Δt)).
+    Zero variance, and its gradient is the gradient of the divergence. Published code often leaves √(−dt) out
+    of std; then early denoising steps count too little (Flow-GRPO's paper has it: ‖Δμ‖²/(2 s² Δt)).
 
     Args:
         mean: [*N, *event] μ, differentiable.

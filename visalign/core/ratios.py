@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of Gaussian steps and likelihood ratios, at the level of one decision or one sequence.
 
-`event_norm` says how the D elements of one denoising step enter: "sum" is the true log-density, "mean" is that divided
-by D, as in the published Flow-GRPO. A clip range means D times more under "mean": 1e-4 at D = 65 536 is 6.6 nats.
+`event_norm` says how the D elements of one denoising step enter: "sum" is the true log-density, "mean" is
+that divided by D, as in the published Flow-GRPO. A clip range means D times more under "mean": 1e-4 at
+D = 65536 is 6.6 nats.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, event_norm: Event
     Args:
         x: [*N, *event], the point; the dimensions beyond those of std are the event.
         mean: [*N, *event] μ, differentiable.
-        std: [*N] total standard deviation, > 0 (of x', that is with the √(−dt)); N has at least one dimension.
+        std: [*N] total standard deviation of x', with the √(−dt), > 0; N has at least one dimension.
         event_norm: "mean" or "sum" over the event.
 
     Returns:
@@ -47,7 +48,8 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = No
     Args:
         log_prob: [B] or [B, T], differentiable.
         old_log_prob: the same shape, from the rollout.
-        weight: the same shape; where it is 0 the result is 0 and log_prob gets exactly zero gradient, even if it is NaN.
+        weight: the same shape; where it is 0 the result is 0 and log_prob gets exactly zero gradient, even if
+            it is NaN.
 
     Returns:
         The shape of log_prob, float32 or better.
@@ -64,7 +66,7 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = No
 
 
 def sequence_log_ratio(log_ratio: Tensor, weight: Tensor) -> Tensor:
-    """Replace each decision's log-ratio by the weighted mean over its sequence: log s_i = Σ_t w log r_it / Σ_t w.
+    """Replace each log-ratio by the weighted mean over its sequence: log s_i = Σ_t w log r_it / Σ_t w.
 
     Args:
         log_ratio: [B, T], differentiable.
@@ -92,8 +94,8 @@ def sequence_log_ratio(log_ratio: Tensor, weight: Tensor) -> Tensor:
 def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims: int = 1) -> Tensor:
     """Log-ratio of GRPO-Guard: log r = mean_d(ε_d Δμ_d), with Δμ = μ − μ_old.
 
-    This is ((log p − log p_old) + mean(Δμ²)/(2 std²))·std per sample, without its cancellation: its distribution is
-    centred at 0 and free of the step's own scale. Every sample uses its own step.
+    This is ((log p − log p_old) + mean(Δμ²)/(2 std²))·std per sample, without its cancellation: its
+    distribution is centred at 0 and free of the step's own scale. Every sample uses its own step.
 
     Args:
         noise: [*N, *event] ε of the rollout, or (x' − μ_old)/std.
@@ -159,7 +161,7 @@ def reduce_event(values: Tensor, batch_dims: int, event_norm: EventNorm) -> Tens
     """
     if event_norm not in ("mean", "sum"):
         raise ValueError(
-            f"event_norm must be 'mean' (per element, as in Flow-GRPO) or 'sum' (the density); got {event_norm!r}."
+            f"event_norm must be 'mean' (per element, Flow-GRPO) or 'sum' (the density); got {event_norm!r}."
         )
     flat = values.flatten(batch_dims)
     return flat.mean(-1) if event_norm == "mean" else flat.sum(-1)

@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Ratios are computed as e^min(log r, 20): e^20 = 4.9e8 stands for all that is larger, and nothing overflows."""
+"""Ratios are e^min(log r, 20): e^20 = 4.9e8 stands for all that is larger, and nothing overflows."""
 
 
 def ppo_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_high: float) -> Tensor:
     """PPO's clipped surrogate with separate bounds.
 
-    ℓ = −min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), r = exp(log r). Clipped decisions have exactly zero gradient.
-    Deviation: above log r = 20 the value stays at e^20, the gradient keeps pointing back (∂ℓ/∂log r = −e^20 A).
+    ℓ = −min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), r = exp(log r). Clipped decisions have exactly zero
+    gradient. Deviation: above log r = 20 the value stays at e^20 and ∂ℓ/∂log r at −e^20 A, it does not vanish.
 
     Args:
         log_ratio: [B] or [B, T], differentiable; float16 and bfloat16 are computed in float32.
         advantage: [B], or the shape of log_ratio; detached here.
         eps_low: distance of the lower bound from 1, in [0, 1].
-        eps_high: distance of the upper bound from 1, ≥ 0; infinity switches it off. DAPO's clip-higher: above eps_low.
+        eps_high: distance of the upper bound from 1, ≥ 0; infinity switches it off. DAPO's clip-higher: above
+            eps_low.
 
     Returns:
         Loss per decision, the shape of log_ratio, to be minimised; not weighted, not masked.
@@ -95,7 +96,7 @@ class RatioStatistics:
     kl: Tensor
     """Mean of r − 1 − log r ≥ 0, an estimate of KL(π_old ‖ π) in the unit of the log-ratio."""
     largest: Tensor
-    """Largest |log r|: at the first update this is the floor that rounding sets, to be held against the clip range."""
+    """Largest |log r|: at the first update the floor that rounding sets, to hold against the clip range."""
 
 
 def ratio_statistics(log_ratio: Tensor, weight: Tensor | None = None) -> RatioStatistics:
@@ -132,7 +133,7 @@ def ratio_statistics(log_ratio: Tensor, weight: Tensor | None = None) -> RatioSt
 def _prepare(log_ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
     if not 0 <= eps_low <= 1 or not eps_high >= 0:
         raise ValueError(
-            f"the ratio is clipped to [1 − eps_low, 1 + eps_high] with eps_low in [0, 1] and eps_high ≥ 0; got "
+            "the ratio is clipped to [1 − eps_low, 1 + eps_high], eps_low in [0, 1] and eps_high ≥ 0; got "
             f"eps_low={eps_low}, eps_high={eps_high}."
         )
     if log_ratio.ndim not in (1, 2) or advantage.shape not in (log_ratio.shape, log_ratio.shape[:1]):
