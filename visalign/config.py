@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from visalign.errors import ConfigError, did_you_mean, nearest
+from visalign.errors import ConfigError, suggestion
 from visalign.schema import check_content, field_types, section_schema
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def resolve_config(name_or_path: str | Path) -> Path:
     problem = "is a folder, not a YAML file" if path.is_dir() else "does not exist"
     names = list_configs()
     raise ConfigError(
-        f"Configuration '{name_or_path}' {problem}. {did_you_mean(nearest(name, names))}Give a path "
+        f"Configuration '{name_or_path}' {problem}. {suggestion(name, names)}Give a path "
         f"or the name of a packaged configuration: {', '.join(names) or 'there are none'}."
     )
 

@@ -41,8 +41,24 @@ def did_you_mean(names: Iterable[str]) -> str:
     Returns:
         A sentence, or the empty string.
 
-    >>> did_you_mean(nearest("qickstart", ["quickstart", "score"]))
-    "Did you mean 'quickstart'? "
+    >>> did_you_mean(["steps", "step_weights"])
+    "Did you mean 'steps' or 'step_weights'? "
     """
     offered = " or ".join(repr(name) for name in names)
     return f"Did you mean {offered}? " if offered else ""
+
+
+def suggestion(given: str, allowed: Iterable[str]) -> str:
+    """`did_you_mean` for the allowed names most like the given one.
+
+    Args:
+        given: what the user wrote.
+        allowed: the names that exist.
+
+    Returns:
+        A sentence that ends in a blank, or the empty string.
+
+    >>> suggestion("qickstart", ["quickstart", "score"])
+    "Did you mean 'quickstart'? "
+    """
+    return did_you_mean(nearest(given, allowed))
