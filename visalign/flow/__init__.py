@@ -1,1 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Flow trajectories: time grids, one SDE kernel and CPS, Gaussian log-probs, rollout and replay."""
+
+from .noise import initial_noise, sample_seed, step_noise
+from .replay import RatioCheck, RatioError, StepStats, check_log_ratio, ratio_check, replay
+from .rollout import rollout
+from .schedules import diffusers_time_grid, noise_rate, time_grid
+from .trajectory import Pairs, Trajectory
+from .transitions import Kernel, Transition, cps_step, sde_step
+
+__all__ = [
+    "Kernel",
+    "Pairs",
+    "RatioCheck",
+    "RatioError",
+    "StepStats",
+    "Trajectory",
+    "Transition",
+    "check_log_ratio",
+    "cps_step",
+    "diffusers_time_grid",
+    "initial_noise",
+    "noise_rate",
+    "ratio_check",
+    "replay",
+    "rollout",
+    "sample_seed",
+    "sde_step",
+    "step_noise",
+    "time_grid",
+]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stored steps under the current weights, and the check that under unchanged weights the ratio is 1."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Condition, DiffusionPolicy
+
+from .rollout import velocity_of
+from .trajectory import Trajectory
+from .transitions import Kernel
+
+RATIO_BOUND = 1e-5
+"""Default bound of |log ratio| per latent dimension: a tenth of the published clip range 1e-4, well above float32
+rounding (1e-7 to 1e-6). Models that compute in bfloat16 exceed it: 2e-5 to 5e-4 have been reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """N stored steps under the current weights; everything carries gradient but `std`."""
+
+    log_prob: Tensor
+    """[N] of the stored x_next, in the kernel's event norm."""
+    mean: Tensor
+    """[N, C, H, W] float32."""
+    std: Tensor
+    """[N] total std, float32."""
+    v: Tensor
+    """[N, C, H, W] velocity, float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioCheck:
+    """How far the ratio of unchanged weights is from 1: the precision floor of a run."""
+
+    max_abs_log_ratio: float
+    """Largest |log ratio|, in the kernel's event norm; compare it with the clip range."""
+    mean_abs_log_ratio: float
+    bound: float
+    """What was allowed, in the same unit."""
+    pairs: int
+    """Number of (sample, step) pairs checked."""
+    ok: bool
+    """max_abs_log_ratio <= bound; False for NaN."""
+
+
+class RatioError(RuntimeError):
+    """The ratio was not 1 before the first update; `check` holds the measurement."""
+
+    def __init__(self, message: str, check: RatioCheck) -> None:
+        super().__init__(message)
+        self.check = check
+
+
+def replay(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    x: Tensor,
+    x_next: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    *,
+    kernel: Kernel,
+) -> StepStats:
+    """Statistics of N stored steps x -> x_next under the policy's current weights, differentiable.
+
+    Args:
+        policy: The policy; its velocity is called once, with gradient if enabled.
+        condition: Conditions of the N pairs (`condition.select(sample_index)`).
+        x: [N, C, H, W] stored latents (`Trajectory.pairs`).
+        x_next: [N, C, H, W] stored next latents.
+        sigma: [N] noise levels; rows may differ.
+        sigma_next: [N] next noise levels.
+        kernel: The rollout's kernel, `trajectory.kernel`.
+
+    Raises:
+        ValueError: When the lengths differ, or a step has no noise.
+    """
+    lengths = {"condition": len(condition), "x": len(x), "x_next": len(x_next)}
+    lengths |= {"sigma": len(sigma), "sigma_next": len(sigma_next)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"replay takes N flat (sample, step) pairs; the lengths differ: {lengths}. "
+            "Select the condition with the sample index of each pair: condition.select(sample)."
+        )
+    v = velocity_of(policy, x, sigma, condition)
+    transition = kernel.step(x, v, sigma, sigma_next)
+    return StepStats(
+        log_prob=kernel.log_prob_of(transition, x_next), mean=transition.mean, std=transition.std, v=v
+    )
+
+
+@torch.no_grad()
+def ratio_check(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    trajectory: Trajectory,
+    *,
+    bound: float | None = None,
+    batch_size: int | None = None,
+    max_samples: int | None = None,
+    strict: bool = True,
+) -> RatioCheck:
+    """Replay a trajectory under the weights that made it and measure how far the ratio is from 1.
+
+    Call it before the first update. Give the training micro-batch as `batch_size`: pairs of several steps
+    stand side by side as in training, so what is measured is what the trainer will see.
+
+    Args:
+        policy: The policy of the rollout, unchanged.
+        condition: The rollout's condition, B samples.
+        trajectory: The rollout.
+        bound: Largest |log ratio| allowed, in the kernel's event norm; default 1e-5 per latent dimension.
+        batch_size: Pairs per forward; by default B.
+        max_samples: Check the first so many samples only; by default all.
+        strict: Raise when the bound is exceeded; otherwise return a check with ok False.
+
+    Raises:
+        ValueError: When the trajectory has no stochastic step, or the condition is not that of the rollout.
+        RatioError: When the ratio is not 1 within the bound (strict).
+    """
+    if len(condition) != len(trajectory):
+        raise ValueError(
+            f"ratio_check needs the condition of the rollout, {len(trajectory)} samples; got {len(condition)}."
+        )
+    sample, step = trajectory.all_pairs()
+    if max_samples is not None:
+        sample, step = (index[: max_samples * len(trajectory.noise_steps)] for index in (sample, step))
+    if len(sample) == 0:
+        raise ValueError(
+            "ratio_check needs at least one stochastic step and sample; the trajectory has none."
+        )
+    differences = []
+    for rows in torch.arange(len(sample)).split(len(trajectory) if batch_size is None else batch_size):
+        pairs = trajectory.pairs(sample[rows], step[rows])
+        stats = replay(
+            policy,
+            condition.select(sample[rows]),
+            pairs.x,
+            pairs.x_next,
+            pairs.sigma,
+            pairs.sigma_next,
+            kernel=trajectory.kernel,
+        )
+        differences.append(stats.log_prob - pairs.log_prob)
+    dimensions = trajectory.dimensions if trajectory.kernel.event_norm == "sum" else 1
+    return check_log_ratio(
+        torch.cat(differences), bound=RATIO_BOUND * dimensions if bound is None else bound, strict=strict
+    )
+
+
+def check_log_ratio(log_ratio: Tensor, *, bound: float, strict: bool = True) -> RatioCheck:
+    """Judge log-ratios that should be 0, e.g. those of the first micro-batch of the first update.
+
+    Args:
+        log_ratio: Any shape, not empty.
+        bound: Largest |log ratio| allowed.
+        strict: Raise when it is exceeded.
+
+    Raises:
+        RatioError: When it is exceeded (strict); the message names likely causes.
+    """
+    distance = log_ratio.detach().double().abs()
+    largest = float(distance.max())
+    ok = not math.isnan(largest) and largest <= bound
+    check = RatioCheck(
+        max_abs_log_ratio=largest,
+        mean_abs_log_ratio=float(distance.mean()),
+        bound=bound,
+        pairs=distance.numel(),
+        ok=ok,
+    )
+    if strict and not ok:
+        raise RatioError(
+            f"Before the first update the ratio must be 1: the largest |log ratio| of {check.pairs} pairs is "
+            f"{largest:.3g}, allowed {bound:.3g}. Likely causes: dropout or train mode in one of the passes; "
+            "weights moved between rollout and replay (an EMA or reference left switched on); another "
+            "guidance scale, prompt order or kernel; a model in bfloat16 or float16 whose result depends on "
+            "the batch (run it in float32, or raise the bound knowingly, the clip range well above it).",
+            check,
+        )
+    return check

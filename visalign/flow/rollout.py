@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Denoise B samples under a policy, with noise at chosen steps, and keep what a replay needs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from visalign.core.ratios import EventNorm
+from visalign.interfaces import Condition, DiffusionPolicy
+
+from .noise import checked_seeds, initial_noise, step_noise
+from .trajectory import Trajectory
+from .transitions import Kernel, LogProbForm, sde_step
+
+
+@torch.no_grad()
+def rollout(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    *,
+    sigmas: Tensor,
+    noise_steps: Sequence[int] = (),
+    schedule: str = "flow",
+    level: float = 0.7,
+    seeds: Sequence[int] | Tensor | None = None,
+    noise: Tensor | None = None,
+    event_norm: EventNorm = "mean",
+    log_prob: LogProbForm = "gaussian",
+    sigma_max: float | None = None,
+    batch_size: int | None = None,
+) -> Trajectory:
+    """Denoise B samples; steps in `noise_steps` are stochastic, the others Euler steps of the ODE.
+
+    After every step the latent is rounded to the policy's storage dtype; that is what the next forward sees.
+    The log-probability is taken of the rounded latent, so a replay under unchanged weights finds the same number.
+
+    Args:
+        policy: Offers `velocity`, `latent_shape`, `storage_dtype` and `device`.
+        condition: Encoded prompts of the B samples.
+        sigmas: [T + 1] strictly falling noise levels that end at 0 (`policy.sigmas`, `time_grid`).
+        noise_steps: Indices in [0, T), rising; empty for a deterministic rollout (evaluation).
+        schedule: "flow", "dance" or "cps".
+        level: a or η of the schedule.
+        seeds: [B] integers, one per sample (`sample_seed`): initial noise and step noise come from them, so a
+            sample does not depend on what else is in its batch. Not needed when `noise` is given and no
+            step is stochastic.
+        noise: [B, C, H, W] initial latents, instead of `initial_noise(seeds)` (e.g. shared in a group).
+        event_norm: "mean" or "sum", see `Transition.log_prob`.
+        log_prob: "gaussian" or (schedule "cps") "quadratic".
+        sigma_max: Flow-SDE's stand-in for σ = 1; by default sigmas[1], as in the published code.
+        batch_size: Samples per forward; all B by default. It changes no noise.
+
+    Returns:
+        Trajectory on the policy's device.
+
+    Raises:
+        ValueError: For a grid, noise steps, seeds or noise that do not fit, each with what is allowed.
+        FloatingPointError: When a final latent is not finite.
+    """
+    grid = _checked_grid(sigmas)
+    steps = _checked_noise_steps(noise_steps, len(grid) - 1)
+    kernel = Kernel(
+        schedule=schedule if steps else "none",
+        level=level,
+        sigma_max=grid[1].item() if sigma_max is None else sigma_max,
+        event_norm=event_norm,
+        log_prob=log_prob if steps else "gaussian",
+    )
+    _check_stochastic(kernel, grid, steps)
+    latents = _initial_latents(policy, len(condition), seeds, noise, bool(steps))
+    drawn = checked_seeds(seeds) if seeds is not None else []
+    trajectory = _empty(policy, latents, grid, steps, kernel)
+    for rows in torch.arange(len(condition)).split(_checked_batch_size(batch_size, len(condition))):
+        _denoise(policy, condition.select(rows), grid, drawn[rows[0] : rows[-1] + 1], trajectory, rows)
+    if not bool(torch.isfinite(trajectory.latents).all()):
+        raise FloatingPointError(
+            f"The rollout ended in latents that are not finite (stored in {policy.storage_dtype}). Look for "
+            "diverged weights (lower the learning rate, go back to an earlier checkpoint) or an overflow (store in "
+            "bfloat16 or float32)."
+        )
+    return trajectory
+
+
+def velocity_of(policy: DiffusionPolicy, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+    """The policy's velocity, refused when it breaks the contract of `DiffusionPolicy.velocity`.
+
+    Raises:
+        ValueError: When the shape is not that of x or the dtype is below float32.
+    """
+    v = policy.velocity(x, sigma, condition)
+    if v.shape != x.shape or v.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"policy.velocity must return float32 {list(x.shape)}, the shape of its latents; got {v.dtype} "
+            f"{list(v.shape)}. Cast the model's output to float32 at the end of velocity."
+        )
+    return v
+
+
+def _denoise(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    grid: Tensor,
+    seeds: list[int],
+    trajectory: Trajectory,
+    rows: Tensor,
+) -> None:
+    """Denoise the samples `rows`, which stand in trajectory.latents as noise, and write them there."""
+    chunk = slice(int(rows[0]), int(rows[-1]) + 1)
+    kernel, x = trajectory.kernel, trajectory.latents[chunk].clone()
+    levels = grid.to(x.device)
+    for k in range(len(grid) - 1):
+        sigma, sigma_next = levels[k].expand(len(x)), levels[k + 1].expand(len(x))
+        v = velocity_of(policy, x, sigma, condition)
+        if k not in trajectory.noise_steps:
+            x = sde_step(x, v, sigma, sigma_next, schedule="none").mean.to(x.dtype)
+            continue
+        transition = kernel.step(x, v, sigma, sigma_next)
+        x_next = transition.sample(step_noise(seeds, k, x.shape[1:])).to(x.dtype)
+        s = trajectory.noise_steps.index(k)
+        trajectory.x[chunk, s] = x
+        trajectory.x_next[chunk, s] = x_next
+        trajectory.mean[chunk, s] = transition.mean
+        trajectory.std[chunk, s] = transition.std
+        trajectory.log_prob[chunk, s] = kernel.log_prob_of(transition, x_next)
+        x = x_next
+    trajectory.latents[chunk] = x
+
+
+def _empty(
+    policy: DiffusionPolicy, latents: Tensor, grid: Tensor, steps: tuple[int, ...], kernel: Kernel
+) -> Trajectory:
+    """A trajectory to be filled: allocated once, so chunks are never joined by a copy."""
+    count, shape = (len(latents), len(steps)), latents.shape[1:]
+    dtype, device = policy.storage_dtype, policy.device
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    index = torch.tensor(steps, dtype=torch.long)
+    return Trajectory(
+        latents=latents,
+        x=torch.empty(*count, *shape, dtype=dtype, device=device),
+        x_next=torch.empty(*count, *shape, dtype=dtype, device=device),
+        log_prob=torch.empty(count, dtype=working, device=device),
+        mean=torch.empty(*count, *shape, dtype=working, device=device),
+        std=torch.empty(count, dtype=working, device=device),
+        sigma=grid[:-1][index].to(device),
+        sigma_next=grid[1:][index].to(device),
+        noise_steps=steps,
+        kernel=kernel,
+    )
+
+
+def _initial_latents(
+    policy: DiffusionPolicy,
+    count: int,
+    seeds: Sequence[int] | Tensor | None,
+    noise: Tensor | None,
+    stochastic: bool,
+) -> Tensor:
+    """A fresh [B, C, H, W] in storage dtype on the policy's device."""
+    shape = tuple(policy.latent_shape)
+    if count == 0:
+        raise ValueError("A rollout needs at least one sample; the condition is empty.")
+    if seeds is None and (noise is None or stochastic):
+        raise ValueError(
+            "A rollout needs seeds, one integer per sample: sample_seed(run_seed, iteration, sample_id)."
+        )
+    if seeds is not None and len(seeds) != count:
+        raise ValueError(f"One seed per sample: the condition has {count} samples, seeds has {len(seeds)}.")
+    if noise is None:
+        noise = initial_noise([] if seeds is None else seeds, shape)
+    if noise.shape != (count, *shape):
+        raise ValueError(
+            f"Initial noise must be {[count, *shape]} (samples, C, H, W); got {list(noise.shape)}."
+        )
+    return noise.to(device=policy.device, dtype=policy.storage_dtype, copy=True)
+
+
+def _checked_grid(sigmas: Tensor) -> Tensor:
+    grid = torch.as_tensor(sigmas).detach().cpu().float()
+    falling = grid.ndim == 1 and len(grid) >= 2 and bool((grid[1:] < grid[:-1]).all())
+    if not falling or grid[-1] != 0 or grid[0] > 1:
+        shown = [round(value, 4) for value in grid.flatten().tolist()]
+        raise ValueError(
+            f"sigmas must be at least two noise levels that fall strictly from at most 1 down to 0; got "
+            f"{shown[:12]}{'...' if len(shown) > 12 else ''}. time_grid(steps, shift=...) makes one."
+        )
+    return grid
+
+
+def _checked_noise_steps(noise_steps: Sequence[int], total: int) -> tuple[int, ...]:
+    steps = tuple(operator.index(step) for step in noise_steps)
+    given, mend = list(steps), f"Give rising indices of the {total} steps, 0 to {total - 1}, each once."
+    if any(step < 0 or step >= total for step in steps):
+        raise ValueError(f"noise_steps {given} leave the range of the grid. {mend}")
+    if len(set(steps)) < len(steps):
+        raise ValueError(f"noise_steps {given} name a step twice. {mend}")
+    if list(steps) != sorted(steps):
+        raise ValueError(f"noise_steps {given} are not sorted. {mend}")
+    return steps
+
+
+def _check_stochastic(kernel: Kernel, grid: Tensor, steps: tuple[int, ...]) -> None:
+    """Refuse noise steps whose std is 0 before any forward is spent."""
+    for step in steps:
+        if kernel.std(grid[step], grid[step + 1]) > 0:
+            continue
+        if kernel.schedule == "cps" and kernel.level > 0:
+            raise ValueError(
+                f"CPS adds no noise in the last step (step {step}, σ' = 0, std = σ' sin(aπ/2) = 0), so its "
+                f"log-probability is undefined. Take {step} out of noise_steps, or use flow or dance."
+            )
+        raise ValueError(
+            f'Schedule "{kernel.schedule}" at level {kernel.level} adds no noise in step {step}, so its '
+            "log-probability is undefined. Raise the level, or leave noise_steps empty (deterministic)."
+        )
+
+
+def _checked_batch_size(batch_size: int | None, count: int) -> int:
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(
+            f"batch_size must be at least 1 sample per forward (None: all {count}); got {batch_size}."
+        )
+    return count if batch_size is None else batch_size

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time grids from noise to image, and the noise rate s(σ) that each stochastic schedule injects.
+
+The flow is x_σ = (1 − σ) x0 + σ noise with v = noise − x0 = dx/dσ; sampling walks σ from 1 to 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+NOISE_SCHEDULES = ("flow", "dance", "none")
+"""Noise schedules of the SDE kernel: Flow-SDE, Dance-SDE, and none (the ODE)."""
+
+
+def time_grid(steps: int, *, shift: float = 1.0) -> Tensor:
+    """Noise levels σ = shift·u / (1 + (shift − 1)·u) at u = 1, 1 − 1/steps, ..., 0.
+
+    Args:
+        steps: Number of denoising steps, at least 1.
+        shift: Timestep shift, positive; 1 leaves the grid uniform, 3 is SD3's.
+
+    Returns:
+        [steps + 1] float32, strictly falling from 1 to 0.
+
+    Raises:
+        ValueError: For fewer than one step or a shift that is not positive and finite.
+
+    Source: Esser et al., arXiv 2403.03206, resolution-dependent shifting of timesteps.
+    """
+    _check_grid_arguments(steps, shift)
+    u = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)
+    return _shifted(u, shift).float()
+
+
+def diffusers_time_grid(steps: int, *, shift: float, num_train_timesteps: int = 1000) -> Tensor:
+    """The grid of diffusers' `FlowMatchEulerDiscreteScheduler.set_timesteps(steps)`, which shifts twice.
+
+    Its end points 1 and 1/num_train_timesteps are shifted once, `steps` levels are spaced evenly between them,
+    and every level is shifted again; 0 is appended. So the last level above 0 is small (0.0089 at shift 3) and
+    the others differ from `time_grid(steps, shift=shift)`.
+
+    Args:
+        steps: Number of denoising steps, at least 1.
+        shift: The scheduler's `shift`, positive.
+        num_train_timesteps: The scheduler's `num_train_timesteps`, at least 2.
+
+    Returns:
+        [steps + 1] float32, from 1 to 0.
+
+    Raises:
+        ValueError: For arguments out of range.
+
+    Source: diffusers 0.42 (deviation from `time_grid` described in diffusers issue 13243).
+    """
+    _check_grid_arguments(steps, shift)
+    if num_train_timesteps < 2:
+        raise ValueError(
+            f"num_train_timesteps must be at least 2 (diffusers: 1000); got {num_train_timesteps}."
+        )
+    # diffusers keeps the shifted end point in float32; doing the same makes the grids equal to the last bit.
+    lowest = _shifted(torch.tensor(1.0) / num_train_timesteps, shift).double()
+    u = 1.0 + (lowest - 1.0) * torch.arange(steps, dtype=torch.float64) / max(steps - 1, 1)
+    return torch.cat([_shifted(u, shift).float(), torch.zeros(1)])
+
+
+def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, level: float) -> Tensor:
+    """Noise rate s(σ) of dx = [v + s²/(2σ)·(x + (1 − σ)v)] dσ + s dw, per √σ.
+
+    flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; none: s = 0.
+
+    Args:
+        sigma: [B] or scalar noise levels in [0, 1], floating.
+        sigma_max: Stand-in for σ = 1, in [0, 1): the published code takes the second level of the grid, so
+            the noise of the first step depends on the number of steps. Only "flow" uses it.
+        schedule: "flow", "dance" or "none".
+        level: a or η, not negative; ignored by "none".
+
+    Returns:
+        s, in shape and dtype of `sigma`. The total std of the next sample is s·√(−dt).
+
+    Raises:
+        ValueError: For an unknown schedule, a negative level or a sigma_max outside [0, 1).
+
+    Source: Flow-GRPO, arXiv 2505.05470, σ_t = a√(t/(1 − t)); DanceGRPO, arXiv 2505.07818, constant η.
+    """
+    if schedule not in NOISE_SCHEDULES:
+        raise ValueError(
+            f'Unknown noise schedule "{schedule}": the SDE kernel has {", ".join(NOISE_SCHEDULES)} '
+            "(CPS is a kernel of its own: cps_step)."
+        )
+    if schedule == "none":
+        return torch.zeros_like(sigma)
+    if not (math.isfinite(level) and level >= 0):
+        raise ValueError(f"The noise level must be finite and not negative; got {level}.")
+    if schedule == "dance":
+        return torch.full_like(sigma, level)
+    if not 0 <= sigma_max < 1:
+        raise ValueError(
+            f"sigma_max stands in for σ = 1 under the root of 1 − σ and must lie in [0, 1); got {sigma_max}. "
+            "Give the second level of the grid, as Flow-GRPO does."
+        )
+    sigma_hat = torch.where(sigma == 1, sigma_max, sigma)
+    return level * torch.sqrt(sigma / (1 - sigma_hat))
+
+
+def _shifted(u: Tensor, shift: float) -> Tensor:
+    return shift * u / (1 + (shift - 1) * u)
+
+
+def _check_grid_arguments(steps: int, shift: float) -> None:
+    if steps < 1:
+        raise ValueError(f"A time grid needs at least 1 step; got {steps}.")
+    if not (math.isfinite(shift) and shift > 0):
+        raise ValueError(f"shift must be positive and finite (1: none, 3: SD3); got {shift}.")

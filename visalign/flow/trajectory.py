@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rollout leaves behind: final latents, and of each stochastic step all that a replay needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .transitions import Kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """N (sample, step) pairs taken out of a trajectory: what `replay` takes and the rollout's record."""
+
+    x: Tensor
+    """[N, C, H, W] latents that the model saw, storage dtype."""
+    x_next: Tensor
+    """[N, C, H, W] latents that were drawn, storage dtype."""
+    sigma: Tensor
+    """[N] float32."""
+    sigma_next: Tensor
+    """[N] float32."""
+    log_prob: Tensor
+    """[N] float32 of the rollout policy."""
+    mean: Tensor
+    """[N, C, H, W] float32 of the rollout policy."""
+    std: Tensor
+    """[N] float32 total std."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """B denoised samples and their S stochastic steps. S is 0 for a pure ODE rollout.
+
+    float32 fields are float64 when the policy stores latents in float64.
+    """
+
+    latents: Tensor
+    """[B, C, H, W] final latents x0, storage dtype."""
+    x: Tensor
+    """[B, S, C, H, W] latents before each stochastic step, as the model saw them, storage dtype."""
+    x_next: Tensor
+    """[B, S, C, H, W] latents after it, rounded to the storage dtype before `log_prob` was taken."""
+    log_prob: Tensor
+    """[B, S] float32."""
+    mean: Tensor
+    """[B, S, C, H, W] float32."""
+    std: Tensor
+    """[B, S] float32, total std of x_next."""
+    sigma: Tensor
+    """[S] float32."""
+    sigma_next: Tensor
+    """[S] float32."""
+    noise_steps: tuple[int, ...]
+    """The S stochastic steps, as indices into the grid."""
+    kernel: Kernel
+    """The kernel of the stochastic steps; `replay` needs the same."""
+
+    def __len__(self) -> int:
+        return self.latents.shape[0]
+
+    @property
+    def dimensions(self) -> int:
+        """Number of dimensions of one latent, C·H·W."""
+        return self.latents[0].numel()
+
+    def pairs(self, sample: Tensor, step: Tensor) -> Pairs:
+        """The pairs (sample[i], step[i]).
+
+        Args:
+            sample: [N] integer, which sample, 0 <= sample < B.
+            step: [N] integer, which of the S stochastic steps, 0 <= step < S (not the index into the grid).
+
+        Raises:
+            ValueError: For shapes that differ.
+        """
+        if sample.ndim != 1 or sample.shape != step.shape:
+            raise ValueError(
+                f"pairs needs sample [N] and step [N]; got {tuple(sample.shape)} and {tuple(step.shape)}."
+            )
+        sample, step = sample.to(self.x.device), step.to(self.x.device)
+        return Pairs(
+            x=self.x[sample, step],
+            x_next=self.x_next[sample, step],
+            sigma=self.sigma[step],
+            sigma_next=self.sigma_next[step],
+            log_prob=self.log_prob[sample, step],
+            mean=self.mean[sample, step],
+            std=self.std[sample, step],
+        )
+
+    def all_pairs(self) -> tuple[Tensor, Tensor]:
+        """Every (sample, step): two index tensors [B·S], the steps of a sample side by side."""
+        samples, steps = torch.arange(len(self)), torch.arange(len(self.noise_steps))
+        return samples.repeat_interleave(len(steps)), steps.repeat(len(samples))

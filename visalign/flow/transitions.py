@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One denoising step as a Gaussian: mean and total std of x' from (x, v, σ, σ'), samples and log-probabilities.
+
+Two kernels. `sde_step` is Flow-SDE, Dance-SDE and the ODE: one mean formula, three noise rates. `cps_step` is
+Coefficients-Preserving Sampling. `std` has one meaning: the standard deviation of x', √(−dt) included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from visalign.core.ratios import EventNorm, gaussian_log_prob, reduce_event
+
+from .schedules import NOISE_SCHEDULES, noise_rate
+
+KERNELS = (*NOISE_SCHEDULES, "cps")
+LogProbForm = Literal["gaussian", "quadratic"]
+
+
+@dataclass(frozen=True)
+class Transition:
+    """x' ~ N(mean, std²·I), row by row."""
+
+    mean: Tensor
+    """[B, ...] float32 (float64 if the inputs were)."""
+    std: Tensor
+    """[B] total standard deviation of x', same dtype; 0 where the step is deterministic."""
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """x' = mean + std·noise, [B, ...], for standard normal `noise` [B, ...]."""
+        return self.mean + _rows(self.std, self.mean) * noise.to(self.mean)
+
+    def log_prob(
+        self, x_next: Tensor, event_norm: EventNorm = "mean", *, form: LogProbForm = "gaussian"
+    ) -> Tensor:
+        """Log-probability of x' per row, reduced over the latent's dimensions.
+
+        gaussian: −(x' − μ)²/(2 std²) − log std − ½ log 2π; quadratic: −(x' − μ)², as in the published CPS.
+        The quadratic form lacks 1/(2 std²): the exponential of its difference is not a likelihood ratio.
+
+        Args:
+            x_next: [B, ...], already rounded to the dtype in which it is stored.
+            event_norm: "mean" (Flow-GRPO: per latent dimension) or "sum" (log-density of the whole latent).
+            form: "gaussian" or "quadratic".
+
+        Returns:
+            [B], differentiable with respect to the mean.
+
+        Raises:
+            ValueError: For an unknown form or event_norm, or (gaussian) a std that is not positive.
+        """
+        x_next = x_next.to(self.mean)
+        if form == "quadratic":
+            return reduce_event(-(x_next - self.mean).square(), 1, event_norm)
+        _check_known(form, get_args(LogProbForm), "log_prob form")
+        if not bool((self.std > 0).all()):
+            raise ValueError(
+                f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}, allowed "
+                "> 0. A step has std 0 or NaN under the ODE, at noise level 0, where σ' is not below σ, and in "
+                "the last step of CPS (σ' = 0). Leave such steps out of the noise steps."
+            )
+        return gaussian_log_prob(x_next, self.mean, self.std, event_norm=event_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Which step a rollout takes, and how its log-probability is counted: what a replay must not change."""
+
+    schedule: str
+    """"flow", "dance", "none" (noise schedules of the SDE kernel) or "cps"."""
+    level: float
+    """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS in [0, 1] (0.8); ignored by "none"."""
+    sigma_max: float = 0.0
+    """Flow-SDE's stand-in for σ = 1, in [0, 1); the others ignore it."""
+    event_norm: EventNorm = "mean"
+    """How the latent's dimensions enter the log-prob: "mean" or "sum"."""
+    log_prob: LogProbForm = "gaussian"
+    """"gaussian", or "quadratic" (CPS as published)."""
+
+    def __post_init__(self) -> None:
+        _check_known(self.schedule, KERNELS, "noise schedule")
+        _check_known(self.event_norm, get_args(EventNorm), "event_norm")
+        _check_known(self.log_prob, get_args(LogProbForm), "log_prob form")
+        if self.log_prob == "quadratic" and self.schedule != "cps":
+            raise ValueError(
+                f'log_prob="quadratic" is the form of CPS; schedule "{self.schedule}" allows "gaussian" only.'
+            )
+        self.std(torch.tensor(1.0), torch.tensor(0.5))  # refuses a level or sigma_max out of range at once
+
+    def std(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+        """Total std of x' for noise levels σ, σ' of equal shape, in their shape and dtype."""
+        if self.schedule == "cps":
+            return _cps_std(sigma_next, self.level)
+        rate = noise_rate(sigma, self.sigma_max, schedule=self.schedule, level=self.level)
+        return rate * torch.sqrt(sigma - sigma_next)
+
+    def step(self, x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Transition:
+        """The transition out of x [B, ...] along v [B, ...]; σ and σ' are scalars or [B]."""
+        if self.schedule == "cps":
+            return cps_step(x, v, sigma, sigma_next, level=self.level)
+        return sde_step(
+            x, v, sigma, sigma_next, schedule=self.schedule, level=self.level, sigma_max=self.sigma_max
+        )
+
+    def log_prob_of(self, transition: Transition, x_next: Tensor) -> Tensor:
+        """[B] log-probability of x_next [B, ...] under this kernel's convention."""
+        return transition.log_prob(x_next, self.event_norm, form=self.log_prob)
+
+
+def sde_step(
+    x: Tensor,
+    v: Tensor,
+    sigma: Tensor | float,
+    sigma_next: Tensor | float,
+    *,
+    schedule: str,
+    level: float = 0.0,
+    sigma_max: float = 0.0,
+) -> Transition:
+    """Euler–Maruyama step of the reverse SDE with the marginals of the flow.
+
+    μ = x·(1 + s²/(2σ)·dt) + v·(1 + s²(1 − σ)/(2σ))·dt,  std = s·√(−dt),  dt = σ' − σ, s = `noise_rate`.
+    With schedule "none" it is the Euler step of the ODE, x + v·dt, with std 0.
+
+    Args:
+        x: [B, ...] latents at σ.
+        v: [B, ...] velocity dx/dσ.
+        sigma: Scalar or [B] noise levels in (0, 1]; rows may differ.
+        sigma_next: Scalar or [B], below sigma.
+        schedule: "flow", "dance" or "none".
+        level: a or η.
+        sigma_max: See `noise_rate`.
+
+    Returns:
+        Transition in float32, or float64 if x or v is float64.
+
+    Raises:
+        ValueError: For shapes that do not fit, or arguments that `noise_rate` refuses.
+
+    Source: Flow-GRPO, arXiv 2505.05470, the ODE-to-SDE conversion; DanceGRPO, arXiv 2505.07818
+    (the same mean with s = η).
+    """
+    x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
+    rate = noise_rate(sigma, sigma_max, schedule=schedule, level=level)
+    dt = sigma_next - sigma
+    drift = rate**2 / (2 * sigma)
+    mean = x * _rows(1 + drift * dt, x) + v * _rows((1 + drift * (1 - sigma)) * dt, x)
+    return Transition(mean, rate * torch.sqrt(-dt) if schedule != "none" else rate)
+
+
+def cps_step(
+    x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, level: float
+) -> Transition:
+    """Coefficients-Preserving Sampling: part of the predicted noise is replaced by fresh noise.
+
+    With x̂0 = x − σv and x̂1 = x + (1 − σ)v:  μ = (1 − σ')·x̂0 + σ' cos(aπ/2)·x̂1,  std = σ' sin(aπ/2).
+    In the last step (σ' = 0) std is 0 and the log-probability undefined.
+
+    Args:
+        x: [B, ...] latents at σ.
+        v: [B, ...] velocity dx/dσ.
+        sigma: Scalar or [B] noise levels in [0, 1].
+        sigma_next: Scalar or [B].
+        level: a in [0, 1]: 0 is the ODE, 1 replaces all of the noise.
+
+    Returns:
+        Transition in float32, or float64 if x or v is float64.
+
+    Raises:
+        ValueError: For shapes that do not fit or a level outside [0, 1].
+
+    Source: Wang and Yu, Coefficients-Preserving Sampling, arXiv 2509.05952.
+    """
+    x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
+    std = _cps_std(sigma_next, level)
+    kept = sigma_next * torch.cos(torch.full_like(sigma_next, level * torch.pi / 2))
+    clean, noise = x - _rows(sigma, x) * v, x + _rows(1 - sigma, x) * v
+    return Transition(_rows(1 - sigma_next, x) * clean + _rows(kept, x) * noise, std)
+
+
+def _cps_std(sigma_next: Tensor, level: float) -> Tensor:
+    if not 0 <= level <= 1:
+        raise ValueError(f"The noise level of CPS must lie in [0, 1]; got {level}.")
+    return sigma_next * torch.sin(torch.full_like(sigma_next, level * torch.pi / 2))
+
+
+def _prepared(
+    x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Everything in the working dtype, sigmas as [B]."""
+    if x.shape != v.shape or x.ndim < 2:
+        raise ValueError(
+            f"x and v must be latents of one shape [B, ...]; got {tuple(x.shape)} and {tuple(v.shape)}."
+        )
+    dtype = torch.float64 if torch.float64 in (x.dtype, v.dtype) else torch.float32
+    levels = []
+    for name, value in (("sigma", sigma), ("sigma_next", sigma_next)):
+        level = torch.as_tensor(value, dtype=dtype, device=x.device)
+        if level.shape not in (torch.Size([]), x.shape[:1]):
+            raise ValueError(
+                f"{name} must be a number or one level per row, [{x.shape[0]}]; got shape {list(level.shape)}."
+            )
+        levels.append(level.expand(x.shape[0]))
+    return x.to(dtype), v.to(dtype), levels[0], levels[1]
+
+
+def _rows(per_row: Tensor, like: Tensor) -> Tensor:
+    return per_row.reshape(-1, *([1] * (like.ndim - 1)))
+
+
+def _check_known(value: str, allowed: tuple[str, ...], what: str) -> None:
+    if value not in allowed:
+        raise ValueError(f'Unknown {what} "{value}"; allowed: {", ".join(allowed)}.')
