@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plug-ins of the golden runner, one file per wing; the contract stands at the top of `tests/golden_runner.py`."""
+"""Plug-ins of the golden runner, one file per wing; their contract opens `tests/golden_runner.py`."""

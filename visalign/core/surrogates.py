@@ -19,7 +19,7 @@ def ppo_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_high: 
     """PPO's clipped surrogate with separate bounds.
 
     ℓ = −min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), r = exp(log r). Clipped decisions have exactly zero
-    gradient. Deviation: above log r = 20 the value stays at e^20 and ∂ℓ/∂log r at −e^20 A, it does not vanish.
+    gradient. Deviation: above log r = 20 the value stays at e^20 and ∂ℓ/∂log r at −e^20 A.
 
     Args:
         log_ratio: [B] or [B, T], differentiable; float16 and bfloat16 are computed in float32.
