@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: bytes) -> Path:
+    """Write a file beside its place, flush it to disk, then rename it: a reader never sees half of it.
+
+    Args:
+        path: Where it shall stand; missing folders are made.
+        content: All of it.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: Where the folder cannot be written or the disk is full; a file that stood there before
+            survives, and nothing new is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
