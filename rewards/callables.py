@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own function as a reward: the shapes of call that flow_grpo and TRL users have written theirs in.
+
+The parameters' names decide what a function is given:
+
+- `images` or `completions`: the B images; `prompts`: the B prompts; `metadata`: the B records (None where
+  missing);
+- any other name, and everything that fits into `**kwargs`: a column of the metadata, as TRL passes the
+  columns of its dataset: a list with one entry per image, None where a record lacks the key;
+- no known name, but three parameters: they are (images, prompts, metadata) in flow_grpo's order;
+- flow_grpo's factories (no parameter, or only `device`) are called once and what they return is the function.
+
+It may return a list, array or tensor of B numbers, None or NaN for an image that it could not judge; also
+flow_grpo's pair (scores, info), and its mapping name -> B numbers, of which "avg" (or the only entry) is the
+value and the others become parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+
+from .contract import Request, RewardError, make_scores, read_request, scatter
+from .images import to_pil, to_uint8
+
+_IMAGE_NAMES = ("images", "completions")
+_KNOWN = (*_IMAGE_NAMES, "prompts", "metadata")
+_CALL_FORMS = "fn(images, prompts, metadata), fn(prompts, completions, **kwargs), or those names in any order"
+_FORMS = ("tensor", "pil", "uint8")
+
+
+class FunctionReward:
+    """A plain function with the contract of a reward around it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        unit: str = "user units",
+        range: tuple[float, float] = (-math.inf, math.inf),
+        higher_is_better: bool = True,
+        images_as: str = "tensor",
+        device: str = "cpu",
+    ) -> None:
+        """Look at the signature and decide how the function is called.
+
+        Args:
+            function: the user's function, or a flow_grpo factory of one.
+            name: for messages and logs; the function's own name when None.
+            unit: unit of the numbers.
+            range: smallest and largest possible number; one outside is an error of the function.
+            higher_is_better: the direction.
+            images_as: "tensor" ([B, 3, H, W] float32 in [0, 1]; a list of [3, H, W] when sizes differ),
+                "pil" (list of RGB images) or "uint8" (list of [H, W, 3] arrays).
+            device: handed to a factory that asks for `device`.
+
+        Raises:
+            TypeError: not a function, a coroutine function, or without a readable signature.
+            ValueError: `images_as` is unknown, or the parameters cannot be matched.
+        """
+        if images_as not in _FORMS:
+            raise ValueError(f"images_as is {images_as!r}; allowed are {', '.join(_FORMS)}.")
+        self.name = name or getattr(function, "__name__", type(function).__name__)
+        self.unit = unit
+        self.range = range
+        self.higher_is_better = higher_is_better
+        self._images_as = images_as
+        self._function = self._unwrap_factory(function, device)
+        self._positional = _is_positional(self.name, self._function)
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Call the function on the readable images; rows that it answers with None or NaN are invalid.
+
+        Raises:
+            RewardError: the function raised, returned the wrong number of answers, or something that is no
+                number.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        readable = request.images.readable()
+        rows = [row for row, _ in readable]
+        reasons = list(request.images.reasons)
+        if not rows:
+            return make_scores(scatter([], rows, len(request)), reasons, self.unit)
+        answer = self._call(request, rows, [image for _, image in readable])
+        columns = _columns(self.name, answer, len(rows))
+        value = columns.pop("value")
+        for row, number in zip(rows, value, strict=True):
+            if not math.isfinite(number):
+                reasons[row] = (
+                    f"{self.name} returned {'None or NaN' if math.isnan(number) else number} for it"
+                )
+            elif not self.range[0] <= number <= self.range[1]:
+                raise RewardError(
+                    f"Reward {self.name!r} returned {number:g}, outside its declared range {self.range}; "
+                    "correct the function or declare the true range."
+                )
+        parts = {key: scatter(part, rows, len(request)) for key, part in columns.items()}
+        return make_scores(scatter(value, rows, len(request)), reasons, self.unit, parts=parts)
+
+    def _call(self, request: Request, rows: list[int], images: list[Tensor]) -> Any:
+        """The function's raw answer for the readable rows; it gets copies and cannot change the caller's "
+        "data."""
+        prompts = [request.prompts[row] for row in rows]
+        records = [
+            None if record is None else dict(record) for record in (request.metadata[row] for row in rows)
+        ]
+        pictures = self._convert(images)
+        if self._positional:
+            with _Naming(self.name):
+                return self._function(pictures, prompts, records)
+        arguments = _arguments(self.name, self._function, pictures, prompts, records)
+        with _Naming(self.name):
+            return self._function(**arguments)
+
+    def _convert(self, images: list[Tensor]) -> Any:
+        if self._images_as == "pil":
+            return [to_pil(image) for image in images]
+        if self._images_as == "uint8":
+            return [to_uint8(image) for image in images]
+        same = len({image.shape for image in images}) == 1
+        return torch.stack(images) if same else [image.clone() for image in images]
+
+    def _unwrap_factory(self, function: Callable[..., Any], device: str) -> Callable[..., Any]:
+        names = set(_signature(self.name, function).parameters)
+        if names - {"device"}:
+            return function
+        with _Naming(self.name):
+            made = function(**({"device": device} if names else {}))
+        if not callable(made):
+            raise TypeError(
+                f"Reward {self.name!r} takes no images and returned a {type(made).__name__}, not a function. "
+                f"Allowed: {_CALL_FORMS}, or a factory that returns such a function."
+            )
+        _signature(self.name, made)
+        return made
+
+
+class _Naming:
+    """Turns what a user's function raises into a RewardError that names the reward; the cause stays "
+    "chained."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ):
+        if isinstance(error, Exception):
+            raise RewardError(
+                f"Reward {self.name!r} raised {type(error).__name__}: {error}. See the cause above for the "
+                "line; "
+                "for an image that cannot be judged return None instead of raising."
+            ) from error
+
+
+def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
+    if not callable(function):
+        raise TypeError(
+            f"Reward {name!r} is a {type(function).__name__}, not a function. Allowed: {_CALL_FORMS}."
+        )
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"Reward {name!r} is a coroutine function; wrap it: lambda images, ...: asyncio.run(...)."
+        )
+    try:
+        return inspect.signature(function)
+    except ValueError as error:
+        raise TypeError(
+            f"Reward {name!r} has no readable signature; wrap it into a Python function {_CALL_FORMS}."
+        ) from error
+
+
+def _is_positional(name: str, function: Callable[..., Any]) -> bool:
+    """True for flow_grpo's order under other names; refuses signatures that give no image to the function."""
+    parameters = _signature(name, function).parameters.values()
+    names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) or names & set(_IMAGE_NAMES):
+        return False
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(plain) == 3 and len(plain) == len(list(parameters)) and not names & set(_KNOWN):
+        return True
+    raise ValueError(
+        f"Reward {name!r} has the parameters ({', '.join(p.name for p in parameters)}) and it cannot be told "
+        "which "
+        f"are the images. Allowed: {_CALL_FORMS}; rename them."
+    )
+
+
+def _arguments(
+    name: str,
+    function: Callable[..., Any],
+    images: Any,
+    prompts: list[str],
+    records: list[dict[str, Any] | None],
+) -> dict[str, Any]:
+    """The keyword arguments that the function's signature asks for."""
+    keys = dict.fromkeys(key for record in records if record for key in record)
+    offered: dict[str, Any] = {
+        key: [record.get(key) if record else None for record in records] for key in keys
+    }
+    offered |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return offered
+    chosen = {p.name: offered[p.name] for p in parameters if p.name in offered}
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.name not in chosen
+        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if missing:
+        raise RewardError(
+            f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of {', '.join(_KNOWN)} nor "
+            "a key "
+            f"of the metadata (keys: {', '.join(keys) or 'none'}). Rename the parameter, give it a default, "
+            "or put "
+            "the key into the prompts' metadata."
+        )
+    return chosen
+
+
+def _columns(name: str, answer: Any, size: int) -> dict[str, list[float]]:
+    """The answer as columns of floats, NaN where None; the reward itself under "value"."""
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
+        answer = answer[0]
+    if not isinstance(answer, Mapping):
+        return {"value": _numbers(name, answer, size)}
+    main = "avg" if "avg" in answer else next(iter(answer)) if len(answer) == 1 else None
+    if main is None:
+        raise RewardError(
+            f"Reward {name!r} returned a mapping with the keys {', '.join(map(str, answer)) or '(none)'}; it "
+            "cannot "
+            'be told which is the reward. Add the key "avg", as flow_grpo does.'
+        )
+    parts = {str(key): _numbers(name, column, size) for key, column in answer.items() if key != main}
+    return {**parts, "value": _numbers(name, answer[main], size)}
+
+
+def _numbers(name: str, answer: Any, size: int) -> list[float]:
+    if isinstance(answer, Tensor | np.ndarray):
+        answer = answer.tolist() if answer.ndim == 1 else [answer.tolist()]
+    if isinstance(answer, str) or not isinstance(answer, Sequence):
+        raise RewardError(
+            f"Reward {name!r} returned a {type(answer).__name__}; needed is a list of {size} numbers, one "
+            "per image."
+        )
+    numbers = []
+    for index, item in enumerate(answer):
+        if isinstance(item, Tensor | np.ndarray | np.generic) and item.ndim == 0:
+            item = item.item()
+        if item is not None and not isinstance(item, int | float):
+            raise RewardError(
+                f"Reward {name!r} returned {item!r} ({type(item).__name__}) at position {index}; needed is a "
+                "number, "
+                "or None for an image that it could not judge."
+            )
+        numbers.append(math.nan if item is None else float(item))
+    if len(numbers) != size:
+        raise RewardError(
+            f"Reward {name!r} returned {len(numbers)} scores for {size} images; return one number per image, "
+            "None where it could not judge."
+        )
+    return numbers

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards by name: one dict, and dotted paths for a user's own classes, objects and functions."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from visalign.interfaces import PointwiseReward
+
+from .contract import RewardError
+
+CATALOGUE = {
+    "shapes_verifier": "visalign.rewards.shapes_verifier:ShapesVerifier",
+    "clip_score": "visalign.rewards.clip:ClipScore",
+    "jpeg_size": "visalign.rewards.jpeg:JpegSize",
+    "sharpness": "visalign.rewards.sharpness:Sharpness",
+}
+"""name -> module:class. A module is imported when its reward is loaded."""
+
+
+def load_reward(name: str, **options: Any) -> PointwiseReward:
+    """The reward of that name, or the user's own.
+
+    Args:
+        name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
+            name a class or an object with the reward contract (`visalign.interfaces.PointwiseReward`), or a
+            function in one of the forms of `visalign.rewards.callables`.
+        **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).
+
+    Returns:
+        An object with the reward contract.
+
+    Raises:
+        RewardError: unknown name, module or attribute; wrong options; or what was found is no reward.
+
+    Example:
+        >>> load_reward("jpeg_size", quality=90).unit
+        'kB'
+    """
+    if name not in CATALOGUE and ":" not in name:
+        nearest = _nearest(name, CATALOGUE)
+        raise RewardError(
+            f"There is no reward {name!r}.{nearest} Allowed: {', '.join(CATALOGUE)}, or your own as "
+            "'package.module:Name' or 'path/to/file.py:Name'."
+        )
+    found = _find(CATALOGUE.get(name, name))
+    if isinstance(found, type):
+        found = _construct(name, found, options)
+    elif options and not inspect.isroutine(found):
+        raise RewardError(
+            f"Reward {name!r} is an object already, so it takes no options; given: {', '.join(options)}. "
+            "Name its class instead."
+        )
+    if isinstance(found, PointwiseReward):
+        return found
+    missing = [
+        key for key in ("name", "unit", "range", "higher_is_better", "score") if not hasattr(found, key)
+    ]
+    if callable(found) and not hasattr(found, "score"):
+        return _wrap(name, found, options)
+    raise RewardError(
+        f"{name!r} is a {type(found).__name__} without {', '.join(missing)}, so it is no reward. Add these "
+        "(visalign.interfaces.PointwiseReward says what they are), or name a plain function."
+    )
+
+
+def _wrap(name: str, function: Callable[..., Any], options: dict[str, Any]) -> PointwiseReward:
+    from .callables import FunctionReward
+
+    options = {"name": name.rpartition(":")[2], **options}
+    _check_options(name, FunctionReward, {"function": function, **options})
+    return FunctionReward(function, **options)
+
+
+def _find(path: str) -> Any:
+    """The object that `module:Name` or `file.py:Name` names."""
+    place, _, attribute = path.rpartition(":")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place, path)
+    found: Any = module
+    for step in attribute.split("."):
+        if not hasattr(found, step):
+            public = [key for key in vars(module) if not key.startswith("_")]
+            raise RewardError(
+                f"{place} has no {attribute!r}.{_nearest(attribute, public)} Correct the part after ':'."
+            )
+        found = getattr(found, step)
+    return found
+
+
+def _from_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise RewardError(
+            f"There is no file {file}; give the path of your reward's file, relative to where you are."
+        )
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"{file} cannot be imported; give a Python file that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_name(module: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(error.name + ".")):
+            mend = "Is it installed, or on PYTHONPATH? A file can be named directly: 'path/to/file.py:Name'."
+        else:
+            mend = f"It imports {error.name!r}, which is not installed: python -m pip install {error.name}."
+        raise RewardError(f"{path!r}: the module {module!r} cannot be imported. {mend}") from error
+
+
+def _construct(name: str, kind: type, options: dict[str, Any]) -> Any:
+    _check_options(name, kind, options)
+    return kind(**options)
+
+
+def _check_options(name: str, target: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Refuse options that the constructor does not know, or that it lacks."""
+    parameters = inspect.signature(target).parameters
+    try:
+        inspect.signature(target).bind(**options)
+    except TypeError as error:
+        unknown = [key for key in options if key not in parameters]
+        nearest = "".join(_nearest(key, parameters) for key in unknown)
+        raise RewardError(
+            f"Reward {name!r}: {error}.{nearest} Its options: {', '.join(parameters) or 'none'}."
+        ) from error
+
+
+def _nearest(given: str, allowed: Iterable[str]) -> str:
+    close = difflib.get_close_matches(given, list(allowed), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

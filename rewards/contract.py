@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ends of every reward: a checked request goes in, `Scores` in which failure is no number comes "
+"out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+
+from .images import ImageBatch, load_images
+
+
+class RewardError(RuntimeError):
+    """A reward cannot be loaded, broke while judging, or failed too often."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """B images with B prompts and B metadata records (None where there is none), lengths checked."""
+
+    images: ImageBatch
+    prompts: list[str]
+    metadata: list[Mapping[str, Any] | None]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None) -> Request:
+    """Check what a reward was asked to judge.
+
+    Args:
+        name: the reward's name, for messages.
+        images: B images in any form that `load_images` takes.
+        prompts: B strings.
+        metadata: B mappings or None each, or None for all.
+
+    Returns:
+        The request with equal lengths.
+
+    Raises:
+        TypeError: prompts or metadata are not sequences of the right type.
+        ValueError: the lengths differ, or `load_images` refuses the images.
+    """
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise TypeError(
+            f"{name}: prompts is a {type(prompts).__name__}, needed is a list with one string per image. "
+            "For one prompt and B images write [prompt] * B."
+        )
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            raise TypeError(f"{name}: prompts[{index}] is a {type(prompt).__name__}, needed is a string.")
+    batch = load_images(images)
+    if len(batch) != len(prompts):
+        raise ValueError(
+            f"{name}: {len(batch)} images and {len(prompts)} prompts; give one prompt per image, repeated if "
+            "need be."
+        )
+    return Request(batch, list(prompts), _read_metadata(name, metadata, len(prompts)))
+
+
+def _read_metadata(name: str, metadata: Metadata | None, size: int) -> list[Mapping[str, Any] | None]:
+    if metadata is None:
+        return [None] * size
+    if isinstance(metadata, Mapping | str) or not isinstance(metadata, Sequence):
+        raise TypeError(
+            f"{name}: metadata is a {type(metadata).__name__}, needed is a list with one mapping or None per "
+            "image."
+        )
+    if len(metadata) != size:
+        raise ValueError(
+            f"{name}: {len(metadata)} metadata records for {size} images; give one each, or None."
+        )
+    for index, record in enumerate(metadata):
+        if record is not None and not isinstance(record, Mapping):
+            raise TypeError(
+                f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None."
+            )
+    return list(metadata)
+
+
+def scatter(values: Sequence[float] | Tensor, rows: Sequence[int], size: int) -> Tensor:
+    """A [size] float32 tensor with `values` at `rows` and NaN elsewhere."""
+    full = torch.full((size,), torch.nan)
+    if len(rows):
+        full[torch.tensor(rows)] = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
+    return full
+
+
+def make_scores(
+    value: Tensor,
+    reasons: Sequence[str | None],
+    unit: str,
+    *,
+    parts: Mapping[str, Tensor] | None = None,
+    text: Sequence[str] | None = None,
+) -> Scores:
+    """Scores whose invalid rows (those with a reason) are NaN in the value and in every part.
+
+    Args:
+        value: [B] float32; what stands in invalid rows is ignored.
+        reasons: why a row is invalid, None for the valid.
+        unit: unit of `value`.
+        parts: name -> [B] float32.
+        text: explanation per sample.
+    """
+    valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
+    nan = torch.tensor(torch.nan)
+    return Scores(
+        value=torch.where(valid, value, nan),
+        valid=valid,
+        unit=unit,
+        parts={key: torch.where(valid, part, nan) for key, part in (parts or {}).items()},
+        text=text,
+        reason=list(reasons),
+    )

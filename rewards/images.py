@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image intake: what every reward accepts, turned into one form; the rest refused with a message.
+
+Conventions: alpha is composited over white; EXIF orientation is applied; of an animation the first frame is
+judged; 16-bit grey is divided by 65535, not cut to 8 bits; ICC profiles are ignored (values are read as
+sRGB).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+SLACK = 1e-6
+"""How far float rounding may put a value outside [0, 1]; such values are clamped."""
+
+ACCEPTED = (
+    "Allowed: a float tensor [B, 3, H, W] in [0, 1], uint8 [B, 3, H, W] or [B, H, W, 3], "
+    "or a list of PIL images, paths, or single images as tensors."
+)
+
+_DECODE_ERRORS = (
+    OSError,  # holds FileNotFoundError and PIL.UnidentifiedImageError
+    SyntaxError,  # PIL raises it for broken PNG chunks
+    ValueError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+    Image.DecompressionBombWarning,
+)
+_ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
+_DEEP_MODES = {"I;16": 65535.0, "I;16L": 65535.0, "I;16B": 65535.0, "I;16N": 65535.0, "I": 65535.0, "F": 1.0}
+"""Modes deeper than 8 bits, with the value that counts as white."""
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """B images, each [3, H, W] float32 in [0, 1] or None where it could not be read.
+
+    Attributes:
+        images: one tensor or None per sample; sizes may differ.
+        reasons: why an image is None; None for those that were read.
+    """
+
+    images: list[Tensor | None]
+    reasons: list[str | None]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def valid(self) -> Tensor:
+        """[B] bool, True where the image was read."""
+        return torch.tensor([image is not None for image in self.images], dtype=torch.bool)
+
+    def readable(self) -> list[tuple[int, Tensor]]:
+        """(row, image) of the images that were read."""
+        return [(row, image) for row, image in enumerate(self.images) if image is not None]
+
+
+def load_images(items: Any) -> ImageBatch:
+    """Read B images from any accepted form.
+
+    An unreadable image in a list, or a row of a tensor that holds NaN, becomes None with its reason; a tensor
+    of the wrong layout, type or range is an error of the caller and raises.
+
+    Args:
+        items: float tensor or array [B, 3, H, W] in [0, 1]; uint8 tensor or array [B, 3, H, W] or [B, H, W,
+            3]; or a sequence whose elements are PIL images of any mode, paths, or single images (float [3, H,
+            W], uint8 [3, H, W] or [H, W, 3]), sizes mixed at will.
+
+    Returns:
+        ImageBatch of length B.
+
+    Raises:
+        TypeError: the container, an element or a dtype is none of the accepted.
+        ValueError: wrong layout, values outside [0, 1], or images without pixels.
+    """
+    if isinstance(items, Tensor | np.ndarray):
+        return _read_batch(items, "images")
+    if isinstance(items, Image.Image | str | bytes | os.PathLike) or not isinstance(items, Sequence):
+        raise TypeError(f"images is a {type(items).__name__}. {ACCEPTED} Put a single image into a list.")
+    images: list[Tensor | None] = []
+    reasons: list[str | None] = []
+    for index, item in enumerate(items):
+        batch = _read_item(item, f"images[{index}]")
+        images += batch.images
+        reasons += batch.reasons
+    return ImageBatch(images, reasons)
+
+
+def to_uint8(image: Tensor) -> np.ndarray:
+    """One image [3, H, W] in [0, 1] as uint8 [H, W, 3], rounded to the nearest level."""
+    return image.mul(255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+
+
+def to_pil(image: Tensor) -> Image.Image:
+    """One image [3, H, W] in [0, 1] as a PIL image of mode RGB."""
+    return Image.fromarray(to_uint8(image))
+
+
+def as_contract(images: list[Tensor]) -> Tensor | list[Image.Image]:
+    """Images [3, H, W] in a form that every reward takes: one tensor, or PIL (8 bits) when the sizes "
+    "differ."""
+    if len({image.shape for image in images}) == 1:
+        return torch.stack(images)
+    return [to_pil(image) for image in images]
+
+
+def _read_item(item: Any, where: str) -> ImageBatch:
+    """One element of a list: an ImageBatch of length 1."""
+    if isinstance(item, Tensor | np.ndarray):
+        if item.ndim != 3:
+            raise ValueError(
+                f"{where} has shape {tuple(item.shape)}; an element of a list is one image with 3 "
+                "dimensions. "
+                f"{ACCEPTED}"
+            )
+        return _read_batch(item[None], where)
+    if not isinstance(item, Image.Image | str | os.PathLike):
+        raise TypeError(f"{where} is a {type(item).__name__}. {ACCEPTED}")
+    try:
+        with warnings.catch_warnings():
+            # Decoders warn about odd metadata, which does not concern the pixels; a bomb does.
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            pixels = _from_pil(item) if isinstance(item, Image.Image) else _from_path(Path(item))
+    except _DECODE_ERRORS as error:
+        return ImageBatch([None], [_explain(error, item)])
+    return ImageBatch([pixels], [None])
+
+
+def _explain(error: BaseException, item: Any) -> str:
+    """The reason that a row gets for a decoding error."""
+    name = f"a PIL image of mode {item.mode}" if isinstance(item, Image.Image) else os.fspath(item)
+    if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
+        limit = Image.MAX_IMAGE_PIXELS
+        return (
+            f"{name} has more than {limit} pixels and may be a decompression bomb; "
+            "shrink it, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it"
+        )
+    if isinstance(error, FileNotFoundError):
+        hint = "; URLs are not read, download it first" if "://" in name else ""
+        return f"no such image file: {name}{hint}"
+    return (
+        f"{name} cannot be decoded ({type(error).__name__}: {error}); give a PNG, JPEG or WebP that PIL opens"
+    )
+
+
+def _from_path(path: Path) -> Tensor:
+    with Image.open(path) as image:
+        return _from_pil(image)
+
+
+def _from_pil(image: Image.Image) -> Tensor:
+    """Pixels [3, H, W] float32 in [0, 1] of a PIL image of any mode; the image itself is left as it was."""
+    width, height = image.size
+    if width * height == 0:
+        raise ValueError(f"it has no pixels: {width}×{height}")
+    if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
+        raise Image.DecompressionBombError
+    frame = image.tell() if getattr(image, "n_frames", 1) > 1 else 0
+    if frame:
+        image.seek(0)
+    upright = ImageOps.exif_transpose(image)
+    if frame:
+        image.seek(frame)
+    if upright.mode in _DEEP_MODES:
+        return _from_deep(upright)
+    array = np.array(_to_rgb(upright))
+    return torch.from_numpy(array).permute(2, 0, 1).to(torch.float32) / 255
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Mode RGB; transparency composited over white."""
+    if image.mode in _ALPHA_MODES or "transparency" in image.info:
+        straight = image.convert("LA") if image.mode == "La" else image
+        rgba = straight.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _from_deep(image: Image.Image) -> Tensor:
+    """16-bit, 32-bit and float grey as [3, H, W] float32, without a detour over 8 bits."""
+    white = _DEEP_MODES[image.mode]
+    grey = np.asarray(image).astype(np.float64)
+    if not np.isfinite(grey).all() or grey.min() < 0 or grey.max() > white:
+        raise ValueError(
+            f"mode {image.mode} is read as grey in [0, {white:g}], but its values span "
+            f"[{grey.min():g}, {grey.max():g}]; rescale it"
+        )
+    return torch.from_numpy((grey / white).astype(np.float32)).expand(3, -1, -1).contiguous()
+
+
+def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
+    """A whole tensor or array [B, ...]: layout, type and range raise; NaN costs its row only."""
+    shape = tuple(items.shape)
+    if len(shape) != 4:
+        hint = " Add the batch dimension: images[None]." if len(shape) == 3 else ""
+        raise ValueError(f"{where} has shape {shape}, which is not a batch of images.{hint} {ACCEPTED}")
+    pixels = _as_tensor(items, where)
+    if pixels.dtype == torch.uint8:
+        pixels = _channels_first(pixels, where).to(torch.float32) / 255
+    elif shape[1] != 3:
+        hint = " Use images.permute(0, 3, 1, 2)." if shape[3] == 3 else ""
+        raise ValueError(
+            f"{where} has shape {shape[-3:] if where != 'images' else shape}; "
+            f"float images are channels first with 3 channels.{hint} {ACCEPTED}"
+        )
+    if pixels.shape[2] * pixels.shape[3] == 0:
+        raise ValueError(
+            f"{where} has shape {shape}: images without pixels. Give height and width of at least 1."
+        )
+    return _check_values(pixels, where)
+
+
+def _as_tensor(items: Tensor | np.ndarray, where: str) -> Tensor:
+    """The same numbers as uint8 or float32."""
+    if isinstance(items, np.ndarray):
+        if items.dtype.kind == "f":
+            return torch.from_numpy(np.array(items, dtype=np.float32))
+        if items.dtype == np.uint8:
+            return torch.from_numpy(np.array(items))
+    elif items.dtype == torch.uint8:
+        return items
+    elif items.is_floating_point():
+        return items.detach().to(torch.float32)
+    raise TypeError(f"{where} has dtype {items.dtype}. Allowed: floats in [0, 1] or uint8. {ACCEPTED}")
+
+
+def _channels_first(pixels: Tensor, where: str) -> Tensor:
+    """uint8 [B, 3, H, W] from either layout."""
+    first, last = pixels.shape[1] == 3, pixels.shape[3] == 3
+    if first and last:
+        raise ValueError(
+            f"{where} is uint8 of shape {tuple(pixels.shape)}, which may be [B, 3, H, W] or [B, H, W, 3]. "
+            "Pass floats in [0, 1] as [B, 3, H, W] to say which."
+        )
+    if not first and not last:
+        raise ValueError(
+            f"{where} is uint8 of shape {tuple(pixels.shape)} and has no dimension of 3 channels. "
+            f"Pass grey or transparent images as PIL. {ACCEPTED}"
+        )
+    return pixels if first else pixels.permute(0, 3, 1, 2)
+
+
+def _check_values(pixels: Tensor, where: str) -> ImageBatch:
+    """Refuse values outside [0, 1]; take out the rows that are not finite."""
+    finite = torch.isfinite(pixels)
+    known = pixels[finite]
+    if known.numel() and (known.min() < -SLACK or known.max() > 1 + SLACK):
+        low, high = known.min().item(), known.max().item()
+        mend = "divide by 255 or pass uint8" if high > 2 else "use (images / 2 + 0.5).clamp(0, 1)"
+        raise ValueError(
+            f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: for such images {mend}."
+        )
+    complete = finite.flatten(1).all(1).tolist()
+    pixels = pixels.clamp(0, 1)
+    return ImageBatch(
+        [pixels[row] if ok else None for row, ok in enumerate(complete)],
+        [None if ok else "the image holds NaN or infinite pixels" for ok in complete],
+    )
