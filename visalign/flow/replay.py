@@ -16,8 +16,8 @@ from .trajectory import Trajectory
 from .transitions import Kernel
 
 RATIO_BOUND = 1e-5
-"""Default bound of |log ratio| per latent dimension: a tenth of the published clip range 1e-4, well above float32
-rounding (1e-7 to 1e-6). Models that compute in bfloat16 exceed it: 2e-5 to 5e-4 have been reported."""
+"""Default bound of |log ratio| per latent dimension: a tenth of the published clip range 1e-4, far above
+float32 rounding (1e-7 to 1e-6). Models that compute in bfloat16 exceed it: 2e-5 to 5e-4 are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def ratio_check(
     """
     if len(condition) != len(trajectory):
         raise ValueError(
-            f"ratio_check needs the condition of the rollout, {len(trajectory)} samples; got {len(condition)}."
+            f"ratio_check needs the rollout's condition, {len(trajectory)} samples; got {len(condition)}."
         )
     sample, step = trajectory.all_pairs()
     if max_samples is not None:

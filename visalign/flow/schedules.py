@@ -38,9 +38,9 @@ def time_grid(steps: int, *, shift: float = 1.0) -> Tensor:
 def diffusers_time_grid(steps: int, *, shift: float, num_train_timesteps: int = 1000) -> Tensor:
     """The grid of diffusers' `FlowMatchEulerDiscreteScheduler.set_timesteps(steps)`, which shifts twice.
 
-    Its end points 1 and 1/num_train_timesteps are shifted once, `steps` levels are spaced evenly between them,
-    and every level is shifted again; 0 is appended. So the last level above 0 is small (0.0089 at shift 3) and
-    the others differ from `time_grid(steps, shift=shift)`.
+    Its end points 1 and 1/num_train_timesteps are shifted once, `steps` levels are spaced evenly between
+    them, and every level is shifted again; 0 is appended. So the last level above 0 is small (0.0089 at shift
+    3) and the others differ from `time_grid(steps, shift=shift)`.
 
     Args:
         steps: Number of denoising steps, at least 1.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One denoising step as a Gaussian: mean and total std of x' from (x, v, σ, σ'), samples and log-probabilities.
+"""One denoising step as a Gaussian: mean and total std of x' from (x, v, σ, σ'), samples and log-probs.
 
 Two kernels. `sde_step` is Flow-SDE, Dance-SDE and the ODE: one mean formula, three noise rates. `cps_step` is
 Coefficients-Preserving Sampling. `std` has one meaning: the standard deviation of x', √(−dt) included.
@@ -60,8 +60,8 @@ class Transition:
         if not bool((self.std > 0).all()):
             raise ValueError(
                 f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}, allowed "
-                "> 0. A step has std 0 or NaN under the ODE, at noise level 0, where σ' is not below σ, and in "
-                "the last step of CPS (σ' = 0). Leave such steps out of the noise steps."
+                "> 0. A step has std 0 or NaN under the ODE, at noise level 0, where σ' is not below σ, and "
+                "in the last step of CPS (σ' = 0). Leave such steps out of the noise steps."
             )
         return gaussian_log_prob(x_next, self.mean, self.std, event_norm=event_norm)
 
@@ -202,7 +202,7 @@ def _prepared(
         level = torch.as_tensor(value, dtype=dtype, device=x.device)
         if level.shape not in (torch.Size([]), x.shape[:1]):
             raise ValueError(
-                f"{name} must be a number or one level per row, [{x.shape[0]}]; got shape {list(level.shape)}."
+                f"{name} must be a number or one level per row, [{len(x)}]; got shape {list(level.shape)}."
             )
         levels.append(level.expand(x.shape[0]))
     return x.to(dtype), v.to(dtype), levels[0], levels[1]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time grids against hand values and diffusers; the noise rate against its formula; noise by seed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.utils.torch_utils import randn_tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from visalign.flow import diffusers_time_grid, initial_noise, noise_rate, sample_seed, step_noise, time_grid
+
+
+def test_time_grid_by_hand():
+    assert time_grid(4).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
+    expected = torch.tensor([1.0, 9 / 10, 3 / 4, 1 / 2, 0.0])
+    torch.testing.assert_close(time_grid(4, shift=3.0), expected, rtol=0, atol=1e-7)
+    assert time_grid(4, shift=3.0).dtype == torch.float32
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 10, 28, 50])
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 6.0])
+def test_diffusers_time_grid_equals_the_scheduler_to_the_last_bit(steps, shift):
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(steps)
+    assert torch.equal(diffusers_time_grid(steps, shift=shift), scheduler.sigmas)
+
+
+def test_diffusers_time_grid_with_other_training_timesteps():
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0, num_train_timesteps=200)
+    scheduler.set_timesteps(7)
+    assert torch.equal(diffusers_time_grid(7, shift=3.0, num_train_timesteps=200), scheduler.sigmas)
+
+
+@settings(deadline=None, max_examples=50)
+@given(steps=st.integers(1, 60), shift=st.floats(0.1, 20))
+def test_grids_fall_strictly_from_one_to_zero(steps, shift):
+    for grid in (time_grid(steps, shift=shift), diffusers_time_grid(steps, shift=shift)):
+        assert grid.shape == (steps + 1,) and grid[0] == 1 and grid[-1] == 0
+        assert bool((grid[1:] < grid[:-1]).all())
+
+
+@pytest.mark.parametrize("make", [time_grid, diffusers_time_grid])
+def test_grids_refuse_bad_arguments(make):
+    with pytest.raises(ValueError, match="at least 1 step; got 0"):
+        make(0, shift=1.0)
+    for shift in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="shift must be positive and finite"):
+            make(4, shift=shift)
+    with pytest.raises(ValueError, match="num_train_timesteps must be at least 2"):
+        diffusers_time_grid(4, shift=1.0, num_train_timesteps=1)
+
+
+def test_noise_rate_by_hand():
+    sigma = torch.tensor([1.0, 0.8, 0.5], dtype=torch.float64)
+    expected = 0.7 * torch.tensor([math.sqrt(1 / 0.1), 2.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(noise_rate(sigma, 0.9, schedule="flow", level=0.7), expected)
+    assert noise_rate(sigma, 0.9, schedule="dance", level=0.3).tolist() == [0.3, 0.3, 0.3]
+    assert noise_rate(sigma, 0.9, schedule="none", level=0.3).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_noise_rate_refuses_bad_arguments():
+    sigma = torch.tensor([0.5])
+    with pytest.raises(
+        ValueError, match='Unknown noise schedule "cps": the SDE kernel has flow, dance, none'
+    ):
+        noise_rate(sigma, 0.9, schedule="cps", level=0.5)
+    with pytest.raises(ValueError, match=r"noise level must be finite and not negative; got -0.1"):
+        noise_rate(sigma, 0.9, schedule="dance", level=-0.1)
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\); got 1.0"):
+        noise_rate(sigma, 1.0, schedule="flow", level=0.7)
+
+
+def test_sample_seed_is_frozen_and_separates():
+    assert sample_seed(0, 1, 2) == sample_seed(0, 1, 2) == 4216901078605280141
+    seeds = {sample_seed(a, b) for a in range(30) for b in range(30)} | {sample_seed(1), sample_seed("1")}
+    assert len(seeds) == 902 and all(0 <= seed < 2**63 for seed in seeds)
+    with pytest.raises(ValueError, match="at least one number"):
+        sample_seed()
+
+
+def test_initial_noise_is_what_diffusers_draws():
+    seeds = [3, 2**62, 7]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    assert torch.equal(initial_noise(seeds, (4, 5, 5)), randn_tensor((3, 4, 5, 5), generator=generators))
+
+
+def test_noise_depends_on_its_own_seed_and_step_alone():
+    seeds = [11, 5, 8]
+    for draw in (initial_noise, lambda seeds, shape: step_noise(seeds, 4, shape)):
+        together = draw(seeds, (2, 3))
+        assert torch.equal(draw([8, 11], (2, 3)), together[[2, 0]])
+        assert torch.equal(draw(torch.tensor(seeds), (2, 3)), together)
+    drawn = [initial_noise([11], (64,)), *(step_noise([11], step, (64,)) for step in range(4))]
+    correlation = torch.corrcoef(torch.cat(drawn)) - torch.eye(5)
+    assert correlation.abs().max() < 0.45
+
+
+def test_step_noise_is_standard_normal():
+    noise = step_noise(range(50), 0, (400,))
+    assert abs(noise.mean()) < 0.03 and abs(noise.std() - 1) < 0.03
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True, 2**63])
+def test_bad_seeds_are_refused(seed):
+    with pytest.raises(ValueError, match="Seeds are one integer"):
+        initial_noise([0, seed], (2,))
