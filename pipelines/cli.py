@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign`. What is heavy is imported inside the command that needs it: --help is quick."""
+
+from __future__ import annotations
+
+import enum
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from visalign import __version__
+from visalign.errors import UserError
+
+from .cli_messages import user_messages
+
+app = typer.Typer(
+    name="visalign",
+    help="Align visual generation: train with rewards, score images, look at what came out.",
+    epilog="Errors are shown without a traceback; set VISALIGN_TRACEBACK=1 to see it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+QUICKSTART = "shapes_quickstart"
+
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Results folder; else a dated one in runs/.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes: key.sub=value ...", show_default=False)]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what the output folder holds.")]
+
+
+class Format(enum.StrEnum):
+    """How scores are written."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+def main() -> None:
+    """Entry point of the installed command and of `python -m visalign`."""
+    app(prog_name="visalign")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def quickstart(
+    output: Output = None,
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+) -> None:
+    """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
+    _train(QUICKSTART, [f"seed={seed}"], output, resume=False, then="visalign train shapes_flow_grpo")
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="A name from `visalign configs`, or a YAML file.")],
+    overrides: Overrides = None,
+    output: Output = None,
+    resume: Resume = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")
+    ] = False,
+) -> None:
+    """Run the job of a configuration file."""
+    if dry_run:
+        _show_plan(config, overrides or [])
+    else:
+        _train(config, overrides or [], output, resume=resume, then="visalign score --help")
+
+
+def _show_plan(config: str, overrides: list[str]) -> None:
+    with user_messages():
+        from visalign.config import config_to_yaml
+
+        from .cli_jobs import load_job
+        from .cli_show import show_plan, show_yaml
+
+        job = load_job(config, overrides)
+        console = Console()
+        show_yaml(console, config_to_yaml(job.config))
+        show_plan(console, job.plan(job.config))
+
+
+def _train(config: str, overrides: list[str], output: Path | None, *, resume: bool, then: str) -> None:
+    with user_messages():
+        from .cli_jobs import load_job, output_folder, resume_command
+        from .cli_show import show_summary
+
+        folder = output_folder(output, Path(config).stem, resume=resume)
+        job = load_job(config, overrides)
+    with user_messages(resume=resume_command(config, overrides, folder)):
+        job.run(job.config, output=folder, resume=resume)
+        if int(os.environ.get("RANK", "0")) == 0:
+            show_summary(Console(), folder, then=then)
+
+
+@app.command()
+def score(
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders of images.", show_default=False)
+    ],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the images should show.")],
+    reward: Annotated[list[str], typer.Option("--reward", "-r", help="A reward's name; repeat for several.")],
+    form: Annotated[Format, typer.Option("--format", "-f", help="How to write the scores.")] = Format.table,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new file; else the screen.")
+    ] = None,
+) -> None:
+    """Score images with rewards. Exit code 1 when some image could not be judged; its row says why."""
+    with user_messages():
+        if output is not None and output.exists():
+            raise UserError(
+                f"'{output}' exists, and nothing is overwritten. Give another --output or remove it."
+            )
+        from visalign.rewards.catalogue import load_reward
+
+        from .cli_show import show_scores
+        from .score import find_images, score_images
+
+        paths = find_images(images)
+        rewards = {name: load_reward(name) for name in reward}
+        rows = score_images(paths, prompt, rewards)
+        show_scores(rows, form.value, output)
+    failed = sum(row.value is None for row in rows)
+    if failed:
+        typer.echo(f"{failed} of {len(rows)} scores failed; the reasons stand in their rows.", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this installation and print what to paste into an issue."""
+    from visalign.doctor import examine
+
+    report = examine()
+    typer.echo(report.text)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@app.command()
+def configs(
+    name: Annotated[str | None, typer.Argument(help="Show this one.", show_default=False)] = None,
+) -> None:
+    """List the packaged configurations, or show one."""
+    with user_messages():
+        from visalign.config import resolve_config
+
+        from .cli_show import show_configs, show_yaml
+
+        if name is None:
+            show_configs(Console())
+        else:
+            show_yaml(Console(), resolve_config(name).read_text(encoding="utf-8"))
+
+
+@app.command("build-assets")
+def build_assets(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the models.")] = Path("assets"),
+    only: Annotated[str | None, typer.Option("--only", help="Build this model alone.")] = None,
+    resume: Resume = False,
+) -> None:
+    """Train the small packaged models anew (hours on a CPU)."""
+    with user_messages(resume=f"visalign build-assets --output {output} --resume"):
+        from .build_assets import main as build
+
+        build(output=output, only=only, resume=resume)

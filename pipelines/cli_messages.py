@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line says when it fails: the user's errors as messages, ours with a traceback."""
+
+from __future__ import annotations
+
+import dis
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+USER_ERROR = 2
+"""Exit code when something given cannot be used."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+
+_SYSTEM = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+}
+
+
+@contextmanager
+def user_messages(*, resume: str | None = None) -> Iterator[None]:
+    """Turn errors that are meant for the user into one message on the error stream and an exit code.
+
+    Unexpected errors pass with their traceback; so does everything when VISALIGN_TRACEBACK is set.
+
+    Args:
+        resume: the command that continues the job, said after Ctrl-C.
+
+    Raises:
+        typer.Exit: code 2 after a user's error, 130 after Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        then = f" Continue with:\n\n  {resume}" if resume else ""
+        show_message(f"Stopped by Ctrl-C.{then}", title="Interrupted", style="yellow")
+        raise typer.Exit(INTERRUPTED) from None
+    except (ValueError, RuntimeError, TypeError, OSError) as error:
+        if os.environ.get("VISALIGN_TRACEBACK") or not is_deliberate(error):
+            raise
+        show_message(describe(error), title="Error", style="red")
+        raise typer.Exit(USER_ERROR) from None
+
+
+def is_deliberate(error: BaseException) -> bool:
+    """Whether an error was meant as a message: it is of our own type, or a `raise` of ours made it.
+
+    A ValueError that torch raises three calls below us, or a KeyError of a slip of ours, is not; full disks
+    and missing permissions are, for they are the user's to mend.
+
+    Args:
+        error: a caught exception.
+
+    Returns:
+        True where the message alone is enough.
+    """
+    if type(error).__module__.split(".")[0] == "visalign":
+        return True
+    if isinstance(error, OSError) and error.errno in _SYSTEM:
+        return True
+    trace = error.__traceback__
+    if type(error).__module__ != "builtins" or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    is_ours = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "visalign"
+    return is_ours and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def describe(error: BaseException) -> str:
+    """The message of an error, with its type where the message alone says little.
+
+    Args:
+        error: a caught exception.
+
+    Returns:
+        One or more lines.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+def show_message(message: str, *, title: str, style: str) -> None:
+    """A framed message in a terminal, `title: message` unbroken elsewhere; both on the error stream.
+
+    Args:
+        message: text, shown as it is.
+        title: stands in the frame.
+        style: colour of the frame.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        console.print(Panel(Text(message), title=title, title_align="left", border_style=style))
+    else:
+        console.print(f"{title}: {message}", soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and panels of the command line: configurations, plans, the end of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from visalign.config import config_folder, list_configs
+
+from .score import ScoreRow, to_csv, to_json
+
+
+def config_header(text: str) -> list[str]:
+    """The comment at the head of a YAML file without its marks: what it is, then Command, Hardware and so on.
+
+    Args:
+        text: content of the file.
+
+    Returns:
+        Its lines; the licence line and blank ones at both ends are left out.
+
+    >>> config_header("# SPDX-License-Identifier: Apache-2.0\\n# Counting.\\n# Command: x\\nseed: 1\\n# y\\n")
+    ['Counting.', 'Command: x']
+    """
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("#").strip())
+    return [line for line in lines if line and not line.startswith("SPDX-")]
+
+
+def show_configs(console: Console) -> None:
+    """A table of the packaged configurations with the first lines of their headers.
+
+    Args:
+        console: where to write.
+    """
+    table = Table("name", "what it is", show_lines=True)
+    for name in list_configs():
+        header = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+        table.add_row(Text(name), Text("\n".join(header[:3])))
+    console.print(table)
+    console.print("Show one: visalign configs NAME. Run one: visalign train NAME.", highlight=False)
+
+
+def show_yaml(console: Console, text: str) -> None:
+    """YAML, coloured in a terminal and byte for byte elsewhere.
+
+    Args:
+        console: where to write.
+        text: content of a YAML file.
+    """
+    if console.is_terminal:
+        console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    else:
+        console.print(text.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
+    """What a run would do: one table for the plain entries, one for each group of entries.
+
+    Args:
+        console: where to write.
+        plan: name -> value, or name -> mapping of names to values.
+    """
+    groups = {key: value for key, value in plan.items() if isinstance(value, Mapping)}
+    plain = {key: value for key, value in plan.items() if key not in groups}
+    tables = ({"plan": plain} if plain else {}) | groups
+    for title, rows in tables.items():
+        table = Table("", "", title=title, title_justify="left", show_header=False)
+        for name, value in rows.items():
+            table.add_row(Text(name.replace("_", " ")), Text(number(value)))
+        console.print(table)
+
+
+def show_summary(console: Console, folder: Path, *, then: str) -> None:
+    """The closing panel of a run: held-out numbers before and after, what lies where, what to do next.
+
+    Args:
+        console: where to write.
+        folder: the run's folder, with `summary.json` in it.
+        then: the next command to try.
+    """
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    parts: list[RenderableType] = []
+    if "before" in summary and "after" in summary:
+        parts.append(before_after(summary["before"], summary["after"]))
+    if gain := gain_line(summary):
+        parts.append(Text(gain))
+    files = "\n".join(f"  {path}" for path in result_files(folder))
+    parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {then}")]
+    console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
+
+
+def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+    """A table of held-out accuracy, per category and as a whole, and of the rewards, before and after.
+
+    Args:
+        before: `before` of a run's summary.
+        after: `after` of it.
+    """
+    rows = [("held-out accuracy", before.get("accuracy"), after.get("accuracy"))]
+    for tag, value in (before.get("by_category") or {}).items():
+        rows.append((f"  {tag.replace('_', ' ')}", value, (after.get("by_category") or {}).get(tag)))
+    for name, reward in (before.get("rewards") or {}).items():
+        later = (after.get("rewards") or {}).get(name) or {}
+        rows.append((f"{name} ({reward.get('unit')})", reward.get("mean"), later.get("mean")))
+    table = Table("", "before", "after", "change", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for label, first, second in rows:
+        change = "" if first is None or second is None else f"{second - first:+.3f}"
+        table.add_row(Text(label), number(first), number(second), change)
+    return table
+
+
+def gain_line(summary: Mapping[str, Any]) -> str:
+    """One sentence with the change of the accuracy and its interval, or nothing where the summary has none.
+
+    Args:
+        summary: content of `summary.json`.
+    """
+    gain = summary.get("gain") or {}
+    if not all(gain.get(key) is not None for key in ("estimate", "low", "high", "level")):
+        return ""
+    estimate, low, high = (100 * gain[key] for key in ("estimate", "low", "high"))
+    return (
+        f"Held-out accuracy {estimate:+.1f} points, {gain['level']:.0%} interval {low:+.1f} to {high:+.1f} "
+        f"(paired over prompts)."
+    )
+
+
+def result_files(folder: Path) -> list[str]:
+    """What a user looks for first in a run's folder, as far as it is there.
+
+    Args:
+        folder: the run's folder.
+    """
+    wanted = {"report.html": "pictures and numbers, opens in a browser", "lora": "for pipe.load_lora_weights"}
+    found = [f"{folder / name}  ({what})" for name, what in wanted.items() if (folder / name).exists()]
+    return found or [str(folder)]
+
+
+def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:
+    """Write scores to the screen or to a file.
+
+    Args:
+        rows: what `visalign.pipelines.score.score_images` returned.
+        form: "table", "json" or "csv".
+        output: a new file, or None for the standard output.
+    """
+    writers = {"json": to_json, "csv": to_csv}
+    stream = sys.stdout if output is None else io.StringIO()
+    if form in writers:
+        stream.write(writers[form](rows))
+    else:
+        Console(file=stream).print(score_table(rows))
+    if output is not None and isinstance(stream, io.StringIO):
+        output.write_text(stream.getvalue(), encoding="utf-8")
+
+
+def score_table(rows: Sequence[ScoreRow]) -> Table:
+    """One line per image, one column per reward, and the reasons of what could not be judged.
+
+    Args:
+        rows: what `visalign.pipelines.score.score_images` returned.
+    """
+    columns = {row.reward: f"{row.reward} ({row.unit})" for row in rows}
+    table = Table("image", *(escape(title) for title in columns.values()), "problem")
+    lines: dict[str, dict[str, ScoreRow]] = {}
+    for row in rows:
+        lines.setdefault(row.image, {})[row.reward] = row
+    for image, by_reward in lines.items():
+        reasons = dict.fromkeys(row.reason for row in by_reward.values() if row.reason)
+        cells = [number(row.value) for row in by_reward.values()]
+        table.add_row(Text(image), *cells, Text("; ".join(reasons)))
+    return table
+
+
+def number(value: Any) -> str:
+    """A value as a table shows it.
+
+    Args:
+        value: anything.
+
+    >>> number(0.123456), number(12), number(None), number(1e-5)
+    ('0.123', '12', '-', '1e-05')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.4g}"
+    return str(value)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m visalign` is the command `visalign`."""
+
+from visalign.pipelines.cli import main
+
+if __name__ == "__main__":
+    main()
