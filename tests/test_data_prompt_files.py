@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from visalign.data.prompt_files import load_prompts
+from visalign.errors import UserError
 
 
 def _write(tmp_path, name, text):
@@ -63,7 +64,7 @@ def test_refused_files(tmp_path, name, text, message):
 
 
 def test_missing_file_names_the_embedded_sets():
-    with pytest.raises(FileNotFoundError, match="no prompt set 'shapes:test'.*shapes:train, shapes:heldout"):
+    with pytest.raises(UserError, match=r"no prompt set 'shapes:test'.*shapes:train, shapes:heldout"):
         load_prompts("shapes:test")
 
 

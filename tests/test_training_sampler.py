@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompt sampler: pure, complete, without repeats, the same for every world size; the batch algebra's messages."""
+"""The prompt sampler: pure, complete, without repeats, the same for every world size; the batch algebra's
+messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt sets from files: one prompt per line (`.txt`), or one JSON record per line (`.jsonl`, GenEval's layout)."""
+"""Prompt sets from files: one prompt per line (`.txt`), or one JSON record per line (`.jsonl`, GenEval's
+layout)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import json
 import warnings
 from pathlib import Path
 from typing import Any
+
+from visalign.errors import UserError
 
 from .prompts import heldout_prompts, train_prompts
 
@@ -19,35 +22,36 @@ EMBEDDED = {"shapes:train": train_prompts, "shapes:heldout": heldout_prompts}
 def load_prompts(source: str | Path) -> list[Record]:
     """Prompt records of an embedded set or of a file.
 
-    Blank lines are skipped and repeated prompts kept once; both are reported in a warning that names the lines.
+    Blank lines are skipped and repeated prompts kept once; both are reported in a warning that names the
+    lines.
 
     Args:
-        source: "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON record
-            needs "prompt"; its other fields are handed to the rewards as metadata.
+        source: "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON
+            record needs "prompt"; its other fields are handed to the rewards as metadata.
 
     Returns:
         At least one record, in the order of the file.
 
     Raises:
-        FileNotFoundError: no such set or file.
-        ValueError: another kind of file, no prompt in it, a line that is no record, or one prompt with two different
-            records.
+        UserError: no such set or file, another kind of file, no prompt in it, a line that is no record, or
+            one prompt with two different records.
     """
     if str(source) in EMBEDDED:
         return EMBEDDED[str(source)]()
     path = Path(source)
     if not path.is_file():
-        raise FileNotFoundError(
+        raise UserError(
             f"no prompt set {str(source)!r}: it is no file, and the embedded sets are {', '.join(EMBEDDED)}."
         )
     if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError(
-            f"prompt file {path} ends in {path.suffix!r}; use .txt (one prompt per line) or .jsonl (one record per line)."
+        raise UserError(
+            f"prompt file {path} ends in {path.suffix!r}; use .txt (one prompt per line) or .jsonl (one "
+            f"record per line)."
         )
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {path} is not UTF-8 text ({error}); save it as UTF-8.") from error
+        raise UserError(f"prompt file {path} is not UTF-8 text ({error}); save it as UTF-8.") from error
     return _records(path, lines)
 
 
@@ -61,20 +65,22 @@ def _records(path: Path, lines: list[str]) -> list[Record]:
         record = _record(path, number, line)
         first, known = found.setdefault(record["prompt"], (number, record))
         if known != record:
-            raise ValueError(
-                f"prompt file {path}: lines {first} and {number} give the prompt {record['prompt']!r} two different "
+            raise UserError(
+                f"prompt file {path}: lines {first} and {number} give the prompt {record['prompt']!r} "
+                f"two different "
                 f"records; keep the right one."
             )
         if first != number:
             repeated.append(number)
     if not found:
         kind = "empty" if not lines else "nothing but blank lines"
-        raise ValueError(f"prompt file {path} is {kind}; it needs at least one prompt, one per line.")
+        raise UserError(f"prompt file {path} is {kind}; it needs at least one prompt, one per line.")
     if blank:
         warnings.warn(f"prompt file {path}: skipped {_lines(blank)}, which are blank.", stacklevel=3)
     if repeated:
         warnings.warn(
-            f"prompt file {path}: skipped {_lines(repeated)}, whose prompts stand further up; each counts once.",
+            f"prompt file {path}: skipped {_lines(repeated)}, whose prompts stand further up; each "
+            f"counts once.",
             stacklevel=3,
         )
     return [record for _, record in found.values()]
@@ -86,10 +92,10 @@ def _record(path: Path, number: int, line: str) -> Record:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"prompt file {path} line {number} is not JSON: {error}.") from error
+        raise UserError(f"prompt file {path} line {number} is not JSON: {error}.") from error
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(
+        raise UserError(
             f'prompt file {path} line {number} needs a JSON object with a "prompt" that is text, '
             f'e.g. {{"prompt": "a red circle"}}; got {line.strip()[:80]}.'
         )

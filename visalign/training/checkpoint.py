@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are whole or absent: written aside, synced, hashed, renamed; verified before they are read.
+"""Checkpoints that are whole or absent: written aside, synced, hashed, renamed; verified before they are
+read.
 
-A checkpoint is a folder `step_000123` with tensors as safetensors, counters as JSON, and `manifest.json` with the
-size and SHA-256 of each file and the configuration of the run. No pickle.
+A checkpoint is a folder `step_000123` with tensors as safetensors, counters as JSON, and `manifest.json` with
+the size and SHA-256 of each file and the configuration of the run. No pickle.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from visalign.errors import UserError
+
 FORMAT = 1
 _PREFIX = "step_"
 _TEMPORARY = ".writing_"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint could not be written, is damaged, or belongs to another configuration."""
 
 
@@ -70,8 +73,8 @@ def save(
 
     Raises:
         ValueError: keep < 1.
-        CheckpointError: writing failed, for example because the disk is full. What was written is removed; the
-            previous checkpoints stand untouched.
+        CheckpointError: writing failed, for example because the disk is full. What was written is removed;
+            the previous checkpoints stand untouched.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept.")
@@ -143,7 +146,8 @@ def verify(folder: Path) -> dict[str, Any]:
         if size != expected["bytes"]:
             word = "cut short" if size < expected["bytes"] else "too long"
             raise CheckpointError(
-                f"{folder} is damaged: {name} is {word} ({size} bytes, the manifest says {expected['bytes']}).{_HINT}"
+                f"{folder} is damaged: {name} is {word} ({size} bytes, the manifest says "
+                f"{expected['bytes']}).{_HINT}"
             )
         if _file_sha256(file) != expected["sha256"]:
             raise CheckpointError(
@@ -161,7 +165,8 @@ def load(folder: Path, config: Mapping[str, Any], *, free: Collection[str] = ())
     Args:
         folder: of the checkpoint.
         config: the configuration of the run that wants to resume.
-        free: dotted keys that may differ without changing what was trained (for example the number of iterations).
+        free: dotted keys that may differ without changing what was trained (for example the number of
+            iterations).
 
     Raises:
         CheckpointError: damaged, or written under another configuration; the message lists the keys.
@@ -178,7 +183,8 @@ def load(folder: Path, config: Mapping[str, Any], *, free: Collection[str] = ())
 
 
 def newest_intact(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint under `root`, None if there is none, and why newer ones were passed over."""
+    """The newest whole checkpoint under `root`, None if there is none, and why newer ones were passed
+    over."""
     passed = []
     for folder in reversed(folders(root)):
         try:
@@ -227,8 +233,10 @@ def _write_failure(folder: Path, error: Exception) -> str:
     full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
     cause = "the disk is full" if full else str(error)
     return (
-        f"could not write checkpoint {folder}: {cause}. The half-written files were removed and earlier checkpoints "
-        f"are untouched. Free some space (or lower run.keep_checkpoints) and run the same command with --resume."
+        f"could not write checkpoint {folder}: {cause}. The half-written files were removed and earlier "
+        f"checkpoints "
+        f"are untouched. Free some space (or lower run.keep_checkpoints) and run the same command with "
+        f"--resume."
     )
 
 

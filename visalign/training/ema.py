@@ -58,7 +58,8 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside the block the parameters hold the average; afterwards their own values again, bit for bit."""
+        """Inside the block the parameters hold the average; afterwards their own values again, bit for
+        bit."""
         kept = [p.detach().clone() for _, p in self._parameters]
         try:
             with torch.no_grad():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric a run logs: one table of keys and meanings, and the JSON-lines file that accepts no other key."""
+"""Every metric a run logs: one table of keys and meanings, and the JSON-lines file that accepts no other
+key."""
 
 from __future__ import annotations
 
@@ -21,22 +22,27 @@ METRICS: dict[str, str] = {
     "reward_part/*": "mean of one named part of the reward over the samples that have it",
     "valid_share": "share of samples that the reward could judge, 0 to 1",
     "signal_share": "share of samples with an advantage other than zero, 0 to 1",
-    "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is above zero",
+    "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is "
+    "above zero",
     "advantage_abs": "mean absolute advantage over the valid samples",
     "loss": "loss of the iteration's updates, mean over updates; includes the KL term",
     "ratio_mean": "mean of the probability ratio r over trained (image, step) pairs; near 1",
     "ratio_std": "root mean square of r - 1 over trained pairs: how far the updates moved the policy",
     "ratio_max": "largest |log r| over trained pairs",
-    "ratio_floor": "largest |log r| at the iteration's first update, where r should be 1: the numerical floor",
+    "ratio_floor": "largest |log r| at the iteration's first update, where r should be 1: the "
+    "numerical floor",
     "clip_range": "the smaller of the two clip bounds; the floor must lie well below it",
     "clip_low": "share of trained pairs whose ratio was cut at 1 - eps_low with a negative advantage",
     "clip_high": "share of trained pairs whose ratio was cut at 1 + eps_high with a positive advantage",
-    "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with event_norm mean)",
+    "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
+    "event_norm mean)",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
     "lr": "learning rate of the iteration's last update",
-    "forward_equivalents_per_image": "transformer forwards per image counted as they ran; a backward counts two",
+    "forward_equivalents_per_image": "transformer forwards per image counted as they ran; a backward "
+    "counts two",
     "seconds": "wall-clock seconds of the iteration",
-    "seconds/*": "wall-clock seconds of one phase: rollout, decode, reward, update, evaluation, checkpoint, other",
+    "seconds/*": "wall-clock seconds of one phase: rollout, decode, reward, update, evaluation, "
+    "checkpoint, other",
     "images_per_second": "training images per second of the iteration, evaluation and checkpoint not counted",
     "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling",
 }
@@ -56,7 +62,8 @@ def check_keys(record: Mapping[str, Any]) -> None:
         family = key.split("/", 1)[0] + "/*" if "/" in key else key
         if family not in METRICS:
             raise KeyError(
-                f"metric {key!r} is not in visalign.training.metrics.METRICS; add it there with its meaning and unit."
+                f"metric {key!r} is not in visalign.training.metrics.METRICS; add it there with its "
+                f"meaning and unit."
             )
 
 
@@ -91,8 +98,8 @@ class MetricsFile:
 
     Args:
         path: of the file; created when missing.
-        after: lines of later iterations are cut off, so that a resumed run leaves the file that an uninterrupted
-            one would have left. 0 starts over.
+        after: lines of later iterations are cut off, so that a resumed run leaves the file that an
+            uninterrupted one would have left. 0 starts over.
     """
 
     def __init__(self, path: Path, *, after: int = 0) -> None:

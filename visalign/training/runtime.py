@@ -28,7 +28,8 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes; "absent" where not installed."""
+    """Versions of Python and of the packages that decide what a run computes; "absent" where not
+    installed."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
         try:
@@ -39,7 +40,8 @@ def versions() -> dict[str, str]:
 
 
 def peak_memory_bytes() -> dict[str, int]:
-    """Largest memory of this process so far: resident `host` memory and, with CUDA, allocated `cuda` memory."""
+    """Largest memory of this process so far: resident `host` memory and, with CUDA, allocated `cuda`
+    memory."""
     peak = {}
     if sys.platform != "win32":
         import resource

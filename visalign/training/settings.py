@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Flow-GRPO run can be told: how to roll out, what to optimise, how to move the weights.
 
-The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code); each field says where ours
-differ. Values are checked when a setting is made, before anything is loaded or written.
+The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code); each field says where
+ours differ. Values are checked when a setting is made, before anything is loaded or written.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from visalign.errors import UserError
+
 
 def _choice(name: str, given: str, allowed: Sequence[str]) -> None:
     if given not in allowed:
-        raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(allowed)}.")
+        raise UserError(f"{name} is {given!r}; it must be one of {', '.join(allowed)}.")
 
 
 def _at_least(name: str, given: float, least: float) -> None:
     if not (math.isfinite(given) and given >= least):
-        raise ValueError(f"{name} is {given}; it must be a finite number of at least {least}.")
+        raise UserError(f"{name} is {given}; it must be a finite number of at least {least}.")
 
 
 def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
     if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
-        raise ValueError(
-            f"{name} is {list(given)}; it needs at least one step, none twice, all among {which} {list(allowed)}."
+        raise UserError(
+            f"{name} is {list(given)}; it needs at least one step, none twice, all among {which} "
+            f"{list(allowed)}."
         )
 
 
@@ -42,7 +45,8 @@ class RolloutSettings:
     grid: str = "diffusers"
     """Time grid: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
     schedule: str = "flow"
-    """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-preserving)."""
+    """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-
+    preserving)."""
     level: float = 0.7
     """Noise level a (η for "dance")."""
     noise_steps: list[int] | None = None
@@ -65,11 +69,11 @@ class RolloutSettings:
         _choice("rollout.schedule", self.schedule, ("flow", "dance", "cps"))
         _choice("rollout.event_norm", self.event_norm, ("mean", "sum"))
         if not (math.isfinite(self.level) and self.level > 0):
-            raise ValueError(
+            raise UserError(
                 f"rollout.level is {self.level}; without noise there is no log-probability: set it above 0."
             )
         if not 0.0 <= self.max_failure_rate <= 1.0:
-            raise ValueError(
+            raise UserError(
                 f"rollout.max_failure_rate is {self.max_failure_rate}; it is a share from 0 to 1."
             )
         noisy = self.stochastic
@@ -78,12 +82,14 @@ class RolloutSettings:
             _steps("rollout.train_steps", self.train_steps, noisy, "the stochastic steps")
         if self.noise_count is not None:
             if not 1 <= self.noise_count <= len(noisy):
-                raise ValueError(
-                    f"rollout.noise_count is {self.noise_count}; with {len(noisy)} noise_steps it must be 1 to {len(noisy)}."
+                raise UserError(
+                    f"rollout.noise_count is {self.noise_count}; with {len(noisy)} noise_steps it must "
+                    f"be 1 to {len(noisy)}."
                 )
             if self.train_steps is not None:
-                raise ValueError(
-                    "rollout.noise_count draws the steps to train anew in each iteration, so rollout.train_steps "
+                raise UserError(
+                    "rollout.noise_count draws the steps to train anew in each iteration, so "
+                    "rollout.train_steps "
                     "cannot be fixed as well. Remove one of the two."
                 )
 
@@ -108,8 +114,8 @@ class ObjectiveSettings:
     """What is optimised on the samples."""
 
     ratio: str = "gaussian"
-    """"gaussian": exp(log p − log p_old), as published. "guard": exp(mean(ε·Δμ)), GRPO-Guard's ratio (arXiv 2510.22319)
-    in its per-sample form, whose mean is 1 at every step."""
+    """"gaussian": exp(log p − log p_old), as published. "guard": exp(mean(ε·Δμ)), GRPO-Guard's ratio (arXiv
+    2510.22319) in its per-sample form, whose mean is 1 at every step."""
     eps_low: float = 1e-4
     """Ratios are clipped at 1 − eps_low ..."""
     eps_high: float = 1e-4
@@ -121,13 +127,17 @@ class ObjectiveSettings:
     advantage_clip: float = 5.0
     """Advantages are clamped to ± this."""
     beta: float = 0.0
-    """Weight of the exact Gaussian KL to the reference. Published: 0.04 with a KL that lacks |dt|; above zero every
-    sample is trained on and each pair costs one more pass."""
+    """Weight of the exact Gaussian KL to the reference. Published: 0.04 with a KL that lacks |dt|; above zero
+    every sample is trained on and each pair costs one more pass."""
     step_weight: str = "uniform"
-    """Weight of a step in the loss: "uniform" (as published) or "inverse_dt" (GRPO-Guard: 1/|dt|, scaled to mean 1
-    over the trained steps)."""
+    """Weight of a step in the loss: "uniform" (as published) or "inverse_dt" (GRPO-Guard: 1/|dt|, scaled to
+    mean 1 over the trained steps)."""
     step_weights: list[float] | None = None
     """Explicit weights instead, one for each of the T steps."""
+
+    ratio_bound: float | None = None
+    """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5 per number of the
+    latent's event_norm; networks in bfloat16 need more (2e-5 to 5e-4 were measured)."""
 
     def __post_init__(self) -> None:
         _choice("objective.ratio", self.ratio, ("gaussian", "guard"))
@@ -137,9 +147,9 @@ class ObjectiveSettings:
         _at_least("objective.beta", self.beta, 0.0)
         for name in ("eps_low", "eps_high", "advantage_clip"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"objective.{name} is {getattr(self, name)}; it must be above 0.")
+                raise UserError(f"objective.{name} is {getattr(self, name)}; it must be above 0.")
         if self.step_weights is not None and not all(math.isfinite(w) and w >= 0 for w in self.step_weights):
-            raise ValueError(
+            raise UserError(
                 f"objective.step_weights is {self.step_weights}; weights are finite and not negative."
             )
 
@@ -165,7 +175,8 @@ class OptimiserSettings:
     micro_batch: int = 64
     """(image, step) pairs that go through the network together; memory only, no effect on the update."""
     ema_decay: float = 0.9
-    """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging off."""
+    """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging
+    off."""
     ema_every: int = 8
     """Updates between two averages."""
     ema_warmup: bool = True
@@ -174,17 +185,17 @@ class OptimiserSettings:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "max_grad_norm"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"optimiser.{name} is {getattr(self, name)}; it must be above 0.")
+                raise UserError(f"optimiser.{name} is {getattr(self, name)}; it must be above 0.")
         for name in ("updates_per_iteration", "micro_batch", "ema_every"):
             _at_least(f"optimiser.{name}", getattr(self, name), 1)
         for name in ("warmup_updates", "weight_decay"):
             _at_least(f"optimiser.{name}", getattr(self, name), 0)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(
+            raise UserError(
                 f"optimiser.betas is {self.betas}; give two numbers in [0, 1), e.g. [0.9, 0.999]."
             )
         if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"optimiser.ema_decay is {self.ema_decay}; it must be in [0, 1).")
+            raise UserError(f"optimiser.ema_decay is {self.ema_decay}; it must be in [0, 1).")
 
     def lr_at(self, update: int) -> float:
         """Learning rate of optimiser update 0, 1, 2, ..."""
