@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language of the shapes world: prompts in GenEval's six categories, and their held-out split.
+
+A prompt record has GenEval's metadata layout (arXiv 2310.11513): `tag`, `prompt`, `include`, `exclude`. Two
+additions: an include entry may carry `size`, and `only: true` says that nothing else may be in the picture, so
+that a generator cannot win by painting every object at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+Record = dict[str, Any]
+
+SHAPES = ("circle", "square", "triangle", "cross")
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "white")
+SIZES = ("small", "big")
+RELATIONS = ("left of", "right of", "above", "below")
+COUNT_WORDS = {2: "two", 3: "three", 4: "four"}
+CATEGORIES = ("single_object", "two_objects", "counting", "colors", "position", "color_attribution")
+
+HELDOUT_SHARE = 0.25
+"""Share of the combinations of each category that no training prompt contains."""
+
+_INVERSE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+_Noun = tuple[str | None, str | None, str]
+
+
+def _plural(shape: str) -> str:
+    return "crosses" if shape == "cross" else shape + "s"
+
+
+def _phrase(noun: _Noun) -> str:
+    words = [word for word in noun if word]
+    article = "an" if words[0][0] in "aeiou" else "a"
+    return " ".join([article, *words])
+
+
+def _entry(noun: _Noun, count: int = 1) -> Record:
+    size, color, shape = noun
+    entry: Record = {"class": shape, "count": count}
+    if color:
+        entry["color"] = color
+    if size:
+        entry["size"] = size
+    return entry
+
+
+def _record(tag: str, prompt: str, include: list[Record]) -> Record:
+    totals: dict[str, int] = {}
+    for entry in include:
+        totals[entry["class"]] = totals.get(entry["class"], 0) + entry["count"]
+    exclude = [{"class": name, "count": total + 1} for name, total in totals.items()]
+    return {"tag": tag, "prompt": prompt, "include": include, "exclude": exclude, "only": True}
+
+
+def _one(tag: str, noun: _Noun) -> Record:
+    return _record(tag, _phrase(noun), [_entry(noun)])
+
+
+def _pair(tag: str, first: _Noun, second: _Noun) -> Record:
+    return _record(tag, f"{_phrase(first)} and {_phrase(second)}", [_entry(first), _entry(second)])
+
+
+def _count(noun: _Noun, count: int) -> Record:
+    words = [COUNT_WORDS[count], *(word for word in noun[:2] if word), _plural(noun[2])]
+    return _record("counting", " ".join(words), [_entry(noun, count)])
+
+
+def _relation(subject: _Noun, relation: str, target: _Noun) -> Record:
+    prompt = f"{_phrase(subject)} {relation} {_phrase(target)}"
+    return _record("position", prompt, [_entry(target), _entry(subject) | {"position": [relation, 0]}])
+
+
+def combination(record: Record) -> str:
+    """What a prompt asks for, the same for every wording of it ("a above b" is "b below a")."""
+    names = [
+        " ".join(str(entry[key]) for key in ("count", "size", "color", "class") if key in entry)
+        for entry in record["include"]
+    ]
+    moved = [entry["position"] for entry in record["include"] if "position" in entry]
+    if not moved:
+        return record["tag"] + ": " + " + ".join(sorted(names))
+    target, subject, relation = names[0], names[1], moved[0][0]
+    if relation in ("right of", "below"):
+        target, subject, relation = subject, target, _INVERSE[relation]
+    return f"{record['tag']}: {subject} {relation} {target}"
+
+
+def is_heldout(record: Record) -> bool:
+    """Whether the record's combination belongs to the held-out split: a fixed function of the combination."""
+    digest = hashlib.sha256(combination(record).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < HELDOUT_SHARE
+
+
+def _all_single() -> Iterator[Record]:
+    for size, shape in itertools.product((None, *SIZES), SHAPES):
+        yield _one("single_object", (size, None, shape))
+
+
+def _all_two() -> Iterator[Record]:
+    for a, b in itertools.permutations(SHAPES, 2):
+        for size_a, size_b in itertools.product((None, *SIZES), repeat=2):
+            yield _pair("two_objects", (size_a, None, a), (size_b, None, b))
+
+
+def _all_counting() -> Iterator[Record]:
+    for count, color, shape in itertools.product(COUNT_WORDS, (None, *COLORS), SHAPES):
+        yield _count((None, color, shape), count)
+
+
+def _all_colors() -> Iterator[Record]:
+    for size, color, shape in itertools.product((None, *SIZES), COLORS, SHAPES):
+        yield _one("colors", (size, color, shape))
+
+
+def _all_position() -> Iterator[Record]:
+    for relation, (a, b) in itertools.product(RELATIONS, itertools.permutations(SHAPES, 2)):
+        yield _relation((None, None, a), relation, (None, None, b))
+        for color_a, color_b in itertools.product(COLORS, repeat=2):
+            yield _relation((None, color_a, a), relation, (None, color_b, b))
+
+
+def _all_attribution() -> Iterator[Record]:
+    for a, b in itertools.product(SHAPES, repeat=2):
+        for color_a, color_b in itertools.permutations(COLORS, 2):
+            yield _pair("color_attribution", (None, color_a, a), (None, color_b, b))
+
+
+_ENUMERATE = {
+    "single_object": _all_single,
+    "two_objects": _all_two,
+    "counting": _all_counting,
+    "colors": _all_colors,
+    "position": _all_position,
+    "color_attribution": _all_attribution,
+}
+
+
+def all_prompts() -> list[Record]:
+    """Every prompt of the world, category by category, in a fixed order."""
+    return [record for category in CATEGORIES for record in _ENUMERATE[category]()]
+
+
+def train_prompts() -> list[Record]:
+    """Every prompt whose combination may be trained on."""
+    return [record for record in all_prompts() if not is_heldout(record)]
+
+
+HELDOUT_PER_CATEGORY = 60
+"""At most this many held-out prompts of one category; the small categories have fewer."""
+
+
+def heldout_prompts() -> list[Record]:
+    """A fixed selection of held-out prompts: none of their combinations occurs in `train_prompts`."""
+    chosen: list[Record] = []
+    for category in CATEGORIES:
+        held = [record for record in _ENUMERATE[category]() if is_heldout(record)]
+        held.sort(key=lambda record: hashlib.sha256(record["prompt"].encode()).digest())
+        chosen += held[:HELDOUT_PER_CATEGORY]
+    return chosen
+
+
+_NOUN = rf"(?:an?\s+)?(?:({'|'.join(SIZES)})\s+)?(?:({'|'.join(COLORS)})\s+)?({'|'.join(SHAPES)})"
+_COUNTED = rf"({'|'.join(COUNT_WORDS.values())})\s+(?:({'|'.join(COLORS)})\s+)?(\w+)"
+
+
+def parse_prompt(prompt: str) -> Record:
+    """The record of a prompt written in the world's language.
+
+    Raises:
+        ValueError: the prompt is not in that language.
+    """
+    text = " ".join(prompt.lower().strip().rstrip(".").split())
+    if match := re.fullmatch(_NOUN, text):
+        size, color, shape = match.groups()
+        return _one("colors" if color else "single_object", (size, color, shape)) | {"prompt": prompt}
+    if match := re.fullmatch(rf"{_NOUN} and {_NOUN}", text):
+        first, second = match.groups()[:3], match.groups()[3:]
+        tag = "color_attribution" if first[1] or second[1] else "two_objects"
+        return _pair(tag, first, second) | {"prompt": prompt}
+    if match := re.fullmatch(rf"{_NOUN} (?:to the )?({'|'.join(RELATIONS)}) {_NOUN}", text):
+        groups = match.groups()
+        return _relation(groups[:3], groups[3], groups[4:]) | {"prompt": prompt}
+    if match := re.fullmatch(_COUNTED, text):
+        word, color, plural = match.groups()
+        count = next(number for number, name in COUNT_WORDS.items() if name == word)
+        for shape in SHAPES:
+            if plural == _plural(shape):
+                return _count((None, color, shape), count) | {"prompt": prompt}
+    raise ValueError(
+        f"{prompt!r} is not a prompt of the shapes world. Write for example 'a small red circle', 'two red squares', "
+        f"'a circle and a cross', 'a blue square left of a green triangle'. Colors: {', '.join(COLORS)}; "
+        f"shapes: {', '.join(SHAPES)}; sizes: {', '.join(SIZES)}; counts: two, three, four."
+    )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenes of the shapes world: a prompt, a layout, a style (richness) and a distortion (quality).
+
+Lengths are pixels of the 64×64 picture, y grows downwards, positions are centres of bounding boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .prompts import COLORS, Record
+
+SIZE = 64
+"""Height and width of a picture in pixels."""
+
+STYLES = ("flat", "outlined", "shaded", "textured")
+"""The richness axis, poorest first: detail that no prompt asks for."""
+
+DISTORTIONS = ("none", "blur", "noise", "jpeg", "contrast")
+"""The quality axis; each but "none" has a severity in [0, 1]."""
+
+MILD = 0.2
+"""Up to this severity of blur or noise the verifier is specified."""
+
+RADIUS = {"small": (6.0, 7.6), "medium": (9.0, 9.6), "big": (11.2, 13.0)}
+"""Half of an object's extent; the gaps keep the size words unambiguous in the pixels."""
+SMALL_BELOW, BIG_ABOVE = 8.3, 10.4
+
+POSITION_THRESHOLD = 0.5
+"""GenEval: "left of" holds when the x part of the unit offset is below −0.5 (within 60° of the axis)."""
+
+_MARGIN, _GAP = 2.0, 3.0
+_RELATION_AXIS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+_AMBIGUOUS = math.radians(8.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SceneObject:
+    """One shape."""
+
+    shape: str
+    color: str
+    x: float
+    y: float
+    radius: float
+    """Half of the width and of the height."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distortion:
+    """A degradation of the finished picture."""
+
+    kind: str = "none"
+    severity: float = 0.0
+    """0 is none, 1 the worst."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in DISTORTIONS or not 0.0 <= self.severity <= 1.0:
+            raise ValueError(
+                f"A distortion is one of {DISTORTIONS} with a severity in [0, 1]; "
+                f"got {self.kind!r}, {self.severity}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Everything that a picture is made of."""
+
+    record: Record
+    objects: tuple[SceneObject, ...]
+    background: tuple[int, int, int]
+    """RGB of the ground, 0-255."""
+    style: str
+    texture_seed: int
+    """Seed of the textured style's pattern and of the noise distortion."""
+    distortion: Distortion = Distortion()
+
+    @property
+    def richness(self) -> float:
+        """Rank of the style in [0, 1]."""
+        return STYLES.index(self.style) / (len(STYLES) - 1)
+
+    @property
+    def quality(self) -> float:
+        """1 for an undistorted picture, down to 0."""
+        return 1.0 - self.distortion.severity
+
+    def distorted(self, kind: str, severity: float) -> Scene:
+        """The same scene with another distortion."""
+        return replace(self, distortion=Distortion(kind=kind, severity=severity))
+
+
+def relations(subject: tuple[float, float], target: tuple[float, float]) -> set[str]:
+    """GenEval's relations that hold for the subject's centre (x, y) against the target's.
+
+    Both "left of" and "above" can hold for a diagonal offset.
+    """
+    dx, dy = subject[0] - target[0], subject[1] - target[1]
+    norm = math.hypot(dx, dy)
+    if norm == 0.0:
+        return set()
+    return {
+        name for name, (ax, ay) in _RELATION_AXIS.items() if (dx * ax + dy * ay) / norm > POSITION_THRESHOLD
+    }
+
+
+def size_word(radius: float) -> str:
+    """ "small", "medium" or "big" for half of an object's extent in pixels."""
+    return "small" if radius < SMALL_BELOW else "big" if radius > BIG_ABOVE else "medium"
+
+
+def sample_scene(
+    record: Record,
+    rng: np.random.Generator,
+    *,
+    style: str | None = None,
+    style_weights: Sequence[float] | None = None,
+) -> Scene:
+    """Draw a scene that satisfies a prompt record.
+
+    Args:
+        record: what is asked for; colors and sizes it leaves open are drawn.
+        rng: the source of every draw; the same state gives the same scene.
+        style: one of STYLES, or None to draw one.
+        style_weights: probabilities of STYLES when drawn; uniform by default.
+    """
+    if style is None:
+        style = str(rng.choice(STYLES, p=style_weights))
+    elif style not in STYLES:
+        raise ValueError(f"Unknown style {style!r}; styles are {STYLES}.")
+    wanted = [entry for entry in record["include"] for _ in range(entry["count"])]
+    shared = {id(entry): str(rng.choice(COLORS)) for entry in record["include"]}
+    colors = [entry.get("color") or shared[id(entry)] for entry in wanted]
+    while True:
+        radii = [_radius(entry, len(wanted), rng) for entry in wanted]
+        centres = _place(record, radii, rng)
+        if centres is not None:
+            break
+    objects = tuple(
+        SceneObject(shape=entry["class"], color=color, x=x, y=y, radius=radius)
+        for entry, color, radius, (x, y) in zip(wanted, colors, radii, centres, strict=True)
+    )
+    grey = rng.integers(30, 91)
+    tint = rng.integers(-8, 9, size=3)
+    red, green, blue = (int(grey + t) for t in tint)
+    return Scene(
+        record=record,
+        objects=objects,
+        background=(red, green, blue),
+        style=style,
+        texture_seed=int(rng.integers(2**31)),
+    )
+
+
+def _radius(entry: Record, count: int, rng: np.random.Generator) -> float:
+    names = ("small", "medium") if count > 2 else ("small", "medium", "big")
+    low, high = RADIUS[entry.get("size") or str(rng.choice(names))]
+    return float(rng.uniform(low, high))
+
+
+def _place(record: Record, radii: list[float], rng: np.random.Generator) -> list[tuple[float, float]] | None:
+    """Centres without overlap, each relation clear; None when 40 tries failed (then draw other radii)."""
+    moved = next((entry["position"] for entry in record["include"] if "position" in entry), None)
+    for _ in range(40):
+        centres: list[tuple[float, float]] = []
+        for radius in radii:
+            low, high = _MARGIN + radius, SIZE - _MARGIN - radius
+            centres.append((float(rng.uniform(low, high)), float(rng.uniform(low, high))))
+        if _separate(centres, radii) and _clear(centres, moved[0] if moved else None):
+            return centres
+    return None
+
+
+def _separate(centres: list[tuple[float, float]], radii: list[float]) -> bool:
+    for i, (xi, yi) in enumerate(centres):
+        for j in range(i):
+            reach = radii[i] + radii[j] + _GAP
+            if abs(xi - centres[j][0]) < reach and abs(yi - centres[j][1]) < reach:
+                return False
+    return True
+
+
+def _clear(centres: list[tuple[float, float]], relation: str | None) -> bool:
+    """Of two objects: the asked relation within 40° of its axis, else no relation near the threshold."""
+    if len(centres) != 2:
+        return True
+    (tx, ty), (sx, sy) = centres
+    angle = math.atan2(sy - ty, sx - tx)
+    if relation is not None:
+        ax, ay = _RELATION_AXIS[relation]
+        return math.cos(angle - math.atan2(ay, ax)) > math.cos(math.radians(40.0))
+    edge = math.acos(POSITION_THRESHOLD)
+    axes = (math.atan2(ay, ax) for ax, ay in _RELATION_AXIS.values())
+    turns = (abs(math.remainder(angle - axis, math.tau)) for axis in axes)
+    return min(abs(turn - edge) for turn in turns) > _AMBIGUOUS

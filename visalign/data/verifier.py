@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact verifier of the shapes world: pixels -> detections -> GenEval's rules.
+
+The rules are those of GenEval (Ghosh et al. 2023, arXiv 2310.11513, section 3): include, exclude, count, color,
+position; here also size, and "nothing else" where a record says `only`. The same rules judge a scene's own
+objects (`scene_detections`), which is the truth that the pixel detector is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .detector import Detection, detect
+from .scenes import Scene, relations, size_word
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the verifier says of one picture."""
+
+    correct: bool
+    """Every check holds."""
+    score: float
+    """Partial credit in [0, 1]: the mean of the checks, a count off by k of n earning 1 − k/n."""
+    checks: dict[str, bool]
+    """Name of the check -> whether it holds."""
+    reason: str
+    """What is wrong, in words; empty when correct."""
+
+
+def scene_detections(scene: Scene) -> list[Detection]:
+    """The truth: a scene's own objects in the detector's format."""
+    return [
+        Detection(shape=item.shape, color=item.color, x=item.x, y=item.y, radius=item.radius, overlap=1.0)
+        for item in scene.objects
+    ]
+
+
+def verify(images: Tensor | np.ndarray, metadata: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """Judge pictures against prompt records.
+
+    Args:
+        images: [B, 3, 64, 64] float in [0, 1], or uint8 [B, 64, 64, 3].
+        metadata: B prompt records.
+
+    Raises:
+        ValueError: the numbers of pictures and records differ, or the pictures have another shape.
+    """
+    if len(images) != len(metadata):
+        raise ValueError(
+            f"{len(images)} pictures but {len(metadata)} prompt records; give one record a picture."
+        )
+    found = detect(images)
+    return [judge(detections, record) for detections, record in zip(found, metadata, strict=True)]
+
+
+def verify_scene(scene: Scene, record: Mapping[str, Any]) -> Verdict:
+    """Judge a scene's own objects: what a perfect detector would say."""
+    return judge(scene_detections(scene), record)
+
+
+def judge(detections: Sequence[Detection], record: Mapping[str, Any]) -> Verdict:
+    """Apply GenEval's rules to detections."""
+    checks: dict[str, bool] = {}
+    credits: list[float] = []
+    wrong: list[str] = []
+    groups: list[list[Detection]] = []
+
+    def note(name: str, holds: bool, credit: float, words: str) -> None:
+        checks[name] = holds
+        credits.append(1.0 if holds else min(credit, 0.99))
+        if not holds:
+            wrong.append(words)
+
+    for i, entry in enumerate(record["include"]):
+        shape, count = entry["class"], entry.get("count", 1)
+        matched = [d for d in detections if d.shape == shape]
+        note(
+            f"{i}:{shape}:count",
+            len(matched) >= count,
+            len(matched) / count,
+            f"expected {count} {shape}, found {len(matched)}",
+        )
+        for key in ("color", "size"):
+            if key in entry:
+                matched = [d for d in matched if _attribute(d, key) == entry[key]]
+                words = f"expected {count} {entry[key]} {shape}, found {len(matched)}"
+                note(f"{i}:{shape}:{key}", len(matched) >= count, len(matched) / count, words)
+        if "position" in entry:
+            relation, target = entry["position"]
+            related = _any_related(matched, groups[target], relation)
+            other = record["include"][target]["class"]
+            note(f"{i}:{shape}:position", related, 0.0, f"{shape} is not {relation} {other}")
+        groups.append(matched)
+    for entry in record.get("exclude", ()):
+        number = sum(d.shape == entry["class"] for d in detections)
+        allowed = entry["count"] - 1
+        words = f"expected at most {allowed} {entry['class']}, found {number}"
+        credit = 1.0 - (number - allowed) / max(allowed, 1)
+        note(f"exclude:{entry['class']}", number <= allowed, credit, words)
+    if record.get("only", False):
+        wanted = sum(entry.get("count", 1) for entry in record["include"])
+        words = f"expected {wanted} objects in all, found {len(detections)}"
+        note("only", len(detections) <= wanted, 1.0 - (len(detections) - wanted) / wanted, words)
+    score = sum(max(c, 0.0) for c in credits) / len(credits) if credits else 1.0
+    return Verdict(correct=not wrong, score=score, checks=checks, reason="; ".join(wrong))
+
+
+def _attribute(detection: Detection, key: str) -> str:
+    return detection.color if key == "color" else size_word(detection.radius)
+
+
+def _any_related(subjects: Sequence[Detection], targets: Sequence[Detection], relation: str) -> bool:
+    return any(relation in relations((s.x, s.y), (t.x, t.y)) for s in subjects for t in targets if s is not t)
