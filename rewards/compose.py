@@ -20,7 +20,7 @@ Normalise = str | Mapping[str, tuple[float, float]]
 
 
 class WeightedSum:
-    """value = Σ_m w_m · d_m · n_m(r_m) over rewards m; d_m = −1 where lower is better, so that higher always is.
+    """value = Σ_m w_m · d_m · n_m(r_m) over rewards m; d_m is −1 where lower is better, so higher always is.
 
     n_m is the identity, (r − mean_m) / std_m with fixed numbers, or the z-score over the valid images of the
     batch. A sample is invalid when any reward with w_m > 0 could not judge it. A weight of 0 only records a

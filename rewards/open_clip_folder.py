@@ -39,7 +39,7 @@ Tokenizer = Callable[..., Tensor]
 
 def load_open_clip(
     folder_or_name: str | Path, *, device: str | torch.device = "cpu", precision: str = "fp32"
-) -> tuple[torch.nn.Module, dict[str, Any], Tokenizer]:
+) -> tuple[Any, dict[str, Any], Tokenizer]:
     """Load a contrastive model in evaluation mode.
 
     Args:
@@ -50,7 +50,8 @@ def load_open_clip(
         precision: open_clip's precision, "fp32", "bf16" or "fp16".
 
     Returns:
-        (model, preprocess_cfg with size, mean, std, interpolation, resize_mode; tokenizer).
+        (open_clip model, its preprocess_cfg with size, mean, std, interpolation and resize_mode, tokenizer); the
+        model's parameters do not require gradients.
 
     Raises:
         FileNotFoundError: the folder lacks a part.
@@ -61,7 +62,7 @@ def load_open_clip(
 
     name, tag = _source(folder_or_name)
     try:
-        model = open_clip.create_model(
+        model: Any = open_clip.create_model(
             name, tag, precision=precision, device=str(device), require_pretrained=True, pretrained_text=False
         )
         tokenizer = open_clip.get_tokenizer(name)
@@ -114,6 +115,8 @@ def save_open_clip(
     save_file(weights, folder / WEIGHTS)
     tokenizer.save_pretrained(str(folder))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    # safetensors makes its file readable by its owner alone; what goes into a package must be readable by all.
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
 
 
 def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:

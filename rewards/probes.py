@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `check_reward` tries on a reward: one function per promise, each giving the problems with their mends."""
+"""What `check_reward` tries on a reward: one function per promise, giving problems with mends."""
 
 from __future__ import annotations
 
