@@ -6,8 +6,8 @@ Plug-in contract: each `tests/golden_families/*.py` is loaded by its path, impor
     FAMILIES = {"E_sde_steps": sde_steps, ...}       # family name of the JSON file -> function
     TOLERANCES = {"E_sde_steps": tolerance, ...}     # optional
 
-* `sde_steps(case) -> dict[str, Any] | None`: our outputs (tensors, numbers, lists, nested dicts) under the names
-  of the case's expected outputs; `None` when the family does not know this variant or when an input or a
+* `sde_steps(case) -> dict[str, Any] | None`: our outputs (tensors, numbers, lists, nested dicts) under the
+  names of the case's expected outputs; `None` when the family does not know this variant or when an input or a
   parameter value is outside what we offer (it is then listed as unknown, which is no failure).
   Names beyond the expected ones are ignored; expected ones left out are reported as "not compared".
   An exception makes the case FAIL with its message: return None for what is not ours, never guess.
@@ -143,7 +143,7 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     if not path.exists():
         return {}
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error

@@ -53,6 +53,8 @@ def _global_or_group(case: Any) -> Outputs:
 def _several(case: Any) -> Outputs | None:
     rewards, weights = case.tensor("rewards_per_function"), case.params["weights"]
     gdpo = case.variant == "trl_gdpo" or case.params.get("aggregation") == "normalize_then_sum"
+    if case.params.get("scale", "group") != "group" and gdpo:
+        return None
     if not gdpo:
         combined = weighted_sum(rewards, weights, missing="skip")
         return {"combined": combined, "advantages": _relative(case, combined, case.params["scale"])}

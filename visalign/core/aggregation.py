@@ -41,8 +41,8 @@ class Counts:
     """Sequences B that are averaged over."""
     length: Tensor
     """L of "dr_grpo": a constant, at most once per step."""
-    groups: Tensor
-    """Groups with at least one present decision; 0 when they were not counted."""
+    groups: Tensor | None = None
+    """Groups with at least one present decision; None when they were not counted."""
 
     def __add__(self, other: Counts) -> Counts:
         """Counts of both parts together; groups must not be split between the parts."""
@@ -50,7 +50,7 @@ class Counts:
             tokens=self.tokens + other.tokens,
             sequences=self.sequences + other.sequences,
             length=torch.maximum(self.length, other.length),
-            groups=self.groups + other.groups,
+            groups=None if self.groups is None or other.groups is None else self.groups + other.groups,
         )
 
 
@@ -84,7 +84,7 @@ def count_step(
         raise ValueError(f"length must be at least 1 decision; got {length}.")
     present = (rows != 0).any(1)
     total = rows.double()
-    groups = total.new_zeros(())
+    groups = None
     if group is not None:
         index, number = group_index(group, rows.shape[0], rows.device)
         occupied = total.new_zeros(number).index_add(0, index, present.double())
@@ -147,20 +147,22 @@ def aggregate(
     inside = rows != 0
     total = (torch.where(inside, values, 0.0) * rows.to(values.dtype)).sum(1)
     if mode in ("seq_mean_token_mean", "group_token_mean"):
-        if denominator is None and mode == "group_token_mean":
+        if mode == "group_token_mean" and (counts.groups is None or denominator is None):
             raise ValueError(
-                "group_token_mean needs denominator=row_tokens(weight, group) over the whole step."
+                "group_token_mean needs count_step(weight, group=g) and denominator=row_tokens(weight, g)."
             )
         own = rows.double().sum(1) if denominator is None else denominator
         total = total / _nonzero(own).to(values.dtype)
-    divisor = {
+    divisors = {
         "token_mean": counts.tokens,
         "seq_mean_token_mean": counts.sequences,
         "seq_mean_token_sum": counts.sequences,
         "dr_grpo": counts.sequences * counts.length,
         "token_sum": torch.ones_like(counts.tokens),
         "group_token_mean": counts.groups,
-    }[mode]
+    }
+    divisor = divisors[mode]
+    assert divisor is not None
     return total.sum() / _nonzero(divisor).to(values.dtype)
 
 

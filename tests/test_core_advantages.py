@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages: hand values, exact zeros, missing rewards, invariances, and the messages for bad input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from visalign.core import clamp_advantages, group_advantages, whiten
+
+NAN = float("nan")
+OPTIONS: list[dict[str, Any]] = [
+    {"scale": scale, "baseline": baseline, "ddof": ddof, "eps": eps}
+    for scale in ("group", "batch", "none")
+    for baseline in ("mean", "leave_one_out")
+    for ddof in (0, 1)
+    for eps in (0.0, 1e-4)
+]
+
+
+def reference(reward: list[float], group: list[int], options: dict[str, Any]) -> list[float]:
+    """The formula in plain Python, for rewards that are all there and groups of two or more."""
+
+    def std(values: list[float]) -> float:
+        mean = math.fsum(values) / len(values)
+        return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - options["ddof"]))
+
+    result = []
+    for value, label in zip(reward, group, strict=True):
+        members = [r for r, g in zip(reward, group, strict=True) if g == label]
+        n = len(members)
+        if options["baseline"] == "mean":
+            advantage = value - math.fsum(members) / n
+        else:
+            advantage = value - (math.fsum(members) - value) / (n - 1)
+        if options["scale"] != "none":
+            advantage /= std(members if options["scale"] == "group" else reward) + options["eps"]
+        result.append(advantage)
+    return result
+
+
+def test_hand_values() -> None:
+    reward = torch.tensor([1.0, 3.0, 10.0, 20.0, 30.0], dtype=torch.float64)
+    group = ["x", "x", "y", "y", "y"]
+    half = 1 / math.sqrt(2)
+    grpo = group_advantages(reward, group, eps=0.0)
+    torch.testing.assert_close(grpo, torch.tensor([-half, half, -1, 0, 1], dtype=torch.float64))
+    biased = group_advantages(reward, group, eps=0.0, ddof=0)
+    high = math.sqrt(1.5)
+    torch.testing.assert_close(biased, torch.tensor([-1, 1, -high, 0, high], dtype=torch.float64))
+    loo = group_advantages(reward, group, scale="none", baseline="leave_one_out")
+    torch.testing.assert_close(loo, torch.tensor([-2, 2, -15, 0, 15], dtype=torch.float64))
+    centred = group_advantages(reward, group, scale="none")
+    torch.testing.assert_close(centred, torch.tensor([-1, 1, -10, 0, 10], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_equals_plain_python(options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    reward = torch.randn(11, generator=generator, dtype=torch.float64)
+    group = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]
+    expected = torch.tensor(reference(reward.tolist(), group, options), dtype=torch.float64)
+    torch.testing.assert_close(group_advantages(reward, group, **options), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_batch_std_is_of_the_rewards_not_of_what_is_left_after_centring() -> None:
+    reward = torch.tensor([0.0, 2.0, 10.0, 12.0], dtype=torch.float64)
+    result = group_advantages(reward, [0, 0, 1, 1], scale="batch", eps=0.0)
+    torch.testing.assert_close(result, torch.tensor([-1.0, 1, -1, 1], dtype=torch.float64) / reward.std())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_all_equal_groups_are_exactly_zero(options: dict[str, Any], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    constants = torch.rand(40, generator=generator) * 10
+    for size in (3, 8, 12, 24):
+        reward = constants.repeat_interleave(size).to(dtype)
+        labels = torch.arange(40).repeat_interleave(size)
+        assert group_advantages(reward, labels, **options).eq(0).all()
+
+
+def test_a_large_offset_costs_no_digits() -> None:
+    reward = torch.tensor([0.0, 0.001, 0.002, 0.003], dtype=torch.float64)
+    plain = group_advantages(reward, [0] * 4, eps=0.0)
+    shifted = group_advantages(reward + 2.0**20, [0] * 4, eps=0.0)
+    torch.testing.assert_close(plain, shifted, rtol=1e-6, atol=0)
+
+
+def test_missing_rewards_leave_the_statistics_and_get_zero() -> None:
+    reward = torch.tensor([1.0, NAN, 3.0, 99.0, 5.0, 7.0], dtype=torch.float64)
+    valid = torch.tensor([True, True, True, False, True, True])
+    group = [0, 0, 0, 0, 1, 1]
+    for options in OPTIONS:
+        result = group_advantages(reward, group, valid=valid, **options)
+        kept = [0, 2, 4, 5]
+        alone = group_advantages(reward[kept], [group[i] for i in kept], **options)
+        assert torch.equal(result[kept], alone)
+        assert result[[1, 3]].eq(0).all()
+
+
+def test_infinite_rewards_count_as_missing() -> None:
+    reward = torch.tensor([1.0, float("-inf"), 3.0])
+    assert torch.equal(group_advantages(reward, [0, 0, 0], scale="none"), torch.tensor([-1.0, 0.0, 1.0]))
+
+
+def test_a_batch_without_rewards_is_all_zero() -> None:
+    reward = torch.full((4,), NAN)
+    for options in OPTIONS:
+        assert group_advantages(reward, [0, 0, 1, 1], **options).eq(0).all()
+
+
+def test_singletons() -> None:
+    reward = torch.tensor([5.0, NAN, 1.0, 2.0])
+    group = ["alone", "alone", "pair", "pair"]
+    for options in OPTIONS:
+        assert group_advantages(reward, group, **options)[0] == 0
+        raw = group_advantages(reward, group, singleton="raw", **options)
+        assert raw[0] == 5 and raw[1] == 0
+        assert torch.equal(raw[2:], group_advantages(reward, group, **options)[2:])
+
+
+def test_columns_are_independent() -> None:
+    generator = torch.Generator().manual_seed(1)
+    reward = torch.randn(6, 3, generator=generator)
+    reward[2, 1] = NAN
+    valid = torch.rand(6, 3, generator=generator) > 0.2
+    group = torch.tensor([7, 7, 7, -1, -1, -1])
+    for options in OPTIONS:
+        whole = group_advantages(reward, group, valid=valid, **options)
+        for t in range(3):
+            column = group_advantages(reward[:, t], group, valid=valid[:, t], **options)
+            assert torch.equal(whole[:, t], column)
+    rows = torch.tensor([True, False, True, True, True, True])
+    assert torch.equal(
+        group_advantages(reward, group, valid=rows),
+        group_advantages(reward, group, valid=rows[:, None].expand(6, 3)),
+    )
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["a", "b", "a", "b", "a"],
+        [10**30, -5, 10**30, -5, 10**30],
+        [("p", 1), None, ("p", 1), None, ("p", 1)],
+        torch.tensor([2**62, -3, 2**62, -3, 2**62]),
+        torch.tensor([True, False, True, False, True]),
+    ],
+    ids=["str", "huge", "mixed", "int64", "bool"],
+)
+def test_labels_carry_no_meaning(labels: Any) -> None:
+    reward = torch.tensor([0.1, 0.5, 0.9, 0.2, 0.3])
+    assert torch.equal(group_advantages(reward, labels), group_advantages(reward, [0, 1, 0, 1, 0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_permutation_shift_scale_and_sum(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 12))
+    numbers = st.floats(-100, 100, allow_nan=False, width=32)
+    reward = torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size)), dtype=torch.float64)
+    group = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)))
+    order = torch.tensor(data.draw(st.permutations(range(size))))
+    options = data.draw(st.sampled_from(OPTIONS))
+    result = group_advantages(reward, group, **options)
+    assert torch.isfinite(result).all()
+    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(
+        group_advantages(reward[order], group[order], **options), result[order], **close
+    )
+    for label in range(4):
+        assert abs(result[group == label].sum()) < 1e-8 * (1 + result.abs().max())
+    if options["eps"] == 0 and options["scale"] != "none":
+        spread = reward[:, None].sub(reward).abs()
+        if spread[spread > 0].numel() == 0 or spread[spread > 0].min() > 1e-3:
+            torch.testing.assert_close(
+                group_advantages(reward * 4 + 8, group, **options), result, rtol=1e-7, atol=1e-7
+            )
+
+
+def test_result_has_no_gradient_and_at_least_float32() -> None:
+    reward = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert not group_advantages(reward, [0, 0]).requires_grad
+    for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool):
+        assert group_advantages(torch.tensor([0, 1]).to(dtype), [0, 0]).dtype == torch.float32
+    assert group_advantages(reward.double(), [0, 0]).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": torch.zeros(2, 2, 2)}, r"reward must be \[B\] or \[B, T\]; got shape \(2, 2, 2\)"),
+        ({"group": [0]}, "one label per sample, 2 in all; got 1 labels"),
+        ({"group": "ab"}, "one label per sample, 2 in all; got the string 'ab'"),
+        ({"group": torch.zeros(3, dtype=torch.int64)}, r"one label per sample, \[2\]; got .*\(3,\)"),
+        ({"group": torch.zeros(2)}, r"labels must be integers, .* got torch.float32"),
+        ({"scale": "std"}, "scale must be one of group, batch, none; got 'std'"),
+        ({"baseline": "loo"}, "baseline must be one of mean, leave_one_out; got 'loo'"),
+        ({"singleton": "keep"}, "singleton must be one of zero, raw; got 'keep'"),
+        ({"ddof": 2}, r"ddof must be 0 \(biased\) or 1 \(unbiased\); got 2"),
+        ({"eps": -1e-4}, "eps must be a finite number ≥ 0; got -0.0001"),
+        ({"eps": NAN}, "eps must be a finite number ≥ 0; got nan"),
+        ({"valid": torch.ones(2)}, r"valid must be a bool tensor .* got torch.float32 \(2,\)"),
+        ({"valid": torch.ones(3, dtype=torch.bool)}, r"valid must be .*\(2,\).* got torch.bool \(3,\)"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"reward": torch.tensor([0.0, 1.0]), "group": [0, 0]} | change
+    with pytest.raises(ValueError, match=message):
+        group_advantages(arguments.pop("reward"), arguments.pop("group"), **arguments)
+
+
+def test_whiten_values() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 77.0, NAN], dtype=torch.float64)
+    valid = torch.tensor([True, True, True, False, True])
+    plain = torch.tensor([-1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(whiten(values, valid, eps=0.0), plain)
+    torch.testing.assert_close(whiten(values, valid, eps=3.0), plain / 2)
+    torch.testing.assert_close(whiten(values, valid, eps=3.0, eps_inside=False), plain / 4)
+    torch.testing.assert_close(whiten(values, valid, eps=0.0, ddof=0), plain * math.sqrt(1.5))
+    kept = torch.tensor([1.0, 2.0, 3.0, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(whiten(values, valid, eps=0.0, keep_mean=True), kept)
+
+
+def test_whiten_weighs_long_rows_more() -> None:
+    row = torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, 3)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    result = whiten(row, mask, eps=0.0)
+    torch.testing.assert_close(result[mask], torch.tensor([-0.5, -0.5, -0.5, 1.5], dtype=torch.float64))
+    assert result[~mask].eq(0).all()
+
+
+def test_whiten_equal_or_single_or_absent_values_give_zero() -> None:
+    for values in (torch.full((7,), 0.3), torch.tensor([2.0]), torch.full((3,), NAN)):
+        for eps in (0.0, 1e-8):
+            assert whiten(values, eps=eps).eq(0).all()
+
+
+def test_whiten_refuses() -> None:
+    with pytest.raises(ValueError, match="ddof must be 0"):
+        whiten(torch.zeros(3), ddof=3)
+    with pytest.raises(ValueError, match="valid must be a bool tensor"):
+        whiten(torch.zeros(3), torch.ones(2, dtype=torch.bool))
+
+
+def test_clamp() -> None:
+    advantage = torch.tensor([-7.0, 0.5, 7.0])
+    assert torch.equal(clamp_advantages(advantage, 5.0), torch.tensor([-5.0, 0.5, 5.0]))
+    for bound in (0.0, -1.0, NAN):
+        with pytest.raises(ValueError, match="bound must be positive; got"):
+            clamp_advantages(advantage, bound)
+
+
+def _shape_of(value: Tensor) -> tuple[int, ...]:
+    return tuple(value.shape)
+
+
+def test_empty_batch() -> None:
+    assert _shape_of(group_advantages(torch.zeros(0), [])) == (0,)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aggregation: hand values, micro-batches that sum to the full batch, padding, duplication, empty rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from visalign.core import MODES, aggregate, count_step, row_tokens
+
+NAN = float("nan")
+LOSS = torch.tensor([[1.0, 2.0, NAN], [5.0, NAN, NAN], [NAN, NAN, NAN], [3.0, 3.0, 6.0]], dtype=torch.float64)
+WEIGHT = torch.tensor([[1.0, 1, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0.5]], dtype=torch.float64)
+GROUP = ["a", "a", "b", "b"]
+
+
+def reduce(loss: Tensor, weight: Tensor, mode: Any, **options: Any) -> Tensor:
+    """The step as one batch."""
+    group = list(range(loss.shape[0])) if mode == "group_token_mean" else None
+    tokens = row_tokens(weight, group) if mode == "group_token_mean" else None
+    return aggregate(loss, weight, mode, count_step(weight, group=group, **options), denominator=tokens)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_mean", 14 / 4.5),
+        ("seq_mean_token_mean", (1.5 + 5 + 4) / 3),
+        ("seq_mean_token_sum", 14 / 3),
+        ("dr_grpo", 14 / 9),
+        ("token_sum", 14),
+    ],
+)
+def test_hand_values(mode: Any, expected: float) -> None:
+    assert reduce(LOSS, WEIGHT, mode).item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_group_token_mean_by_hand() -> None:
+    counts, tokens = count_step(WEIGHT, group=GROUP), row_tokens(WEIGHT, GROUP)
+    assert tokens.tolist() == [3, 3, 1.5, 1.5] and counts.groups == 2
+    value = aggregate(LOSS, WEIGHT, "group_token_mean", counts, denominator=tokens)
+    assert value.item() == pytest.approx((8 / 3 + 6 / 1.5) / 2, rel=1e-14)
+
+
+def test_counts() -> None:
+    counts = count_step(WEIGHT)
+    assert (counts.tokens, counts.sequences, counts.length) == (4.5, 3, 3) and counts.groups is None
+    assert count_step(WEIGHT, empty="keep").sequences == 4
+    assert count_step(WEIGHT, length=7).length == 7
+    assert count_step(WEIGHT, group=["a", "a", "empty", "b"]).groups == 2
+
+
+def test_empty_rows_are_left_out_or_kept_as_zero_loss() -> None:
+    full = [0, 1, 3]
+    for mode in MODES:
+        assert torch.equal(reduce(LOSS, WEIGHT, mode), reduce(LOSS[full], WEIGHT[full], mode))
+    kept = reduce(LOSS, WEIGHT, "seq_mean_token_mean", empty="keep")
+    assert kept.item() == pytest.approx((1.5 + 5 + 4) / 4)
+
+
+def test_length_is_a_constant_of_dr_grpo() -> None:
+    assert reduce(LOSS, WEIGHT, "dr_grpo", length=10).item() == pytest.approx(14 / 30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_micro_batches_sum_to_the_full_batch(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    loss = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    weight = torch.rand(rows, columns, generator=generator, dtype=torch.float64)
+    weight = torch.where(torch.rand(rows, columns, generator=generator) < 0.4, 0.0, weight)
+    cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
+    bounds = list(zip([0, *cuts], [*cuts, rows], strict=True))
+    group = torch.randint(0, 3, (rows,), generator=generator)
+    counts, tokens = count_step(weight, group=group), row_tokens(weight, group)
+    for mode in MODES:
+        divide = tokens if mode == "group_token_mean" else None
+        leaf = loss.clone().requires_grad_()
+        whole = aggregate(leaf, weight, mode, counts, denominator=divide)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(whole, leaf)
+        for a, b in bounds:
+            part = None if divide is None else divide[a:b]
+            aggregate(leaf[a:b], weight[a:b], mode, counts, denominator=part).backward()  # type: ignore[arg-type]
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_counts_of_parts_add_up() -> None:
+    whole = count_step(WEIGHT, group=GROUP, length=9)
+    assert (count_step(WEIGHT) + whole).groups is None
+    parts = count_step(WEIGHT[:2], group=GROUP[:2], length=9) + count_step(
+        WEIGHT[2:], group=GROUP[2:], length=9
+    )
+    assert whole == parts
+
+
+def test_flat_pairs_equal_rows() -> None:
+    """Flat (image, step) pairs, as diffusion trains on, give the row's formula with the image's own count."""
+    keep = WEIGHT.flatten() != 0
+    flat, weight = LOSS.flatten()[keep], WEIGHT.flatten()[keep]
+    per_row = row_tokens(WEIGHT)[:, None].expand(4, 3).flatten()[keep]
+    counts = count_step(WEIGHT)
+    for mode in MODES:
+        if mode == "group_token_mean":
+            continue
+        divide = per_row if mode == "seq_mean_token_mean" else None
+        share = aggregate(flat, weight, mode, counts, denominator=divide)  # type: ignore[arg-type]
+        torch.testing.assert_close(share, reduce(LOSS, WEIGHT, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_invariances(mode: Any) -> None:
+    value = reduce(LOSS, WEIGHT, mode, length=3)
+    order = [3, 1, 0, 2]
+    torch.testing.assert_close(reduce(LOSS[order], WEIGHT[order], mode, length=3), value)
+    torch.testing.assert_close(reduce(LOSS.flip(1), WEIGHT.flip(1), mode, length=3), value)
+    padding = torch.full((4, 2), NAN, dtype=torch.float64)
+    for parts in ([padding, LOSS], [LOSS, padding]):
+        weights = [torch.zeros_like(p) if p is padding else WEIGHT for p in parts]
+        torch.testing.assert_close(reduce(torch.cat(parts, 1), torch.cat(weights, 1), mode, length=3), value)
+    twice = reduce(torch.cat([LOSS, LOSS]), torch.cat([WEIGHT, WEIGHT]), mode, length=3)
+    torch.testing.assert_close(twice, value * (2 if mode == "token_sum" else 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_absent_decisions_have_exactly_zero_gradient(mode: Any) -> None:
+    loss = LOSS.clone().requires_grad_()
+    reduce(loss, WEIGHT, mode).backward()
+    assert loss.grad is not None
+    assert loss.grad[WEIGHT == 0].eq(0).all() and (loss.grad[WEIGHT > 0] > 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_present_is_zero_with_zero_gradient(mode: Any) -> None:
+    loss = LOSS.clone().requires_grad_()
+    value = reduce(loss, torch.zeros_like(WEIGHT), mode)
+    value.backward()
+    assert value == 0 and loss.grad is not None and loss.grad.eq(0).all()
+
+
+def test_result_has_the_dtype_of_the_loss() -> None:
+    assert reduce(LOSS.float(), WEIGHT, "token_mean").dtype == torch.float32
+    assert reduce(LOSS, WEIGHT != 0, "seq_mean_token_mean").dtype == torch.float64
+
+
+def test_gradcheck() -> None:
+    loss = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    for mode in MODES:
+        assert torch.autograd.gradcheck(lambda x, m=mode: reduce(x, WEIGHT, m), (loss,))
+
+
+WRONG: Any = "wrong"
+COUNTS = count_step(torch.ones(2, 3), group=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: aggregate(x, x, WRONG, COUNTS), "mode must be one of token_mean, .*; got 'wrong'"),
+        (
+            lambda x: aggregate(x, x[0], "token_mean", COUNTS),
+            r"loss \(2, 3\) and weight \(3,\) must have one",
+        ),
+        (
+            lambda x: aggregate(x[..., None], x[..., None], "token_mean", COUNTS),
+            r"loss must be .*\(2, 3, 1\)",
+        ),
+        (
+            lambda x: aggregate(x, x, "group_token_mean", COUNTS),
+            "needs count_step.* and denominator=row_tokens",
+        ),
+        (
+            lambda x: aggregate(x, x, "seq_mean_token_mean", COUNTS, denominator=x[0]),
+            r"one entry per row, \[2\]; got shape \(3,\)",
+        ),
+        (lambda x: count_step(x, length=0), "length must be at least 1 decision; got 0"),
+        (lambda x: count_step(x, empty=WRONG), "empty must be 'drop' or 'keep'; got 'wrong'"),
+        (lambda x: count_step(x, group=[0]), "one label per sample, 2 in all; got 1 labels"),
+        (lambda x: count_step(x[..., None]), r"weight must be \[B, T\] or \[N\]; got shape \(2, 3, 1\)"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(2, 3))
+
+
+def test_counts_without_groups_are_refused_by_group_token_mean() -> None:
+    with pytest.raises(ValueError, match="group_token_mean needs count_step"):
+        aggregate(LOSS, WEIGHT, "group_token_mean", count_step(WEIGHT), denominator=row_tokens(WEIGHT))

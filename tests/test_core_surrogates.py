@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PPO clip: hand values on each side of each bound, identities, gradients, far-off ratios; the statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from visalign.core import clip_fractions, log_ratio, ppo_clip, ratio_statistics
+
+NAN = float("nan")
+BOUNDS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.3}
+
+
+def gradient(log_r: Tensor, advantage: Tensor, **bounds: float) -> tuple[Tensor, Tensor]:
+    """(loss, ∂ Σ loss / ∂ log r)."""
+    log_r = log_r.clone().requires_grad_()
+    loss = ppo_clip(log_r, advantage, **(BOUNDS | bounds))
+    return loss.detach(), torch.autograd.grad(loss.sum(), log_r)[0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.5, 2.0, -2.6, 0.0),  # above, A > 0: held at 1.3
+        (1.5, -2.0, 3.0, 3.0),  # above, A < 0: free to come back
+        (0.5, 2.0, -1.0, -1.0),  # below, A > 0: free to come back
+        (0.5, -2.0, 1.6, 0.0),  # below, A < 0: held at 0.8
+        (1.1, 2.0, -2.2, -2.2),
+        (0.9, -2.0, 1.8, 1.8),
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_hand_values(ratio: float, advantage: float, loss: float, slope: float) -> None:
+    log_r = torch.tensor([math.log(ratio)], dtype=torch.float64)
+    value, grad = gradient(log_r, torch.tensor([advantage], dtype=torch.float64))
+    torch.testing.assert_close(value, torch.tensor([loss], dtype=torch.float64))
+    torch.testing.assert_close(grad, torch.tensor([slope], dtype=torch.float64))
+
+
+def test_ratio_one_gives_the_policy_gradient() -> None:
+    """At π = π_old the gradient is REINFORCE's: −A ∇ log π."""
+    advantage = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    new = torch.randn(4, 3, requires_grad=True)
+    for bounds in (BOUNDS, {"eps_low": 0.0, "eps_high": 0.0}):
+        loss = ppo_clip(log_ratio(new, new.detach()), advantage, **bounds)
+        assert torch.equal(torch.autograd.grad(loss.sum(), new)[0], -advantage)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(-3, 3),
+    st.floats(-5, 5),
+    st.floats(0, 1),
+    st.floats(0, 2, exclude_min=False) | st.just(float("inf")),
+)
+def test_equals_the_formula_as_written(log_r: float, advantage: float, low: float, high: float) -> None:
+    value, _ = gradient(
+        torch.tensor([log_r], dtype=torch.float64),
+        torch.tensor([advantage], dtype=torch.float64),
+        eps_low=low,
+        eps_high=high,
+    )
+    ratio = math.exp(log_r)
+    expected = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+    assert value.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_gradcheck() -> None:
+    log_r = torch.tensor(
+        [[-0.5, -0.1, 0.1, 0.5], [-0.5, -0.1, 0.1, 0.5]], dtype=torch.float64, requires_grad=True
+    )
+    for advantage in (torch.tensor([1.5, -0.7]), torch.randn(2, 4)):
+        assert torch.autograd.gradcheck(lambda r, a=advantage: ppo_clip(r, a, **BOUNDS), (log_r,))
+
+
+def test_advantage_per_sample_is_broadcast_over_decisions_even_in_a_square() -> None:
+    log_r = torch.randn(3, 3) * 0.3
+    advantage = torch.tensor([1.0, -2.0, 0.5])
+    assert torch.equal(
+        ppo_clip(log_r, advantage, **BOUNDS), ppo_clip(log_r, advantage[:, None].repeat(1, 3), **BOUNDS)
+    )
+
+
+def test_far_off_ratios_stay_finite_and_keep_their_direction() -> None:
+    log_r = torch.tensor([200.0, 200.0, -200.0, -200.0, 200.0])
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
+    loss, grad = gradient(log_r, advantage)
+    cap = math.exp(20)
+    torch.testing.assert_close(loss, torch.tensor([-1.3, cap, 0.0, 0.8, 0.0]))
+    torch.testing.assert_close(grad, torch.tensor([0.0, cap, 0.0, 0.0, 0.0]))
+
+
+def test_no_gradient_into_advantages_and_half_precision_is_lifted() -> None:
+    log_r = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    advantage = torch.ones(2, requires_grad=True)
+    loss = ppo_clip(log_r, advantage, **BOUNDS)
+    assert loss.dtype == torch.float32
+    loss.sum().backward()
+    assert advantage.grad is None and log_r.grad is not None
+    assert ppo_clip(log_r.double(), advantage, **BOUNDS).dtype == torch.float64
+
+
+def test_narrow_bounds_are_exact_in_float32() -> None:
+    """Flow-GRPO clips at 1e-5: 1 + 1e-5 must not be rounded away before it is compared."""
+    log_r = torch.tensor([0.9e-5, 1.1e-5])
+    _, grad = gradient(log_r, torch.ones(2), eps_low=1e-5, eps_high=1e-5)
+    assert grad[0] < 0 and grad[1] == 0
+
+
+def test_clip_fractions_count_what_has_no_gradient() -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_r = torch.randn(6, 5, generator=generator) * 0.6
+    advantage = torch.randn(6, generator=generator)
+    weight = (torch.rand(6, 5, generator=generator) > 0.3).float() * 2.5
+    _, grad = gradient(log_r, advantage)
+    inside = weight > 0
+    expected = ((grad == 0) & inside).sum() / inside.sum()
+    fractions = clip_fractions(log_r, advantage, weight, **BOUNDS)
+    assert expected > 0 and fractions.low > 0 and fractions.high > 0
+    torch.testing.assert_close(fractions.total, expected)
+    torch.testing.assert_close(fractions.low + fractions.high, fractions.total)
+
+
+def test_clip_fractions_by_hand() -> None:
+    log_r = torch.tensor([[1.0, 1.0, -1.0, -1.0]], requires_grad=True)
+    advantage = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    fractions = clip_fractions(log_r, advantage, **BOUNDS)
+    assert (fractions.low, fractions.high, fractions.total) == (0.25, 0.25, 0.5)
+    assert not fractions.total.requires_grad
+    masked = clip_fractions(log_r, advantage, torch.tensor([[1.0, 0, 0, 0]]), **BOUNDS)
+    assert (masked.low, masked.high) == (0, 1)
+    nothing = clip_fractions(log_r, advantage, torch.zeros(1, 4), **BOUNDS)
+    assert nothing.total == 0
+
+
+def test_ratio_statistics_by_hand() -> None:
+    log_r = torch.tensor([[math.log(2.0), math.log(0.5), NAN]], dtype=torch.float64, requires_grad=True)
+    stats = ratio_statistics(log_r, torch.tensor([[1.0, 3.0, 0.0]]))
+    close: dict[str, Any] = {"rel": 1e-12}
+    assert stats.mean.item() == pytest.approx(1.25, **close)
+    assert stats.std.item() == pytest.approx(0.75, **close)
+    assert (stats.low.item(), stats.high.item()) == pytest.approx((0.5, 2.0), **close)
+    assert stats.kl.item() == pytest.approx(0.25, **close)
+    assert stats.largest.item() == pytest.approx(math.log(2), **close)
+    assert not stats.mean.requires_grad
+
+
+def test_ratio_statistics_see_tiny_differences_in_float32() -> None:
+    stats = ratio_statistics(torch.tensor([1e-6, -1e-6]))
+    assert stats.std.item() == pytest.approx(1e-6, rel=1e-5)
+    assert stats.largest.item() == pytest.approx(1e-6)
+
+
+def test_ratio_statistics_of_nothing_are_those_of_one() -> None:
+    stats = ratio_statistics(torch.full((2, 2), NAN), torch.zeros(2, 2))
+    values = (stats.mean, stats.std, stats.low, stats.high, stats.kl, stats.largest)
+    assert values == (1, 0, 1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("log_r", "advantage", "bounds", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3), {}, r"log_ratio \(2, 3\) and advantage \(3,\)"),
+        (torch.zeros(2, 3), torch.zeros(2, 1), {}, r"log_ratio \(2, 3\) and advantage \(2, 1\)"),
+        (torch.zeros(2, 3, 1), torch.zeros(2), {}, r"log_ratio must be \[B\] or \[B, T\].*\(2, 3, 1\)"),
+        (torch.zeros(2), torch.zeros(2), {"eps_low": -0.1}, "eps_low in .* got eps_low=-0.1"),
+        (torch.zeros(2), torch.zeros(2), {"eps_low": 1.5}, "got eps_low=1.5"),
+        (torch.zeros(2), torch.zeros(2), {"eps_high": -1}, "eps_high=-1"),
+        (torch.zeros(2), torch.zeros(2), {"eps_high": NAN}, "eps_high=nan"),
+    ],
+)
+def test_bad_input_is_named(log_r: Tensor, advantage: Tensor, bounds: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ppo_clip(log_r, advantage, **(BOUNDS | bounds))
+    with pytest.raises(ValueError, match=message):
+        clip_fractions(log_r, advantage, **(BOUNDS | bounds))
+
+
+def test_statistics_refuse_a_weight_of_another_shape() -> None:
+    for call in (
+        lambda: ratio_statistics(torch.zeros(2, 3), torch.zeros(2)),
+        lambda: clip_fractions(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), **BOUNDS),
+    ):
+        with pytest.raises(ValueError, match=r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"):
+            call()
