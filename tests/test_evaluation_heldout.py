@@ -57,6 +57,7 @@ class ToyPolicy:
         return x - (condition.level + self.shift)[:, None, None, None]
 
     def decode(self, latents: Tensor) -> Tensor:
+        self.modes.append((self.module.training, torch.is_grad_enabled()))
         return torch.sigmoid(latents).repeat(1, 1, self.side // 4, self.side // 4)
 
     def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
@@ -254,11 +255,16 @@ def test_all_invalid_is_nan_here_and_none_in_json() -> None:
 
 def test_a_value_that_is_not_finite_is_invalid() -> None:
     class Wild(Brightness):
+        range = (0.0, 1.0)
+
         def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
             value = torch.full((len(prompts),), math.inf)
             return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="share")
 
-    found = run(rewards={"wild": Wild(), "shapes_verifier": Verdicts()})
+    found = run(rewards={"wild": Wild()}, correctness="wild")
+    assert not found.judged.any() and not found.correct.any()
+    assert set(found.reasons) == {"no finite value"}
+    assert np.isnan(found.scores["wild"]).all()
     assert found.invalid("wild") == 8 and math.isnan(found.mean("wild"))
 
 
