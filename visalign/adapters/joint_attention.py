@@ -156,11 +156,12 @@ def use_weighted_attention(transformer: SD3Transformer2DModel) -> None:
     foreign = names - {"JointAttnProcessor2_0", WeightedJointAttention.__name__}
     if foreign:
         raise ValueError(
-            f"The transformer uses the attention processors {sorted(foreign)}; only JointAttnProcessor2_0 can "
-            "be replaced without changing the model. Undo them first (unfuse_qkv_projections, "
+            f"The transformer uses the attention processors {sorted(foreign)}; only JointAttnProcessor2_0 "
+            "can be replaced without changing the model. Undo them first (unfuse_qkv_projections, "
             "unload_ip_adapter), or pass collapse_null_tokens=False."
         )
-    transformer.set_attn_processor(WeightedJointAttention())  # type: ignore[arg-type]
+    processor: Any = WeightedJointAttention()  # diffusers annotates a closed union
+    transformer.set_attn_processor(processor)
 
 
 def _split_heads(x: Tensor, heads: int, norm: torch.nn.Module | None) -> Tensor:

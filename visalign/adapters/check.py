@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check_adapter`: does a model's adapter keep the contract of `visalign.interfaces.DiffusionPolicy`?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from visalign.errors import UserError
+from visalign.interfaces import DiffusionPolicy
+
+from .check_training import Probe, check_forward_count, check_gradients, check_reference, check_save
+
+MEMBERS = (
+    "latent_shape storage_dtype module device encode velocity decode sigmas reference "
+    "trainable_parameters save forward_count"
+).split()
+
+
+class AdapterError(UserError):
+    """An adapter breaks its contract; the message says how, and how to mend it."""
+
+
+def check_adapter(
+    policy: DiffusionPolicy,
+    *,
+    prompts: Sequence[str] = ("a red circle", "two blue squares"),
+    seed: int = 0,
+    tolerance: float | None = None,
+    save: bool = True,
+) -> list[str]:
+    """Run the contract tests on an adapter; its weights and gradients are afterwards what they were.
+
+    Args:
+        policy: the adapter.
+        prompts: two prompts that the model should tell apart.
+        seed: of the latents and of the weights' perturbation.
+        tolerance: relative, for values that must be equal; None is 1e-4, or 0.03 where latents are stored
+            in 16 bits.
+        save: write to a temporary folder and, where the adapter has a `load`, read back; False skips it.
+
+    Returns:
+        The names of the checks that were passed.
+
+    Raises:
+        AdapterError: at the first check that fails; the message says what to mend.
+    """
+    missing = [name for name in MEMBERS if not hasattr(policy, name)]
+    if missing:
+        raise AdapterError(
+            f"protocol: {type(policy).__name__} has no {', '.join(missing)}. Add what "
+            "visalign.interfaces.DiffusionPolicy lists."
+        )
+    _check_latents(policy)
+    first, second = prompts
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((3, *policy.latent_shape), generator=generator)
+    if tolerance is None:
+        tolerance = 1e-4 if policy.storage_dtype.itemsize >= 4 else 0.03
+    probe = Probe(
+        policy=policy,
+        prompts=(first, second),
+        condition=policy.encode([first, second, first]),
+        x=x.to(policy.device, policy.storage_dtype),
+        sigma=torch.tensor([0.9, 0.5, 0.2], device=policy.device),
+        tolerance=tolerance,
+    )
+    for name, check in _CHECKS.items():
+        if name != "save" or save:
+            _fail_with(name, check(probe))
+    return [name for name in ("protocol", "latents", *_CHECKS) if name != "save" or save]
+
+
+def _fail_with(name: str, problem: str | None) -> None:
+    """Raise what a check found."""
+    if problem:
+        raise AdapterError(f"{name}: {problem}")
+
+
+def _check_latents(policy: DiffusionPolicy) -> None:
+    shape = policy.latent_shape
+    if not (
+        isinstance(shape, tuple) and len(shape) == 3 and all(isinstance(n, int) and n > 0 for n in shape)
+    ):
+        _fail_with("latents", f"latent_shape is {shape!r}. Make it a tuple (C, H, W) of positive integers.")
+    if not policy.storage_dtype.is_floating_point:
+        _fail_with("latents", f"storage_dtype is {policy.storage_dtype}. Make it a floating dtype.")
+
+
+def _check_sigmas(probe: Probe) -> str | None:
+    for grid in ("diffusers", "plain"):
+        for steps in (1, 4):
+            sigmas = probe.policy.sigmas(steps, grid=grid)
+            if sigmas.shape != (steps + 1,) or sigmas.dtype != torch.float32:
+                return (
+                    f"sigmas({steps}, grid={grid!r}) is {sigmas.dtype} {tuple(sigmas.shape)}. Return float32 "
+                    "[steps + 1], the final 0 included."
+                )
+            if sigmas[0] != 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
+                return (
+                    f"sigmas({steps}, grid={grid!r}) is {sigmas.tolist()}. It must fall strictly from 1 to 0."
+                )
+    return None
+
+
+def _check_velocity(probe: Probe) -> str | None:
+    v = probe.velocity()
+    if v.shape != probe.x.shape or v.dtype != torch.float32:
+        return (
+            f"velocity is {v.dtype} {tuple(v.shape)} for latents {tuple(probe.x.shape)}. Return float32 in "
+            "the latents' shape (call .float() on the model's output)."
+        )
+    if v.requires_grad or not bool(v.isfinite().all()):
+        return "velocity under no_grad is not finite, or requires grad. Look for NaN weights or enable_grad."
+    return None
+
+
+def _check_condition(probe: Probe) -> str | None:
+    condition, index = probe.condition, torch.tensor([2, 1, 0, 0])
+    chosen = condition.select(index)
+    if len(condition) != 3 or len(chosen) != 4:
+        return (
+            f"encode of 3 prompts has length {len(condition)}, select of 4 has {len(chosen)}. Let __len__ "
+            "count samples, not unique prompts."
+        )
+    expected = probe.velocity()
+    policy = probe.policy
+    with torch.no_grad():
+        got = policy.velocity(probe.x[index], probe.sigma[index], chosen)
+        direct = policy.velocity(probe.x[:2], probe.sigma[:2], policy.encode(list(probe.prompts)))
+    if probe.differ(got, expected[index]) or probe.differ(direct, expected[:2]):
+        return (
+            "a sample's velocity changes with select() or with the order of prompts. Index the encoded "
+            "prompts by sample: select(index) means self.index[index]."
+        )
+    if not probe.differ(probe.velocity(condition.select(torch.tensor([1, 0, 1]))), expected):
+        return (
+            f"the prompts {probe.prompts} give the same velocity. Pass the condition on to the model, or "
+            "give check_adapter two prompts that the model tells apart."
+        )
+    return None
+
+
+def _check_neighbours(probe: Probe) -> str | None:
+    together = probe.velocity()
+    for i in range(3):
+        row = slice(i, i + 1)
+        with torch.no_grad():
+            alone = probe.policy.velocity(
+                probe.x[row], probe.sigma[row], probe.condition.select(torch.tensor([i]))
+            )
+        if probe.differ(alone, together[row]):
+            return (
+                f"the velocity of sample {i} depends on its neighbours in the batch. Remove statistics "
+                "over the batch, padding that is not masked, and one sigma used for all."
+            )
+    return None
+
+
+def _check_decode(probe: Probe) -> str | None:
+    with torch.no_grad():
+        images, alone = probe.policy.decode(probe.x), probe.policy.decode(probe.x[1:2])
+    if images.ndim != 4 or images.shape[:2] != (3, 3) or images.dtype != torch.float32:
+        return f"decode of 3 latents is {images.dtype} {tuple(images.shape)}. Return float32 [B, 3, H, W]."
+    if not (bool(images.isfinite().all()) and images.min() >= 0 and images.max() <= 1):
+        return (
+            f"decoded values reach from {float(images.min()):.3g} to {float(images.max()):.3g}. Map the "
+            "autoencoder's [-1, 1] to [0, 1] with (image / 2 + 0.5).clamp(0, 1)."
+        )
+    if probe.differ(alone, images[1:2]):
+        return "a decoded image depends on its neighbours in the batch. Put the autoencoder into eval mode."
+    return None
+
+
+_CHECKS: dict[str, Callable[[Probe], str | None]] = {
+    "sigmas": _check_sigmas,
+    "velocity": _check_velocity,
+    "condition": _check_condition,
+    "neighbours": _check_neighbours,
+    "gradients": check_gradients,
+    "reference": check_reference,
+    "decode": _check_decode,
+    "forward_count": check_forward_count,
+    "save": check_save,
+}

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An SD3 pipeline from a folder or a hub name; what is wrong with a folder is said before loading."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from visalign.errors import UserError
+
+REQUIRED_PARTS = (
+    "transformer",
+    "vae",
+    "scheduler",
+    "text_encoder",
+    "text_encoder_2",
+    "tokenizer",
+    "tokenizer_2",
+)
+"""Parts of an SD3 pipeline that nothing works without; T5 (text_encoder_3, tokenizer_3) may be absent."""
+T5_PARTS = ("text_encoder_3", "tokenizer_3")
+INDEX = "model_index.json"
+
+
+def load_sd3_pipeline(
+    folder_or_id: str | Path, *, dtype: torch.dtype, use_t5: bool = True
+) -> StableDiffusion3Pipeline:
+    """Load an SD3 or SD3.5 pipeline.
+
+    Args:
+        folder_or_id: a folder as `save_pretrained` writes it, or `owner/name` on the hub.
+        dtype: of all weights.
+        use_t5: False leaves the third text encoder out even where the model has one (9 GB less for SD3.5).
+
+    Returns:
+        The pipeline on the CPU, without progress bars.
+
+    Raises:
+        FileNotFoundError: if the folder, its index or one of its parts is missing.
+        UserError: if it is another kind of pipeline.
+    """
+    if _is_hub_name(folder_or_id):
+        fetched: Any = StableDiffusion3Pipeline.load_config(str(folder_or_id))
+        index = dict(fetched)
+        _check_class(folder_or_id, index)
+    else:
+        index = _checked_index(Path(folder_or_id))
+    has_t5 = use_t5 and all(_is_listed(index, part) for part in T5_PARTS)
+    absent: dict[str, Any] = {} if has_t5 else dict.fromkeys(T5_PARTS)
+    pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **absent)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def check_parts(pipe: StableDiffusion3Pipeline) -> None:
+    """Refuse a pipeline object that is no SD3 pipeline or lacks a part.
+
+    Args:
+        pipe: what the user gave.
+
+    Raises:
+        UserError: naming the class or the missing parts.
+    """
+    if not isinstance(pipe, StableDiffusion3Pipeline):
+        raise UserError(
+            f"The SD3 adapter got a {type(pipe).__name__}; it needs a diffusers StableDiffusion3Pipeline. "
+            "Load the model with StableDiffusion3Pipeline.from_pretrained."
+        )
+    missing = [part for part in REQUIRED_PARTS if getattr(pipe, part, None) is None]
+    if missing:
+        raise UserError(
+            f"The pipeline has no {', '.join(missing)}; only T5 ({', '.join(T5_PARTS)}) may be None. "
+            "Load the pipeline with these parts."
+        )
+
+
+def _is_hub_name(folder_or_id: str | Path) -> bool:
+    """Whether this is `owner/name` rather than a folder; an existing folder always wins."""
+    if isinstance(folder_or_id, Path) or Path(folder_or_id).exists():
+        return False
+    return folder_or_id.count("/") == 1 and folder_or_id[0] not in "./~" and not folder_or_id.endswith("/")
+
+
+def _checked_index(folder: Path) -> dict[str, Any]:
+    """The model index of a local folder whose listed parts all exist."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"There is no model folder {folder}. Give a folder that a diffusers pipeline was saved to "
+            f"(it holds {INDEX}) or a hub name of the form owner/name."
+        )
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no {INDEX}, so it is no diffusers pipeline. Give the folder above its "
+            "transformer/, vae/ and text_encoder/ folders, as pipe.save_pretrained writes it."
+        )
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{folder / INDEX} is not JSON ({error}). Copy the model folder again.") from error
+    _check_class(folder, index)
+    listed_t5 = [part for part in T5_PARTS if _is_listed(index, part)]
+    missing = [
+        part for part in REQUIRED_PARTS if not _is_listed(index, part) or not _has_files(folder / part)
+    ]
+    missing += [part for part in listed_t5 if not _has_files(folder / part)]
+    if missing:
+        raise FileNotFoundError(
+            f"The model folder {folder} lacks {', '.join(missing)}. An SD3 pipeline needs "
+            f"{', '.join(REQUIRED_PARTS)}; T5 ({', '.join(T5_PARTS)}) may be absent when {INDEX} lists it as "
+            "[null, null]. Copy the missing folders, or save the pipeline again."
+        )
+    return index
+
+
+def _check_class(name: str | Path, index: dict[str, Any]) -> None:
+    """Only SD3's pipeline class; a sibling would load with parts of other meaning."""
+    given = index.get("_class_name")
+    if given != StableDiffusion3Pipeline.__name__:
+        raise UserError(
+            f"{name} is a {given}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__} (SD3, SD3.5). "
+            "Choose such a model, or give the dotted path of your own adapter."
+        )
+
+
+def _is_listed(index: dict[str, Any], part: str) -> bool:
+    """Whether the index names a class for this part."""
+    entry = index.get(part)
+    return isinstance(entry, list) and entry[0] is not None
+
+
+def _has_files(folder: Path) -> bool:
+    """Whether the folder of a part exists and is not empty."""
+    return folder.is_dir() and any(folder.iterdir())

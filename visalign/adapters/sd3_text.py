@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text side of an SD3 pipeline: each unique prompt encoded once, the empty prompt once and for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from torch import Tensor
+
+from visalign.errors import UserError
+
+from .joint_attention import collapse_null_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SD3Condition:
+    """U unique encoded prompts and, for each of B samples, which of them it has."""
+
+    embeds: Tensor
+    """[U, L, D] text tokens."""
+    pooled: Tensor
+    """[U, Dp] pooled text."""
+    log_multiplicity: Tensor | None
+    """[L] float32, log of how many equal tokens each one stands for; None when each stands for itself."""
+    index: Tensor
+    """[B] int64, the row of each sample."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def select(self, index: Tensor) -> SD3Condition:
+        """The condition of the samples `index` [N] (repeats allowed); the encoded prompts are shared."""
+        return replace(self, index=self.index[index.to(self.index.device)])
+
+
+class SD3TextEncoders:
+    """The two CLIP encoders and T5, if there, behind the pipeline's own `encode_prompt`."""
+
+    def __init__(
+        self, pipe: StableDiffusion3Pipeline, *, max_sequence_length: int, collapse: bool, batch: int
+    ) -> None:
+        """Freeze the text encoders of `pipe`.
+
+        Args:
+            pipe: on its device.
+            max_sequence_length: of the T5 part of the context.
+            collapse: keep one weighted null token where the pipeline has a run of them.
+            batch: prompts per pass.
+        """
+        self._pipe = pipe
+        self._max_sequence_length = max_sequence_length
+        self._collapse = collapse
+        self._batch = batch
+        self._null: SD3Condition | None = None
+        for encoder in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
+            if encoder is not None:
+                encoder.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> SD3Condition:
+        """Encode B prompts, each unique one once, in order of first appearance.
+
+        Args:
+            prompts: B texts.
+
+        Raises:
+            UserError: for a bare string or no prompt at all.
+        """
+        if isinstance(prompts, str) or len(prompts) == 0:
+            raise UserError(f"encode got {prompts!r}; give a list of at least one prompt.")
+        rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
+        unique = list(rows)
+        chunks = [self._encode(unique[i : i + self._batch]) for i in range(0, len(unique), self._batch)]
+        embeds, pooled = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
+        log_multiplicity = None
+        if self._collapse:
+            embeds, weights = collapse_null_tokens(embeds)
+            log_multiplicity = weights if weights.any() else None
+        index = torch.tensor([rows[prompt] for prompt in prompts], device=embeds.device)
+        return SD3Condition(embeds=embeds, pooled=pooled, log_multiplicity=log_multiplicity, index=index)
+
+    def null(self, count: int) -> tuple[Tensor, Tensor]:
+        """The empty prompt for `count` samples, tokens [B, L, D] and pooled [B, Dp], encoded at first use.
+
+        Args:
+            count: B.
+        """
+        if self._null is None:
+            self._null = self.encode([""])
+        return self._null.embeds.expand(count, -1, -1), self._null.pooled.expand(count, -1)
+
+    def _encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """Tokens [U, L, D] and pooled [U, Dp] as the pipeline computes them."""
+        encoded: Any = self._pipe.encode_prompt(
+            prompt=prompts,
+            prompt_2=prompts,
+            prompt_3=prompts,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self._max_sequence_length,
+            device=self._pipe.transformer.device,
+        )
+        embeds, _, pooled, _ = encoded
+        return embeds, pooled
