@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign build-assets`: trains the embedded models of the shapes world and writes them with their cards.
+
+Stages: autoencoder, generator (with its text encoders), clip. Each saves its state as it goes; `--resume` picks up
+where the last run stopped. Everything is drawn from fixed seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visalign.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Length of each stage."""
+
+    autoencoder_steps: int = 3300
+    autoencoder_batch: int = 16
+    generator_steps: int = 9000
+    generator_batch: int = 192
+    clip_steps: int = 2000
+    clip_batch: int = 192
+    seed: int = 1
+
+
+STAGES = ("autoencoder", "generator", "clip")
+
+
+def main(output: Path, only: str | None = None, resume: bool = False, plan: Plan | None = None) -> None:
+    """Train what is missing and write the model folders into `output`.
+
+    Args:
+        output: gets `shapes-sd3`, `shapes-clip`, and `.build` with the resumable state.
+        only: one of STAGES; the others must have been trained before where it needs them.
+        resume: go on from saved states; without it, existing ones are an error.
+        plan: lengths of the stages.
+    """
+    plan = plan or Plan()
+    if only is not None and only not in STAGES:
+        raise UserError(f"There is no stage {only!r}. Stages: {', '.join(STAGES)}.")
+    work = output / ".build"
+    if work.exists() and any(work.iterdir()) and not resume:
+        raise UserError(f"{work} holds the state of an earlier build. Add --resume to go on, or remove it.")
+    work.mkdir(parents=True, exist_ok=True)
+    for stage in STAGES:
+        if only in (None, stage):
+            _RUN[stage](output, work, plan, resume)
+
+
+def _timed(work: Path, stage: str, train: Callable[[], Any]) -> Any:
+    """Run a stage and add its seconds to those of earlier, interrupted runs."""
+    file = work / f"{stage}.seconds.json"
+    before = json.loads(file.read_text())["seconds"] if file.exists() else 0.0
+    started = time.monotonic()
+    try:
+        return train()
+    finally:
+        file.write_text(json.dumps({"seconds": before + time.monotonic() - started}))
+
+
+def _seconds(work: Path, stage: str) -> float:
+    file = work / f"{stage}.seconds.json"
+    return float(json.loads(file.read_text())["seconds"]) if file.exists() else float("nan")
+
+
+def _autoencoder(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from .assets_autoencoder import train_autoencoder
+
+    steps, batch = plan.autoencoder_steps, plan.autoencoder_batch
+    model = _timed(
+        work,
+        "autoencoder",
+        lambda: train_autoencoder(work, steps=steps, batch=batch, seed=plan.seed, resume=resume),
+    )
+    model.save_pretrained(work / "vae")
+
+
+def _generator(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from diffusers import AutoencoderKL
+
+    from .assets_generator import save_pipeline, train_generator
+
+    if not (work / "vae").is_dir():
+        raise UserError(f"{work / 'vae'} is missing: train the stage 'autoencoder' first.")
+    autoencoder = AutoencoderKL.from_pretrained(work / "vae").eval()
+    steps, batch = plan.generator_steps, plan.generator_batch
+    generator = _timed(
+        work,
+        "generator",
+        lambda: train_generator(
+            autoencoder, work, steps=steps, batch=batch, seed=plan.seed + 1, resume=resume
+        ),
+    )
+    save_pipeline(generator, autoencoder, output / "shapes-sd3")
+    write_generator_card(output, work, plan)
+
+
+def _clip(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from visalign.rewards.open_clip_folder import save_open_clip
+
+    from .assets_clip import MEAN, STD, clip_config, train_clip
+    from .assets_text import new_tokenizer
+
+    steps, batch = plan.clip_steps, plan.clip_batch
+    model = _timed(
+        work, "clip", lambda: train_clip(work, steps=steps, batch=batch, seed=plan.seed + 2, resume=resume)
+    )
+    preprocess = {"mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
+    folder = output / "shapes-clip"
+    save_open_clip(folder, model, clip_config(), new_tokenizer(), preprocess_cfg=preprocess)
+    write_clip_card(output, work, plan)
+
+
+_RUN = {"autoencoder": _autoencoder, "generator": _generator, "clip": _clip}
+
+
+def write_generator_card(output: Path, work: Path, plan: Plan) -> None:
+    """Measure the saved pipeline as a user loads it, and write its card."""
+    from .assets_cards import generator_card
+
+    seconds = {stage: _seconds(work, stage) for stage in ("autoencoder", "generator")}
+    card = generator_card(output / "shapes-sd3", seconds, plan)
+    (output / "shapes-sd3" / "README.md").write_text(card, encoding="utf-8")
+
+
+def write_clip_card(output: Path, work: Path, plan: Plan) -> None:
+    """Measure the saved model as a user loads it, and write its card."""
+    from .assets_cards import clip_card
+
+    card = clip_card(output / "shapes-clip", _seconds(work, "clip"), plan)
+    (output / "shapes-clip" / "README.md").write_text(card, encoding="utf-8")
+
+
+def clean(output: Path) -> None:
+    """Remove the resumable state of a finished build."""
+    shutil.rmtree(output / ".build", ignore_errors=True)
+
+
+def machine() -> str:
+    """Processor and library versions, for the cards."""
+    return (
+        f"{torch.get_num_threads()} threads of {platform.machine()}, torch {torch.__version__.split('+')[0]}"
+    )

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the packaged models lie: names such as "shapes-sd3" to folders, in a checkout and after installation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGED = ("shapes-sd3", "shapes-clip")
+"""The models that come with the package."""
+
+
+def assets_folder() -> Path:
+    """The folder `assets/`: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "assets", package.parent / "assets"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"The packaged models are missing: no folder assets/ in or beside {package.name}/. Install visalign again, "
+        "or build them with `visalign build-assets`."
+    )
+
+
+def resolve_model(name_or_path: str | Path) -> Path | str:
+    """The folder of a packaged model, an existing folder as it is, or else the name itself (a hub id).
+
+    Args:
+        name_or_path: "shapes-sd3", "shapes-clip", a folder, or a hub id.
+
+    Raises:
+        FileNotFoundError: a packaged model is named but its folder is missing.
+    """
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    if str(name_or_path) not in PACKAGED:
+        return str(name_or_path)
+    folder = assets_folder() / str(name_or_path)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"The packaged model {str(name_or_path)!r} is missing from assets/. Install visalign again, or build it "
+            "with `visalign build-assets`."
+        )
+    return folder
