@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to objects: where policies, prompts, rewards and evaluation meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from visalign.data.assets import resolve_model
+from visalign.data.prompt_files import load_prompts
+from visalign.errors import UserError
+from visalign.interfaces import DiffusionPolicy, PointwiseReward
+
+from .flow_grpo_config import EvaluationConfig, ModelConfig, RewardsConfig, RewardTerm, RunConfig
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from visalign.evaluation import HeldoutResult
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def build_accelerator(run: RunConfig, folder: Path) -> Accelerator:
+    """Device, processes and trackers; the model's own `autocast` sets the precision.
+
+    Raises:
+        UserError: a tracker that accelerate does not know or that is not installed.
+    """
+    from accelerate import Accelerator
+
+    try:
+        return Accelerator(
+            cpu=run.device == "cpu", log_with=list(run.trackers) or None, project_dir=str(folder)
+        )
+    except ValueError as error:
+        if not run.trackers:
+            raise
+        raise UserError(f"run.trackers is {run.trackers}: {error}") from error
+
+
+def build_policy(model: ModelConfig, device: torch.device, seed: int) -> DiffusionPolicy:
+    """The model on its device, with its adapters.
+
+    Raises:
+        UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
+    """
+    from visalign.adapters.lora import LoraSettings
+    from visalign.adapters.sd3 import SD3Policy
+
+    lora = None
+    if model.lora is not None:
+        targets = model.lora.target_modules
+        chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
+        lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
+    return SD3Policy.from_pretrained(
+        resolve_model(model.path),
+        dtype=getattr(torch, model.dtype),
+        device=device,
+        use_t5=model.use_t5,
+        guidance=model.guidance,
+        lora=lora,
+        max_sequence_length=model.max_sequence_length,
+        autocast=None if model.autocast is None else getattr(torch, model.autocast),
+        image_size=model.image_size,
+    )
+
+
+def build_terms(terms: Mapping[str, RewardTerm]) -> dict[str, PointwiseReward]:
+    """The rewards of a section, by label.
+
+    Raises:
+        RewardError: an unknown reward, or options that it does not take.
+    """
+    from visalign.rewards.catalogue import load_reward
+
+    return {label: load_reward(term.name or label, **term.options) for label, term in terms.items()}
+
+
+def build_reward(config: RewardsConfig, rewards: Mapping[str, PointwiseReward]) -> PointwiseReward:
+    """The weighted sum of the loaded rewards.
+
+    Raises:
+        ValueError: impossible weights, units or normalisation.
+    """
+    from visalign.rewards.compose import WeightedSum
+
+    fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
+    return WeightedSum(
+        {label: (rewards[label], term.weight) for label, term in config.terms.items()},
+        normalise=fixed if config.normalise == "fixed" else config.normalise,
+        allow_mixed_units=config.allow_mixed_units,
+    )
+
+
+def build_records(source: str, field: str) -> Records:
+    """Prompt records of a set or file.
+
+    Raises:
+        UserError: see `load_prompts`; the message begins with the field.
+    """
+    try:
+        return load_prompts(source)
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from error
+
+
+def evenly(records: Records, most: int | None) -> Records:
+    """At most `most` records, evenly spaced over all, so that every category keeps its share."""
+    if most is None or most >= len(records):
+        return records
+    return [records[i * len(records) // most] for i in range(most)]
+
+
+def build_evaluator(
+    config: EvaluationConfig,
+    policy: DiffusionPolicy,
+    rewards: Mapping[str, PointwiseReward],
+    *,
+    steps: int,
+    grid: str,
+) -> Callable[..., HeldoutResult]:
+    """A function of (records, seeds) that evaluates the policy with the weights it has."""
+
+    def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
+        from visalign.evaluation import evaluate
+
+        return evaluate(
+            policy,
+            rewards,
+            records,
+            seeds=seeds,
+            sigmas=policy.sigmas(config.steps or steps, grid=grid),
+            batch_size=config.batch_size,
+            correctness=config.correctness,
+        )
+
+    return measure
+
+
+def heldout_metrics(result: HeldoutResult) -> dict[str, float]:
+    """What of an evaluation goes into the metrics: accuracy, accuracy of each tag, mean of each reward."""
+    return {
+        "accuracy": result.accuracy,
+        **{f"accuracy.{tag}": value for tag, value in result.by_category.items()},
+        **{name: result.mean(name) for name in result.scores},
+    }
