@@ -82,7 +82,10 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
     for title, rows in tables.items():
         table = Table("", "", title=title, title_justify="left", show_header=False)
         for name, value in rows.items():
-            table.add_row(Text(name.replace("_", " ")), Text(number(value)))
+            in_seconds = "seconds" in name and isinstance(value, float)
+            table.add_row(
+                Text(name.replace("_", " ")), Text(duration(value) if in_seconds else number(value))
+            )
         console.print(table)
 
 
@@ -99,8 +102,7 @@ def show_summary(console: Console, folder: Path, *, then: str) -> None:
     parts: list[RenderableType] = []
     if "before" in summary and "after" in summary:
         parts.append(before_after(summary["before"], summary["after"]))
-    if gain := gain_line(summary):
-        parts.append(Text(gain))
+    parts += [Text(line) for line in (gain_line(summary), cost_line(summary)) if line]
     files = "\n".join(f"  {path}" for path in result_files(folder))
     parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {then}")]
     console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
@@ -142,6 +144,39 @@ def gain_line(summary: Mapping[str, Any]) -> str:
         f"Held-out accuracy {estimate:+.1f} points, {gain['level']:.0%} interval {low:+.1f} to {high:+.1f} "
         f"(paired over prompts)."
     )
+
+
+def cost_line(summary: Mapping[str, Any]) -> str:
+    """One sentence with what a run cost, as far as the summary says.
+
+    Args:
+        summary: content of `summary.json`.
+
+    >>> cost_line({"seconds": 318.2, "peak_memory_bytes": 1.5e9, "forward_equivalents_per_image": None})
+    'Cost: 5:18 min, 1.5 GB of memory at most.'
+    """
+    known = {
+        "seconds": lambda value: duration(value),
+        "peak_memory_bytes": lambda value: f"{value / 1e9:.1f} GB of memory at most",
+        "forward_equivalents_per_image": lambda value: f"{value:.1f} forward-equivalents per image",
+    }
+    said = [say(summary[key]) for key, say in known.items() if summary.get(key) is not None]
+    return f"Cost: {', '.join(said)}." if said else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader says them.
+
+    Args:
+        seconds: a length of time.
+
+    >>> duration(42.4), duration(318.2), duration(8000)
+    ('42 s', '5:18 min', '2:13 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
 
 
 def result_files(folder: Path) -> list[str]:

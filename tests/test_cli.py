@@ -58,6 +58,7 @@ class Toy:
         numbers = {
             "before": {"accuracy": 0.5, "by_category": {"two_objects": 0.25}},
             "after": {"accuracy": 0.625, "by_category": {"two_objects": 0.75}},
+            "seconds": 318.2,
             "gain": {"estimate": 0.125, "low": 0.1, "high": 0.15, "level": 0.95},
         }
         (output / "summary.json").write_text(json.dumps(numbers))
@@ -129,6 +130,7 @@ def test_train_runs_the_configuration_with_its_overrides(toy: Toy) -> None:
     assert toy.calls == [(ToyConfig(seed=3, steps=5), Path("out"), False)]
     assert "two objects" in result.stdout and "+0.500" in result.stdout
     assert "Held-out accuracy +12.5 points, 95% interval +10.0 to +15.0" in result.stdout
+    assert "Cost: 5:18 min." in result.stdout
     assert "out/report.html" in result.stdout and "out/lora" in result.stdout
 
 
@@ -435,7 +437,7 @@ def test_build_assets_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> N
 def models(tmp_path: Path) -> Path:
     from safetensors.numpy import save_file
 
-    for name in doctor.ASSETS:
+    for name in doctor.PACKAGED:
         (tmp_path / "assets" / name).mkdir(parents=True)
         save_file({"w": np.zeros(1000, dtype=np.float16)}, tmp_path / "assets" / name / "model.safetensors")
     return tmp_path / "assets"

@@ -20,6 +20,7 @@ from visalign.config import (
     load_config,
     read_config,
     resolve_config,
+    to_plain,
 )
 from visalign.errors import ConfigError
 from visalign.schema import allowed_keys
@@ -250,7 +251,8 @@ def test_yaml_round_trip(write) -> None:
         seed=5, note="x: y", second=Optimiser(), rewards={"clip": Term(weight=0.25, options={"a": "b"})}
     )
     assert load_config(Job, write(config_to_yaml(job))) == job
-    assert read_config(write(config_to_yaml(job)))["rewards"]["clip"]["weight"] == 0.25
+    assert to_plain(job) == read_config(write(config_to_yaml(job)))
+    assert to_plain(job)["rewards"]["clip"]["weight"] == 0.25
 
 
 def test_the_hash_follows_the_content_only() -> None:

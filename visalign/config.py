@@ -145,6 +145,19 @@ def config_to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def to_plain(config: Any) -> dict[str, Any]:
+    """The configuration as nested dicts of what JSON has: tuples are lists, paths strings.
+
+    Args:
+        config: an instance of a configuration dataclass.
+
+    Returns:
+        Every field, sections as dicts; enumerations by their names.
+    """
+    content = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    return json.loads(json.dumps(content, default=str))
+
+
 def config_hash(config: Any) -> str:
     """Twelve hexadecimal digits that are equal for equal configurations, whatever the order of their keys.
 
@@ -154,7 +167,7 @@ def config_hash(config: Any) -> str:
     Returns:
         The start of the SHA-256 of the sorted JSON of all fields.
     """
-    text = json.dumps(_plain(config), sort_keys=True, default=str)
+    text = json.dumps(to_plain(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -170,11 +183,10 @@ def flatten(config: Any) -> dict[str, Any]:
     >>> flatten({"seed": 1, "reward": {"clip": {"weight": 0.5}}})
     {'seed': 1, 'reward.clip.weight': 0.5}
     """
-    return dict(_leaves(_plain(config) if dataclasses.is_dataclass(config) else config, ""))
+    return dict(_leaves(to_plain(config) if dataclasses.is_dataclass(config) else config, ""))
 
 
-def _plain(config: Any) -> Any:
-    return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+_plain = to_plain
 
 
 def _leaves(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from visalign import __version__
 from visalign.config import config_folder, list_configs
+from visalign.data.assets import PACKAGED, assets_folder
 from visalign.errors import UserError
 
 PACKAGES = (
@@ -38,9 +39,6 @@ PACKAGES = (
 
 OPTIONAL = {"wandb": "experiment tracking", "hypothesis": "tests", "ruff": "checks", "pyright": "checks"}
 """Distributions that one can do without, and what for."""
-
-ASSETS = ("shapes-sd3", "shapes-clip")
-"""Folders of the packaged models."""
 
 _BROKEN = (ImportError, AttributeError, ValueError, TypeError, KeyError, RuntimeError, OSError)
 """What a piece of a damaged installation may raise; a check that raises has failed."""
@@ -104,12 +102,14 @@ def examine(assets: Path | None = None) -> Report:
     Returns:
         The report; nothing is printed.
     """
-    folder = assets or _beside("assets")
     checks = [
         _run("packages", _packages),
         _run("wings", _wings),
         _run("configurations", _configurations),
-        *(_run(f"model {name}", lambda name=name: _model(folder / name)) for name in ASSETS),
+        *(
+            _run(f"model {name}", lambda name=name: _model((assets or assets_folder()) / name))
+            for name in PACKAGED
+        ),
         _run("advantages", _advantages),
         _run("one SDE step", _sde_step),
         _run("verifier", _verifier),
@@ -172,11 +172,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _beside(name: str) -> Path:
-    """A folder that lies in the package when installed and beside it in a checkout."""
-    return config_folder().parent / name
 
 
 def _packages() -> str:
