@@ -7,6 +7,7 @@ Rectified flow (Esser et al. 2024, arXiv 2403.03206, section 2): x_σ = (1 − �
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,8 @@ def train_generator(
     prompts = [feed.scene(number).record["prompt"] for number in range(len(pool))]
     ids = generator.text.token_ids(prompts)
     empty = generator.text.token_ids([""])
+    if shutil.which("c++"):  # a sixth faster; without a compiler the plain module does the same
+        generator.transformer.compile(dynamic=False)
 
     def loss_of(step: int) -> Tensor:
         draw = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -167,7 +170,7 @@ def train_generator(
         steps=steps,
         state_file=work / "generator.pt",
         decay=0.9995,
-        save_every=1000,
+        save_every=500,
         after=after,
     )
     average = stage.run(loss_of, resume)

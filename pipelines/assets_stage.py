@@ -86,11 +86,8 @@ class Average:
         """Move towards the module's present weights."""
         self.count += 1
         decay = min(self.decay, (1 + self.count) / (10 + self.count))
-        for name, value in module.state_dict().items():
-            if value.is_floating_point():
-                self.values[name].lerp_(value, 1.0 - decay)
-            else:
-                self.values[name].copy_(value)
+        now = dict(module.named_parameters())
+        torch._foreach_lerp_([self.values[name] for name in now], list(now.values()), 1.0 - decay)
 
 
 @dataclass(kw_only=True)
@@ -134,7 +131,7 @@ class Stage:
                 opt.zero_grad(set_to_none=True)
             average.update(self.module)
             running = loss.item() if step == first else 0.98 * running + 0.02 * loss.item()
-            if (step + 1) % self.save_every == 0 or step + 1 == self.steps:
+            if (step + 1) % self.save_every == 0 or step + 1 in (first + 100, self.steps):
                 self._save(step + 1, average)
                 self._report(step + 1, first, running, time.monotonic() - started)
                 if self.after is not None:
