@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -56,7 +56,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
         targets = model.lora.target_modules
         chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
         lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
-    return SD3Policy.from_pretrained(
+    policy = SD3Policy.from_pretrained(
         resolve_model(model.path),
         dtype=getattr(torch, model.dtype),
         device=device,
@@ -67,6 +67,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
         autocast=None if model.autocast is None else getattr(torch, model.autocast),
         image_size=model.image_size,
     )
+    return cast(DiffusionPolicy, policy)  # its methods take its own kind of Condition
 
 
 def build_terms(terms: Mapping[str, RewardTerm]) -> dict[str, PointwiseReward]:

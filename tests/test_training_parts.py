@@ -125,13 +125,18 @@ RECORD = {
 }
 
 
+def _text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def test_plain_progress_prints_a_line_per_iteration():
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
     with TrainingProgress(5, console=console) as progress:
         progress.update({**RECORD, "heldout/accuracy": 0.5})
         progress.update({**RECORD, "iteration": 2, "kl": None})
         progress.note("a [note]")
-    first, second, note = console.file.getvalue().splitlines()
+    first, second, note = _text(console).splitlines()
     assert first.startswith("iteration 1/5: reward 0.250, held-out 0.500") and first.endswith("2:00 left")
     assert "clipped 3.0%" in first and "ratio spread 2.0e-04" in first
     assert "held-out 0.500" in second and second.endswith("1:30 left")
@@ -143,7 +148,7 @@ def test_live_progress_shows_the_table():
     with TrainingProgress(5, done=3, console=console, rows=2) as progress:
         for i in (4, 5):
             progress.update({**RECORD, "iteration": i})
-    text = console.file.getvalue()
+    text = _text(console)
     assert "ratio spread" in text and "held-out" in text and "5/5" in text
     assert progress.seconds_left() == 0
 
@@ -153,7 +158,7 @@ def test_disabled_progress_is_silent():
     with TrainingProgress(5, console=console, enabled=False) as progress:
         progress.update(RECORD)
         progress.note("x")
-    assert console.file.getvalue() == ""
+    assert _text(console) == ""
 
 
 def test_clock_text():

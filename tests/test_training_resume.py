@@ -23,11 +23,13 @@ from visalign.training.metrics import read_metrics, without_times
 ROOT = Path(__file__).parents[1]
 
 
-def _start(folder: Path, iterations: int, pause: float = 0.0, **environment: str) -> subprocess.Popen[str]:
+def _start(
+    folder: Path, iterations: int, pause: float = 0.0, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.training_toy_run", str(folder), str(iterations), str(pause)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -92,7 +94,10 @@ def test_two_processes_train_what_one_trains(tmp_path):
         "MASTER_PORT": port,
         "ACCELERATE_USE_CPU": "true",
     }
-    both = [_start(tmp_path / "two", 3, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in (0, 1)]
+    both = [
+        _start(tmp_path / "two", 3, environment={**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in (0, 1)
+    ]
     _finish(_start(tmp_path / "one", 3))
     for process in both:
         _finish(process)

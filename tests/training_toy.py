@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from visalign.interfaces import ForwardCount, Scores
+from visalign.interfaces import DiffusionPolicy, ForwardCount, Scores
 from visalign.training.flow_grpo import FlowGRPOTrainer, Keeping
 from visalign.training.settings import ObjectiveSettings, OptimiserSettings, RolloutSettings
 
@@ -41,9 +41,8 @@ class ToyNet(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
-        self.base = nn.Conv2d(4, 4, 3, padding=1, dtype=dtype)
+        self.base = nn.Conv2d(4, 4, 3, padding=1, bias=False, dtype=dtype)
         self.base.weight.data = 0.1 * torch.randn(4, 4, 3, 3, generator=draw).to(dtype)
-        self.base.bias.data.zero_()
         self.base.requires_grad_(False)
         self.shift = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
         self.mix = nn.Linear(4, 4, bias=False, dtype=dtype)
@@ -157,7 +156,7 @@ def toy_trainer(
 ) -> FlowGRPOTrainer:
     """A trainer on the toy; each dictionary changes single settings."""
     return FlowGRPOTrainer(
-        policy or ToyPolicy(),
+        cast(DiffusionPolicy, policy or ToyPolicy()),
         reward or Brightness(),
         RECORDS,
         rollout=RolloutSettings(**{**ROLLOUT, **(rollout or {})}),
