@@ -21,6 +21,7 @@ from visalign.flow import (
     replay,
     rollout,
     sde_step,
+    step_noise,
     time_grid,
 )
 from visalign.flow.trajectory import Trajectory
@@ -199,11 +200,20 @@ def test_a_sample_does_not_depend_on_its_batch(schedule):
     assert torch.equal(few.latents, whole.latents[order]) and torch.equal(few.log_prob, whole.log_prob[order])
 
 
-def test_moving_the_window_keeps_the_noise_of_a_step():
-    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
-    one, other = run(policy, noise_steps=(2,)), run(policy, noise_steps=(2, 4))
-    assert torch.equal(one.x_next[:, 0], other.x_next[:, 0])
-    assert not torch.equal(one.latents, other.latents)
+@pytest.mark.parametrize("window", [(2,), (0, 2), (1, 2, 4)])
+def test_the_noise_of_a_step_does_not_depend_on_the_window(window):
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float64)
+    found = run(policy, noise_steps=window)
+    s = window.index(2)
+    noise = (found.x_next[:, s] - found.mean[:, s]) / found.std[:, s].view(-1, 1, 1, 1)
+    torch.testing.assert_close(noise.float(), step_noise(SEEDS, 2, (2, 3, 3)), rtol=1e-5, atol=1e-5)
+
+
+def test_quadratic_log_prob_is_stored_under_its_name():
+    found = run(LinearPolicy(), schedule="cps", level=0.8, log_prob="quadratic")
+    expected = -(found.x_next - found.mean).square().flatten(2).mean(2)
+    torch.testing.assert_close(found.log_prob, expected)
+    assert found.kernel.log_prob == "quadratic"
 
 
 def test_same_seeds_same_run_and_other_seeds_another():
