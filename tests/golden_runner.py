@@ -7,8 +7,8 @@ Plug-in contract: each `tests/golden_families/*.py` is loaded by its path, impor
     TOLERANCES = {"E_sde_steps": tolerance, ...}     # optional
 
 * `sde_steps(case) -> dict[str, Any] | None`: our outputs (tensors, numbers, lists, nested dicts) under the
-  names of the case's expected outputs; `None` when the family does not know this variant or when an input or a
-  parameter value is outside what we offer (it is then listed as unknown, which is no failure).
+  names of the case's expected outputs; `None` when the family does not know this variant or when an input or
+  a parameter value is outside what we offer (it is then listed as unknown, which is no failure).
   Names beyond the expected ones are ignored; expected ones left out are reported as "not compared".
   An exception makes the case FAIL with its message: return None for what is not ours, never guess.
   Gradients (`grad_<input>`) are outputs like any other; their leaf is `case.tensor(name).requires_grad_()`.

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from visalign.core import clamp_advantages, group_advantages, whiten
 
@@ -79,7 +78,7 @@ def test_batch_std_is_of_the_rewards_not_of_what_is_left_after_centring() -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_all_equal_groups_are_exactly_zero(options: dict[str, Any], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    constants = torch.rand(40, generator=generator) * 10
+    constants = torch.rand(40, generator=generator, dtype=torch.float64) * 10
     for size in (3, 8, 12, 24):
         reward = constants.repeat_interleave(size).to(dtype)
         labels = torch.arange(40).repeat_interleave(size)
@@ -150,7 +149,7 @@ def test_columns_are_independent() -> None:
         ["a", "b", "a", "b", "a"],
         [10**30, -5, 10**30, -5, 10**30],
         [("p", 1), None, ("p", 1), None, ("p", 1)],
-        torch.tensor([2**62, -3, 2**62, -3, 2**62]),
+        torch.tensor([2**62, 2**62 + 1, 2**62, 2**62 + 1, 2**62]),
         torch.tensor([True, False, True, False, True]),
     ],
     ids=["str", "huge", "mixed", "int64", "bool"],
@@ -258,9 +257,5 @@ def test_clamp() -> None:
             clamp_advantages(advantage, bound)
 
 
-def _shape_of(value: Tensor) -> tuple[int, ...]:
-    return tuple(value.shape)
-
-
 def test_empty_batch() -> None:
-    assert _shape_of(group_advantages(torch.zeros(0), [])) == (0,)
+    assert group_advantages(torch.zeros(0), []).shape == (0,)

@@ -81,9 +81,7 @@ def group_advantages(
         spread = _std(centred, mask, index, groups, ddof)
         if scale == "batch":
             spread = _std(_centre(values, mask, one, 1)[1], mask, one, 1, ddof)
-        result = torch.where(
-            centred == 0, 0.0, result / (spread + eps).clamp(min=torch.finfo(values.dtype).tiny)
-        )
+        result = result / (spread + eps).clamp(min=torch.finfo(values.dtype).tiny)
     alone = values if singleton == "raw" else torch.zeros_like(values)
     result = torch.where(count == 1, alone, result)
     result = torch.where(mask, result, 0.0).reshape(reward.shape)
@@ -127,11 +125,10 @@ def whiten(
     _, centred = _centre(flat, mask, one, 1)
     std = _std(centred, mask, one, 1, ddof)
     divisor = (std.square() + eps).sqrt() if eps_inside else std + eps
-    result = torch.where(centred == 0, 0.0, centred / divisor.clamp(min=torch.finfo(flat.dtype).tiny))
+    result = centred / divisor.clamp(min=torch.finfo(flat.dtype).tiny)
     if keep_mean:
         result = result + flat - centred
-    result = torch.where(mask, result, 0.0).reshape(values.shape)
-    return result.to(torch.promote_types(values.dtype, torch.float32))
+    return result.reshape(values.shape).to(torch.promote_types(values.dtype, torch.float32))
 
 
 def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
@@ -159,7 +156,7 @@ def _centre(values: Tensor, mask: Tensor, index: Tensor, groups: int) -> tuple[T
 
 
 def _std(centred: Tensor, mask: Tensor, index: Tensor, groups: int, ddof: int) -> Tensor:
-    """Standard deviation of each entry's group, [B, T]; 0 where n ≤ ddof."""
+    """Standard deviation of each entry's group, [B, T]; 0 for a single member."""
     count = group_sum(mask.to(centred.dtype), index, groups)
     total = group_sum(centred.square(), index, groups)
     return (total / (count - ddof).clamp(min=1)).sqrt()[index]

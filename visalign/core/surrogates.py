@@ -73,7 +73,7 @@ def clip_fractions(
     Raises:
         ValueError: as in `ppo_clip`.
     """
-    value, gain = _prepare(log_ratio.detach(), advantage, eps_low, eps_high)
+    value, gain = _prepare(log_ratio, advantage, eps_low, eps_high)
     above, below = _clipped(value, gain, eps_low, eps_high)
     inside = _inside(value, weight)
     count = inside.sum().clamp(min=1)
