@@ -50,8 +50,8 @@ def load_open_clip(
         precision: open_clip's precision, "fp32", "bf16" or "fp16".
 
     Returns:
-        (open_clip model, its preprocess_cfg with size, mean, std, interpolation and resize_mode, tokenizer); the
-        model's parameters do not require gradients.
+        (open_clip model, its preprocess_cfg with size, mean, std, interpolation and resize_mode, tokenizer);
+        the model's parameters do not require gradients.
 
     Raises:
         FileNotFoundError: the folder lacks a part.
@@ -115,7 +115,7 @@ def save_open_clip(
     save_file(weights, folder / WEIGHTS)
     tokenizer.save_pretrained(str(folder))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # safetensors makes its file readable by its owner alone; what goes into a package must be readable by all.
+    # safetensors makes its file readable by its owner alone; a package's files must be readable by all.
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
 
 

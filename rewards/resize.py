@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resizing on tensors that equals PIL's, bit for bit: the score of a tensor is the score of its PNG.
 
-PIL resizes 8-bit images in two passes with fixed-point weights and rounds after each. Here the width always comes
-first, as in Pillow up to 12, with which the published models were trained; Pillow 13 begins with the height where
-it shrinks much (pull request 9549), which moves hard edges of tall pictures by a few levels. The passes are matrix
-products, because `torch.nn.functional.interpolate(antialias=True)` on the CPU gives wrong pixels for some layouts
-(torch 2.15: pictures of width 1, by up to 166 levels).
+PIL resizes 8-bit images in two passes with fixed-point weights and rounds after each. Here the width always
+comes first, as in Pillow up to 12, with which the published models were trained; Pillow 13 begins with the
+height where it shrinks much (pull request 9549), which moves hard edges of tall pictures by a few levels. The
+passes are matrix products, because `torch.nn.functional.interpolate(antialias=True)` on the CPU gives wrong
+pixels for some layouts (torch 2.15: pictures of width 1, by up to 166 levels).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _to_levels(sums: Tensor) -> Tensor:
 def resize_weights(source: int, target: int, interpolation: str) -> Tensor:
     """The matrix W of a one-dimensional antialiased resize y = W x, in units of 2⁻²².
 
-    W_ij ∝ k((j + ½ − c_i) / s) with c_i = (i + ½)·source/target and s = max(source/target, 1), rows summing to 1;
-    k is the triangle ("bilinear") or Keys' cubic with a = −½ ("bicubic"), as PIL has them.
+    W_ij ∝ k((j + ½ − c_i) / s) with c_i = (i + ½)·source/target and s = max(source/target, 1), rows summing
+    to 1; k is the triangle ("bilinear") or Keys' cubic with a = −½ ("bicubic"), as PIL has them.
 
     Args:
         source: number of pixels given.

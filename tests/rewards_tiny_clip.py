@@ -18,16 +18,26 @@ CONTEXT = 12
 
 
 def tiny_tokenizer(*, end_token: bool = True, end_last: bool = True) -> PreTrainedTokenizerFast:
-    """A word tokenizer; without `end_token` it forgets the post-processor, else its end token has the highest id."""
-    special = ["<pad>", "<unk>", "<start>", *WORDS, "<end>"] if end_last else ["<pad>", "<end>", "<unk>", "<start>", *WORDS]
+    """A word tokenizer; it may lack the post-processor, or have its end token at a low id."""
+    special = (
+        ["<pad>", "<unk>", "<start>", *WORDS, "<end>"]
+        if end_last
+        else ["<pad>", "<end>", "<unk>", "<start>", *WORDS]
+    )
     vocabulary = {word: index for index, word in enumerate(special)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     if end_token:
         pairs = [(token, vocabulary[token]) for token in ("<start>", "<end>")]
-        tokenizer.post_processor = processors.TemplateProcessing(single="<start> $A <end>", special_tokens=pairs)  # type: ignore[assignment]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<start> $A <end>", special_tokens=pairs
+        )  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<start>", eos_token="<end>", pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        bos_token="<start>",
+        eos_token="<end>",
+        pad_token="<pad>",
+        unk_token="<unk>",
     )
 
 
@@ -52,6 +62,11 @@ def save_tiny_clip(folder: Path, tokenizer: PreTrainedTokenizerFast | None = Non
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = open_clip.CLIP(config["embed_dim"], config["vision_cfg"], config["text_cfg"])
-    preprocess = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.3], "interpolation": "bicubic", "resize_mode": "shortest"}
+    preprocess = {
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.25, 0.3],
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+    }
     save_open_clip(folder, model, config, tokenizer or tiny_tokenizer(), preprocess_cfg=preprocess)
     return folder

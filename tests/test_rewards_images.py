@@ -42,7 +42,15 @@ def test_tensor_forms_agree():
     uint8 = torch.randint(0, 256, (3, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = uint8.float() / 255
     channels_last = uint8.permute(0, 2, 3, 1)
-    for form in (expected, expected.double(), expected.numpy(), uint8, uint8.numpy(), channels_last, channels_last.numpy()):
+    for form in (
+        expected,
+        expected.double(),
+        expected.numpy(),
+        uint8,
+        uint8.numpy(),
+        channels_last,
+        channels_last.numpy(),
+    ):
         batch = load_images(form)
         assert len(batch) == 3 and batch.valid.all()
         assert torch.equal(torch.stack([image for _, image in batch.readable()]), expected)
@@ -112,7 +120,11 @@ def test_mixed_sizes_and_one_bad_among_good(tmp_path: Path):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"junk" * 10)
     batch = load_images([Image.new("RGB", (1, 1), RED), tmp_path / "broken.png", Image.new("L", (7, 5))])
     assert batch.valid.tolist() == [True, False, True]
-    assert [None if image is None else tuple(image.shape) for image in batch.images] == [(3, 1, 1), None, (3, 5, 7)]
+    assert [None if image is None else tuple(image.shape) for image in batch.images] == [
+        (3, 1, 1),
+        None,
+        (3, 5, 7),
+    ]
     assert batch.reasons[1] is not None and "cannot be decoded" in batch.reasons[1]
 
 
@@ -164,7 +176,11 @@ def test_nan_costs_its_row_only():
     ("items", "error", "message"),
     [
         (torch.rand(3, 8, 8), ValueError, r"not a batch of images. Add the batch dimension"),
-        (torch.rand(2, 8, 8, 3), ValueError, r"channels first with 3 channels. Use images.permute\(0, 3, 1, 2\)"),
+        (
+            torch.rand(2, 8, 8, 3),
+            ValueError,
+            r"channels first with 3 channels. Use images.permute\(0, 3, 1, 2\)",
+        ),
         (torch.rand(2, 1, 8, 8), ValueError, "channels first with 3 channels"),
         (torch.zeros(2, 4, 8, 8, dtype=torch.uint8), ValueError, "no dimension of 3 channels"),
         (torch.zeros(2, 3, 8, 3, dtype=torch.uint8), ValueError, r"may be \[B, 3, H, W\] or \[B, H, W, 3\]"),
@@ -177,8 +193,16 @@ def test_nan_costs_its_row_only():
         ("a.png", TypeError, "images is a str"),
         (None, TypeError, "images is a NoneType"),
         ([Image.new("RGB", (2, 2)), 7], TypeError, r"images\[1\] is a int"),
-        ([torch.rand(1, 3, 4, 4)], ValueError, r"images\[0\] has shape \(1, 3, 4, 4\); an element of a list is one"),
-        ([torch.rand(4, 4, 3)], ValueError, r"images\[0\] has shape \(4, 4, 3\); float images are channels first"),
+        (
+            [torch.rand(1, 3, 4, 4)],
+            ValueError,
+            r"images\[0\] has shape \(1, 3, 4, 4\); an element of a list is one",
+        ),
+        (
+            [torch.rand(4, 4, 3)],
+            ValueError,
+            r"images\[0\] has shape \(4, 4, 3\); float images are channels first",
+        ),
     ],
 )
 def test_refused(items, error, message):
@@ -210,7 +234,7 @@ def resized(array: np.ndarray, size: tuple[int, int], interpolation: str = "bicu
 def test_resize_equals_pils_passes(source, target, interpolation, seed):
     array = hard_edges(source, seed)
     across = Image.fromarray(array).resize((target[1], source[0]), FILTERS[interpolation])
-    expected = np.array(across.resize(target[::-1], FILTERS[interpolation])).astype(int)
+    expected = np.array(across.resize((target[1], target[0]), FILTERS[interpolation])).astype(int)
     assert np.abs(resized(array, target, interpolation) - expected).max() == 0
 
 
@@ -220,7 +244,7 @@ def test_resize_of_square_and_wide_pictures_equals_pil_in_one_call(sides, size, 
     source = (sides[0], sides[0] + sides[1])
     target = resized_shape(*source, {"size": size})
     array = hard_edges(source, seed)
-    expected = np.array(Image.fromarray(array).resize(target[::-1], FILTERS["bicubic"])).astype(int)
+    expected = np.array(Image.fromarray(array).resize((target[1], target[0]), FILTERS["bicubic"])).astype(int)
     assert np.abs(resized(array, target) - expected).max() <= 1
 
 
@@ -235,17 +259,21 @@ def test_model_input_equals_open_clips_own_transform(sides, size, mode, seed):
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
     array = np.random.default_rng(seed).integers(0, 256, (sides[0], sum(sides), 3), dtype=np.uint8)
-    config = PreprocessCfg(size=size, resize_mode=mode, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), fill_color=9)
+    config = PreprocessCfg(
+        size=size, resize_mode=mode, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), fill_color=9
+    )
     expected = image_transform_v2(config, is_train=False)(Image.fromarray(array)) * 255  # type: ignore[operator]
     image = torch.from_numpy(array).permute(2, 0, 1) / 255
     ours = model_levels(image, vars(config))
     assert ours.shape == expected.shape
-    assert (ours - expected).abs().max() <= 1.001
+    assert np.abs(np.asarray(ours) - np.asarray(expected)).max() <= 1.001
 
 
 def test_model_input_when_squashed():
     array = hard_edges((40, 30), 0)
-    ours = model_levels(torch.from_numpy(array).permute(2, 0, 1) / 255, {"size": (10, 12), "resize_mode": "squash"})
+    ours = model_levels(
+        torch.from_numpy(array).permute(2, 0, 1) / 255, {"size": (10, 12), "resize_mode": "squash"}
+    )
     assert np.array_equal(ours.permute(1, 2, 0).numpy().astype(int), resized(array, (10, 12)))
 
 
