@@ -9,7 +9,7 @@ Deviations from the published code, all of them deliberate:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def group_advantages(
         singleton: advantage of a group with a single valid member: "zero", or "raw" for the reward itself.
 
     Returns:
-        The shape of reward, float64 for float64 rewards and float32 otherwise; 0 where the reward is missing.
+        The shape of reward, float64 for float64 rewards, else float32; 0 where the reward is missing.
 
     Raises:
         ValueError: a shape, label, option, or eps that is not allowed.
@@ -60,9 +60,7 @@ def group_advantages(
     Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section
     3.2; Ahmadian et al., RLOO, arXiv 2402.14740; Liu et al., Flow-GRPO, arXiv 2505.05470.
     """
-    _check_choice("scale", scale, ("group", "batch", "none"))
-    _check_choice("baseline", baseline, ("mean", "leave_one_out"))
-    _check_choice("singleton", singleton, ("zero", "raw"))
+    _check_choices(scale=scale, baseline=baseline, singleton=singleton)
     _check_spread(ddof, eps)
     if reward.ndim not in (1, 2):
         raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
@@ -76,16 +74,13 @@ def group_advantages(
     result = centred
     if baseline == "leave_one_out":
         result = result * count / (count - 1).clamp(min=1)
-    if scale != "none":
-        one = torch.zeros_like(index)
-        spread = _std(centred, mask, index, groups, ddof)
-        if scale == "batch":
-            spread = _std(_centre(values, mask, one, 1)[1], mask, one, 1, ddof)
-        result = result / (spread + eps).clamp(min=torch.finfo(values.dtype).tiny)
+    if scale == "group":
+        result = _divide(result, _std(centred, mask, index, groups, ddof) + eps)
+    elif scale == "batch":
+        result = _divide(result, _batch_std(values, mask, ddof) + eps)
     alone = values if singleton == "raw" else torch.zeros_like(values)
-    result = torch.where(count == 1, alone, result)
-    result = torch.where(mask, result, 0.0).reshape(reward.shape)
-    return result.to(torch.promote_types(reward.dtype, torch.float32))
+    result = torch.where(mask, torch.where(count == 1, alone, result), 0.0)
+    return result.reshape(reward.shape).to(torch.promote_types(reward.dtype, torch.float32))
 
 
 def whiten(
@@ -125,7 +120,7 @@ def whiten(
     _, centred = _centre(flat, mask, one, 1)
     std = _std(centred, mask, one, 1, ddof)
     divisor = (std.square() + eps).sqrt() if eps_inside else std + eps
-    result = centred / divisor.clamp(min=torch.finfo(flat.dtype).tiny)
+    result = _divide(centred, divisor)
     if keep_mean:
         result = result + flat - centred
     return result.reshape(values.shape).to(torch.promote_types(values.dtype, torch.float32))
@@ -162,6 +157,17 @@ def _std(centred: Tensor, mask: Tensor, index: Tensor, groups: int, ddof: int) -
     return (total / (count - ddof).clamp(min=1)).sqrt()[index]
 
 
+def _batch_std(values: Tensor, mask: Tensor, ddof: int) -> Tensor:
+    """Standard deviation of each column of [B, T] over all present entries, expanded to [B, T]."""
+    one = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
+    return _std(_centre(values, mask, one, 1)[1], mask, one, 1, ddof)
+
+
+def _divide(centred: Tensor, divisor: Tensor) -> Tensor:
+    """Quotient in which 0/0, equal rewards without eps, is 0."""
+    return centred / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
+
+
 def _present(values: Tensor, valid: Tensor | None) -> Tensor:
     """Bool of the shape of values: finite and not marked as missing."""
     present = torch.isfinite(values)
@@ -179,9 +185,11 @@ def _columns(values: Tensor) -> Tensor:
     return values[:, None] if values.ndim == 1 else values
 
 
-def _check_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {given!r}.")
+def _check_choices(**given: str) -> None:
+    allowed = {"scale": Scale, "baseline": Baseline, "singleton": Singleton}
+    for name, value in given.items():
+        if value not in get_args(allowed[name]):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(allowed[name]))}; got {value!r}.")
 
 
 def _check_spread(ddof: int, eps: float) -> None:
