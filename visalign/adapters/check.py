@@ -104,6 +104,17 @@ def _check_sigmas(probe: Probe) -> str | None:
     return None
 
 
+def _check_encode(probe: Probe) -> str | None:
+    condition = probe.condition
+    chosen = condition.select(torch.zeros(4, dtype=torch.int64))
+    if len(condition) != 3 or len(chosen) != 4:
+        return (
+            f"encode of 3 prompts has length {len(condition)}, select of 4 has {len(chosen)}. Let __len__ "
+            "count samples, not unique prompts."
+        )
+    return None
+
+
 def _check_velocity(probe: Probe) -> str | None:
     v = probe.velocity()
     if v.shape != probe.x.shape or v.dtype != torch.float32:
@@ -119,11 +130,6 @@ def _check_velocity(probe: Probe) -> str | None:
 def _check_condition(probe: Probe) -> str | None:
     condition, index = probe.condition, torch.tensor([2, 1, 0, 0])
     chosen = condition.select(index)
-    if len(condition) != 3 or len(chosen) != 4:
-        return (
-            f"encode of 3 prompts has length {len(condition)}, select of 4 has {len(chosen)}. Let __len__ "
-            "count samples, not unique prompts."
-        )
     expected = probe.velocity()
     policy = probe.policy
     with torch.no_grad():
@@ -175,6 +181,7 @@ def _check_decode(probe: Probe) -> str | None:
 
 _CHECKS: dict[str, Callable[[Probe], str | None]] = {
     "sigmas": _check_sigmas,
+    "encode": _check_encode,
     "velocity": _check_velocity,
     "condition": _check_condition,
     "neighbours": _check_neighbours,
