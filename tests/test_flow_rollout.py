@@ -74,6 +74,10 @@ def test_trajectory_is_consistent(schedule, level, form):
     assert torch.equal(found.x[:, 2], found.x_next[:, 1])  # steps 2 and 3 are neighbours
     assert torch.equal(found.x[:, 0], initial_noise(SEEDS, (2, 3, 3)).bfloat16())
     assert len(found) == 5 and found.dimensions == 18
+    sample, step = found.all_pairs()
+    assert sorted(zip(sample.tolist(), step.tolist(), strict=True)) == [
+        (b, s) for b in range(5) for s in range(3)
+    ]
     assert not found.log_prob.requires_grad and not found.x.requires_grad
 
 
