@@ -149,7 +149,8 @@ def _reward(name: str, before: HeldoutResult, after: HeldoutResult, seed: int, l
         invalid=(before.invalid(name), after.invalid(name)),
         higher_is_better=after.higher_is_better[name],
         repeats_accuracy=all(
-            np.array_equal(result.score(name), result.outcome(), equal_nan=True) for result in (before, after)
+            result.judged.any() and np.array_equal(result.score(name), result.outcome(), equal_nan=True)
+            for result in (before, after)
         ),
     )
 

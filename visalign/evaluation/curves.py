@@ -128,7 +128,7 @@ def _panel(curve: Curve, x: NDArray[np.float64], y: NDArray[np.float64]) -> Pane
     if not finite.any():
         said = f"No finite value in {gaps} rows." if gaps else "Not recorded in this run."
         return Panel(curve=curve, svg=Markup(""), note=said)
-    window = max(3, len(y) // 10) if len(y) >= SMOOTH_FROM else 1
+    window = max(3, len(y) // 10 | 1) if len(y) >= SMOOTH_FROM else 1
     smooth = running_mean(y, window)
     notes = [f"thin: each iteration; thick: mean of the nearest {window}"] if window > 1 else []
     if gaps:
@@ -152,9 +152,13 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten) inside [low, high], about `count` of them."""
     if not high > low:
         return [low]
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if raw <= power * factor * (1 + 1e-9))
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    found = [_multiples(low, high, power * factor) for factor in (0.5, 1, 2, 5, 10)]
+    return min(found, key=lambda marks: abs(len(marks) - count))
+
+
+def _multiples(low: float, high: float, step: float) -> list[float]:
+    """All multiples of a step in [low, high], up to rounding."""
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
 
@@ -174,7 +178,7 @@ def label(value: float, step: float) -> str:
 
 def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
     """The SVG of a panel with at least one finite value."""
-    seen, last = y[np.isfinite(y)], smooth[np.isfinite(smooth)][-1]
+    seen, last = y[np.isfinite(y)], float(smooth[np.isfinite(smooth)][-1])
     low, high = _limits(curve, float(seen.min()), float(seen.max()))
     first, end = (float(x[0]), float(x[-1])) if x[-1] > x[0] else (float(x[0]) - 0.5, float(x[0]) + 0.5)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
@@ -200,9 +204,10 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
     if not raw:
         places = _finite(at_x(x), at_y(y))
         parts += [f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in places]
-    end_label = label(float(last), step / 10) + (" %" if curve.percent else "")
+    fine = step / 10
+    end_label = f"{label(last, min(fine, 0.1))} %" if curve.percent else label(last, fine)
     end_x = float(at_x(x[np.isfinite(smooth)][-1]))
-    parts.append(_text("last", end_x + 7, float(at_y(last)) + 5, end_label, "start"))
+    parts.append(_text("last", end_x + 7, at_y(last) + 5, end_label, "start"))
     said = _alternative(curve, x, y, end_label)
     inner = "".join(parts)
     return Markup(  # the only text from outside is escaped in `said`

@@ -109,8 +109,8 @@ def write_summary(
 ) -> Path:
     """Write `summary.json`, atomically.
 
-    Keys: `before` and `after` (`accuracy`, `by_category`, `counts`, `rewards` ..., see `HeldoutResult.to_dict`);
-    `gain`, the change of the accuracy with its paired interval; `changes` per category and reward; everything in
+    Keys: `before` and `after` (`accuracy`, `by_category`, `rewards` ..., see `HeldoutResult.to_dict`);
+    `gain`, the change of the accuracy with its paired interval; `changes` per category and reward; all of
     `costs`, where `seconds`, `forward_equivalents_per_image` and `peak_memory_bytes` are null if not given;
     `config`; `versions`. What is not a finite number is null.
 

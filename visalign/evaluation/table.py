@@ -22,12 +22,12 @@ def render_table(before: HeldoutResult, after: HeldoutResult) -> Table:
         UserError: If before and after are not of the same samples.
     """
     comparison = compare(before, after)
-    table = Table(title="Held-out, before and after", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title="Held-out, before and after", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.caption_justify = "left"
     table.caption = Text("In brackets 95 % intervals: Wilson; of a change paired, resampled over prompts.")
     table.add_column("")
     for name in ("before", "after", "change"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_row(*_accuracy("accuracy", comparison.overall), style="bold", end_section=True)
     for row in comparison.categories:
         last = row is comparison.categories[-1]

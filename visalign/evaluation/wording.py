@@ -39,9 +39,9 @@ def headline(before: HeldoutResult, after: HeldoutResult, comparison: Comparison
     n_prompts, n_seeds = len(set(before.prompts)), len(set(before.seeds.tolist()))
     times = {1: "once", 2: "twice"}.get(n_seeds, f"{n_seeds} times")
     counted = (
-        f"{n_prompts} prompts the model was not trained on, each drawn {times} from the same noise before and "
-        f"after: {row.correct[0]} of {row.judged[0]} pictures were correct before training, {row.correct[1]} of "
-        f"{row.judged[1]} after it."
+        f"{n_prompts} prompts the model was not trained on, each drawn {times} from the same noise before "
+        f"and after: {row.correct[0]} of {row.judged[0]} pictures were correct before training, "
+        f"{row.correct[1]} of {row.judged[1]} after it."
     )
     sentences = [counted, _judgement(row.change)]
     missing = len(before) - row.judged[0], len(after) - row.judged[1]
@@ -93,7 +93,7 @@ def _judgement(interval: Interval) -> str:
     if not math.isfinite(interval.low):
         return "There are too few prompts for an interval of the change."
     if interval.low > 0:
-        return "The whole interval lies above zero: other prompts of this kind would very likely show a gain too."
+        return "The whole interval lies above zero: other such prompts would very likely show a gain too."
     if interval.high < 0:
         return "The whole interval lies below zero: the model became worse."
     return "The interval contains zero: this evaluation shows no change. Use more prompts, or train longer."
