@@ -65,7 +65,7 @@ class Toy:
 
     def plan(self, config: ToyConfig) -> dict[str, Any]:
         return {
-            "expected_time": "6 min",
+            "expected_seconds": 318.2,
             "batch": {"samples": 48 * config.steps, "forward_equivalents": 12.5},
         }
 
@@ -147,7 +147,7 @@ def test_dry_run_shows_configuration_and_plan_and_runs_nothing(toy: Toy) -> None
     result = visalign("train", "toy", "steps=7", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "seed: 0\nsteps: 7\n" in result.stdout
-    for text in ("expected time", "6 min", "samples", "336", "forward equivalents", "12.500"):
+    for text in ("expected seconds", "5:18 min", "samples", "336", "forward equivalents", "12.500"):
         assert text in result.stdout
     assert toy.calls == [] and list(Path().iterdir()) == []
 

@@ -186,9 +186,6 @@ def flatten(config: Any) -> dict[str, Any]:
     return dict(_leaves(to_plain(config) if dataclasses.is_dataclass(config) else config, ""))
 
 
-_plain = to_plain
-
-
 def _leaves(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
