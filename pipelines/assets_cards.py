@@ -130,7 +130,7 @@ def clip_card(folder: Path, seconds: float, plan: Plan) -> str:
             "# shapes-clip",
             "",
             "A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): 64×64 "
-            "pictures in 64 patches, 4 layers of width 128; text 3 layers of width 96; 96 joint dimensions; float16, "
+            "pictures, ResNet of width 16 with attention pooling; text 3 layers of width 96; 96 joint dimensions; float16, "
             f"{size_of(folder):.1f} MB. `visalign.rewards` loads it as `clip_score`.",
             "",
             "## Training",

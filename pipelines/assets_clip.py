@@ -27,10 +27,10 @@ MILD_SHARE = 0.3
 
 
 def clip_config() -> dict[str, Any]:
-    """embed_dim, vision_cfg and text_cfg: 64 patches of 8×8 pixels, width 128, 4 layers; text 96 wide, 3 layers."""
+    """embed_dim, vision_cfg and text_cfg: a small ResNet with attention pooling; text 96 wide, 3 layers."""
     return {
         "embed_dim": 96,
-        "vision_cfg": {"image_size": 64, "layers": 4, "width": 128, "head_width": 32, "patch_size": 8},
+        "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 16, "head_width": 64},
         "text_cfg": {
             "context_length": MAX_TOKENS,
             "vocab_size": len(new_tokenizer()),

@@ -88,6 +88,9 @@ class Average:
         decay = min(self.decay, (1 + self.count) / (10 + self.count))
         now = dict(module.named_parameters())
         torch._foreach_lerp_([self.values[name] for name in now], list(now.values()), 1.0 - decay)
+        for name, value in module.named_buffers():
+            if name in self.values:
+                self.values[name].copy_(value)
 
 
 @dataclass(kw_only=True)

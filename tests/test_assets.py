@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packaged models: complete, small, loadable by their own libraries, and as good as their cards say."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from visalign.data.assets import PACKAGED, assets_folder, resolve_model
+from visalign.data.prompts import CATEGORIES, heldout_prompts
+from visalign.data.render import render_many
+from visalign.data.scenes import sample_scene
+from visalign.data.verifier import verify
+from visalign.pipelines import build_assets
+from visalign.pipelines.assets_cards import size_of
+from visalign.pipelines.assets_stage import Stage
+from visalign.pipelines.assets_text import MAX_TOKENS, new_tokenizer
+
+
+def card(name: str) -> str:
+    return (Path(resolve_model(name)) / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_packaged_model_is_there_with_its_card_and_together_they_are_small() -> None:
+    folders = [Path(resolve_model(name)) for name in PACKAGED]
+    assert all((folder / "README.md").is_file() for folder in folders)
+    assert sum(size_of(folder) for folder in folders) <= 20.0
+    assert not [f for f in assets_folder().rglob("*") if f.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}]
+
+
+def test_other_names_are_left_to_the_hub_and_a_missing_model_is_named(tmp_path: Path) -> None:
+    assert (
+        resolve_model("stabilityai/stable-diffusion-3.5-medium") == "stabilityai/stable-diffusion-3.5-medium"
+    )
+    assert resolve_model(tmp_path) == tmp_path
+
+
+def test_the_tokenizer_has_one_token_a_word_and_takes_any_text() -> None:
+    tokenizer = new_tokenizer()
+    words = sorted({word for record in heldout_prompts() for word in record["prompt"].split()})
+    assert all(len(tokenizer(word).input_ids) == 3 for word in words)
+    ids = tokenizer("Ünïcorn 🦄", truncation=True, max_length=MAX_TOKENS).input_ids
+    assert ids[-1] == tokenizer.eos_token_id == max(tokenizer.get_vocab().values())
+    assert (
+        tokenizer.decode(tokenizer("a red circle").input_ids, skip_special_tokens=True).strip()
+        == "a red circle"
+    )
+
+
+def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
+    from diffusers import AutoencoderKL
+
+    model = AutoencoderKL.from_pretrained(
+        Path(resolve_model("shapes-sd3")) / "vae", torch_dtype=torch.float32
+    )
+    rng = np.random.default_rng(1)
+    records = heldout_prompts()[::2]
+    pictures = render_many([sample_scene(record, rng, style="flat") for record in records])
+    with torch.no_grad():
+        inputs = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+        outputs = model.decode(model.encode(inputs).latent_dist.mean).sample
+    verdicts = verify((outputs.clamp(-1, 1) + 1) / 2, records)
+    assert np.mean([verdict.correct for verdict in verdicts]) >= 0.95
+
+
+def test_diffusers_loads_and_runs_the_pipeline_as_it_is() -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(
+        str(resolve_model("shapes-sd3")), torch_dtype=torch.float32
+    )
+    pipe.set_progress_bar_config(disable=True)
+    image = pipe("a red circle", num_inference_steps=4, guidance_scale=1.0, height=64, width=64).images[0]
+    assert image.size == (64, 64)
+
+
+@pytest.mark.slow
+def test_the_generator_is_as_good_as_its_card_says() -> None:
+    from visalign.pipelines.assets_cards import pipeline_accuracy
+
+    measured = pipeline_accuracy(Path(resolve_model("shapes-sd3")), 1.0)
+    stated = {
+        name: float(value)
+        for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card("shapes-sd3"), re.MULTILINE)
+    }
+    assert set(stated) >= {"all", *CATEGORIES}
+    # Other processors round differently, so single pictures may flip.
+    assert abs(measured["all"] - stated["all"]) < 0.03
+    assert 0.45 <= measured["all"] <= 0.75
+
+
+def test_clip_finds_the_caption_of_a_picture() -> None:
+    from visalign.pipelines.assets_clip import retrieval
+    from visalign.rewards.open_clip_folder import load_open_clip
+
+    model, _, _ = load_open_clip("shapes-clip")
+    found = retrieval(model, captions=64, draws=4, seed=3)
+    assert found["image_to_text"] >= 0.95 and found["text_to_image"] >= 0.95
+
+
+def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no stage 'vae'. Stages: autoencoder, generator, clip"):
+        build_assets.main(tmp_path, only="vae")
+    with pytest.raises(ValueError, match="train the stage 'autoencoder' first"):
+        build_assets.main(tmp_path, only="generator")
+    (tmp_path / ".build" / "clip.pt").write_bytes(b"x")
+    with pytest.raises(ValueError, match="Add --resume to go on, or remove it"):
+        build_assets.main(tmp_path, only="clip")
+
+
+def stage(file: Path, module: torch.nn.Module) -> Stage:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    return Stage(
+        name="test", module=module, optimizers=[optimizer], steps=7, state_file=file, save_every=2, warmup=2
+    )
+
+
+def line(seed: int) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(3, 1)
+
+
+def test_a_resumed_stage_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    def loss_of(module: torch.nn.Module, stop: int | None, step: int) -> torch.Tensor:
+        if step == stop:
+            raise KeyboardInterrupt
+        return module(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().mean()
+
+    whole, cut, other = line(0), line(0), line(1)
+    average = stage(tmp_path / "a", whole).run(partial(loss_of, whole, None), resume=False)
+    with pytest.raises(KeyboardInterrupt):
+        stage(tmp_path / "b", cut).run(partial(loss_of, cut, 5), resume=False)
+    resumed = stage(tmp_path / "b", other).run(partial(loss_of, other, None), resume=True)
+    assert torch.equal(whole.weight, other.weight)
+    assert torch.equal(average.values["weight"], resumed.values["weight"])
+    assert not torch.equal(whole.weight, average.values["weight"])
