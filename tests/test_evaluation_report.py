@@ -141,7 +141,10 @@ def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     for image in page.all("img"):
         assert (image["src"] or "").startswith("data:image/png;base64,")
         assert len(image["alt"] or "") > 20
-    assert any("default-src 'none'" in (meta.get("content") or "") for meta in page.all("meta"))
+    policy = [
+        meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
     assert page.source.startswith("<!doctype html>")
 
 
@@ -199,10 +202,10 @@ def test_verdicts_and_reasons_stand_beside_the_pictures() -> None:
     shown = failures(after)
     assert sum(group.total for group in shown) == 6
     assert all(shot.verdict == "wrong" and shot.reason for group in shown for _, _, shot in group.shots)
-    first = fixed.pairs[0]
-    row = before.prompts.index(first.prompt) + first.seed
-    assert first.before.source == data_uri(before.images[row])
-    assert first.after.source == data_uri(after.images[row])
+    for pair in (*fixed.pairs, *improved.pairs):
+        row = before.prompts.index(pair.prompt) + pair.seed
+        assert pair.before.source == data_uri(before.images[row])
+        assert pair.after.source == data_uri(after.images[row])
 
 
 def test_worse_pictures_are_shown_too(tmp_path: Path) -> None:
@@ -364,7 +367,12 @@ def test_terminal_table() -> None:
     text, found = printed(before, after), compare(before, after)
     span = f"[+{100 * found.overall.change.low:.1f}, +{100 * found.overall.change.high:.1f}]"
     assert f"+50.0 {span}" in text
-    assert "25.0\u00a0% [12–45]" in text and "single object" in text and "clip score" in text
+    assert (
+        "25.0\u00a0% [12–45]" in text
+        and "75.0\u00a0% [55–88]" in text
+        and "single object" in text
+        and "clip score" in text
+    )
     assert max(map(len, text.splitlines())) <= 80
     assert "–" in printed(blind_result(), blind_result()) and "24/24" in printed(
         blind_result(), blind_result()

@@ -164,11 +164,11 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 
 def label(value: float, step: float) -> str:
-    """A number as short as its tick distance allows; a power of ten beyond four decimals or five digits."""
+    """A number as short as its tick distance allows; a power of ten beyond five decimals or digits."""
     if value == 0:
         return "0"
     decimals = max(0, -math.floor(math.log10(abs(step)) + 1e-9))
-    if decimals <= 4 and abs(value) < 1e5:
+    if decimals <= 5 and abs(value) < 1e5:
         return f"{value:.{decimals}f}".replace("-", "−")
     exponent = math.floor(math.log10(abs(value)) + 1e-12)
     decimals = max(0, exponent - math.floor(math.log10(abs(step)) + 1e-9))
