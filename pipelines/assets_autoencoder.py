@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1 of the embedded generator: an `AutoencoderKL` that turns 64×64 pictures into 8×8 latents of 8 channels."""
+"""Stage 1 of the embedded generator: an `AutoencoderKL`, 64×64 pictures to 8×8 latents of 8 channels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KL_WEIGHT = 2e-5
 """Per latent element, against the errors per pixel; 1e-3 was tried and washed the colors out."""
 
 SQUARE_WEIGHT = 5.0
-"""Weight of the squared error: the absolute error alone is content with grey objects, which are few pixels."""
+"""Weight of the squared error: the absolute error alone leaves objects grey, being few pixels."""
 
 EDGE_WEIGHT = 0.5
 """Weight of the error in the pictures' finite differences: sharp edges."""
@@ -45,7 +45,7 @@ def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean absolute error + SQUARE_WEIGHT × squared error + EDGE_WEIGHT × absolute error of the finite differences."""
+    """Mean absolute error + SQUARE_WEIGHT × squared error + EDGE_WEIGHT × error of finite differences."""
     horizontal, vertical = (
         F.l1_loss(a, b) for a, b in zip(_differences(output), _differences(target), strict=True)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cards of the embedded models: what they were trained on, for how long, and how good the saved files are.
+"""The cards of the embedded models: training data and time, and how good the saved files are.
 
 Every number is measured on the saved folder, loaded with the library whose format it is.
 """
@@ -23,7 +23,7 @@ SEEDS = (0, 1)
 
 
 def pipeline_accuracy(folder: Path, guidance: float, *, steps: int = 10) -> dict[str, float]:
-    """Share of correct held-out pictures of a saved pipeline, called as a user calls it; in all and per category."""
+    """Share of correct held-out pictures of a saved pipeline, called as a user calls it."""
     from diffusers import StableDiffusion3Pipeline
 
     pipe: Any = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
@@ -83,10 +83,10 @@ def generator_card(folder: Path, seconds: Mapping[str, float], plan: Plan) -> st
             "# shapes-sd3",
             "",
             "A small text-to-image model of the shapes world in diffusers' format:",
-            '`StableDiffusion3Pipeline.from_pretrained("assets/shapes-sd3")` loads and runs it as it is (64×64 '
-            "pictures). SD3 transformer (7 layers, width 160, 16 image tokens, 6.3 M parameters), autoencoder (8×8 "
-            "latents of 8 channels, 0.95 M), two CLIP text encoders (0.34 M), no T5, float16, "
-            f"{size_of(folder):.1f} MB.",
+            '`StableDiffusion3Pipeline.from_pretrained("assets/shapes-sd3")` loads and runs it as it is, '
+            "64×64 pictures. SD3 transformer (7 layers, width 160, 16 image tokens, 6.3 M parameters), "
+            "autoencoder (8×8 latents of 8 channels, 0.95 M), two CLIP text encoders (0.34 M), no T5, "
+            f"float16, {size_of(folder):.1f} MB.",
             "",
             "## Training",
             "",
@@ -98,15 +98,15 @@ def generator_card(folder: Path, seconds: Mapping[str, float], plan: Plan) -> st
             "",
             "## Data",
             "",
-            "Scenes rendered from the training prompts; no held-out combination (shapes, colors, sizes, count, "
-            "relation) occurs among them.",
+            "Scenes rendered from the training prompts; no held-out combination (shapes, colors, sizes, "
+            "count, relation) occurs among them.",
             "",
             *_split_table(),
             "",
             "## How good it is",
             "",
-            f"Held-out prompts × {len(SEEDS)} seeds, 10 Euler steps, share of pictures that the verifier finds "
-            "correct in every check:",
+            f"Held-out prompts × {len(SEEDS)} seeds, 10 Euler steps, share of pictures that the verifier "
+            "finds correct in every check:",
             "",
             *rows,
             "",
@@ -129,19 +129,20 @@ def clip_card(folder: Path, seconds: float, plan: Plan) -> str:
         [
             "# shapes-clip",
             "",
-            "A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): 64×64 "
-            "pictures, ResNet of width 16 with attention pooling; text 3 layers of width 96; 96 joint dimensions; float16, "
+            "A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): "
+            "64×64 pictures, ResNet of width 16 with attention pooling; text 3 layers of width 96; "
+            "96 joint dimensions; float16, "
             f"{size_of(folder):.1f} MB. `visalign.rewards` loads it as `clip_score`.",
             "",
             "## Training",
             "",
-            f"{plan.clip_steps} steps of {plan.clip_batch} freshly rendered scenes with different captions, all four "
-            f"styles, {MILD_SHARE:.0%} of them distorted up to half severity; training prompts only. "
-            f"{seconds / 60:.0f} minutes on {machine()}. Made by `visalign build-assets`.",
+            f"{plan.clip_steps} steps of {plan.clip_batch} freshly rendered scenes with different captions, "
+            f"all four styles, {MILD_SHARE:.0%} of them distorted up to half severity; training prompts "
+            f"only. {seconds / 60:.0f} minutes on {machine()}. Made by `visalign build-assets`.",
             "",
             "## How good it is",
             "",
-            "Top-1 retrieval among 64 held-out captions, undistorted pictures, mean of 50 draws of the captions:",
+            "Top-1 retrieval among 64 held-out captions, undistorted pictures, mean of 50 draws:",
             "",
             f"- picture to text: {scores['image_to_text']:.3f}",
             f"- text to picture: {scores['text_to_image']:.3f}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded CLIP: a small open_clip model of the shapes world, trained contrastively on rendered scenes."""
+"""The embedded CLIP: a small open_clip model, trained contrastively on rendered scenes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _pixels(scenes: list[Scene]) -> Tensor:
 def retrieval(
     model: open_clip.CLIP, *, captions: int = 64, draws: int = 20, seed: int = 7
 ) -> dict[str, float]:
-    """Top-1 retrieval among held-out captions, picture to text and text to picture, mean over draws of the captions."""
+    """Top-1 retrieval among held-out captions in both directions, mean over draws of the captions."""
     rng, records, tokenizer = np.random.default_rng(seed), heldout_prompts(), new_tokenizer()
     hits = {"image_to_text": 0.0, "text_to_image": 0.0}
     for _ in range(draws):

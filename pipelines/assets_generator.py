@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2 of the embedded generator: a small SD3 transformer with its text encoders, by flow matching in latents.
+"""Stage 2 of the embedded generator: an SD3 transformer with its text encoders, by flow matching.
 
 Rectified flow (Esser et al. 2024, arXiv 2403.03206, section 2): x_σ = (1 − σ) x₀ + σ ε, target v = ε − x₀,
-σ logit-normal. Captions are noisy, as those of the web are: see `CAPTION_NOISE`.
+σ logit-normal.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -83,7 +84,7 @@ class Generator(nn.Module):
         """Scaled latents [B, 8, 8, 8] by Euler steps without guidance."""
         x = torch.randn(len(prompts), 8, 8, 8, generator=torch.Generator().manual_seed(seed))
         ids, grid = self.text.token_ids(prompts), time_grid(steps, shift=shift)
-        for sigma, following in zip(grid[:-1], grid[1:], strict=True):
+        for sigma, following in itertools.pairwise(grid):
             with torch.autocast("cpu", torch.bfloat16):
                 v = self.velocity(x, sigma.expand(len(prompts)), ids)
             x = x + (following - sigma) * v
@@ -123,7 +124,7 @@ def _optimizers(generator: Generator) -> list[torch.optim.Optimizer]:
 
 
 def latent_pool(autoencoder: AutoencoderKL, work: Path, feed: SceneFeed, size: int) -> Tensor:
-    """Scaled latents [size, 8, 8, 8] float16 of the first scenes of the feed; kept on disk for a resumed build."""
+    """Scaled latents [size, 8, 8, 8] float16 of a feed's first scenes; kept on disk for a resumed build."""
     file = work / f"latents-{size}.pt"
     if file.exists():
         return torch.load(file, weights_only=True)

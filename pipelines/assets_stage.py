@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training stages of `visalign build-assets` share: a resumable loop, an average of the weights, a feed of scenes."""
+"""What the training stages of `visalign build-assets` share: resumable loop, averaged weights, scenes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _console = Console(stderr=True)
 
 
 class SceneFeed:
-    """Endless training scenes; scene number n is a function of (seed, n) alone, so that a resumed run sees the same ones."""
+    """Endless training scenes; number n is a function of (seed, n) alone, so a resumed run sees the same."""
 
     def __init__(self, seed: int, style_weights: tuple[float, ...] = STYLE_WEIGHTS) -> None:
         records = train_prompts()
@@ -63,7 +63,7 @@ def to_tensor(pictures: np.ndarray) -> Tensor:
 def picture_batches(
     feed: SceneFeed, start_step: int, batch: int, chunk: int = 64
 ) -> Iterator[tuple[list[Scene], Tensor]]:
-    """Batches of fresh scenes with their pictures from `start_step` on, rendered `chunk` batches at a time."""
+    """Batches of fresh scenes with their pictures from `start_step` on, `chunk` batches at a time."""
     step = start_step
     while True:
         scenes = feed.scenes(step * batch, batch * chunk)

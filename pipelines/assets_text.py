@@ -52,7 +52,7 @@ def _byte_symbols() -> list[str]:
 
 
 def new_text_encoder(tokenizer: CLIPTokenizer, layers: int) -> CLIPTextModelWithProjection:
-    """A CLIP text encoder of width 64; SD3 reads the states before its last layer and the projected end token."""
+    """A CLIP text encoder of width 64; SD3 reads the states before its last layer and the end token."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

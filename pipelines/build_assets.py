@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`visalign build-assets`: trains the embedded models of the shapes world and writes them with their cards.
 
-Stages: autoencoder, generator (with its text encoders), clip. Each saves its state as it goes; `--resume` picks up
-where the last run stopped. Everything is drawn from fixed seeds.
+Stages: autoencoder, generator (with its text encoders), clip. Each saves its state as it goes; `--resume`
+goes on where the last run stopped. Everything is drawn from fixed seeds.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_clip_finds_the_caption_of_a_picture() -> None:
 
 
 def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no stage 'vae'. Stages: autoencoder, generator, clip"):
+    with pytest.raises(ValueError, match=r"no stage 'vae'\. Stages: autoencoder, generator, clip"):
         build_assets.main(tmp_path, only="vae")
     with pytest.raises(ValueError, match="train the stage 'autoencoder' first"):
         build_assets.main(tmp_path, only="generator")

@@ -78,7 +78,7 @@ def test_parsing_a_prompt_gives_its_record_back() -> None:
     "prompt", ["", "a cat", "a red", "two red circle", "five circles", "a circle a square"]
 )
 def test_a_foreign_prompt_is_refused_with_examples(prompt: str) -> None:
-    with pytest.raises(ValueError, match="not a prompt of the shapes world. Write for example"):
+    with pytest.raises(ValueError, match=r"not a prompt of the shapes world\. Write for example"):
         prompts.parse_prompt(prompt)
 
 

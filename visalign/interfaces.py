@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contracts between the wings: what a reward returns, what a policy offers. Protocols and records only."""
+"""The contracts between the wings: what a reward returns, what a policy offers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Metadata = Sequence[Mapping[str, Any] | None]
 class Scores:
     """What a pointwise reward says of B images.
 
-    A sample that could not be judged has `valid` False, a `reason`, and NaN as its value: failure is no score.
+    A sample that could not be judged has `valid` False, a `reason`, and NaN as value: failure is no score.
     """
 
     value: Tensor
@@ -41,7 +41,8 @@ class Scores:
     def __post_init__(self) -> None:
         if self.value.ndim != 1 or self.value.shape != self.valid.shape:
             raise ValueError(
-                f"Scores need value [B] and valid [B]; got {tuple(self.value.shape)} and {tuple(self.valid.shape)}."
+                f"Scores need value [B] and valid [B]; got {tuple(self.value.shape)} and "
+                f"{tuple(self.valid.shape)}."
             )
 
     def __len__(self) -> int:
@@ -140,7 +141,7 @@ class DiffusionPolicy(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the trained weights in the format of the model's own library (LoRA: `pipe.load_lora_weights`)."""
+        """Write the trained weights in the format of the model's library (`pipe.load_lora_weights`)."""
         ...
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the packaged models lie: names such as "shapes-sd3" to folders, in a checkout and after installation."""
+"""Where the packaged models lie: "shapes-sd3" to its folder, in a checkout and installed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def assets_folder() -> Path:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        f"The packaged models are missing: no folder assets/ in or beside {package.name}/. Install visalign again, "
-        "or build them with `visalign build-assets`."
+        f"The packaged models are missing: no folder assets/ in or beside {package.name}/. Install visalign "
+        "again, or build them with `visalign build-assets`."
     )
 
 
@@ -37,7 +37,7 @@ def resolve_model(name_or_path: str | Path) -> Path | str:
     folder = assets_folder() / str(name_or_path)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"The packaged model {str(name_or_path)!r} is missing from assets/. Install visalign again, or build it "
-            "with `visalign build-assets`."
+            f"The packaged model {str(name_or_path)!r} is missing from assets/. Install visalign again, or "
+            "build it with `visalign build-assets`."
         )
     return folder

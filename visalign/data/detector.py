@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the shapes in a picture of the shapes world: color by chroma and hue, shape by overlap with ideal ones.
+"""Finds the shapes in a picture of the shapes world: color by chroma and hue, shape by overlap.
 
-Grounds are neutral and dark (grey 30-91, chroma ≤ 16, texture ±18), colors are saturated or bright; so a pixel is
-an object's when its chroma or its darkest channel stands out. A smoothed label map, connected components per color,
-and the overlap of each component with a bank of ideal shapes, put through the same steps, give the detections.
+Grounds are neutral and dark (grey 30-91, chroma ≤ 16, texture ±18), colors are saturated or bright; so a
+pixel is an object's when its chroma or its darkest channel stands out. A smoothed label map, connected
+components per color, and the overlap of each with a bank of ideal shapes, put through the same steps, give
+the detections.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MAX_MISFIT = 0.35
 """Relative error of height plus width against the best ideal shape, above which the shape is UNKNOWN."""
 
 _CHROMA_SHARE = 0.42
-"""A pixel belongs to a color from this share of the color's full chroma on: about half-covered edge pixels."""
+"""A pixel belongs to a color from this share of its full chroma on: about half-covered edge pixels."""
 
 _WHITE_FLOOR = 138.0
 """Darkest channel of a white pixel: half-way between the lightest ground and shaded white."""
@@ -199,7 +200,7 @@ def _scaled(mask: np.ndarray) -> np.ndarray:
 
 
 def _describe(mask: np.ndarray, window: tuple[slice, slice], color: str) -> Detection:
-    """The ideal shape that overlaps the component best, among those of about its size: erosion depends on it."""
+    """The ideal shape of about the component's size that overlaps it best; erosion depends on the size."""
     rows, columns = window
     height, width = mask.shape
     bank, scaled = _bank(), _scaled(mask)

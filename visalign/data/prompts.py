@@ -2,8 +2,8 @@
 """The language of the shapes world: prompts in GenEval's six categories, and their held-out split.
 
 A prompt record has GenEval's metadata layout (arXiv 2310.11513): `tag`, `prompt`, `include`, `exclude`. Two
-additions: an include entry may carry `size`, and `only: true` says that nothing else may be in the picture, so
-that a generator cannot win by painting every object at once.
+additions: an include entry may carry `size`, and `only: true` says that nothing else may be in the picture,
+so that a generator cannot win by painting every object at once.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def parse_prompt(prompt: str) -> Record:
             if plural == _plural(shape):
                 return _count((None, color, shape), count) | {"prompt": prompt}
     raise ValueError(
-        f"{prompt!r} is not a prompt of the shapes world. Write for example 'a small red circle', 'two red squares', "
-        f"'a circle and a cross', 'a blue square left of a green triangle'. Colors: {', '.join(COLORS)}; "
-        f"shapes: {', '.join(SHAPES)}; sizes: {', '.join(SIZES)}; counts: two, three, four."
+        f"{prompt!r} is not a prompt of the shapes world. Write for example 'a small red circle', "
+        f"'two red squares', 'a circle and a cross', 'a blue square left of a green triangle'. "
+        f"Colors: {', '.join(COLORS)}; shapes: {', '.join(SHAPES)}; "
+        f"sizes: {', '.join(SIZES)}; counts: two, three, four."
     )

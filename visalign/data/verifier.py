@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact verifier of the shapes world: pixels -> detections -> GenEval's rules.
 
-The rules are those of GenEval (Ghosh et al. 2023, arXiv 2310.11513, section 3): include, exclude, count, color,
-position; here also size, and "nothing else" where a record says `only`. The same rules judge a scene's own
-objects (`scene_detections`), which is the truth that the pixel detector is measured against.
+The rules are those of GenEval (Ghosh et al. 2023, arXiv 2310.11513, section 3): include, exclude, count,
+color, position; here also size, and "nothing else" where a record says `only`. The same rules judge a
+scene's own objects (`scene_detections`), which is the truth that the pixel detector is measured against.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ def write_atomic(path: Path, content: bytes) -> Path:
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(name).unlink(missing_ok=True)  # there is nothing left to remove after the rename
     return path
