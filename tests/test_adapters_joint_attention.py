@@ -89,6 +89,31 @@ def test_one_weighted_token_equals_256(options, dtype, tolerance, checkpointing)
         )
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_16_bit_queries_keep_the_exact_weight(autocast):
+    """In bfloat16 the collapsed output is as near to the float32 one as the plain one is, gradients too."""
+    inputs = make_inputs(256)
+    embeds, log_multiplicity = collapse_null_tokens(inputs["encoder_hidden_states"])
+    weighted = {"context_log_multiplicity": log_multiplicity}
+    collapsed = inputs | {"encoder_hidden_states": embeds, "joint_attention_kwargs": weighted}
+    exact, exact_grad = output_and_gradients(make_transformer(**SD35), **inputs)
+    errors = []
+    for chosen in (inputs, collapsed):
+        model = make_transformer(**SD35)
+        use_weighted_attention(model)
+        if not autocast:
+            model = model.to(torch.bfloat16)
+            chosen = {k: v.bfloat16() if torch.is_tensor(v) else v for k, v in chosen.items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, grad = output_and_gradients(model, **chosen)
+        errors.append([float((out - exact).norm() / exact.norm())])
+        errors[-1] += [
+            float((grad[n] - g).norm() / g.norm()) for n, g in exact_grad.items() if "blocks.1" in n
+        ]
+    for plain, short in zip(*errors, strict=True):
+        assert short < 2 * plain + 0.01, (plain, short)
+
+
 @pytest.mark.parametrize("options", [SD3, SD35], ids=["sd3", "sd3.5"])
 def test_without_null_run_it_is_diffusers_processor(options):
     model = make_transformer(**options)

@@ -6,7 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusionPipeline
+from diffusers import (
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+)
 
 from tests.tiny_models import build_tiny_sd3, load_pipeline, tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, SD3Policy
@@ -318,6 +323,17 @@ def test_messages_of_model_folders(folders, tmp_path):
     (tmp_path / "sd1" / "model_index.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
         SD3Policy.from_pretrained(tmp_path / "sd1")
+
+
+def test_a_null_t5_is_an_absent_one(folders, tmp_path):
+    """A pipeline whose T5 gives zeros loads without `text_encoder_3=None`, and is collapsed all the same."""
+    folder = build_tiny_sd3(tmp_path / "null", t5="null")
+    expected = sample_pipe(load_pipeline(folders["plain"]), 2.0)
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(sample_pipe(pipe, 2.0), expected, rtol=0, atol=1e-5)
+    policy = SD3Policy.from_pretrained(folder, guidance=2.0)
+    assert policy.encode(PROMPTS).embeds.shape == (2, 17, 24)
+    torch.testing.assert_close(sample(policy), expected, rtol=0, atol=1e-4)
 
 
 def test_t5_can_be_left_out(folders):

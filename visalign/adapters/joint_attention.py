@@ -191,6 +191,6 @@ def _key_bias(log_multiplicity: Tensor, image_tokens: int, query: Tensor) -> Ten
         )
     bias = F.pad(log_multiplicity, (image_tokens, 0))
     bias = bias[:, None, None] if bias.ndim == 2 else bias[None, None, None]
-    # A float32 mask beside 16-bit queries is exact on the CPU; beside float64 ones it is read wrongly (torch 2.15).
+    # On the CPU a float32 mask is exact beside 16-bit queries, and misread beside float64 ones (torch 2.15).
     keep = query.device.type == "cpu" and query.dtype.itemsize == 2
     return bias.float() if keep else bias.to(query.dtype)
