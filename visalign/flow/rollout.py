@@ -77,13 +77,17 @@ def rollout(
     trajectory = _empty(policy, latents, grid, steps, kernel)
     for rows in torch.arange(len(condition)).split(_checked_batch_size(batch_size, len(condition))):
         _denoise(policy, condition.select(rows), grid, drawn[rows[0] : rows[-1] + 1], trajectory, rows)
-    if not bool(torch.isfinite(trajectory.latents).all()):
+    _check_finite(trajectory.latents)
+    return trajectory
+
+
+def _check_finite(latents: Tensor) -> None:
+    if not bool(torch.isfinite(latents).all()):
         raise FloatingPointError(
-            f"The rollout ended in latents that are not finite (stored in {policy.storage_dtype}). Look for "
+            f"The rollout ended in latents that are not finite (stored in {latents.dtype}). Look for "
             "diverged weights (lower the learning rate, go back to an earlier checkpoint) or an overflow "
             "(store in bfloat16 or float32)."
         )
-    return trajectory
 
 
 def velocity_of(policy: DiffusionPolicy, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
