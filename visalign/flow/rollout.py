@@ -47,8 +47,7 @@ def rollout(
         schedule: "flow", "dance" or "cps".
         level: a or η of the schedule.
         seeds: [B] integers, one per sample (`sample_seed`): initial noise and step noise come from them, so a
-            sample does not depend on what else is in its batch. Not needed when `noise` is given and no
-            step is stochastic.
+            sample does not depend on its batch. Not needed with `noise` and no stochastic step.
         noise: [B, C, H, W] initial latents, instead of `initial_noise(seeds)` (e.g. shared in a group).
         event_norm: "mean" or "sum", see `Transition.log_prob`.
         log_prob: "gaussian" or (schedule "cps") "quadratic".
