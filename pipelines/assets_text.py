@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +26,32 @@ def new_tokenizer() -> CLIPTokenizer:
     """
     letters = _byte_symbols()
     vocabulary = [*letters, *(letter + "</w>" for letter in letters)]
-    merges: list[str] = []
     words = sorted({word for record in all_prompts() for word in record["prompt"].split()})
+    ranks: dict[tuple[str, str], int] = {}
     for word in words:
-        pieces = [*word[:-1], word[-1] + "</w>"]
-        while len(pieces) > 1:
-            pair, joined = f"{pieces[0]} {pieces[1]}", pieces[0] + pieces[1]
-            if pair not in merges:
-                merges.append(pair)
-                if joined not in vocabulary:
-                    vocabulary.append(joined)
-            pieces[:2] = [joined]
-    if len(merges) > _MERGES_LIMIT:
-        raise ValueError(f"{len(merges)} merges; the tokenizer is meant to stay below {_MERGES_LIMIT}.")
+        while len(pieces := _apply_merges(word, ranks)) > 1:
+            ranks[pieces[0], pieces[1]] = len(ranks)
+            if pieces[0] + pieces[1] not in vocabulary:
+                vocabulary.append(pieces[0] + pieces[1])
+    if len(ranks) > _MERGES_LIMIT:
+        raise ValueError(f"{len(ranks)} merges; the tokenizer is meant to stay below {_MERGES_LIMIT}.")
     # CLIP pools at the highest id, so the end token comes last.
     vocabulary += ["<|startoftext|>", "<|endoftext|>"]
     ids = {token: i for i, token in enumerate(vocabulary)}
-    pairs = [tuple(pair.split(" ")) for pair in merges]
-    return CLIPTokenizer(vocab=ids, merges=pairs, model_max_length=MAX_TOKENS)  # type: ignore[arg-type]  # annotated as text, takes pairs
+    pairs: Any = list(ranks)  # annotated as text, takes pairs
+    return CLIPTokenizer(vocab=ids, merges=pairs, model_max_length=MAX_TOKENS)
+
+
+def _apply_merges(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
+    """The pieces that BPE leaves of a word: the pair of lowest rank is joined until none is left."""
+    pieces = [*word[:-1], word[-1] + "</w>"]
+    while True:
+        pairs = [pair for pair in itertools.pairwise(pieces) if pair in ranks]
+        if not pairs:
+            return pieces
+        first = min(pairs, key=ranks.__getitem__)
+        i = next(i for i, pair in enumerate(itertools.pairwise(pieces)) if pair == first)
+        pieces[i : i + 2] = [first[0] + first[1]]
 
 
 def _byte_symbols() -> list[str]:

@@ -78,7 +78,8 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str,
     accelerator = job.trainer.accelerator
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
+        text = "pipeline: flow_grpo\n" + config_to_yaml(config)
+        (output / "config.yaml").write_text(text, encoding="utf-8")
     accelerator.wait_for_everyone()
     if config.run.trackers:
         accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
@@ -248,5 +249,6 @@ def _write(
         versions=versions,
         costs=costs,
         title=f"Flow-GRPO on {config.model.path}",
+        resume_command=f"visalign train {output}/config.yaml --output {output} --resume",
     )
     return json.loads(path.read_text(encoding="utf-8"))
