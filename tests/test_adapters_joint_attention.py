@@ -102,7 +102,7 @@ def test_16_bit_queries_keep_the_exact_weight(autocast):
         model = make_transformer(**SD35)
         use_weighted_attention(model)
         if not autocast:
-            model = model.to(torch.bfloat16)
+            model = model.bfloat16()
             chosen = {k: v.bfloat16() if torch.is_tensor(v) else v for k, v in chosen.items()}
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out, grad = output_and_gradients(model, **chosen)

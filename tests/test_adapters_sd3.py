@@ -276,6 +276,8 @@ def test_messages_of_the_policy(tmp_path):
         policy.encode([])
     with pytest.raises(ValueError, match=r"velocity got 3 latents, sigma \(1,\) and 3 conditions"):
         policy.velocity(noise(), torch.tensor([0.5]), policy.encode(PROMPTS))
+    with pytest.raises(TypeError, match="velocity got a list; give what encode"):
+        policy.velocity(noise(), torch.ones(3), PROMPTS)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="grid one of"):
         policy.sigmas(4, grid="karras")
     with pytest.raises(UserError, match="steps must be at least 1"):

@@ -17,7 +17,7 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from visalign.errors import UserError
-from visalign.interfaces import ForwardCount
+from visalign.interfaces import Condition, ForwardCount
 
 from .joint_attention import use_weighted_attention
 from .loading import check_parts, load_sd3_pipeline
@@ -154,17 +154,21 @@ class SD3Policy:
         """
         return self._text.encode(prompts)
 
-    def velocity(self, x: Tensor, sigma: Tensor, condition: SD3Condition) -> Tensor:
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Guided velocity dx/dσ; with gradient, only the conditional half carries it.
 
         Args:
             x: [B, C, H, W] latents.
             sigma: [B] noise levels in [0, 1].
-            condition: of the B samples.
+            condition: of the B samples, from `encode`.
 
         Returns:
             [B, C, H, W] float32.
         """
+        if not isinstance(condition, SD3Condition):
+            raise TypeError(
+                f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
+            )
         count = x.shape[0]
         if sigma.shape != (count,) or len(condition) != count:
             raise ValueError(
