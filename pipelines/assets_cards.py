@@ -26,7 +26,7 @@ def pipeline_accuracy(folder: Path, guidance: float, *, steps: int = 10) -> dict
     """Share of correct held-out pictures of a saved pipeline, called as a user calls it."""
     from diffusers import StableDiffusion3Pipeline
 
-    pipe: Any = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe: Any = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     records = heldout_prompts()
     correct, tags = [], []
@@ -85,7 +85,7 @@ def generator_card(folder: Path, seconds: Mapping[str, float], plan: Plan) -> st
             "A small text-to-image model of the shapes world in diffusers' format:",
             '`StableDiffusion3Pipeline.from_pretrained("assets/shapes-sd3")` loads and runs it as it is, '
             "64×64 pictures. SD3 transformer (7 layers, width 160, 16 image tokens, 6.3 M parameters), "
-            "autoencoder (8×8 latents of 8 channels, 0.95 M), two CLIP text encoders (0.34 M), no T5, "
+            "autoencoder (8×8 latents of 8 channels, 0.95 M), two CLIP text encoders (0.34 M), a null T5, "
             f"float16, {size_of(folder):.1f} MB.",
             "",
             "## Training",

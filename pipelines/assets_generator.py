@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import Tensor, nn
+from transformers import T5Config, T5EncoderModel
 
 from visalign.adapters.joint_attention import append_null_token, use_weighted_attention
 from visalign.data.prompts import heldout_prompts
@@ -179,8 +180,20 @@ def train_generator(
     return generator.eval()
 
 
+def null_t5(vocabulary: int) -> T5EncoderModel:
+    """A T5 encoder that puts out zeros for every token: its final norm is 0."""
+    config = T5Config(vocab_size=vocabulary, d_model=128, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    encoder = T5EncoderModel(config).eval()
+    nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
+    return encoder
+
+
 def save_pipeline(generator: Generator, autoencoder: AutoencoderKL, folder: Path) -> None:
-    """Write the generator as a `StableDiffusion3Pipeline` without T5, float16 safetensors."""
+    """Write the generator as a `StableDiffusion3Pipeline`, float16 safetensors.
+
+    T5 is absent. diffusers loads such a folder only when told `text_encoder_3=None` at each call, so the folder holds
+    `null_t5`, whose every token is the null token that diffusers puts in T5's place.
+    """
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
     clean = SD3Transformer2DModel.from_config(generator.transformer.config)
@@ -193,8 +206,8 @@ def save_pipeline(generator: Generator, autoencoder: AutoencoderKL, folder: Path
         tokenizer=generator.text.tokenizer,
         text_encoder_2=generator.text.second,
         tokenizer_2=generator.text.tokenizer,
-        text_encoder_3=None,
-        tokenizer_3=None,
+        text_encoder_3=null_t5(len(generator.text.tokenizer)),
+        tokenizer_3=generator.text.tokenizer,
     )
     pipeline.to(torch.float16).save_pretrained(folder)
     for file in folder.rglob("*.safetensors"):

@@ -31,15 +31,18 @@ class ShapesVerifier:
         """Choose the value.
 
         Args:
-            mode: "correct" (0 or 1) or "partial" (credit in [0, 1]); the other one is in the parts.
+            mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a signal where
+                nothing is right yet that still pays most for the last check. Both are in the parts.
 
         Raises:
             ValueError: another mode.
         """
-        if mode not in ("correct", "partial"):
-            raise ValueError(f"shapes_verifier: mode is {mode!r}; allowed are 'correct' and 'partial'.")
+        if mode not in ("correct", "partial", "mixed"):
+            raise ValueError(
+                f"shapes_verifier: mode is {mode!r}; allowed are 'correct', 'partial' and 'mixed'."
+            )
         self.mode = mode
-        self.unit = "1 = correct" if mode == "correct" else "share of checks"
+        self.unit = {"correct": "1 = correct", "partial": "share of checks", "mixed": "1 = correct"}[mode]
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Verify 64×64 pictures; other sizes, and prompts from outside the shapes world, are invalid."""
@@ -67,7 +70,8 @@ class ShapesVerifier:
         text = [""] * len(request)
         for row, verdict in zip(rows, verdicts, strict=True):
             text[row] = verdict.reason
-        return make_scores(parts[self.mode], reasons, self.unit, parts=parts, text=text)
+        value = (parts["correct"] + parts["partial"]) / 2 if self.mode == "mixed" else parts[self.mode]
+        return make_scores(value, reasons, self.unit, parts=parts, text=text)
 
 
 def _record(prompt: str, given: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str | None]:

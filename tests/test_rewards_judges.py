@@ -75,7 +75,7 @@ def test_verifier_other_size_is_invalid():
 
 
 def test_verifier_mode_refused():
-    with pytest.raises(ValueError, match="mode is 'strict'; allowed are 'correct' and 'partial'"):
+    with pytest.raises(ValueError, match="mode is 'strict'; allowed are 'correct', 'partial' and 'mixed'"):
         load_reward("shapes_verifier", mode="strict")
 
 
