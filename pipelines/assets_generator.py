@@ -191,8 +191,8 @@ def null_t5(vocabulary: int) -> T5EncoderModel:
 def save_pipeline(generator: Generator, autoencoder: AutoencoderKL, folder: Path) -> None:
     """Write the generator as a `StableDiffusion3Pipeline`, float16 safetensors.
 
-    T5 is absent. diffusers loads such a folder only when told `text_encoder_3=None` at each call, so the folder holds
-    `null_t5`, whose every token is the null token that diffusers puts in T5's place.
+    T5 is absent. diffusers loads such a folder only when told `text_encoder_3=None` at each call, so the
+    folder holds `null_t5`, whose every token is the null token that diffusers puts in T5's place.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 

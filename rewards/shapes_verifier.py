@@ -31,8 +31,8 @@ class ShapesVerifier:
         """Choose the value.
 
         Args:
-            mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a signal where
-                nothing is right yet that still pays most for the last check. Both are in the parts.
+            mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a
+                signal where nothing is right yet that pays most for the last check. Both are in the parts.
 
         Raises:
             ValueError: another mode.

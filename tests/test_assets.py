@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,16 +47,14 @@ def test_the_tokenizer_has_one_token_a_word_and_takes_any_text() -> None:
     assert all(len(tokenizer(word).input_ids) == 3 for word in words)
     ids = tokenizer("Ünïcorn 🦄", truncation=True, max_length=MAX_TOKENS).input_ids
     assert ids[-1] == tokenizer.eos_token_id == max(tokenizer.get_vocab().values())
-    assert (
-        tokenizer.decode(tokenizer("a red circle").input_ids, skip_special_tokens=True).strip()
-        == "a red circle"
-    )
+    again = tokenizer.decode(tokenizer("a red circle").input_ids, skip_special_tokens=True)
+    assert str(again).strip() == "a red circle"
 
 
 def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
     from diffusers import AutoencoderKL
 
-    model = AutoencoderKL.from_pretrained(
+    model: Any = AutoencoderKL.from_pretrained(
         Path(resolve_model("shapes-sd3")) / "vae", torch_dtype=torch.float32
     )
     rng = np.random.default_rng(1)
@@ -71,7 +70,7 @@ def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
 def test_diffusers_loads_and_runs_the_pipeline_as_it_is() -> None:
     from diffusers import StableDiffusion3Pipeline
 
-    pipe = StableDiffusion3Pipeline.from_pretrained(
+    pipe: Any = StableDiffusion3Pipeline.from_pretrained(
         str(resolve_model("shapes-sd3")), torch_dtype=torch.float32
     )
     pipe.set_progress_bar_config(disable=True)
@@ -94,13 +93,18 @@ def test_the_generator_is_as_good_as_its_card_says() -> None:
     assert 0.45 <= measured["all"] <= 0.75
 
 
-def test_clip_finds_the_caption_of_a_picture() -> None:
+def test_clip_is_as_good_as_its_card_says() -> None:
     from visalign.pipelines.assets_clip import retrieval
     from visalign.rewards.open_clip_folder import load_open_clip
 
     model, _, _ = load_open_clip("shapes-clip")
-    found = retrieval(model, captions=64, draws=4, seed=3)
-    assert found["image_to_text"] >= 0.95 and found["text_to_image"] >= 0.95
+    found = retrieval(model, captions=64, draws=12, seed=3)
+    text = card("shapes-clip")
+    for name, words in (("image_to_text", "picture to text"), ("text_to_image", "text to picture")):
+        stated = re.search(rf"- {words}: ([\d.]+)", text)
+        assert stated is not None
+        assert abs(found[name] - float(stated[1])) < 0.04
+        assert found[name] >= 0.8
 
 
 def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,7 +134,7 @@ def _components(labels: np.ndarray) -> list[Detection]:
     for value in np.unique(labels):
         if value == 0:
             continue
-        marked, _ = ndimage.label(labels == value)
+        marked: Any = ndimage.label(labels == value)[0]  # type: ignore[index]  # its stub knows only the count
         for number, window in enumerate(ndimage.find_objects(marked), start=1):
             mask = marked[window] == number
             if mask.sum() >= MIN_AREA:
