@@ -199,11 +199,11 @@ def _before(config: FlowGRPOConfig, job: _Job, output: Path, resume: bool) -> He
 
 
 def _costs(output: Path, result: TrainResult, evaluating: float) -> dict[str, Any]:
-    """What the run spent, as `write_report` and `write_summary` take it."""
+    """What the run spent, for `write_report` and `write_summary`; memory is the GPU's if there is one."""
     from visalign.training.metrics import read_metrics
     from visalign.training.runtime import peak_memory_bytes
 
-    state = result.state
+    state, peak = result.state, peak_memory_bytes()
     phases: dict[str, float] = {}
     for record in read_metrics(output / "metrics.jsonl"):
         for key, value in record.items():
@@ -220,7 +220,7 @@ def _costs(output: Path, result: TrainResult, evaluating: float) -> dict[str, An
         "updates_skipped": state.skipped,
         "stopped": result.stopped,
         "forward_equivalents_per_image": state.forward_equivalents / max(1, state.images),
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": peak.get("cuda", peak.get("host")),
     }
 
 

@@ -54,9 +54,7 @@ def test_the_tokenizer_has_one_token_a_word_and_takes_any_text() -> None:
 def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
     from diffusers import AutoencoderKL
 
-    model: Any = AutoencoderKL.from_pretrained(
-        Path(resolve_model("shapes-sd3")) / "vae", torch_dtype=torch.float32
-    )
+    model: Any = AutoencoderKL.from_pretrained(Path(resolve_model("shapes-sd3")) / "vae", dtype=torch.float32)
     rng = np.random.default_rng(1)
     records = heldout_prompts()[::2]
     pictures = render_many([sample_scene(record, rng, style="flat") for record in records])
@@ -71,7 +69,7 @@ def test_diffusers_loads_and_runs_the_pipeline_as_it_is() -> None:
     from diffusers import StableDiffusion3Pipeline
 
     pipe: Any = StableDiffusion3Pipeline.from_pretrained(
-        str(resolve_model("shapes-sd3")), torch_dtype=torch.float32
+        str(resolve_model("shapes-sd3")), dtype=torch.float32
     )
     pipe.set_progress_bar_config(disable=True)
     image = pipe("a red circle", num_inference_steps=4, guidance_scale=1.0, height=64, width=64).images[0]

@@ -4,17 +4,20 @@ refuses."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.tiny_models import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.build import evenly
+from visalign.pipelines.cli_show import show_summary
 from visalign.pipelines.flow_grpo import FlowGRPOConfig, TrainingInterrupted, plan, run
 from visalign.pipelines.flow_grpo_plan import planned_cost
 from visalign.training.checkpoint import CheckpointError, step_folder
@@ -76,9 +79,16 @@ def test_a_run_leaves_everything(finished, inputs):
     assert {"accuracy", "by_category", "rewards"} <= summary["before"].keys() & summary["after"].keys()
     assert summary["before"]["by_category"].keys() == {"colors", "counting"}
     assert {"jpeg_size", "shapes_verifier", "sharpness"} <= summary["after"]["rewards"].keys()
-    assert summary["seconds"] > 0 and summary["peak_memory_bytes"]["host"] > 0
+    assert summary["seconds"] > 0 and summary["peak_memory_bytes"] > 50e6
     assert summary["config"]["optimiser"]["lr"] == 1e-3 and "torch" in summary["versions"]
     assert load_config(FlowGRPOConfig, output / "config.yaml") == _config(inputs)
+
+
+def test_the_closing_panel_shows_what_the_run_wrote(finished):
+    console = Console(record=True, width=100, file=io.StringIO())
+    show_summary(console, finished[0], then="visalign configs")
+    text = console.export_text()
+    assert "GB of memory at most" in text and "visalign configs" in text
 
 
 def test_metrics_hold_parts_and_heldout(finished):
