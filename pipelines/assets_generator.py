@@ -8,6 +8,7 @@ Rectified flow (Esser et al. 2024, arXiv 2403.03206, section 2): x_σ = (1 − �
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 
@@ -212,3 +213,7 @@ def save_pipeline(generator: Generator, autoencoder: AutoencoderKL, folder: Path
     pipeline.to(torch.float16).save_pretrained(folder)
     for file in folder.rglob("*.safetensors"):
         file.chmod(0o644)
+    for file in folder.rglob("config.json"):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config.pop("_name_or_path", None)  # where it lay while it was built
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
