@@ -78,6 +78,7 @@ def generator_card(folder: Path, seconds: Mapping[str, float], plan: Plan) -> st
             f"| {name} | " + " | ".join(f"{scores[name]:.3f}" for scores in by_guidance.values()) + " |"
         )
     total = sum(seconds.values()) / 60
+    worst = sorted(CATEGORIES, key=lambda name: by_guidance[1.0][name])
     return "\n".join(
         [
             "# shapes-sd3",
@@ -110,7 +111,7 @@ def generator_card(folder: Path, seconds: Mapping[str, float], plan: Plan) -> st
             "",
             *rows,
             "",
-            "It is meant to be improvable: it draws sharp shapes and misses counts and relations.",
+            f"It is meant to be improvable; it fails most often at {worst[0]} and {worst[1]}.",
             "",
         ]
     )

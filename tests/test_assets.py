@@ -141,3 +141,37 @@ def test_a_resumed_stage_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert torch.equal(whole.weight, other.weight)
     assert torch.equal(average.values["weight"], resumed.values["weight"])
     assert not torch.equal(whole.weight, average.values["weight"])
+
+
+@pytest.mark.slow
+def test_a_small_build_runs_from_end_to_end_and_its_models_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    from visalign.pipelines import assets_cards, assets_generator
+    from visalign.rewards.open_clip_folder import load_open_clip
+
+    monkeypatch.setattr(assets_generator, "POOL", 64)
+    monkeypatch.setattr(assets_generator.shutil, "which", lambda name: None)
+    shares = dict.fromkeys(("all", *CATEGORIES), 0.5)
+    monkeypatch.setattr(assets_cards, "pipeline_accuracy", lambda folder, scale: shares)
+    plan = build_assets.Plan(
+        autoencoder_steps=2,
+        autoencoder_batch=2,
+        generator_steps=2,
+        generator_batch=4,
+        clip_steps=2,
+        clip_batch=8,
+    )
+    build_assets.main(tmp_path, plan=plan)
+    pipe: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "shapes-sd3", dtype=torch.float32)
+    assert pipe.transformer.config.num_layers == 7
+    assert load_open_clip(tmp_path / "shapes-clip")[0].logit_scale.isfinite()
+    for name in PACKAGED:
+        text = (tmp_path / name / "README.md").read_text(encoding="utf-8")
+        assert "2 steps of" in text
+    assert "_name_or_path" not in (tmp_path / "shapes-sd3" / "vae" / "config.json").read_text()
+    build_assets.main(tmp_path, only="clip", resume=True, plan=plan)
+    with pytest.raises(ValueError, match="Add --resume"):
+        build_assets.main(tmp_path, plan=plan)
