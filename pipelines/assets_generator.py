@@ -216,4 +216,6 @@ def save_pipeline(generator: Generator, autoencoder: AutoencoderKL, folder: Path
     for file in folder.rglob("config.json"):
         config = json.loads(file.read_text(encoding="utf-8"))
         config.pop("_name_or_path", None)  # where it lay while it was built
+        if "dtype" in config:  # diffusers widens its own parts by default, transformers follows this entry
+            config["dtype"] = "float32"
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -68,9 +68,7 @@ def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
 def test_diffusers_loads_and_runs_the_pipeline_as_it_is() -> None:
     from diffusers import StableDiffusion3Pipeline
 
-    pipe: Any = StableDiffusion3Pipeline.from_pretrained(
-        str(resolve_model("shapes-sd3")), dtype=torch.float32
-    )
+    pipe: Any = StableDiffusion3Pipeline.from_pretrained(str(resolve_model("shapes-sd3")))
     pipe.set_progress_bar_config(disable=True)
     image = pipe("a red circle", num_inference_steps=4, guidance_scale=1.0, height=64, width=64).images[0]
     assert image.size == (64, 64)
@@ -167,6 +165,8 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     build_assets.main(tmp_path, plan=plan)
     pipe: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "shapes-sd3", dtype=torch.float32)
     assert pipe.transformer.config.num_layers == 7
+    plain: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "shapes-sd3")
+    assert {plain.transformer.dtype, plain.vae.dtype, plain.text_encoder.dtype} == {torch.float32}
     assert load_open_clip(tmp_path / "shapes-clip")[0].logit_scale.isfinite()
     for name in PACKAGED:
         text = (tmp_path / name / "README.md").read_text(encoding="utf-8")
