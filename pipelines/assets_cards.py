@@ -143,7 +143,8 @@ def clip_card(folder: Path, seconds: float, plan: Plan) -> str:
             "",
             "## How good it is",
             "",
-            "Top-1 retrieval among 64 held-out captions, undistorted pictures, mean of 50 draws:",
+            "Top-1 retrieval among 64 held-out captions, undistorted pictures, mean of 50 draws; pictures "
+            "and captions are drawn so that exactly one caption is true of each picture:",
             "",
             f"- picture to text: {scores['image_to_text']:.3f}",
             f"- text to picture: {scores['text_to_image']:.3f}",

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.data.prompts import CATEGORIES, Record, heldout_prompts
+from visalign.data.prompts import CATEGORIES, heldout_prompts
 from visalign.data.render import render_many
 from visalign.data.scenes import DISTORTIONS, Scene, sample_scene
+from visalign.data.verifier import verify_scene
 
 from .assets_stage import Average, SceneFeed, Stage
 from .assets_text import MAX_TOKENS, new_tokenizer
@@ -67,22 +68,41 @@ def _pixels(scenes: list[Scene]) -> Tensor:
     return torch.from_numpy(render_many(scenes)).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 
 
+def distinct_pairs(rng: np.random.Generator, captions: int) -> list[Scene]:
+    """Scenes of held-out captions such that each picture satisfies its own caption and no other.
+
+    Without that, two pictures in five satisfy a second caption of the 64 ("a circle and a cross" is true of
+    what was drawn for "a small circle and a big cross"), and no judge can tell which one was meant.
+    """
+    records, chosen = heldout_prompts(), list[Scene]()
+    order = iter(rng.permutation(len(records)))
+    while len(chosen) < captions:
+        record = records[int(next(order))]
+        scene = sample_scene(record, rng)
+        if not any(_either_fits(scene, other) for other in chosen):
+            chosen.append(scene)
+    return chosen
+
+
+def _either_fits(a: Scene, b: Scene) -> bool:
+    return verify_scene(a, b.record).correct or verify_scene(b, a.record).correct
+
+
 @torch.no_grad()
 def retrieval(
     model: open_clip.CLIP, *, captions: int = 64, draws: int = 20, seed: int = 7
 ) -> dict[str, float]:
-    """Top-1 retrieval among held-out captions in both directions, mean over draws of the captions."""
-    rng, records, tokenizer = np.random.default_rng(seed), heldout_prompts(), new_tokenizer()
+    """Top-1 retrieval among held-out captions in both directions, mean over draws of the captions.
+
+    The pairs are those of `distinct_pairs`: exactly one caption is true of each picture.
+    """
+    rng, tokenizer = np.random.default_rng(seed), new_tokenizer()
     hits = {"image_to_text": 0.0, "text_to_image": 0.0}
     for _ in range(draws):
-        chosen: list[Record] = [records[i] for i in rng.choice(len(records), captions, replace=False)]
-        pictures = _pixels([sample_scene(record, rng) for record in chosen])
-        similarity = (
-            F.normalize(model.encode_image(pictures), dim=-1)
-            @ F.normalize(
-                model.encode_text(_ids(tokenizer, [record["prompt"] for record in chosen])), dim=-1
-            ).T
-        )
+        scenes = distinct_pairs(rng, captions)
+        image = F.normalize(model.encode_image(_pixels(scenes)), dim=-1)
+        ids = _ids(tokenizer, [scene.record["prompt"] for scene in scenes])
+        similarity = image @ F.normalize(model.encode_text(ids), dim=-1).T
         truth = torch.arange(captions)
         hits["image_to_text"] += (similarity.argmax(1) == truth).float().mean().item() / draws
         hits["text_to_image"] += (similarity.argmax(0) == truth).float().mean().item() / draws

@@ -31,6 +31,16 @@ from .assets_text import TextSide, new_tokenizer
 POOL = 50_000
 """Scenes that are rendered and encoded once; every epoch draws its own noise and times."""
 
+CATEGORY_WEIGHTS = {
+    "single_object": 0.07,
+    "two_objects": 0.26,
+    "counting": 0.17,
+    "colors": 0.10,
+    "position": 0.22,
+    "color_attribution": 0.18,
+}
+"""Share of each category: more pairs with sizes than the other stages see, the hardest for the generator."""
+
 DROP_CAPTION = 0.1
 """Share of empty captions, for guidance."""
 
@@ -141,7 +151,7 @@ def train_generator(
 ) -> Generator:
     """Train transformer and text encoders and return them with averaged weights."""
     torch.manual_seed(seed)
-    generator, feed = Generator(), SceneFeed(seed)
+    generator, feed = Generator(), SceneFeed(seed, category_weights=CATEGORY_WEIGHTS)
     pool = latent_pool(autoencoder, work, feed, POOL)
     prompts = [feed.scene(number).record["prompt"] for number in range(len(pool))]
     ids = generator.text.token_ids(prompts)

@@ -37,10 +37,15 @@ _console = Console(stderr=True)
 class SceneFeed:
     """Endless training scenes; number n is a function of (seed, n) alone, so a resumed run sees the same."""
 
-    def __init__(self, seed: int, style_weights: tuple[float, ...] = STYLE_WEIGHTS) -> None:
+    def __init__(
+        self,
+        seed: int,
+        style_weights: tuple[float, ...] = STYLE_WEIGHTS,
+        category_weights: dict[str, float] = CATEGORY_WEIGHTS,
+    ) -> None:
         records = train_prompts()
         self._by_category = [[r for r in records if r["tag"] == name] for name in CATEGORIES]
-        self._weights = np.array([CATEGORY_WEIGHTS[name] for name in CATEGORIES])
+        self._weights = np.array([category_weights[name] for name in CATEGORIES])
         self._seed, self._style_weights = seed, style_weights
 
     def scene(self, number: int) -> Scene:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,18 +57,37 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
         targets = model.lora.target_modules
         chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
         lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
-    policy = SD3Policy.from_pretrained(
-        resolve_model(model.path),
-        dtype=getattr(torch, model.dtype),
-        device=device,
-        use_t5=model.use_t5,
-        guidance=model.guidance,
-        lora=lora,
-        max_sequence_length=model.max_sequence_length,
-        autocast=None if model.autocast is None else getattr(torch, model.autocast),
-        image_size=model.image_size,
-    )
+    with _no_loading_bars():
+        policy = SD3Policy.from_pretrained(
+            resolve_model(model.path),
+            dtype=getattr(torch, model.dtype),
+            device=device,
+            use_t5=model.use_t5,
+            guidance=model.guidance,
+            lora=lora,
+            max_sequence_length=model.max_sequence_length,
+            autocast=None if model.autocast is None else getattr(torch, model.autocast),
+            image_size=model.image_size,
+        )
     return cast(DiffusionPolicy, policy)  # its methods take its own kind of Condition
+
+
+@contextmanager
+def _no_loading_bars() -> Iterator[None]:
+    """The libraries' bars per part of a model would break into the run's own display."""
+    import diffusers.utils.logging as diffusers_logging
+    import transformers.utils.logging as transformers_logging
+
+    shown = [
+        module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()
+    ]
+    for module in shown:
+        module.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for module in shown:
+            module.enable_progress_bar()
 
 
 def build_terms(terms: Mapping[str, RewardTerm]) -> dict[str, PointwiseReward]:

@@ -27,9 +27,9 @@ class Plan:
 
     autoencoder_steps: int = 3300
     autoencoder_batch: int = 16
-    generator_steps: int = 9000
+    generator_steps: int = 5000
     generator_batch: int = 192
-    clip_steps: int = 2000
+    clip_steps: int = 1000
     clip_batch: int = 192
     seed: int = 1
 

@@ -104,8 +104,9 @@ def _show_plan(config: str, overrides: list[str]) -> None:
 
 def _train(config: str, overrides: list[str], output: Path | None, *, resume: bool, then: str) -> None:
     with user_messages():
-        from .cli_jobs import load_job, output_folder, resume_command
+        from .cli_jobs import load_job, resume_command
         from .cli_show import show_summary
+        from .run_folder import output_folder
 
         folder = output_folder(output, Path(config).stem, resume=resume)
         job = load_job(config, overrides)

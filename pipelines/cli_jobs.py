@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between the command line and a pipeline: which job a file is for, where its results go."""
+"""What stands between the command line and a pipeline: which job a file is for, how it is continued."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from visalign.config import PIPELINE_KEY, load_config, read_config, resolve_config
-from visalign.errors import ConfigError, UserError, suggestion
+from visalign.errors import ConfigError, suggestion
 
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo:FlowGRPOConfig",
@@ -55,56 +53,6 @@ def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     module = importlib.import_module(module_name)
     config = load_config(getattr(module, schema), path, overrides)
     return Job(config=config, run=module.run, plan=module.plan)
-
-
-def dated_folder(name: str) -> Path:
-    """`runs/NAME-YYYYmmdd-HHMMSS` under the current folder; not created.
-
-    Args:
-        name: what the run is called.
-    """
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
-    """Where a run may write; refuses whatever would overwrite or lose results.
-
-    Args:
-        output: what the user gave.
-        name: name of the run, for a dated folder where nothing was given.
-        resume: whether the folder's run is to be continued.
-
-    Returns:
-        A folder that is empty or absent, or with `resume` one that exists.
-
-    Raises:
-        UserError: the folder holds something (without `resume`), is absent or not given (with it), is a file,
-            or is not given although several processes have to share one.
-    """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if output is None and (resume or processes > 1):
-        why = (
-            "--resume continues the run of one folder"
-            if resume
-            else f"{processes} processes share one folder"
-        )
-        raise UserError(f"No output folder given, but {why}. Add --output DIR.")
-    folder = output or dated_folder(name)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"The output '{folder}' is a file. Give a folder with --output.")
-    if resume and not folder.is_dir():
-        raise UserError(
-            f"There is no folder '{folder}' to resume. Give its path, or start anew without --resume."
-        )
-    is_first = (
-        int(os.environ.get("RANK", "0")) == 0
-    )  # the others may find what the first one has just written
-    if not resume and is_first and folder.is_dir() and any(folder.iterdir()):
-        raise UserError(
-            f"The output folder '{folder}' is not empty, and nothing is overwritten. Give another --output, "
-            "or continue its run with --resume."
-        )
-    return folder
 
 
 def resume_command(config: str, overrides: Sequence[str], folder: Path) -> str:

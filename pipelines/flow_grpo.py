@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ from .build import (
 )
 from .flow_grpo_config import FREE_KEYS, FlowGRPOConfig
 from .flow_grpo_plan import plan
+from .run_folder import check_run_folder
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
@@ -68,7 +68,7 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str,
     import torch
 
     from visalign.config import flatten
-    from visalign.training.runtime import versions
+    from visalign.versions import versions
 
     output = Path(output)
     _check_folder(config, output, resume)
@@ -117,15 +117,8 @@ def _check_folder(config: FlowGRPOConfig, output: Path, resume: bool) -> None:
     """
     from visalign.training.checkpoint import check_same_config
 
-    if output.exists() and not output.is_dir():
-        raise UserError(f"The output '{output}' is a file. Give a folder.")
-    filled = output.is_dir() and any(output.iterdir())
-    if not resume and filled and int(os.environ.get("RANK", "0")) == 0:
-        raise UserError(
-            f"The output folder '{output}' is not empty, and nothing is overwritten. Give another folder, or "
-            "continue its run with --resume."
-        )
-    if resume and filled:
+    check_run_folder(output, resume=resume)
+    if resume and any(output.iterdir()):
         if not (output / "config.yaml").is_file():
             raise UserError(
                 f"There is no run in '{output}' to resume: it has no config.yaml. Give the folder of a run."
@@ -175,7 +168,11 @@ def _build(config: FlowGRPOConfig, output: Path) -> _Job:
         strata=[str(r.get("tag", "")) for r in records] if config.data.balance else None,
         cycle=config.data.cycle,
         evaluate=lambda _: heldout_metrics(measure(some, config.evaluation.seeds[:1])),
-        progress=TrainingProgress(config.run.iterations, enabled=accelerator.is_main_process),
+        progress=TrainingProgress(
+            config.run.iterations,
+            max_seconds=config.run.max_seconds,
+            enabled=accelerator.is_main_process,
+        ),
     )
     return _Job(policy=policy, trainer=trainer, measure=measure, heldout=heldout)
 

@@ -26,7 +26,7 @@ from visalign import __version__, doctor
 from visalign import config as config_module
 from visalign.errors import ConfigError, UserError
 from visalign.interfaces import Scores
-from visalign.pipelines import cli_jobs, cli_messages, cli_show, score
+from visalign.pipelines import cli_jobs, cli_messages, cli_show, run_folder, score
 from visalign.pipelines.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,10 +209,10 @@ def test_several_processes_need_a_common_folder(toy: Toy, monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(UserError, match="No output folder given, but 2 processes share one folder"):
-        cli_jobs.output_folder(None, "toy", resume=False)
+        run_folder.output_folder(None, "toy", resume=False)
     Path("out").mkdir()
     Path("out/of-the-first-process").touch()
-    assert cli_jobs.output_folder(Path("out"), "toy", resume=False) == Path("out")
+    assert run_folder.output_folder(Path("out"), "toy", resume=False) == Path("out")
 
 
 def test_ctrl_c_says_how_to_go_on(toy: Toy) -> None:
@@ -465,7 +465,7 @@ def test_doctor_names_what_is_broken(models: Path, monkeypatch: pytest.MonkeyPat
     weights = models / "shapes-sd3" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
     (models / "shapes-clip" / "model.safetensors").unlink()
-    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(doctor, "NEEDED", ("torch", "no-such-package"))
     monkeypatch.setattr(doctor, "list_configs", lambda: [])
     monkeypatch.setattr("visalign.core.advantages.group_advantages", lambda *_, **__: torch.ones(4))
     monkeypatch.setattr("visalign.data.verifier.verify", lambda *_: _raise(ValueError("broken")))

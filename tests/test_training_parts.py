@@ -19,6 +19,7 @@ from visalign.training.ema import EMA
 from visalign.training.metrics import METRICS, MetricsFile, check_keys, read_metrics, without_times
 from visalign.training.progress import SHOWN, TrainingProgress, clock_text
 from visalign.training.settings import ObjectiveSettings, OptimiserSettings, RolloutSettings
+from visalign.versions import versions
 
 
 def _parameter(values) -> tuple[str, torch.nn.Parameter]:
@@ -145,12 +146,22 @@ def test_plain_progress_prints_a_line_per_iteration():
 
 def test_live_progress_shows_the_table():
     console = Console(file=io.StringIO(), force_terminal=True, width=140)
-    with TrainingProgress(5, done=3, console=console, rows=2) as progress:
+    with TrainingProgress(5, console=console, rows=2) as progress:
+        progress.go_on(3, 100.0)
         for i in (4, 5):
             progress.update({**RECORD, "iteration": i})
     text = _text(console)
     assert "ratio spread" in text and "held-out" in text and "5/5" in text
     assert progress.seconds_left() == 0
+
+
+def test_time_left_counts_what_the_limit_leaves_and_what_a_resumed_run_has_used():
+    progress = TrainingProgress(100, console=Console(file=io.StringIO()), max_seconds=300.0)
+    progress.go_on(50, 200.0)
+    progress.update({**RECORD, "iteration": 51, "seconds": 30.0})
+    assert progress.seconds_left() == 70.0
+    progress.update({**RECORD, "iteration": 98, "seconds": 30.0})
+    assert progress.seconds_left() == pytest.approx(2 * 60.0 / 48)
 
 
 def test_disabled_progress_is_silent():
@@ -201,7 +212,7 @@ def test_first_interrupt_is_a_flag_and_the_second_stops():
 
 
 def test_versions_and_memory():
-    assert runtime.versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert runtime.peak_memory_bytes()["host"] > 50e6
 
 

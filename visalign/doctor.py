@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -19,23 +18,7 @@ from visalign import __version__
 from visalign.config import config_folder, list_configs
 from visalign.data.assets import PACKAGED, assets_folder
 from visalign.errors import UserError
-
-PACKAGES = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "open-clip-torch",
-    "accelerate",
-    "peft",
-    "safetensors",
-    "numpy",
-    "scipy",
-    "pillow",
-    "omegaconf",
-    "typer",
-    "rich",
-)
-"""Distributions whose versions are reported; they are needed."""
+from visalign.versions import NEEDED, installed_version
 
 OPTIONAL = {"wandb": "experiment tracking", "hypothesis": "tests", "ruff": "checks", "pyright": "checks"}
 """Distributions that one can do without, and what for."""
@@ -130,14 +113,18 @@ def _run(name: str, check: Callable[[], str]) -> Check:
 def _facts() -> tuple[tuple[str, str], ...]:
     disk = shutil.disk_usage(Path.cwd())
     optional = [
-        f"{name} {_version(name) or 'absent (' + purpose + ')'}" for name, purpose in OPTIONAL.items()
+        f"{name} {installed_version(name) or 'absent (' + purpose + ')'}"
+        for name, purpose in OPTIONAL.items()
     ]
     return (
         ("visalign", f"{__version__} at {Path(__file__).resolve().parent}"),
         ("python", f"{platform.python_version()} at {sys.executable}"),
         ("platform", f"{platform.platform()}, {os.cpu_count()} CPU cores, {_memory()}"),
         *_torch_facts(),
-        ("packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES if _version(name))),
+        (
+            "packages",
+            ", ".join(f"{name} {installed_version(name)}" for name in NEEDED if installed_version(name)),
+        ),
         ("optional", ", ".join(optional)),
         ("disk", f"{disk.free / 1e9:.1f} GB free of {disk.total / 1e9:.1f} GB here"),
     )
@@ -167,20 +154,13 @@ def _memory() -> str:
     return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB memory"
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _packages() -> str:
-    missing = [name for name in PACKAGES if _version(name) is None]
+    missing = [name for name in NEEDED if installed_version(name) is None]
     if missing:
         raise UserError(
             f"not installed: {', '.join(missing)}. Run: python -m pip install {' '.join(missing)}"
         )
-    return f"all {len(PACKAGES)} needed are installed"
+    return f"all {len(NEEDED)} needed are installed"
 
 
 def _wings() -> str:

@@ -8,7 +8,7 @@ from .ema import EMA
 from .flow_grpo import FlowGRPOTrainer, Keeping, TrainResult
 from .metrics import METRICS, MetricsFile, read_metrics
 from .progress import TrainingProgress
-from .runtime import peak_memory_bytes, versions
+from .runtime import peak_memory_bytes
 from .sampler import Batch, PromptSampler, check_batch_algebra
 from .settings import ObjectiveSettings, OptimiserSettings, RolloutSettings
 
@@ -31,5 +31,4 @@ __all__ = [
     "forward_equivalents_per_image",
     "peak_memory_bytes",
     "read_metrics",
-    "versions",
 ]

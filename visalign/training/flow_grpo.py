@@ -273,15 +273,14 @@ class FlowGRPOTrainer:
         if folder is None:
             if passed:
                 raise checkpoint.CheckpointError(
-                    f"none of the {len(passed)} checkpoints in {root} is whole: {passed[0]} Start a new "
-                    f"run in "
-                    f"another output folder, or delete {root} and resume to train this one from the "
-                    f"beginning."
+                    f"none of the {len(passed)} checkpoints in {root} is whole: {passed[0]} Start a new run "
+                    f"in another output folder, or delete {root} and resume to train this one from the start."
                 )
             self.progress.note("No checkpoint yet: starting at iteration 0.")
             return False
         loaded = checkpoint.load(folder, self.keeping.config, free=self.keeping.free_keys)
         restore_tensors(loaded, self.parameters, self.ema, self.optimizer)
         self.state = RunState(**loaded.state)
+        self.progress.go_on(self.state.iteration, self.state.seconds)
         self.progress.note(f"Resumed from {folder} after iteration {loaded.step}.")
         return True

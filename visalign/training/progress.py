@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ class TrainingProgress:
 
     Args:
         total: iterations of the run.
-        done: iterations already done when the run was resumed.
+        max_seconds: training stops after this time even if iterations are left; None for no such limit.
         console: where to write; None for the standard output.
         enabled: False shows nothing (all processes but the first).
         every: iterations between two lines when the output is no terminal.
@@ -53,7 +54,7 @@ class TrainingProgress:
         self,
         total: int,
         *,
-        done: int = 0,
+        max_seconds: float | None = None,
         console: Console | None = None,
         enabled: bool = True,
         every: int = 1,
@@ -61,8 +62,8 @@ class TrainingProgress:
     ) -> None:
         self.console = console or Console()
         self.enabled, self.every, self.rows = enabled, every, rows
-        self._total, self._done, self._begun_at = total, done, done
-        self._seconds = 0.0
+        self._total, self._done, self._begun_at = total, 0, 0
+        self._seconds, self._seconds_left = 0.0, math.inf if max_seconds is None else max_seconds
         self._recent: list[dict[str, Any]] = []
         self._last: dict[str, Any] = {}
         self._bar = Progress(
@@ -73,7 +74,7 @@ class TrainingProgress:
             TextColumn("{task.fields[left]}"),
             console=self.console,
         )
-        self._task = self._bar.add_task("training", total=total, completed=done, left="")
+        self._task = self._bar.add_task("training", total=total, left="")
         self._live: Live | None = None
 
     def __enter__(self) -> TrainingProgress:
@@ -88,6 +89,12 @@ class TrainingProgress:
             self._live.stop()
             self._live = None
 
+    def go_on(self, done: int, seconds: float) -> None:
+        """Start from a resumed run, of which `done` iterations took `seconds`."""
+        self._done = self._begun_at = done
+        self._seconds_left -= seconds
+        self._bar.update(self._task, completed=done)
+
     def note(self, text: str) -> None:
         """One line that stays: a checkpoint passed over, a stop asked for."""
         if self.enabled:
@@ -96,7 +103,8 @@ class TrainingProgress:
     def update(self, record: Mapping[str, Any]) -> None:
         """Show the record of a finished iteration."""
         self._done = int(record["iteration"])
-        self._seconds += float(record.get("seconds") or 0.0)
+        seconds = float(record.get("seconds") or 0.0)
+        self._seconds, self._seconds_left = self._seconds + seconds, self._seconds_left - seconds
         clip = (record.get("clip_low") or 0.0) + (record.get("clip_high") or 0.0)
         self._last = {**self._last, **{k: v for k, v in record.items() if v is not None}, "clip": clip}
         self._recent = [*self._recent, dict(self._last)][-self.rows :]
@@ -114,9 +122,10 @@ class TrainingProgress:
             )
 
     def seconds_left(self) -> float:
-        """Expected seconds to the last iteration, from the mean of those seen; 0 before the first."""
+        """Expected seconds to the end, from the mean iteration seen and `max_seconds`; 0 before the first."""
         seen = self._done - self._begun_at
-        return self._seconds / seen * (self._total - self._done) if seen else 0.0
+        left = self._seconds / seen * (self._total - self._done) if seen else 0.0
+        return max(min(left, self._seconds_left), 0.0)
 
     def _cells(self, record: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [(title, form.format(record[key]) if key in record else "") for title, key, form in SHOWN]

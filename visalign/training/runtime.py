@@ -1,42 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process a run lives in: phase times, Ctrl-C, memory, versions."""
+"""The process a run lives in: phase times, Ctrl-C, memory."""
 
 from __future__ import annotations
 
-import platform
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 
 import torch
-
-PACKAGES = (
-    "visalign",
-    "torch",
-    "diffusers",
-    "transformers",
-    "open-clip-torch",
-    "accelerate",
-    "peft",
-    "safetensors",
-    "numpy",
-)
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes; "absent" where not
-    installed."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
 
 
 def peak_memory_bytes() -> dict[str, int]:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packages that visalign needs, and which versions of them are installed."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+NEEDED = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "open-clip-torch",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "numpy",
+    "scipy",
+    "pillow",
+    "omegaconf",
+    "typer",
+    "rich",
+)
+"""Distributions without which something here fails, the ones that decide what a run computes first."""
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed.
+
+    Args:
+        name: as in `pip install NAME`.
+    """
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Python, platform, visalign and every needed package -> version; "absent" where not installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    return found | {name: installed_version(name) or "absent" for name in ("visalign", *NEEDED)}
