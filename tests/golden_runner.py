@@ -111,7 +111,7 @@ def load_families(folder: Path) -> dict[str, Family]:
 def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"golden_family_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module
 

@@ -236,6 +236,20 @@ def test_whiten_weighs_long_rows_more() -> None:
     assert result[~mask].eq(0).all()
 
 
+def test_whiten_per_group_is_whiten_of_each_group() -> None:
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    valid = torch.rand(5, 3, generator=generator) > 0.2
+    group = ["x", "y", "x", "y", "x"]
+    result = whiten(values, valid, group=group, keep_mean=True)
+    for rows in ([0, 2, 4], [1, 3]):
+        torch.testing.assert_close(result[rows], whiten(values[rows], valid[rows], keep_mean=True))
+    per_sample = whiten(values[:, 0], group=group, eps=1e-4, eps_inside=False)
+    torch.testing.assert_close(per_sample, group_advantages(values[:, 0], group))
+    torch.testing.assert_close(whiten(values, group=[0] * 5), whiten(values))
+    assert whiten(torch.full((4, 3), 0.3), group=[0, 0, 1, 1]).eq(0).all()
+
+
 def test_whiten_equal_or_single_or_absent_values_give_zero() -> None:
     for values in (torch.full((7,), 0.3), torch.tensor([2.0]), torch.full((3,), NAN)):
         for eps in (0.0, 1e-8):
@@ -245,6 +259,8 @@ def test_whiten_equal_or_single_or_absent_values_give_zero() -> None:
 def test_whiten_refuses() -> None:
     with pytest.raises(ValueError, match="ddof must be 0"):
         whiten(torch.zeros(3), ddof=3)
+    with pytest.raises(ValueError, match="one label per sample, 3 in all; got 2 labels"):
+        whiten(torch.zeros(3), group=[0, 1])
     with pytest.raises(ValueError, match="valid must be a bool tensor"):
         whiten(torch.zeros(3), torch.ones(2, dtype=torch.bool))
 

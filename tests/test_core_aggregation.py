@@ -144,6 +144,58 @@ def test_nothing_present_is_zero_with_zero_gradient(mode: Any) -> None:
     assert value == 0 and loss.grad is not None and loss.grad.eq(0).all()
 
 
+def uneven_ranks(rows: int) -> tuple[Tensor, Tensor, list[str], list[slice]]:
+    """A step of ragged sequences and groups on three devices that hold 1, 5 and the rest of its rows."""
+    generator = torch.Generator().manual_seed(3)
+    loss = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    weight = (torch.rand(rows, 4, generator=generator) > 0.3).double()
+    weight[2] = 0
+    labels = [f"prompt {i}" for i in torch.randint(0, 4, (rows,), generator=generator).tolist()]
+    return loss, weight, labels, [slice(0, 1), slice(1, 6), slice(6, rows)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shares_of_uneven_devices_average_to_the_full_gradient(mode: Any) -> None:
+    """DDP averages over W devices; the groups are split over them, so their counts are gathered first."""
+    loss, weight, labels, parts = uneven_ranks(11)
+    gathered = torch.cat([row_tokens(weight[part]) for part in parts])
+    counts = count_step(gathered, group=labels, length=4)
+    per_row = row_tokens(gathered, labels) if mode == "group_token_mean" else None
+    assert counts == count_step(weight, group=labels)
+    leaf = loss.clone().requires_grad_()
+    whole = aggregate(leaf, weight, mode, count_step(weight, group=labels), denominator=per_row)
+    (wanted,) = torch.autograd.grad(whole, leaf)
+    averaged = torch.zeros_like(loss)
+    for part in parts:
+        own = None if per_row is None else per_row[part]
+        share = len(parts) * aggregate(leaf[part], weight[part], mode, counts, denominator=own)
+        averaged += torch.autograd.grad(share, leaf)[0] / len(parts)
+    torch.testing.assert_close(averaged, wanted, rtol=1e-13, atol=1e-16)
+
+
+def test_counts_of_devices_add_field_by_field() -> None:
+    _, weight, _, parts = uneven_ranks(11)
+    counts = [count_step(weight[part], length=4, empty="keep") for part in parts]
+    assert counts[0] + counts[1] + counts[2] == count_step(weight, empty="keep")
+
+
+def test_a_sequence_split_over_micro_batches_keeps_its_own_mean() -> None:
+    tokens, counts = row_tokens(WEIGHT), count_step(WEIGHT)
+    halves = [
+        aggregate(LOSS[:, part], WEIGHT[:, part], "seq_mean_token_mean", counts, denominator=tokens)
+        for part in (slice(0, 1), slice(1, 3))
+    ]
+    torch.testing.assert_close(halves[0] + halves[1], reduce(LOSS, WEIGHT, "seq_mean_token_mean"))
+
+
+def test_half_precision_losses_are_summed_in_float32() -> None:
+    loss = torch.full((64, 64), 1.0078125, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(64, 64, dtype=torch.bfloat16)
+    for mode, value in (("token_sum", 64 * 64 * 1.0078125), ("token_mean", 1.0078125)):
+        result = reduce(loss, weight, mode)
+        assert result.dtype == torch.float32 and result == value
+
+
 def test_result_has_the_dtype_of_the_loss() -> None:
     assert reduce(LOSS.float(), WEIGHT, "token_mean").dtype == torch.float32
     assert reduce(LOSS, WEIGHT != 0, "seq_mean_token_mean").dtype == torch.float64

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from visalign.core import group_advantages, normalise_then_sum, weighted_sum
+from visalign.core.advantages import group_advantages, whiten
+from visalign.core.combine import gdpo_advantages, normalise_then_sum, weighted_mean, weighted_sum
 
 NAN = float("nan")
 REWARDS = torch.tensor([[1.0, 10.0], [2.0, NAN], [NAN, NAN], [4.0, 40.0]], dtype=torch.float64)
@@ -67,6 +68,57 @@ def test_skipped_terms_count_as_average() -> None:
     torch.testing.assert_close(result, torch.tensor([-1 - root, 1.0, root], dtype=torch.float64))
 
 
+def test_weighted_mean_by_hand() -> None:
+    dropped = torch.tensor([4.0, NAN, NAN, 16.0], dtype=torch.float64)
+    torch.testing.assert_close(weighted_mean(REWARDS, [2.0, 1.0]), dropped, equal_nan=True)
+    skipped = torch.tensor([4.0, 2.0, NAN, 16.0], dtype=torch.float64)
+    torch.testing.assert_close(weighted_mean(REWARDS, [2.0, 1], missing="skip"), skipped, equal_nan=True)
+    assert torch.equal(weighted_mean(REWARDS[:2], [3.0, 0.0]), REWARDS[:2, 0])
+    with pytest.raises(ValueError, match=r"weights of a mean must be ≥ 0; got \[1.0, -1.0\]"):
+        weighted_mean(REWARDS, [1.0, -1.0])
+
+
+def test_gdpo_per_sample() -> None:
+    """Two rewards with opposite order in each group: the heavier one decides; the batch std is then 1."""
+    rewards = torch.tensor([[0.0, 30], [1, 10], [5, 200], [9, 100]], dtype=torch.float64)
+    result = gdpo_advantages(rewards, [3.0, 1.0], [0, 0, 1, 1], eps=0.0)
+    high = 3**0.5 / 2
+    torch.testing.assert_close(result, torch.tensor([-high, high, -high, high], dtype=torch.float64))
+    generator = torch.Generator().manual_seed(7)
+    rewards = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    rewards[5, 1] = NAN
+    result = gdpo_advantages(rewards, [1, 2, 0.5], ["a", "b"] * 4)
+    kept = [0, 1, 2, 3, 4, 6, 7]
+    assert result[5] == 0 and result[kept].mean().abs() < 1e-12
+    assert result[kept].std().item() == pytest.approx(1, abs=1e-3)
+    torch.testing.assert_close(
+        result[kept], gdpo_advantages(rewards[kept], [1, 2, 0.5], [["a", "b"][i % 2] for i in kept])
+    )
+
+
+def test_gdpo_leaves_equal_groups_at_exactly_zero() -> None:
+    generator = torch.Generator().manual_seed(9)
+    rewards = torch.rand(60, 2, generator=generator)
+    rewards[::3] = torch.tensor([0.3, 0.7])
+    result = gdpo_advantages(rewards, [1.0, 0.3], torch.arange(60) % 3)
+    assert result[::3].eq(0).all() and result[1::3].ne(0).all()
+
+
+def test_gdpo_per_decision_weighs_samples_by_their_length() -> None:
+    generator = torch.Generator().manual_seed(8)
+    rewards = torch.randn(4, 2, generator=generator, dtype=torch.float64)
+    weight = torch.tensor([[1, 1, 1], [0, 0.5, 0], [1, 0, 1], [0, 0, 0]])
+    result = gdpo_advantages(rewards, [1, 1], [0, 0, 1, 1], decision_weight=weight)
+    combined = normalise_then_sum(rewards, [1, 1], [0, 0, 1, 1])
+    repeated = whiten(combined.repeat_interleave((weight != 0).sum(1)), eps=1e-4, eps_inside=False)
+    torch.testing.assert_close(result[weight != 0], repeated)
+    assert result[weight == 0].eq(0).all()
+    even = gdpo_advantages(rewards, [1, 1], [0, 0, 1, 1], decision_weight=torch.ones(4, 1))[:, 0]
+    torch.testing.assert_close(even, gdpo_advantages(rewards, [1, 1], [0, 0, 1, 1]))
+    with pytest.raises(ValueError, match=r"decision_weight must be \[B, T\] with B = 4; got \(3, 2\)"):
+        gdpo_advantages(rewards, [1, 1], [0, 0, 1, 1], decision_weight=torch.ones(3, 2))
+
+
 def test_results_are_float32_or_better() -> None:
     assert weighted_sum(REWARDS.bfloat16(), [1, 1]).dtype == torch.float32
     assert normalise_then_sum(REWARDS.float(), [1, 1], [0] * 4).dtype == torch.float32
@@ -87,4 +139,7 @@ def test_bad_input_is_named(rewards: Any, weights: Any, options: Any, message: s
     with pytest.raises(ValueError, match=message):
         weighted_sum(rewards, weights, **options)
     with pytest.raises(ValueError, match=message):
-        normalise_then_sum(rewards, weights, [0] * 4, **options)
+        weighted_mean(rewards, weights, **options)
+    for function in (normalise_then_sum, gdpo_advantages):
+        with pytest.raises(ValueError, match=message):
+            function(rewards, weights, [0] * 4, **options)

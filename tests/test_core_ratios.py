@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from visalign.core import (
+    aggregate,
+    count_step,
     gaussian_kl,
     gaussian_log_prob,
     guard_log_ratio,
     guard_step_weight,
     log_ratio,
+    ppo_clip,
     sequence_log_ratio,
 )
+from visalign.core.ratios import LEVELS, ratio_level
 
 NAN = float("nan")
 WRONG: Any = "wrong"
@@ -139,6 +143,90 @@ def test_sequence_log_ratio_by_hand() -> None:
     assert torch.equal(sequence_log_ratio(ratio, weight), expected)
 
 
+ROWS = torch.tensor([[1.0, 2.0, NAN], [NAN, NAN, NAN], [4.0, NAN, 8.0], [NAN, 0.5, -0.25]], **DOUBLE)
+MASK = torch.tensor([[1.0, 1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 1]], **DOUBLE)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [[1, 2, 0], [0, 0, 0], [4, 0, 8], [0, 0.5, -0.25]]),
+        ("sequence", [[1.5, 1.5, 0], [0, 0, 0], [6, 0, 6], [0, 0.125, 0.125]]),
+        ("sequence_sum", [[3, 3, 0], [0, 0, 0], [12, 0, 12], [0, 0.25, 0.25]]),
+        ("sequence_token", [[1.5, 1.5, 0], [0, 0, 0], [6, 0, 6], [0, 0.125, 0.125]]),
+    ],
+)
+def test_ratio_levels_by_hand(level: Any, expected: list[list[float]]) -> None:
+    """Padding on either side and holes; NaN there reaches neither value nor gradient."""
+    rows = ROWS.clone().requires_grad_()
+    result = ratio_level(rows, MASK, level)
+    assert torch.equal(result.detach(), torch.tensor(expected, **DOUBLE))
+    (slope,) = torch.autograd.grad((result * torch.tensor([3.0, 5.0, 7.0], **DOUBLE)).sum(), rows)
+    own = torch.tensor([3.0, 5.0, 7.0], **DOUBLE) * MASK
+    total = own.sum(1, keepdim=True) * MASK
+    count = MASK.sum(1, keepdim=True).clamp(min=1)
+    wanted = {"token": own, "sequence": total / count, "sequence_sum": total, "sequence_token": own}
+    torch.testing.assert_close(slope, wanted[level])
+
+
+def test_ratio_level_gradients() -> None:
+    new = torch.randn(3, 4, requires_grad=True, **DOUBLE)
+    weight = torch.tensor([[2.0, 1, 0, 0], [0, 1, 0, 0.5], [0, 0, 0, 0]], **DOUBLE)
+    for level in ("token", "sequence", "sequence_sum"):
+        chosen: Any = level
+        assert torch.autograd.gradcheck(lambda n, c=chosen: ratio_level(n, weight, c), (new,))
+
+
+def test_all_levels_agree_on_sequences_of_one() -> None:
+    rows = torch.randn(5, 1, generator=torch.Generator().manual_seed(0), **DOUBLE)
+    for level in LEVELS:
+        chosen: Any = level
+        torch.testing.assert_close(ratio_level(rows, torch.ones(5, 1), chosen), rows)
+
+
+def gspo(new: Tensor, old: Tensor, weight: Tensor, advantage: Tensor, level: Any) -> tuple[Tensor, Tensor]:
+    new = new.clone().requires_grad_()
+    ratio = ratio_level(log_ratio(new, old, weight), weight, level)
+    losses = ppo_clip(ratio, advantage, eps_low=0.1, eps_high=0.1)
+    loss = aggregate(losses, weight, "seq_mean_token_mean", count_step(weight))
+    return loss.detach(), torch.autograd.grad(loss, new)[0]
+
+
+def test_gspo_token_is_gspo_where_the_advantage_is_constant() -> None:
+    generator = torch.Generator().manual_seed(3)
+    old, step_ = torch.randn(2, 6, 5, generator=generator, **DOUBLE)
+    weight = (torch.rand(6, 5, generator=generator) > 0.3).double()
+    advantage = torch.randn(6, generator=generator, **DOUBLE)
+    whole = gspo(old + 0.2 * step_, old, weight, advantage, "sequence")
+    token = gspo(old + 0.2 * step_, old, weight, advantage, "sequence_token")
+    torch.testing.assert_close(whole, token)
+    assert (whole[1] == 0).any() and (whole[1] != 0).any()
+    uneven = torch.randn(6, 5, generator=generator, **DOUBLE)
+    whole = gspo(old + 0.2 * step_, old, weight, uneven, "sequence")
+    token = gspo(old + 0.2 * step_, old, weight, uneven, "sequence_token")
+    torch.testing.assert_close(whole[0], token[0])
+    assert (whole[1] - token[1]).abs().max() > 0.01
+
+
+def test_sequence_level_of_denoising_steps_is_flow_gspo() -> None:
+    """The mean over steps of the step's log-density differences, each over the elements of the latent."""
+    x, mean, mean_old, std = step((3, 4))
+    new = gaussian_log_prob(x, mean, std, event_norm="mean")
+    old = gaussian_log_prob(x, mean_old, std, event_norm="mean")
+    result = ratio_level(log_ratio(new, old), torch.ones(3, 4), "sequence")
+    scale = std.reshape(3, 4, 1, 1, 1)
+    change = ((x - mean_old).square() - (x - mean).square()) / (2 * scale.square())
+    expected = change.flatten(1).mean(1)
+    torch.testing.assert_close(result, expected[:, None].expand(3, 4))
+
+
+def test_levels_of_half_precision_are_summed_in_float32() -> None:
+    rows = torch.full((1, 4096), 2.0**-11).half()
+    result = ratio_level(rows, torch.ones_like(rows), "sequence_sum")
+    assert result.dtype == torch.float32
+    assert result.eq(2.0).all()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -175,6 +263,9 @@ def test_sequence_log_ratio_by_hand() -> None:
         (lambda x, s: log_ratio(x, x, s), r"log_prob \(2, 3\) and weight \(2,\) must have one shape"),
         (lambda x, s: sequence_log_ratio(x, s), r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"),
         (lambda x, s: sequence_log_ratio(s, s), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+        (lambda x, s: ratio_level(x, x, WRONG), "level must be one of token, sequence, .* got 'wrong'"),
+        (lambda x, s: ratio_level(x, x[:1], "token"), r"log_ratio \(2, 3\) and weight \(1, 3\)"),
+        (lambda x, s: ratio_level(s, s, "sequence_sum"), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

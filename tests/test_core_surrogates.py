@@ -114,6 +114,60 @@ def test_narrow_bounds_are_exact_in_float32() -> None:
     assert grad[0] < 0 and grad[1] == 0
 
 
+CEILINGS: dict[str, dict[str, Any]] = {
+    "dual": {"dual_clip": 3.0},
+    "dual below the bound": {"dual_clip": 1.1},
+    "delta": {"delta": 4.0},
+    "delta below the bound": {"delta": 1.1},
+}
+
+
+def as_written(ratio: Tensor, advantage: Tensor, options: dict[str, Any]) -> Tensor:
+    """The papers' formulas, term by term."""
+    clipped = ratio.clamp(0.8, 1.3) * advantage
+    if "delta" in options:
+        return -torch.minimum(ratio.clamp(max=options["delta"]) * advantage, clipped)
+    plain = torch.minimum(ratio * advantage, clipped)
+    held = torch.maximum(plain, options["dual_clip"] * advantage)
+    return -torch.where(advantage < 0, held, plain)
+
+
+@pytest.mark.parametrize("name", CEILINGS)
+def test_ceilings_equal_the_formulas_as_written(name: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    log_r = 2 * torch.randn(400, generator=generator, dtype=torch.float64)
+    advantage = torch.randn(400, generator=generator, dtype=torch.float64)
+    advantage[:5] = 0
+    value, grad = gradient(log_r, advantage, **CEILINGS[name])
+    leaf = log_r.clone().requires_grad_()
+    expected = as_written(leaf.exp(), advantage, CEILINGS[name])
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), leaf)[0])
+    assert (value != gradient(log_r, advantage)[0]).any()
+
+
+def test_ceiling_by_hand() -> None:
+    """A = -2, r = 5: PPO has loss 10 and pushes on; held at 3 or 4 it has loss 6 or 8 and rests."""
+    log_r, advantage = torch.tensor([math.log(5.0)]), torch.tensor([-2.0])
+    for options, loss in (({"dual_clip": 3.0}, 6.0), ({"delta": 4.0}, 8.0)):
+        value, grad = gradient(log_r, advantage, **options)
+        assert value.item() == pytest.approx(loss) and grad.item() == 0
+        assert gradient(log_r, -advantage, **options)[0].item() == pytest.approx(-2.6)
+
+
+def test_dual_clip_and_delta_are_one_above_the_bound() -> None:
+    generator = torch.Generator().manual_seed(5)
+    log_r, advantage = 2 * torch.randn(2, 200, generator=generator)
+    assert torch.equal(
+        ppo_clip(log_r, advantage, dual_clip=2.0, **BOUNDS), ppo_clip(log_r, advantage, delta=2.0, **BOUNDS)
+    )
+
+
+def test_far_off_ratios_rest_at_the_ceiling() -> None:
+    value, grad = gradient(torch.tensor([300.0]), torch.tensor([-1.0]), dual_clip=3.0)
+    assert (value.item(), grad.item()) == (3.0, 0.0)
+
+
 def test_clip_fractions_count_what_has_no_gradient() -> None:
     generator = torch.Generator().manual_seed(1)
     log_r = torch.randn(6, 5, generator=generator) * 0.6
@@ -123,9 +177,14 @@ def test_clip_fractions_count_what_has_no_gradient() -> None:
     inside = weight > 0
     expected = ((grad == 0) & inside).sum() / inside.sum()
     fractions = clip_fractions(log_r, advantage, weight, **BOUNDS)
-    assert expected > 0 and fractions.low > 0 and fractions.high > 0
+    assert expected > 0 and fractions.low > 0 and fractions.high > 0 and fractions.dual == 0
     torch.testing.assert_close(fractions.total, expected)
     torch.testing.assert_close(fractions.low + fractions.high, fractions.total)
+    for options in CEILINGS.values():
+        _, grad = gradient(log_r, advantage, **options)
+        held = clip_fractions(log_r, advantage, weight, **BOUNDS, **options)
+        torch.testing.assert_close(held.total, ((grad == 0) & inside).sum() / inside.sum())
+        torch.testing.assert_close(held.low + held.high + held.dual, held.total)
 
 
 def test_clip_fractions_by_hand() -> None:
@@ -174,6 +233,9 @@ def test_ratio_statistics_of_nothing_are_those_of_one() -> None:
         (torch.zeros(2), torch.zeros(2), {"eps_low": 1.5}, "got eps_low=1.5"),
         (torch.zeros(2), torch.zeros(2), {"eps_high": -1}, "eps_high=-1"),
         (torch.zeros(2), torch.zeros(2), {"eps_high": NAN}, "eps_high=nan"),
+        (torch.zeros(2), torch.zeros(2), {"dual_clip": 1.0}, "dual_clip is a ratio above 1.*got 1.0"),
+        (torch.zeros(2), torch.zeros(2), {"delta": 0.2}, "delta is a ratio above 1.*got 0.2"),
+        (torch.zeros(2), torch.zeros(2), {"delta": 4.0, "dual_clip": 3.0}, "give one, got 3.0 and 4.0"),
     ],
 )
 def test_bad_input_is_named(log_r: Tensor, advantage: Tensor, bounds: dict[str, Any], message: str) -> None:

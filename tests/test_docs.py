@@ -28,6 +28,7 @@ from visalign.pipelines.cli_show import config_header
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+CORE_README = ROOT / "visalign/core/README.md"
 TEST_COMMAND = 'python -m pip install -e ".[test]" && python -m pytest'
 HEADER_WORDS = ("Command", "Hardware", "Duration", "Expected")
 BLOCK = re.compile(
@@ -95,6 +96,7 @@ def commands_of(text: str) -> list[list[str]]:
 
 
 README_TEXT = README.read_text(encoding="utf-8") if README.is_file() else ""
+CORE_TEXT = CORE_README.read_text(encoding="utf-8")
 BLOCKS = blocks_of(README_TEXT)
 NAMESPACE: dict[str, object] = {"__name__": "readme"}
 """The README's Python blocks are one story: a later one may use what an earlier one made."""
@@ -167,17 +169,21 @@ def quoted_names(text: str) -> set[str]:
 def test_the_paper_table_names_every_function_of_the_core() -> None:
     functions = core_functions()
     assert functions["advantages"]
-    rows = "\n".join(line for line in README_TEXT.splitlines() if line.startswith("|"))
+    rows = "\n".join(line for line in CORE_TEXT.splitlines() if line.startswith("|"))
     missing = {name for names in functions.values() for name in names} - quoted_names(rows)
     assert missing == set()
 
 
-def test_the_files_that_the_readme_names_exist() -> None:
+@pytest.mark.parametrize("block", [b for b in blocks_of(CORE_TEXT) if b.language == "python"], ids=str)
+def test_core_readme_python(block: Block) -> None:
+    exec(compile("\n" * (block.line - 1) + block.code, str(CORE_README), "exec"), {"__name__": "core"})
+
+
+def test_the_files_that_the_readmes_name_exist() -> None:
     assert README_TEXT
-    named = set(
-        re.findall(r"`((?:visalign|rewards|pipelines|configs|tests|assets)/[\w./-]+\.\w+)`", README_TEXT)
-    )
-    named |= {path for path in re.findall(r"\]\(([^)#]+)\)", README_TEXT) if "://" not in path}
+    text = README_TEXT + CORE_TEXT
+    named = set(re.findall(r"`((?:visalign|rewards|pipelines|configs|tests|assets)/[\w./-]+\.\w+)`", text))
+    named |= {path for path in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in path}
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
 
 

@@ -2,44 +2,286 @@
 """The objective core: pure functions of tensors [B, T], alike for tokens and denoising steps. Torch only.
 
 B samples, T decisions, `group` any labels, `weight` 0 for what is absent. Order of use: combine rewards,
-advantage, log-ratio, surrogate, KL, aggregation.
+advantage, log-ratio, surrogate, off-policy correction, selection, KL, aggregation; `Objective` composes them.
+README.md here has the paper of each function.
 """
 
+from .advantage_copo import between_group_advantages, consistency_entropy, copo_advantages, copo_weight
+from .advantage_entropy import (
+    aem_advantages,
+    aem_scale,
+    empg_advantages,
+    empg_scale,
+    tea_weights,
+    weighted_entropy,
+)
+from .advantage_risk import (
+    conditional_value_at_risk,
+    mixed_value_at_risk,
+    range_value_at_risk,
+    soft_minimum,
+    track_quantile,
+)
+from .advantage_rules import conditional_advantages, prl_advantages, replay_advantages, replay_weight
 from .advantages import clamp_advantages, group_advantages, whiten
 from .aggregation import MODES, Counts, aggregate, count_step, row_tokens
-from .combine import normalise_then_sum, weighted_sum
+from .algorithms import NAMED, named_objective
+from .baselines import best_of_group_advantages, gpg_advantages, opo_advantages, pass_at_k_advantages
+from .best_of import (
+    answer_counts,
+    best_of_n_kl_bound,
+    best_of_n_kl_estimate,
+    expected_best_of_k,
+    majority_at_k,
+    pass_at_k,
+)
+from .combine import gdpo_advantages, normalise_then_sum, weighted_mean, weighted_sum
+from .comparisons import gdro_loss, soft_plackett_luce
+from .entropy import (
+    adapt_entropy_coefficient,
+    covariance_statistics,
+    entrocraft_direction,
+    entrocraft_keep,
+    entropy_bonus,
+    fit_entropy_curve,
+    gated_entropy_coefficient,
+    predicted_entropy_change,
+    token_covariance,
+)
+from .explain import Explanation, explain
+from .fused_head import fused_log_prob_entropy, log_prob_entropy
+from .gradient_balance import combine_gradients, min_norm_weights, smooth_weights
 from .groups import group_index
-from .kl import gaussian_kl
+from .invariance import InvarianceReport, check_invariance
+from .kl import categorical_kl, gaussian_kl, kl_estimate, kl_penalty
+from .objective import Objective
+from .objective_data import Loss, PolicyOutput, Prepared, Trajectories
+from .off_policy import ImportanceWeights, effective_sample_size, importance_weights, off_policy_mask
+from .pairwise import group_pairs, win_rates
+from .presets import PEERS, diff_presets
+from .process_rewards import aggregate_steps, process_advantages, span_index, span_rewards
 from .ratios import (
+    LEVELS,
     gaussian_log_prob,
     guard_log_ratio,
     guard_step_weight,
     log_ratio,
+    ratio_level,
     sequence_log_ratio,
 )
+from .returns import (
+    discounted_returns,
+    gae,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    remax_advantages,
+)
+from .reward_shaping import (
+    jepo_credit,
+    likelihood_reward,
+    neighbour_weights,
+    preference_as_reward,
+    reward_fusion,
+    reward_probability,
+)
+from .reward_terms import (
+    adaptive_kl_coefficient,
+    filter_overlong,
+    kl_in_reward,
+    penalty_kl_coefficient,
+    place_terminal,
+    soft_overlong,
+)
+from .selection import (
+    clip_cov_keep,
+    clip_cov_thresholds,
+    kl_cov_penalty,
+    kl_cov_select,
+    kl_cov_thresholds,
+    top_entropy_keep,
+    top_entropy_thresholds,
+)
+from .selection_rules import (
+    clip_b_keep,
+    clip_b_thresholds,
+    clip_v_keep,
+    clip_v_thresholds,
+    discriminator_scores,
+    entropy_discriminator,
+)
+from .selection_statistics import Decisions, ppo_clipped, require_tokens
+from .siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
+from .steer import steer_change, steer_thresholds, steer_weights
+from .step_rewards import (
+    clip_step_rewards,
+    delta_step_rewards,
+    implicit_prm_loss,
+    implicit_step_rewards,
+    turning_point_rewards,
+)
+from .surrogate_balance import dro, flow_balance
+from .surrogate_forms import gmpo, gradient_keeping_clip, ppo_kl, sapo
+from .surrogate_weighted import binary_kl, binary_tv, cispo, dppo, gamma_weight, reinforce, vespo
 from .surrogates import ClipFractions, RatioStatistics, clip_fractions, ppo_clip, ratio_statistics
+from .value import explained_variance, value_clip_fraction, value_loss
 
 __all__ = [
+    "LEVELS",
     "MODES",
+    "NAMED",
+    "PEERS",
     "ClipFractions",
     "Counts",
+    "Decisions",
+    "Explanation",
+    "ImportanceWeights",
+    "InvarianceReport",
+    "Loss",
+    "Objective",
+    "PolicyOutput",
+    "Prepared",
     "RatioStatistics",
+    "Trajectories",
+    "adapt_entropy_coefficient",
+    "adaptive_kl_coefficient",
+    "aem_advantages",
+    "aem_scale",
     "aggregate",
+    "aggregate_steps",
+    "anchored_entropy_loss",
+    "answer_counts",
+    "best_of_group_advantages",
+    "best_of_n_kl_bound",
+    "best_of_n_kl_estimate",
+    "between_group_advantages",
+    "binary_kl",
+    "binary_tv",
+    "categorical_kl",
+    "check_invariance",
+    "cispo",
     "clamp_advantages",
+    "clip_b_keep",
+    "clip_b_thresholds",
+    "clip_cov_keep",
+    "clip_cov_thresholds",
     "clip_fractions",
+    "clip_step_rewards",
+    "clip_v_keep",
+    "clip_v_thresholds",
+    "combine_gradients",
+    "conditional_advantages",
+    "conditional_value_at_risk",
+    "consistency_entropy",
+    "copo_advantages",
+    "copo_weight",
     "count_step",
+    "covariance_statistics",
+    "delta_step_rewards",
+    "diff_presets",
+    "discounted_returns",
+    "discriminator_scores",
+    "dppo",
+    "dro",
+    "effective_sample_size",
+    "empg_advantages",
+    "empg_scale",
+    "entrocraft_direction",
+    "entrocraft_keep",
+    "entropy_bonus",
+    "entropy_discriminator",
+    "expected_best_of_k",
+    "explain",
+    "explained_variance",
+    "filter_overlong",
+    "fit_entropy_curve",
+    "flow_balance",
+    "fused_log_prob_entropy",
+    "gae",
+    "gamma_weight",
+    "gated_entropy_coefficient",
     "gaussian_kl",
     "gaussian_log_prob",
+    "gdpo_advantages",
+    "gdro_loss",
+    "gmpo",
+    "gpg_advantages",
+    "gradient_keeping_clip",
     "group_advantages",
     "group_index",
+    "group_pairs",
     "guard_log_ratio",
     "guard_step_weight",
+    "implicit_prm_loss",
+    "implicit_step_rewards",
+    "importance_weights",
+    "jepo_credit",
+    "kl_cov_penalty",
+    "kl_cov_select",
+    "kl_cov_thresholds",
+    "kl_estimate",
+    "kl_in_reward",
+    "kl_penalty",
+    "likelihood_reward",
+    "log_prob_entropy",
     "log_ratio",
+    "majority_at_k",
+    "min_norm_weights",
+    "mixed_value_at_risk",
+    "named_objective",
+    "neighbour_weights",
     "normalise_then_sum",
+    "nucleus_entropy",
+    "nucleus_mask",
+    "off_policy_mask",
+    "opo_advantages",
+    "pass_at_k",
+    "pass_at_k_advantages",
+    "penalty_kl_coefficient",
+    "place_terminal",
     "ppo_clip",
+    "ppo_clipped",
+    "ppo_kl",
+    "predicted_entropy_change",
+    "preference_as_reward",
+    "prl_advantages",
+    "process_advantages",
+    "range_value_at_risk",
+    "ratio_level",
     "ratio_statistics",
+    "reinforce",
+    "reinforce_pp_advantages",
+    "reinforce_pp_baseline_advantages",
+    "remax_advantages",
+    "replay_advantages",
+    "replay_weight",
+    "require_tokens",
+    "reward_fusion",
+    "reward_probability",
     "row_tokens",
+    "sapo",
     "sequence_log_ratio",
+    "siren_keep",
+    "smooth_weights",
+    "soft_minimum",
+    "soft_overlong",
+    "soft_plackett_luce",
+    "span_index",
+    "span_rewards",
+    "steer_change",
+    "steer_thresholds",
+    "steer_weights",
+    "tea_weights",
+    "token_covariance",
+    "top_entropy_keep",
+    "top_entropy_thresholds",
+    "track_quantile",
+    "turning_point_rewards",
+    "value_clip_fraction",
+    "value_loss",
+    "vespo",
+    "weighted_entropy",
+    "weighted_mean",
     "weighted_sum",
     "whiten",
+    "win_rates",
 ]

@@ -14,7 +14,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .groups import Labels, group_index, group_min, group_sum
+from .groups import Labels, group_index
+from .moments import centre, check_spread, divide, present_entries, spread
 
 Scale = Literal["group", "batch", "none"]
 Baseline = Literal["mean", "leave_one_out"]
@@ -61,23 +62,23 @@ def group_advantages(
     3.2; Ahmadian et al., RLOO, arXiv 2402.14740; Liu et al., Flow-GRPO, arXiv 2505.05470.
     """
     _check_choices(scale=scale, baseline=baseline, singleton=singleton)
-    _check_spread(ddof, eps)
+    check_spread(ddof, eps)
     if reward.ndim not in (1, 2):
         raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
     index, groups = group_index(group, reward.shape[0], reward.device)
-    present = _present(reward, valid)
+    present = present_entries(reward, valid)
     values = _columns(reward.detach().double())
     mask = _columns(present).expand_as(values)
     values = torch.where(mask, values, 0.0)
 
-    count, centred = _centre(values, mask, index, groups)
+    count, centred = centre(values, mask, index, groups)
     result = centred
     if baseline == "leave_one_out":
         result = result * count / (count - 1).clamp(min=1)
     if scale == "group":
-        result = _divide(result, _std(centred, mask, index, groups, ddof) + eps)
+        result = divide(result, spread(centred, mask, index, groups, ddof) + eps)
     elif scale == "batch":
-        result = _divide(result, _batch_std(values, mask, ddof) + eps)
+        result = divide(result, _batch_std(values, mask, ddof) + eps)
     alone = values if singleton == "raw" else torch.zeros_like(values)
     result = torch.where(mask, torch.where(count == 1, alone, result), 0.0)
     return result.reshape(reward.shape).to(torch.promote_types(reward.dtype, torch.float32))
@@ -87,19 +88,22 @@ def whiten(
     values: Tensor,
     valid: Tensor | None = None,
     *,
+    group: Labels | None = None,
     ddof: int = 1,
     eps: float = 1e-8,
     eps_inside: bool = True,
     keep_mean: bool = False,
 ) -> Tensor:
-    """Bring all valid entries together to mean 0 and standard deviation 1.
+    """Bring the valid entries to mean 0 and standard deviation 1, all together or group by group.
 
-    y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. Per sample on [B], per
-    token on [B, T], where long sequences weigh more: the two published forms of GDPO differ in just this.
+    y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. The scope is what is
+    passed in: per sample on [B], per token on [B, T], where long sequences weigh more (the two published
+    forms of GDPO differ in just this). With labels it is all entries of the rows of one group.
 
     Args:
         values: any shape; entries that are not finite count as missing.
         valid: bool, the shape of values or its first dimensions.
+        group: one label per row of values, for statistics per group; None for one scope.
         ddof: 0 or 1, the divisor of the variance is n − ddof.
         eps: added to the variance (squared unit), or to the std when `eps_inside` is False.
         eps_inside: where eps stands, under the root or beside it.
@@ -110,17 +114,20 @@ def whiten(
         all are equal.
 
     Raises:
-        ValueError: a ddof, eps or shape that is not allowed.
+        ValueError: a ddof, eps, label or shape that is not allowed.
     """
-    _check_spread(ddof, eps)
-    present = _present(values, valid)
+    check_spread(ddof, eps)
+    present = present_entries(values, valid)
     flat = torch.where(present, values.detach().double(), 0.0).reshape(-1, 1)
     mask = present.reshape(-1, 1)
-    one = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
-    _, centred = _centre(flat, mask, one, 1)
-    std = _std(centred, mask, one, 1, ddof)
+    index, groups = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device), 1
+    if group is not None:
+        row, groups = group_index(group, values.shape[0], values.device)
+        index = row.repeat_interleave(values[:1].numel())
+    _, centred = centre(flat, mask, index, groups)
+    std = spread(centred, mask, index, groups, ddof)
     divisor = (std.square() + eps).sqrt() if eps_inside else std + eps
-    result = _divide(centred, divisor)
+    result = divide(centred, divisor)
     if keep_mean:
         result = result + flat - centred
     return result.reshape(values.shape).to(torch.promote_types(values.dtype, torch.float32))
@@ -137,48 +144,10 @@ def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
     return advantage.clamp(-bound, bound)
 
 
-def _centre(values: Tensor, mask: Tensor, index: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """(valid members of each entry's group, values − group mean), both [B, T].
-
-    The group's smallest value is taken off first: equal values become exact zeros before anything is summed,
-    and a large common offset cannot cost digits.
-    """
-    count = group_sum(mask.to(values.dtype), index, groups)
-    lowest = group_min(torch.where(mask, values, float("inf")), index, groups)
-    shifted = torch.where(mask, values - lowest[index], 0.0)
-    mean = group_sum(shifted, index, groups) / count.clamp(min=1)
-    return count[index], torch.where(mask, shifted - mean[index], 0.0)
-
-
-def _std(centred: Tensor, mask: Tensor, index: Tensor, groups: int, ddof: int) -> Tensor:
-    """Standard deviation of each entry's group, [B, T]; 0 for a single member."""
-    count = group_sum(mask.to(centred.dtype), index, groups)
-    total = group_sum(centred.square(), index, groups)
-    return (total / (count - ddof).clamp(min=1)).sqrt()[index]
-
-
 def _batch_std(values: Tensor, mask: Tensor, ddof: int) -> Tensor:
     """Standard deviation of each column of [B, T] over all present entries, expanded to [B, T]."""
     one = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
-    return _std(_centre(values, mask, one, 1)[1], mask, one, 1, ddof)
-
-
-def _divide(centred: Tensor, divisor: Tensor) -> Tensor:
-    """Quotient in which 0/0, equal rewards without eps, is 0."""
-    return centred / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
-
-
-def _present(values: Tensor, valid: Tensor | None) -> Tensor:
-    """Bool of the shape of values: finite and not marked as missing."""
-    present = torch.isfinite(values)
-    if valid is None:
-        return present
-    if valid.dtype != torch.bool or valid.shape != values.shape[: valid.ndim]:
-        raise ValueError(
-            f"valid must be a bool tensor shaped like the values, {tuple(values.shape)}, or like their first "
-            f"dimensions; got {valid.dtype} {tuple(valid.shape)}."
-        )
-    return present & valid.reshape(valid.shape + (1,) * (values.ndim - valid.ndim))
+    return spread(centre(values, mask, one, 1)[1], mask, one, 1, ddof)
 
 
 def _columns(values: Tensor) -> Tensor:
@@ -190,10 +159,3 @@ def _check_choices(**given: str) -> None:
     for name, value in given.items():
         if value not in get_args(allowed[name]):
             raise ValueError(f"{name} must be one of {', '.join(get_args(allowed[name]))}; got {value!r}.")
-
-
-def _check_spread(ddof: int, eps: float) -> None:
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be a finite number ≥ 0; got {eps}.")

@@ -3,7 +3,12 @@
 
 The counts in the denominators are taken once over the whole optimiser step (all micro-batches, all devices)
 and handed in; `aggregate` then returns a share. Adding the shares, or calling backward on each, equals one
-big batch. With DDP, which averages gradients over W devices, multiply each share by W.
+big batch, however uneven the parts are. With DDP, which averages gradients over W devices, multiply each
+share by W.
+
+Counts of parts that hold whole sequences and whole groups add up: `a + b`, or an all-reduce of each field
+(sum; `length` maximum). If a group is split over devices, gather `row_tokens(weight)` and the labels of all
+rows, [N] each, and take `count_step(tokens, group=labels, length=L)` and `row_tokens(tokens, labels)`.
 """
 
 from __future__ import annotations
@@ -68,8 +73,9 @@ def count_step(
             case.
         length: L of "dr_grpo", in decisions; T when not given. Give the same number for every part.
         group: [B] labels, for "group_token_mean".
-        empty: whether rows without a present decision count as sequences: "drop" (verl) or "keep", as losses
-            of zero (TRL).
+        empty: whether rows without a present decision count as sequences. The papers' 1/G is over responses
+            of at least one token and leaves this open: "drop" (verl) averages over what takes part, "keep"
+            (TRL) counts them as losses of zero.
 
     Returns:
         The counts.
@@ -127,12 +133,13 @@ def aggregate(
             sequence is split over rows or micro-batches. Without it a row is a whole sequence.
 
     Returns:
-        0-dim share, in the dtype of loss; 0 with zero gradients when nothing is present.
+        0-dim share, in the dtype of loss, float32 or better; 0 with zero gradients when nothing is present.
 
     Raises:
         ValueError: shapes that do not fit, an unknown mode, or a denominator or group count that is missing.
 
-    Liu et al., Dr.GRPO, arXiv 2503.20783 (dr_grpo); Yu et al., DAPO, arXiv 2503.14476, eq. 12 (token means);
+    Liu et al., Dr.GRPO, arXiv 2503.20783 (dr_grpo); Yu et al., DAPO, arXiv 2503.14476, eq. 8 and 12
+    (group_token_mean as the formulas state it, token_mean as its code averages);
     Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3 (seq_mean_token_mean).
     """
     if mode not in MODES:
@@ -140,6 +147,7 @@ def aggregate(
     if loss.shape != weight.shape:
         raise ValueError(f"loss {tuple(loss.shape)} and weight {tuple(weight.shape)} must have one shape.")
     values, rows = _rows("loss", loss), _rows("weight", weight)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
     if denominator is not None and denominator.shape != rows.shape[:1]:
         raise ValueError(
             f"denominator needs one entry per row, [{rows.shape[0]}]; got shape {tuple(denominator.shape)}."

@@ -1,12 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences between two policies, exact where they have a closed form."""
+"""Divergences between policy and reference: sampled estimators, and exact ones where a closed form exists.
+
+With d = log π(a) − log π_ref(a) of a sampled decision a ~ π, an estimator k(d) has a mean (what a metric or a
+reward sees) and, when it is put into a loss, a gradient k'(d) ∇log π. They estimate different things:
+
+| k          | value            | E_π[value]       | k'(d)           | E_π[k'(d) ∇log π]                  |
+|------------|------------------|------------------|-----------------|------------------------------------|
+| k1         | d                | KL(π‖π_ref)      | 1               | 0: refused as a gradient           |
+| k2         | d²/2             | biased           | d               | ∇KL(π‖π_ref)                       |
+| k3         | e^−d − 1 + d     | KL(π‖π_ref)      | 1 − e^−d        | ∇KL(π_ref‖π), the other direction  |
+| abs        | |d|              | neither          | sign d          | ∇‖π − π_ref‖₁, twice total variation |
+| low_var_kl | min(k3, 10)      | biased           | k3's, 0 where k3 > 10 | biased                       |
+
+So value and gradient are two arguments of `kl_penalty`. Times a live ratio r = π/π_old, ∇(r k3) = r d ∇log π
+sample by sample: that is k2's gradient with importance weight r, and right off-policy; r k1 has the same
+mean, r k2 and r abs have not.
+
+The table is about one decision given what came before. Summed over a sampled sequence, a gradient through the
+decision's own log-probability leaves out how it changes later states; k1 inside the reward does not.
+
+Deviation: e^−d is e^min(−d, 20), in value and slope, so that far-off tokens neither overflow nor lose their
+gradient.
+"""
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from .ratios import EventNorm, expand_over_event, reduce_event
+
+Estimator = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
+Direction = Literal["reverse", "forward"]
+
+LOG_LIMIT = 20.0
+"""Exponentials are e^min(x, 20), as in the surrogates."""
+VALUE_LIMIT = 10.0
+"""Where "low_var_kl" saturates."""
+
+
+def kl_estimate(
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    estimator: Estimator = "k3",
+    *,
+    log_ratio: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Estimate KL(π‖π_ref) from sampled decisions: k(d), or r k(d) for decisions sampled from π_old.
+
+    The formula as written, differentiable as written, for metrics, for the reward and for parity. As a loss
+    its gradient is the last column of the module's table: take `kl_penalty` there.
+
+    Args:
+        log_prob: log π of the sampled decisions, any shape, differentiable; float16 and bfloat16 are computed
+            in float32.
+        ref_log_prob: the same shape, log π_ref; detached here.
+        estimator: "k1", "k2", "k3", "abs" or "low_var_kl".
+        log_ratio: the same shape, log π − log π_old, differentiable; the estimate is then multiplied by r.
+        weight: the same shape; where it is 0 the result is 0 and nothing gets a gradient, even from NaN.
+
+    Returns:
+        Nats per decision, the shape of log_prob, float32 or better.
+
+    Raises:
+        ValueError: shapes that differ, or an unknown estimator.
+
+    Schulman, Approximating KL divergence, 2020 (k1, k2, k3); Shao et al., DeepSeekMath, arXiv 2402.03300,
+    eq. 4 (k3); DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (r k3).
+    """
+    d, ratio = _inputs(log_prob, ref_log_prob, log_ratio, weight)
+    value, slope = _value_and_slope(d, _known("estimator", estimator))
+    estimate = _straight_through(value, slope, d)
+    return estimate if ratio is None else ratio * estimate
+
+
+def kl_penalty(
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    *,
+    value: Estimator = "k3",
+    gradient: Estimator = "k2",
+    log_ratio: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """KL term of a loss whose value is one estimator and whose gradient is another's.
+
+    ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], the last factor being 0 with gradient ∇log π, and
+    r = sg(π/π_old), 1 without `log_ratio`. The default reports the unbiased k3 and follows ∇KL(π‖π_ref), on
+    samples of π, or of π_old with `log_ratio`; there its gradient is that of r k3 with a live r.
+    `gradient="k3"` is GRPO as published, which follows ∇KL(π_ref‖π).
+
+    Args:
+        log_prob: log π of the sampled decisions, any shape, differentiable.
+        ref_log_prob: the same shape, log π_ref; detached here.
+        value: what the loss shows: "k1", "k2", "k3", "abs" or "low_var_kl".
+        gradient: what the loss follows: "k2", "k3", "abs" or "low_var_kl".
+        log_ratio: the same shape, log π − log π_old; detached here.
+        weight: the same shape; where it is 0 the result is 0 and log_prob gets exactly zero gradient.
+
+    Returns:
+        Nats per decision, the shape of log_prob, float32 or better, to be multiplied by β and minimised.
+
+    Raises:
+        ValueError: shapes that differ, an unknown estimator, or "k1" as the gradient.
+
+    The table of the module; Tang and Munos, arXiv 2506.09477; Liu et al., Rethinking KL Regularization in
+    RLHF, arXiv 2510.01555; DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    """
+    if gradient == "k1":
+        raise ValueError(
+            "gradient='k1' is refused: the gradient of k1 = log π − log π_ref is the score function ∇log π, "
+            "whose mean under π is zero, so it adds noise and no pull towards the reference. Use "
+            "gradient='k2' (∇KL(π‖π_ref)), with value='k1' if k1 is to be shown, or subtract β·k1 from the "
+            "reward."
+        )
+    d, ratio = _inputs(log_prob, ref_log_prob, log_ratio, weight)
+    shown, _ = _value_and_slope(d, _known("value", value))
+    _, slope = _value_and_slope(d, _known("gradient", gradient))
+    if ratio is not None:
+        shown, slope = ratio.detach() * shown, ratio.detach() * slope
+    return _straight_through(shown, slope, d)
+
+
+def categorical_kl(
+    logits: Tensor, ref_logits: Tensor, *, direction: Direction = "reverse", weight: Tensor | None = None
+) -> Tensor:
+    """Compute the exact KL of two categorical distributions over a whole vocabulary.
+
+    "reverse": KL(π‖π_ref) = Σ_v π_v (log π_v − log π_ref,v); "forward": KL(π_ref‖π). No sampling noise, and
+    the gradient is the divergence's own. Log-probabilities are logits too. A few [*N, V] tensors in float32
+    are alive at once. Entries with logit −∞ have probability 0 and add 0 where they are the first argument's;
+    where only the second argument forbids an entry the divergence is infinite.
+
+    Args:
+        logits: [*N, V] logits or log-probabilities of π, differentiable; divide by the temperature before.
+        ref_logits: the same shape, of π_ref; detached here.
+        direction: "reverse" or "forward".
+        weight: [*N]; where it is 0 the result is 0 and the gradient exactly zero, even from NaN.
+
+    Returns:
+        [*N] nats, float32 or better, ≥ 0 up to rounding.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown direction.
+
+    Kullback and Leibler, 1951; the quantity that every estimator above estimates.
+    """
+    if direction not in get_args(Direction):
+        raise ValueError(
+            f"direction must be 'reverse', KL(π‖π_ref), or 'forward', KL(π_ref‖π); got {direction!r}."
+        )
+    _check_shape("ref_logits", ref_logits, "logits", logits.shape)
+    if logits.ndim == 0:
+        raise ValueError("logits must be [*N, V] with the vocabulary last; got a 0-dim tensor.")
+    if weight is not None:
+        _check_shape("weight", weight, "logits without the vocabulary", logits.shape[:-1])
+        outside = (weight == 0)[..., None]
+        logits, ref_logits = logits.masked_fill(outside, 0.0), ref_logits.masked_fill(outside, 0.0)
+    new = _float32(logits).log_softmax(-1)
+    ref = _float32(ref_logits.detach()).log_softmax(-1)
+    first, second = (new, ref) if direction == "reverse" else (ref, new)
+    possible = first != float("-inf")
+    first, second = torch.where(possible, first, 0.0), torch.where(possible, second, 0.0)
+    result = torch.where(possible, first.exp() * (first - second), 0.0).sum(-1)
+    return result if weight is None else torch.where(weight != 0, result, 0.0)
 
 
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, event_norm: EventNorm) -> Tensor:
@@ -33,3 +193,59 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, event_norm: Even
     difference = mean.to(dtype) - mean_ref.detach().to(dtype)
     scale = expand_over_event(std.detach().to(dtype), mean, mean_ref)
     return reduce_event((difference / scale).square() / 2, std.ndim, event_norm)
+
+
+def _value_and_slope(d: Tensor, estimator: Estimator) -> tuple[Tensor, Tensor]:
+    """(k(d), k'(d)), both without gradient."""
+    d = d.detach()
+    if estimator == "k1":
+        return d, torch.ones_like(d)
+    if estimator == "k2":
+        return d.square() / 2, d
+    if estimator == "abs":
+        return d.abs(), d.sign()
+    excess = torch.expm1((-d).clamp(max=LOG_LIMIT))
+    k3 = excess + d
+    if estimator == "k3":
+        return k3, -excess
+    return k3.clamp(max=VALUE_LIMIT), torch.where(k3 > VALUE_LIMIT, 0.0, -excess)
+
+
+def _straight_through(value: Tensor, slope: Tensor, d: Tensor) -> Tensor:
+    """Value `value` with gradient `slope` ∇d; d − sg d is exactly 0."""
+    return value + slope * (d - d.detach())
+
+
+def _inputs(
+    log_prob: Tensor, ref_log_prob: Tensor, log_ratio: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(d, r or None), both 0-gradient and finite where weight is 0."""
+    _check_shape("ref_log_prob", ref_log_prob, "log_prob", log_prob.shape)
+    d = _float32(log_prob) - _float32(ref_log_prob.detach())
+    logs = None
+    if log_ratio is not None:
+        _check_shape("log_ratio", log_ratio, "log_prob", log_prob.shape)
+        logs = log_ratio.to(d.dtype)
+    if weight is not None:
+        _check_shape("weight", weight, "log_prob", log_prob.shape)
+        d = torch.where(weight != 0, d, 0.0)
+        logs = None if logs is None else torch.where(weight != 0, logs, 0.0)
+    if logs is None:
+        return d, None
+    return d, torch.exp(logs - (logs - LOG_LIMIT).clamp(min=0).detach())
+
+
+def _known(name: str, estimator: Estimator) -> Estimator:
+    if estimator not in get_args(Estimator):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(Estimator))}; got {estimator!r}.")
+    return estimator
+
+
+def _float32(value: Tensor) -> Tensor:
+    """Float32 or better."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _check_shape(name: str, value: Tensor, other: str, shape: torch.Size) -> None:
+    if value.shape != shape:
+        raise ValueError(f"{name} must have the shape of {other}, {tuple(shape)}; got {tuple(value.shape)}.")

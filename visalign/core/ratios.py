@@ -15,6 +15,16 @@ import torch
 from torch import Tensor
 
 EventNorm = Literal["mean", "sum"]
+Level = Literal["token", "sequence", "sequence_sum", "sequence_token"]
+
+LEVELS: dict[str, str] = {
+    "token": "log r_it",
+    "sequence": "log s_i = Σ_t w log r_it / Σ_t w",
+    "sequence_sum": "Σ_t w log r_it",
+    "sequence_token": "sg[log s_i] + log r_it − sg[log r_it]",
+}
+"""Name -> formula. PPO, GRPO: token; GSPO: sequence; whole trajectories: sequence_sum; GSPO-token:
+sequence_token."""
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, event_norm: EventNorm) -> Tensor:
@@ -78,17 +88,50 @@ def sequence_log_ratio(log_ratio: Tensor, weight: Tensor) -> Tensor:
     Raises:
         ValueError: shapes differ or are not [B, T].
 
-    Zheng et al., GSPO, arXiv 2507.18071, eq. 7.
+    Zheng et al., GSPO, arXiv 2507.18071, eq. 7; the level "sequence" of `ratio_level`.
     """
+    return ratio_level(log_ratio, weight, "sequence")
+
+
+def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
+    """Take the log-ratio of each decision at the level of a token, a sequence, or both.
+
+    The formulas are in `LEVELS`. The result has one entry per decision at every level, so that one surrogate
+    and one aggregation serve all: averaged with "seq_mean_token_mean", a surrogate of the "sequence" level
+    counts once per sequence. "sequence_token" has the value of "sequence", and each decision keeps its own
+    gradient: equal gradients where the advantage is the same for the whole sequence, and a meaning where it
+    is not. Decisions are tokens or denoising steps: the "sequence" level of steps is Flow-GSPO.
+
+    Args:
+        log_ratio: [B, T], differentiable; whole sequences.
+        weight: [B, T], 0 for absent decisions; for "sequence_sum" a mask of 0 and 1 gives the true ratio.
+        level: a key of `LEVELS`.
+
+    Returns:
+        [B, T] float32 or better; 0 with exactly zero gradient where weight is 0.
+
+    Raises:
+        ValueError: shapes differ or are not [B, T], or an unknown level.
+
+    Zheng et al., GSPO, arXiv 2507.18071, eq. 7 (sequence), eq. 14 (sequence_token).
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}.")
     _check_same("log_ratio", log_ratio, "weight", weight)
     if log_ratio.ndim != 2:
         raise ValueError(f"log_ratio must be [B, T]; got shape {tuple(log_ratio.shape)}.")
     inside = weight != 0
-    total = weight.sum(1, keepdim=True)
-    mean = (torch.where(inside, log_ratio, 0.0) * weight).sum(1, keepdim=True) / torch.where(
-        total == 0, 1.0, total
-    )
-    return torch.where(inside, mean, 0.0)
+    own = torch.where(inside, _float32(log_ratio), 0.0)
+    if level == "token":
+        return own
+    scale = weight.to(own.dtype)
+    whole = (own * scale).sum(1, keepdim=True)
+    if level != "sequence_sum":
+        total = scale.sum(1, keepdim=True)
+        whole = whole / torch.where(total == 0, 1.0, total)
+    if level == "sequence_token":
+        whole = whole.detach() + (own - own.detach())
+    return torch.where(inside, whole, 0.0)
 
 
 def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims: int = 1) -> Tensor:

@@ -6,6 +6,7 @@ The objectives never learn whether T counts tokens or denoising steps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +16,33 @@ LOG_RATIO_LIMIT = 20.0
 """Ratios are e^min(log r, 20): e^20 = 4.9e8 stands for all that is larger, and nothing overflows."""
 
 
-def ppo_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_high: float) -> Tensor:
-    """PPO's clipped surrogate with separate bounds.
+def ppo_clip(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate with separate bounds, and with a ceiling for A < 0 if one is given.
 
     ℓ = −min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), r = exp(log r). Clipped decisions have exactly zero
-    gradient. Deviation: above log r = 20 the value stays at e^20 and ∂ℓ/∂log r at −e^20 A.
+    gradient. With `dual_clip` c: ℓ = −max(min(r A, clip(r) A), c A) where A < 0. With `delta` δ:
+    ℓ = −min(min(r, δ) A, clip(r) A). Both hold r at the ceiling where A < 0; they are one and the same for
+    c = δ ≥ 1 + ε_high. Deviation: above log r = 20 the value stays at e^20 and ∂ℓ/∂log r at −e^20 A.
+
+    GSPO and LUSPO are this surrogate on the sequence ratio (`ratio_level`), averaged over sequences with
+    "seq_mean_token_mean" (GSPO, ε = 3e-4, 4e-4) or "seq_mean_token_sum" (LUSPO, ε = 2e-3, 2.5e-3).
 
     Args:
         log_ratio: [B] or [B, T], differentiable; float16 and bfloat16 are computed in float32.
         advantage: [B], or the shape of log_ratio; detached here.
         eps_low: distance of the lower bound from 1, in [0, 1].
         eps_high: distance of the upper bound from 1, ≥ 0; infinity switches it off. DAPO's clip-higher: above
-            eps_low.
+            eps_low (0.2 and 0.28).
+        dual_clip: c > 1, 3 in the paper; None switches it off.
+        delta: δ > 1, 4 in INTELLECT-2; None switches it off. Not together with dual_clip.
 
     Returns:
         Loss per decision, the shape of log_ratio, to be minimised; not weighted, not masked.
@@ -34,13 +50,16 @@ def ppo_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_high: 
     Raises:
         ValueError: shapes that do not fit or bounds outside their range.
 
-    Schulman et al., PPO, arXiv 1707.06347, eq. 7; Yu et al., DAPO, arXiv 2503.14476, eq. 10 (two bounds).
+    Schulman et al., PPO, arXiv 1707.06347, eq. 7; Yu et al., DAPO, arXiv 2503.14476, eq. 10 (two bounds);
+    Ye et al., arXiv 1912.09729 (dual clip); INTELLECT-2, arXiv 2505.07291, section 4.1 (δ); LUSPO, arXiv
+    2602.05261.
     """
-    value, gain = _prepare(log_ratio, advantage, eps_low, eps_high)
-    above, below = _clipped(value, gain, eps_low, eps_high)
-    ratio = _ratio(torch.where(above | below, 0.0, value))
-    ratio = torch.where(above, 1 + eps_high, torch.where(below, 1 - eps_low, ratio))
-    return -ratio * gain
+    bounds = _bounds(eps_low, eps_high, dual_clip, delta)
+    value, gain = surrogate_inputs(log_ratio, advantage)
+    above, below, beyond = _clipped(value, gain, bounds)
+    ratio = bounded_ratio(torch.where(above | below | beyond, 0.0, value))
+    ratio = torch.where(above, 1 + bounds.high, torch.where(below, 1 - bounds.low, ratio))
+    return -torch.where(beyond, 1 + bounds.ceiling, ratio) * gain
 
 
 @dataclass(frozen=True)
@@ -48,15 +67,24 @@ class ClipFractions:
     """Share of the present decisions whose gradient the clip removed; 0-dim tensors in [0, 1]."""
 
     total: Tensor
-    """low + high."""
+    """low + high + dual."""
     low: Tensor
     """A < 0 and r < 1 − ε_low."""
     high: Tensor
     """A > 0 and r > 1 + ε_high."""
+    dual: Tensor
+    """A < 0 and r above the ceiling; 0 without one."""
 
 
 def clip_fractions(
-    log_ratio: Tensor, advantage: Tensor, weight: Tensor | None = None, *, eps_low: float, eps_high: float
+    log_ratio: Tensor,
+    advantage: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+    delta: float | None = None,
 ) -> ClipFractions:
     """Count what `ppo_clip` cuts off with the same arguments.
 
@@ -66,6 +94,8 @@ def clip_fractions(
         weight: the shape of log_ratio; decisions of weight 0 are not counted, the others count once.
         eps_low: as in `ppo_clip`.
         eps_high: as in `ppo_clip`.
+        dual_clip: as in `ppo_clip`.
+        delta: as in `ppo_clip`.
 
     Returns:
         Fractions without gradient; 0 when no decision is present.
@@ -73,12 +103,12 @@ def clip_fractions(
     Raises:
         ValueError: as in `ppo_clip`.
     """
-    value, gain = _prepare(log_ratio, advantage, eps_low, eps_high)
-    above, below = _clipped(value, gain, eps_low, eps_high)
+    bounds = _bounds(eps_low, eps_high, dual_clip, delta)
+    value, gain = surrogate_inputs(log_ratio, advantage)
     inside = _inside(value, weight)
     count = inside.sum().clamp(min=1)
-    low, high = (below & inside).sum() / count, (above & inside).sum() / count
-    return ClipFractions(total=low + high, low=low, high=high)
+    high, low, dual = ((hit & inside).sum() / count for hit in _clipped(value, gain, bounds))
+    return ClipFractions(total=low + high + dual, low=low, high=high, dual=dual)
 
 
 @dataclass(frozen=True)
@@ -130,12 +160,19 @@ def ratio_statistics(log_ratio: Tensor, weight: Tensor | None = None) -> RatioSt
     )
 
 
-def _prepare(log_ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
-    if not 0 <= eps_low <= 1 or not eps_high >= 0:
-        raise ValueError(
-            "the ratio is clipped to [1 − eps_low, 1 + eps_high], eps_low in [0, 1] and eps_high ≥ 0; got "
-            f"eps_low={eps_low}, eps_high={eps_high}."
-        )
+def surrogate_inputs(log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    """Check and align what every surrogate gets.
+
+    Args:
+        log_ratio: [B] or [B, T].
+        advantage: [B], or the shape of log_ratio.
+
+    Returns:
+        (log_ratio in float32 or better, advantage without gradient, of the same shape and dtype).
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
     if log_ratio.ndim not in (1, 2) or advantage.shape not in (log_ratio.shape, log_ratio.shape[:1]):
         raise ValueError(
             "log_ratio must be [B] or [B, T] and advantage [B] or the same shape; got log_ratio "
@@ -148,16 +185,58 @@ def _prepare(log_ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: flo
     return value, gain.expand_as(value)
 
 
-def _clipped(log_ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
-    """Where the clip is active: (above the upper bound with A > 0, below the lower bound with A < 0)."""
-    shift = torch.expm1(log_ratio)
-    return (advantage > 0) & (shift > eps_high), (advantage < 0) & (shift < -eps_low)
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """r = e^min(log r, 20), with the gradient r ∇log r kept alive above the limit.
 
+    Args:
+        log_ratio: any shape, differentiable.
 
-def _ratio(log_ratio: Tensor) -> Tensor:
-    """e^log r, its value limited to e^20 and its gradient kept alive there."""
+    Returns:
+        The shape and dtype of log_ratio.
+    """
     excess = (log_ratio - LOG_RATIO_LIMIT).clamp(min=0).detach()
     return torch.exp(log_ratio - excess)
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Distances from 1, so that 1e-5 is not rounded away before it is compared."""
+
+    low: float
+    """Below, for A < 0."""
+    high: float
+    """Above, for A > 0."""
+    ceiling: float
+    """Above, for A < 0."""
+
+
+def _bounds(eps_low: float, eps_high: float, dual_clip: float | None, delta: float | None) -> _Bounds:
+    if not 0 <= eps_low <= 1 or not eps_high >= 0:
+        raise ValueError(
+            "the ratio is clipped to [1 − eps_low, 1 + eps_high], eps_low in [0, 1] and eps_high ≥ 0; got "
+            f"eps_low={eps_low}, eps_high={eps_high}."
+        )
+    if dual_clip is not None and delta is not None:
+        raise ValueError(
+            f"dual_clip and delta both set the ceiling for A < 0; give one, got {dual_clip} and {delta}."
+        )
+    for name, bound in (("dual_clip", dual_clip), ("delta", delta)):
+        if bound is not None and not bound > 1:
+            raise ValueError(f"{name} is a ratio above 1, or None for no ceiling; got {bound}.")
+    if delta is not None:
+        return _Bounds(eps_low, min(eps_high, delta - 1), max(eps_high, delta - 1))
+    return _Bounds(eps_low, eps_high, math.inf if dual_clip is None else dual_clip - 1)
+
+
+def _clipped(log_ratio: Tensor, advantage: Tensor, bounds: _Bounds) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the clip is active: (above with A > 0, below with A < 0, above the ceiling with A < 0)."""
+    shift = torch.expm1(log_ratio)
+    worse = advantage < 0
+    return (
+        (advantage > 0) & (shift > bounds.high),
+        worse & (shift < -bounds.low),
+        worse & (shift > bounds.ceiling),
+    )
 
 
 def _inside(log_ratio: Tensor, weight: Tensor | None) -> Tensor:

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden families of the surrogates: ratio levels, policy losses, off-policy weights, FlowRL, AEPO's clip."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from visalign.core.aggregation import MODES, aggregate, count_step
+from visalign.core.kl import gaussian_kl, kl_estimate
+from visalign.core.off_policy import importance_weights, off_policy_mask
+from visalign.core.ratios import gaussian_log_prob, log_ratio, ratio_level
+from visalign.core.surrogate_balance import dro, flow_balance
+from visalign.core.surrogate_forms import gmpo, gradient_keeping_clip, sapo
+from visalign.core.surrogate_weighted import (
+    binary_kl,
+    binary_tv,
+    cispo,
+    dppo,
+    gamma_weight,
+    reinforce,
+    vespo,
+)
+from visalign.core.surrogates import ppo_clip
+
+Outputs = dict[str, Any]
+
+TOKENS = ("log_prob", "old_log_prob", "advantages", "mask")
+NEUTRAL = ("mask_kind", "dtype", "empty_rows")
+"""Parameters that describe the inputs and change no formula."""
+
+
+class Tokens(NamedTuple):
+    """Tensors of one case, [B, T]."""
+
+    new: Tensor
+    old: Tensor
+    weight: Tensor
+    advantage: Tensor
+    reference: Tensor | None
+    ratio: Tensor
+    """Per token."""
+
+    def level(self, level: Any) -> Tensor:
+        return ratio_level(self.ratio, self.weight, level)
+
+
+def _tokens(case: Any) -> Tokens:
+    new, old, weight = (
+        case.tensor("log_prob").requires_grad_(),
+        case.tensor("old_log_prob"),
+        case.tensor("mask"),
+    )
+    reference = case.tensor("ref_log_prob") if "ref_log_prob" in case.inputs else None
+    return Tokens(new, old, weight, case.tensor("advantages"), reference, log_ratio(new, old, weight))
+
+
+def _eps(params: Mapping[str, Any]) -> dict[str, float]:
+    return {"eps_low": params["eps_low"], "eps_high": params["eps_high"]}
+
+
+def _clip(p: Mapping[str, Any], t: Tokens) -> Tensor | None:
+    if p.get("level", "token") not in ("token", "sequence", "sequence_token"):
+        return None
+    ratio = t.level(p.get("level", "token"))
+    loss = ppo_clip(ratio, t.advantage, **_eps(p), dual_clip=p.get("c"), delta=p.get("delta"))
+    return _with_kl(p, t, loss)
+
+
+def _with_kl(p: Mapping[str, Any], t: Tokens, loss: Tensor) -> Tensor | None:
+    if "beta" not in p:
+        return loss
+    kind = p.get("kl", "k3")
+    if kind not in ("k3", "k3*ratio") or t.reference is None:
+        return None
+    live = t.ratio if kind == "k3*ratio" else None
+    return loss + p["beta"] * kl_estimate(t.new, t.reference, "k3", log_ratio=live, weight=t.weight)
+
+
+def _luspo(p: Mapping[str, Any], t: Tokens) -> Tensor:
+    return ppo_clip(t.level("sequence"), t.advantage, **_eps(p))
+
+
+def _cispo(p: Mapping[str, Any], t: Tokens) -> Tensor:
+    bounds = {"bound_low": p["bound_low"], "bound_high": p["bound_high"]}
+    return cispo(t.new, t.ratio, t.advantage, **bounds, weight=t.weight)
+
+
+def _sapo(p: Mapping[str, Any], t: Tokens) -> Tensor:
+    return sapo(t.ratio, t.advantage, tau_pos=p["tau_pos"], tau_neg=p["tau_neg"])
+
+
+def _gmpo(p: Mapping[str, Any], t: Tokens) -> Tensor | None:
+    return _with_kl(p, t, gmpo(t.ratio, t.advantage, t.weight, **_eps(p)))
+
+
+def _gpg(p: Mapping[str, Any], t: Tokens) -> Tensor:
+    return reinforce(t.new, t.advantage, weight=t.weight)
+
+
+def _dppo(measure: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Mapping[str, Any], Tokens], Tensor]:
+    def run(p: Mapping[str, Any], t: Tokens) -> Tensor:
+        limits = {"limit_low": p["div_low"], "limit_high": p["div_high"], "cap": p["c"]}
+        distance = measure(t.new, t.old)
+        return dppo(t.ratio, t.advantage, distance, **limits, log_prob=t.new, weight=t.weight)
+
+    return run
+
+
+def _dro(p: Mapping[str, Any], t: Tokens) -> Tensor:
+    return dro(t.new, t.ratio, t.advantage, beta=p["beta"], weight=t.weight)
+
+
+GAMMA = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+
+
+def _vespo(p: Mapping[str, Any], t: Tokens) -> Tensor:
+    return vespo(t.new, t.level("sequence_sum"), t.advantage, **{k: p[k] for k in GAMMA}, weight=t.weight)
+
+
+Form = Callable[[Mapping[str, Any], Tokens], Tensor | None]
+CLIP = ("eps_low", "eps_high")
+
+FORMS: tuple[tuple[str, Form, tuple[str, ...], tuple[str, ...]], ...] = (
+    (r"(ppo_clip|clip_higher)", _clip, CLIP, ()),
+    (r"dual_clip", _clip, (*CLIP, "c"), ()),
+    (r"two_sided_delta", _clip, (*CLIP, "delta"), ()),
+    (r"grpo_k3", _clip, (*CLIP, "beta", "kl"), ()),
+    (r"gspo", _clip, (*CLIP, "level"), ()),
+    (r"luspo", _luspo, CLIP, ()),
+    (r"cispo", _cispo, ("bound_low", "bound_high"), ()),
+    (r"sapo", _sapo, ("tau_pos", "tau_neg"), ()),
+    (r"gmpo", _gmpo, CLIP, ("beta", "kl")),
+    (r"gpg", _gpg, (), ()),
+    (r"dppo_tv", _dppo(binary_tv), ("div_low", "div_high", "c"), ()),
+    (r"dppo_kl", _dppo(binary_kl), ("div_low", "div_high", "c"), ()),
+    (r"dro", _dro, ("beta",), ()),
+    (r"vespo", _vespo, GAMMA, ()),
+)
+"""Name -> loss, the parameters it needs, those it may have. Any other parameter makes the case unknown."""
+
+AGGREGATIONS: dict[str, Any] = {m: m for m in MODES if m != "group_token_mean"}
+AGGREGATIONS["seq_mean"] = "seq_mean_token_mean"
+
+
+def _surrogates(case: Any) -> Outputs | None:
+    if re.match("opsm", case.variant):
+        return _off_policy_mask(case)
+    if re.match("tis_", case.variant):
+        return _truncated(case)
+    form = _form(case)
+    if form is None or not _has(case, (), TOKENS):
+        return None
+    blocks = {"": case.expected} if case.expected else {}
+    blocks |= {k: case.record[k] for k in ("outputs_verl", "outputs_trl") if k in case.record}
+    if not blocks and "outputs_peer" in case.record:
+        blocks = {"outputs_peer": case.record["outputs_peer"]}
+    result: Outputs = {}
+    for key, block in blocks.items():
+        modes = [mode for mode in block if mode in AGGREGATIONS]
+        values: Outputs = {}
+        for mode in modes:
+            tokens = _tokens(case)
+            losses = form(case.params, tokens)
+            if losses is None:
+                return None
+            values[mode] = _aggregated(losses, tokens, AGGREGATIONS[mode], _empty(case, key))
+        if "phi" in block:
+            values["phi"] = _phi(case)
+        result |= values if not key else {key: values}
+    return result or None
+
+
+def _form(case: Any) -> Form | None:
+    if case.params.get("dtype", "float64") != "float64":
+        return None
+    for name, form, needed, optional in FORMS:
+        if re.fullmatch(rf"((trl|verl)_)?{name}(_\w+)?", case.variant):
+            given = set(case.params) - set(NEUTRAL)
+            return form if set(needed) <= given <= {*needed, *optional} else None
+    return None
+
+
+def _aggregated(losses: Tensor, tokens: Tokens, mode: Any, empty: Any) -> Outputs:
+    loss = aggregate(losses, tokens.weight, mode, count_step(tokens.weight, empty=empty))
+    (gradient,) = torch.autograd.grad(loss, tokens.new)
+    return {"loss": loss, "grad_log_prob": gradient}
+
+
+def _empty(case: Any, key: str) -> str:
+    """TRL counts rows without a token as sequences, verl does not."""
+    of_trl = key == "outputs_trl" or (not key and str(case.record.get("source", "")).startswith("trl"))
+    return "keep" if of_trl else "drop"
+
+
+def _phi(case: Any) -> Tensor:
+    tokens = _tokens(case)
+    phi = gamma_weight(tokens.level("sequence_sum"), tokens.advantage, **{k: case.params[k] for k in GAMMA})
+    return phi.gather(1, (tokens.weight != 0).double().argmax(1, keepdim=True))
+
+
+def _off_policy_mask(case: Any) -> Outputs | None:
+    if not _has(case, ("delta",), TOKENS):
+        return None
+    tokens = _tokens(case)
+    keep = off_policy_mask(tokens.ratio, tokens.advantage, tokens.weight, delta=case.params["delta"])
+    return {"keep": keep.double()}
+
+
+def _truncated(case: Any) -> Outputs | None:
+    levels: dict[Any, Any] = {"token": "token", "sequence": "sequence_sum"}
+    if not _has(case, ("C", "level"), ("log_ratio", "mask")) or case.params["level"] not in levels:
+        return None
+    level = levels[case.params["level"]]
+    found = importance_weights(
+        case.tensor("log_ratio"), case.tensor("mask"), level=level, mode="truncate", high=case.params["C"]
+    )
+    return {"weights": found.value}
+
+
+def _has(case: Any, params: tuple[str, ...], inputs: tuple[str, ...]) -> bool:
+    return set(params) <= set(case.params) and set(inputs) <= set(case.inputs)
+
+
+def _paper_rules(case: Any) -> Outputs | None:
+    if re.match("flowrl", case.variant):
+        return _flowrl(case)
+    if re.match("aepo_clip", case.variant) and _has(case, CLIP, TOKENS[:3]):
+        return _aepo(case)
+    return None
+
+
+def _flowrl(case: Any) -> Outputs | None:
+    needed = ("log_prob", "old_log_prob", "ref_log_prob", "log_z", "reward", "mask")
+    if not _has(case, ("beta", "clip"), needed):
+        return None
+    clip = case.params["clip"]
+    return {**_balance(case, clip, clip), "outputs_peer": _balance(case, 1.0, float("inf"))}
+
+
+def _balance(case: Any, eps_low: float, eps_high: float) -> Outputs:
+    new, weight = case.tensor("log_prob").requires_grad_(), case.tensor("mask")
+    whole = ratio_level(log_ratio(new, case.tensor("old_log_prob"), weight), weight, "sequence_sum")
+    losses = flow_balance(
+        new,
+        case.tensor("ref_log_prob"),
+        case.tensor("log_z"),
+        case.tensor("reward"),
+        weight,
+        beta=case.params["beta"],
+        log_ratio=whole,
+        eps_low=eps_low,
+        eps_high=eps_high,
+    )
+    loss = aggregate(losses, weight, "seq_mean_token_mean", count_step(weight))
+    (gradient,) = torch.autograd.grad(loss, new)
+    return {"loss": loss, "grad_log_prob": gradient}
+
+
+def _aepo(case: Any) -> Outputs:
+    new = case.tensor("log_prob").requires_grad_()
+    ratio = log_ratio(new, case.tensor("old_log_prob"))
+    losses = gradient_keeping_clip(ratio, case.tensor("advantages"), **_eps(case.params))
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    return {"loss_per_token": losses, "grad_of_sum": gradient}
+
+
+def _flow_dppo(case: Any) -> Outputs | None:
+    needed = ("mean", "mean_old", "x_next", "std", "old_log_prob", "advantages")
+    if case.variant != "flow_dppo" or not _has(case, ("kl_threshold",), needed):
+        return None
+    mean, std, limit = case.tensor("mean").requires_grad_(), case.tensor("std"), case.params["kl_threshold"]
+    new = gaussian_log_prob(case.tensor("x_next"), mean, std, event_norm="mean")
+    ratio = log_ratio(new, case.tensor("old_log_prob"))
+    kl = gaussian_kl(mean, case.tensor("mean_old"), std, event_norm="mean")
+    limits = {"limit_low": limit, "limit_high": limit, "cap": float("inf")}
+    losses = dppo(ratio, case.tensor("advantages"), kl, **limits)
+    loss = aggregate(losses, torch.ones_like(losses), "token_mean", count_step(torch.ones_like(losses)))
+    (gradient,) = torch.autograd.grad(loss, mean)
+    return {"loss": loss, "grad_mean": gradient, "kl": kl, "ratio": ratio.exp()}
+
+
+FAMILIES: Mapping[str, Callable[[Any], Outputs | None]] = {
+    "B_surrogates": _surrogates,
+    "E_diffusion_losses": _flow_dppo,
+    "H_paper_rules": _paper_rules,
+}

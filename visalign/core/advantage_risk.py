@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages that look at the tail: RiskPO's mixed value at risk, the cautious value of several critics."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def range_value_at_risk(
+    score: Tensor,
+    q_down: Tensor | float,
+    q_up: Tensor | float,
+    *,
+    level_down: float = 0.2,
+    level_up: float = 0.8,
+    natural_baseline: bool = True,
+) -> Tensor:
+    """Weight of a score in the mean between two quantiles, its range value at risk.
+
+    RVaR(S) = [(S − q_d)⁺ − (S − q_u)⁺ + q_d − q_u]/(α_u − α_d), the last two terms being the natural
+    baseline: with it the value is ≤ 0 and 0 from q_u on, without it ≥ 0 and 0 up to q_d.
+
+    Args:
+        score: any shape, any unit; what is not finite is missing.
+        q_down: the α_d quantile of the scores, same unit, a number or a tensor that broadcasts.
+        q_up: the α_u quantile, ≥ q_down.
+        level_down: α_d in (0, 1).
+        level_up: α_u in (α_d, 1].
+        natural_baseline: see above.
+
+    Returns:
+        The shape of score, float32 or better, no gradient; 0 where missing.
+
+    Raises:
+        ValueError: levels that are not 0 < α_d < α_u ≤ 1.
+
+    RiskPO, arXiv 2510.00911. The released single-prompt estimator divides by q_u − q_d instead; this is the
+    other one, of levels.
+    """
+    _check_levels(level_down, level_up)
+    value = _float32(score).detach()
+    inside = (value - q_down).clamp(min=0) - (value - q_up).clamp(min=0)
+    if natural_baseline:
+        inside = inside + (q_down - q_up)
+    return torch.where(torch.isfinite(value), inside / (level_up - level_down), 0.0)
+
+
+def conditional_value_at_risk(score: Tensor, q_down: Tensor | float, *, level_down: float = 0.2) -> Tensor:
+    """Weight of a score in the mean of the worst: CVaR(S) = −(q_d − S)⁺/α_d, 0 from q_d on.
+
+    Args:
+        score: any shape, any unit; what is not finite is missing.
+        q_down: the α_d quantile of the scores, same unit, a number or a tensor that broadcasts.
+        level_down: α_d in (0, 1).
+
+    Returns:
+        The shape of score, ≤ 0, float32 or better, no gradient; 0 where missing.
+
+    Raises:
+        ValueError: α_d outside (0, 1).
+
+    RiskPO, arXiv 2510.00911.
+    """
+    _check_levels(level_down, 1.0)
+    value = _float32(score).detach()
+    return torch.where(torch.isfinite(value), -(q_down - value).clamp(min=0) / level_down, 0.0)
+
+
+def mixed_value_at_risk(
+    score: Tensor,
+    q_down: Tensor | float,
+    q_up: Tensor | float,
+    *,
+    level_down: float = 0.2,
+    level_up: float = 0.8,
+    tail_weight: float = 1.5,
+    natural_baseline: bool = True,
+) -> Tensor:
+    """RiskPO's advantage: A = (ω CVaR + RVaR)/(ω + 1); the worst samples move the policy most.
+
+    Non-decreasing in the score and constant from q_u on. With the natural baseline all advantages are ≤ 0.
+    Divide by the std of the scores afterwards if the unit is to vanish. For pictures: scores of one prompt
+    with the quantiles of its group guard against one lucky picture among bad ones.
+
+    Args:
+        score: any shape, e.g. [B] sums over bundles of prompts; what is not finite is missing.
+        q_down: as in `range_value_at_risk`; tracked over steps by `track_quantile`.
+        q_up: as in `range_value_at_risk`.
+        level_down: α_d.
+        level_up: α_u.
+        tail_weight: ω ≥ 0.
+        natural_baseline: as in `range_value_at_risk`.
+
+    Returns:
+        The shape of score, float32 or better, no gradient; 0 where missing.
+
+    Raises:
+        ValueError: levels that are not 0 < α_d < α_u ≤ 1, or ω < 0.
+
+    RiskPO, arXiv 2510.00911 (ω = 1.5, levels 0.2 and 0.8).
+    """
+    if not 0 <= tail_weight < math.inf:
+        raise ValueError(f"tail_weight must be finite and ≥ 0; got {tail_weight}.")
+    middle = range_value_at_risk(
+        score, q_down, q_up, level_down=level_down, level_up=level_up, natural_baseline=natural_baseline
+    )
+    tail = conditional_value_at_risk(score, q_down, level_down=level_down)
+    return (tail_weight * tail + middle) / (tail_weight + 1)
+
+
+def track_quantile(quantile: Tensor | float, score: Tensor, *, level: float, rate: float = 0.1) -> Tensor:
+    """Move a running quantile towards the scores' own: q ← q + η (α − mean 1[S ≤ q]).
+
+    Args:
+        quantile: q, a number or 0-dim tensor, in the unit of the scores.
+        score: any shape; what is not finite is left out.
+        level: α in (0, 1).
+        rate: η > 0, in the unit of the scores.
+
+    Returns:
+        0-dim, float32 or better, no gradient; q itself where there is no score.
+
+    Raises:
+        ValueError: a level outside (0, 1).
+
+    RiskPO, arXiv 2510.00911 (η = 0.1).
+    """
+    _check_levels(level, 1.0)
+    value = _float32(score).detach()
+    present = torch.isfinite(value)
+    below = ((value <= quantile) & present).sum() / present.sum().clamp(min=1).to(value.dtype)
+    now = torch.as_tensor(quantile, dtype=value.dtype, device=value.device)
+    return torch.where(present.any(), now + rate * (level - below), now)
+
+
+def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
+    """Cautious value of several critics, V = −a [ln Σ_h exp(−v_h/a) − ln n].
+
+    Between the minimum (a → 0) and the mean (a → ∞) of the n critics; equal critics give their value.
+
+    Args:
+        values: [..., n], differentiable.
+        temperature: a > 0, in the unit of the values.
+
+    Returns:
+        [...], float32 or better.
+
+    Raises:
+        ValueError: no critics, or a temperature that is not positive and finite.
+
+    SAFE (two critics, a = 0.3).
+    """
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive and finite; got {temperature}.")
+    if not values.ndim or not values.shape[-1]:
+        raise ValueError(f"values must be [..., n] with at least one critic; got {tuple(values.shape)}.")
+    total = torch.logsumexp(-_float32(values) / temperature, -1) - math.log(values.shape[-1])
+    return -temperature * total
+
+
+def _float32(value: Tensor) -> Tensor:
+    """Float32 or better."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _check_levels(down: float, up: float) -> None:
+    if not 0 < down < up <= 1:
+        raise ValueError(f"quantile levels must satisfy 0 < down < up ≤ 1; got {down} and {up}.")

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-prob and entropy of chosen tokens: from logits, and from hidden states without the logits.
+
+V vocabulary entries, H hidden size. With N = B·T tokens the logits [N, V] are the largest tensor of a text
+policy's update; `fused_log_prob_entropy` makes and forgets them tile by tile, forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .fused_tiles import TILES, Rows, Transform, head_gradients, softmax_statistics
+
+
+@dataclass(frozen=True)
+class LogProbEntropy:
+    """Of the policy's distribution over the vocabulary at each token; the shape of the targets."""
+
+    log_prob: Tensor
+    """log p of the target, in nats, differentiable."""
+    entropy: Tensor
+    """H = −Σ_v p_v log p_v, in nats, differentiable."""
+    sum_p2: Tensor | None = None
+    """Σ_v p_v², no gradient; optimal token baselines need it."""
+
+
+def log_prob_entropy(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, soft_cap: float | None = None
+) -> LogProbEntropy:
+    """Log-prob of the target and entropy, from logits that are there anyway.
+
+    z = c·tanh(logits/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. Several tensors of the size of
+    the logits are made; `fused_log_prob_entropy` avoids them.
+
+    Args:
+        logits: [*N, V], differentiable; −∞ excludes an entry. Float16 and bfloat16 are computed in float32.
+        target: [*N] ids in [0, V).
+        temperature: τ > 0 that the tokens were sampled with.
+        soft_cap: c > 0 of Gemma 2's logit soft-capping (arXiv 2408.00118, section 2); None switches it off.
+
+    Returns:
+        [*N] each, float32 or better, with sum_p2.
+
+    Raises:
+        ValueError: shapes that do not fit, ids outside [0, V), or a temperature or soft-cap ≤ 0.
+    """
+    _check_scales(temperature, soft_cap)
+    _check_shape("target", target, logits.shape[:-1], "logits", logits)
+    _check_target(target, None, logits.shape[-1])
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if soft_cap is not None:
+        z = (z / soft_cap).tanh() * soft_cap
+    log_p = (z / temperature).log_softmax(-1)
+    finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    return LogProbEntropy(
+        log_prob=log_p.gather(-1, target.long()[..., None])[..., 0],
+        entropy=-(log_p.exp() * finite).sum(-1),
+        sum_p2=(2 * log_p.detach()).exp().sum(-1),
+    )
+
+
+def fused_log_prob_entropy(
+    hidden: Tensor,
+    head_weight: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    head_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+    sum_p2: bool = False,
+    tile: tuple[int, int] | None = None,
+) -> LogProbEntropy:
+    """`log_prob_entropy` of the logits W h + b, with nothing of their size in memory.
+
+    z = c·tanh((W h + b)/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. The backward pass computes
+    each tile of logits again. It leaves out rows whose upstream gradient is exactly 0 (clipped, without
+    advantage, not selected) and products for inputs that need no gradient. Products are summed in float32, so
+    the logits of a bfloat16 head are never rounded to bfloat16. The host waits for a CUDA device to check
+    the ids and to count the rows.
+
+    Deviations: autocast is off inside; operands keep the dtype they come in. With a bfloat16 head on CUDA the
+    gradient of the logits is rounded to bfloat16, as a factor of its two products.
+
+    Args:
+        hidden: [*N, H] last hidden states, differentiable.
+        head_weight: [V, H] W, differentiable unless frozen; it may be tied to the embedding.
+        target: [*N] ids in [0, V), of the token that each state predicts.
+        weight: [*N]; where it is 0 the results are 0 and cost nothing, the hidden state may be NaN and gets
+            exactly zero gradient, and the target may be any number.
+        head_bias: [V] b, differentiable; −∞ excludes an entry.
+        temperature: τ > 0 that the tokens were sampled with.
+        soft_cap: c > 0 of Gemma 2's logit soft-capping (arXiv 2408.00118, section 2); None switches it off.
+        sum_p2: whether to give Σ_v p_v² too.
+        tile: (rows, vocabulary entries) worked on at a time, for memory against time; by default
+            `fused_tiles.TILES` of the device. Work memory is 2 float32 tiles, 3 with a soft-cap, and for a
+            bfloat16 head one float32 strip [tile[1], H] or two.
+
+    Returns:
+        [*N] each, float32 or better.
+
+    Raises:
+        ValueError: shapes that do not fit, ids outside [0, V), or a temperature, soft-cap or tile ≤ 0.
+
+    Milakov and Gimelshein, arXiv 1805.02867 (log Σ e^z in one sweep); Wijmans et al., Cut Cross-Entropy,
+    arXiv 2411.09009, section 4 (no logits in memory, recomputed for the gradient).
+    """
+    _check_scales(temperature, soft_cap)
+    _check_head(hidden, head_weight, head_bias)
+    _check_shape("target", target, hidden.shape[:-1], "hidden", hidden)
+    if weight is not None:
+        _check_shape("weight", weight, hidden.shape[:-1], "hidden", hidden)
+    _check_target(target, weight, head_weight.shape[0])
+    transform = Transform(temperature=temperature, soft_cap=soft_cap, tile=_tile(tile, hidden))
+    results = _FusedHead.apply(
+        hidden.reshape(-1, head_weight.shape[1]),
+        head_weight,
+        head_bias,
+        target.reshape(-1).long(),
+        None if weight is None else weight.reshape(-1).nonzero()[:, 0],
+        transform,
+        sum_p2,
+    )
+    return LogProbEntropy(*(value.view(target.shape) for value in results))
+
+
+class _FusedHead(torch.autograd.Function):
+    """Rows [N, H] in; (log p, H) of each, or (log p, H, Σ p²), out; [N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        index: Tensor | None,
+        transform: Transform,
+        sum_p2: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        rows = Rows(hidden, index, target if index is None else target[index])
+        with torch.autocast(hidden.device.type, enabled=False):
+            found = softmax_statistics(rows, weight, bias, transform, sum_p2=sum_p2)
+        ctx.transform = transform
+        ctx.save_for_backward(hidden, weight, bias, rows.target, index, found.top, found.total, found.entropy)
+        results = (found.log_prob, found.entropy, found.sum_p2)[: 3 if sum_p2 else 2]
+        if index is not None:
+            results = tuple(_place(value, index, hidden.shape[0]) for value in results)
+        ctx.mark_non_differentiable(*results[2:])
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> Any:
+        hidden, weight, bias, target, index, top, total, entropy = ctx.saved_tensors
+        given = [grad for grad in (grad_log_prob, grad_entropy) if grad is not None]
+        if not given:
+            return (None,) * 7
+        pull, push = (
+            grad if grad is None or index is None else grad[index] for grad in (grad_log_prob, grad_entropy)
+        )
+        pull = torch.zeros_like(top) if pull is None else pull
+        live = pull != 0 if push is None else (pull != 0) | (push != 0)
+        kept = live.nonzero()[:, 0]
+        if kept.shape[0] < live.shape[0]:
+            index = kept if index is None else index[kept]
+            target, top, total, entropy = target[kept], top[kept], total[kept], entropy[kept]
+            pull = pull[kept]
+            push = None if push is None else push[kept]
+        with torch.autocast(hidden.device.type, enabled=False):
+            gradients = head_gradients(
+                Rows(hidden, index, target),
+                weight,
+                bias,
+                ctx.transform,
+                top=top,
+                total=total,
+                entropy=entropy,
+                grad_log_prob=pull,
+                grad_entropy=push,
+                needs=ctx.needs_input_grad[:3],
+            )
+        grad_hidden, grad_bias = gradients.hidden, gradients.bias
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+            grad_hidden = grad_hidden if index is None else _place(grad_hidden, index, hidden.shape[0])
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, gradients.weight, grad_bias, None, None, None, None
+
+
+def _place(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """These rows among `count` rows of zeros."""
+    return values.new_zeros((count, *values.shape[1:])).index_copy_(0, index, values)
+
+
+def _check_scales(temperature: float, soft_cap: float | None) -> None:
+    if not 0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature must be above 0 and finite, the one that the tokens were sampled with; got "
+            f"{temperature}. For greedy tokens use 1."
+        )
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap must be above 0 and finite, or None for none; got {soft_cap}.")
+
+
+def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or weight.numel() == 0:
+        raise ValueError(
+            "hidden must be [..., H] and head_weight [V, H] with one H ≥ 1, as nn.Linear(H, V).weight is; "
+            f"got hidden {tuple(hidden.shape)} and head_weight {tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"head_bias needs one entry per vocabulary entry, [{weight.shape[0]}]; got shape "
+            f"{tuple(bias.shape)}."
+        )
+    if not (hidden.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(
+            f"hidden and head_weight must be floating point; got {hidden.dtype} and {weight.dtype}. "
+            "Dequantise the head first."
+        )
+
+
+def _check_shape(name: str, value: Tensor, shape: torch.Size, other_name: str, other: Tensor) -> None:
+    if value.shape != shape:
+        raise ValueError(
+            f"{name} must have the shape of {other_name} without its last dimension, {tuple(shape)}; got "
+            f"{name} {tuple(value.shape)} and {other_name} {tuple(other.shape)}."
+        )
+
+
+def _check_target(target: Tensor, weight: Tensor | None, count: int) -> None:
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"target must hold integer ids; got {target.dtype}.")
+    outside = (target < 0) | (target >= count)
+    if weight is not None:
+        outside &= weight != 0
+    if outside.any():
+        raise ValueError(
+            f"target must hold ids in [0, {count}); {int(outside.sum())} of {target.numel()} are outside: "
+            f"{target[outside][:3].tolist()} first. No id means 'ignore': give positions that do not count "
+            "weight 0, or any id in range where no weight is passed."
+        )
+
+
+def _tile(tile: tuple[int, int] | None, hidden: Tensor) -> tuple[int, int]:
+    if tile is None:
+        return TILES.get(hidden.device.type, TILES["cuda"])
+    if len(tile) != 2 or min(tile) < 1:
+        raise ValueError(f"tile must be (rows, vocabulary entries), each at least 1; got {tile}.")
+    return tile

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several rewards balanced by their gradients: MARBLE's min-norm combination and its cheap form.
+
+The cheap form: every few steps take one gradient per reward, solve for the weights, smooth them; in between
+use `weighted_sum` of the per-reward advantages with the smoothed weights. This equals combining gradients as
+long as the loss is linear in the advantage: for REINFORCE, for DiffusionNFT with |A| below its bound, for PPO
+only while no ratio is clipped. Keep the KL term outside the combination.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_REWARDS = 12
+"""All 2^K − 1 subsets of the rewards are solved at once."""
+
+
+def min_norm_weights(gradient: Tensor, *, normalise: bool = True) -> Tensor:
+    """Weights of the shortest convex combination, α = argmin_{α ≥ 0, Σα = 1} ‖Σ_k α_k ĝ_k‖², ĝ = g/‖g‖.
+
+    Its direction d has d·ĝ_k ≥ ‖d‖² for every k: following it harms no reward. Solved exactly, by the
+    optimality conditions of every subset of the rewards. A reward with zero gradient (constant in all
+    groups) is left out and gets 0; with all gradients zero the weights are equal.
+
+    Args:
+        gradient: [K, N], one flat gradient per reward, already reduced over devices, K ≤ 12.
+        normalise: use unit gradients, as published; False lets the smallest gradient take nearly all weight.
+
+    Returns:
+        [K] ≥ 0 with sum 1, float32 or better; where the shortest combination is not unique, one of them.
+
+    Raises:
+        ValueError: gradient is not [K, N] with 1 ≤ K ≤ 12.
+
+    MARBLE, arXiv 2605.06507; Désidéri, MGDA, C. R. Math. 350 (2012) 313.
+    """
+    _check_gradients(gradient)
+    size = gradient.shape[0]
+    vectors, norm = _vectors(gradient, normalise)
+    product = vectors @ vectors.T
+    product = product / product.diagonal().mean().clamp(min=torch.finfo(product.dtype).tiny)
+    number = torch.arange(1, 2**size, device=gradient.device)
+    member = (number[:, None] >> torch.arange(size, device=gradient.device) & 1).bool()
+    alpha = torch.where(member, _stationary(product, member).clamp(min=0), 0.0)
+    total = alpha.sum(1, keepdim=True)
+    alpha = alpha / torch.where(total > 0, total, 1.0)
+    # Where the clamp changed a solution it is still a point of the simplex, no shorter than the shortest.
+    length = torch.einsum("ck,kl,cl->c", alpha, product, alpha)
+    usable = ~(member & (norm == 0)).any(1) & (total[:, 0] > 0)
+    best = alpha[torch.where(usable, length, float("inf")).argmin()]
+    return torch.where((norm > 0).any(), best, 1 / size).to(_at_least_float32(gradient))
+
+
+def combine_gradients(
+    gradient: Tensor, alpha: Tensor, *, normalise: bool = True, rescale: bool = False
+) -> Tensor:
+    """The combined direction d = Σ_k α_k ĝ_k, with `rescale` times the mean of ‖g_k‖.
+
+    Args:
+        gradient: [K, N].
+        alpha: [K], from `min_norm_weights` with the same `normalise`.
+        normalise: use unit gradients; a zero gradient contributes 0.
+        rescale: give d the size of a gradient; the mean is over the gradients that are not zero.
+
+    Returns:
+        [N], float32 or better.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    MARBLE, arXiv 2605.06507.
+    """
+    _check_gradients(gradient)
+    if alpha.shape != gradient.shape[:1]:
+        raise ValueError(f"alpha must be [K] = [{gradient.shape[0]}]; got shape {tuple(alpha.shape)}.")
+    vectors, norm = _vectors(gradient, normalise)
+    direction = alpha.detach().double() @ vectors
+    if rescale:
+        direction = direction * norm.sum() / (norm > 0).sum().clamp(min=1)
+    return direction.to(_at_least_float32(gradient))
+
+
+def smooth_weights(previous: Tensor, alpha: Tensor, *, rho: float = 0.7) -> Tensor:
+    """Moving average of the weights, ᾱ ← ρ ᾱ + (1 − ρ) α; start from equal weights.
+
+    Args:
+        previous: [K] ᾱ.
+        alpha: [K] new weights.
+        rho: ρ in [0, 1).
+
+    Returns:
+        [K], on the simplex if both are.
+
+    Raises:
+        ValueError: shapes that differ or ρ outside [0, 1).
+
+    MARBLE, arXiv 2605.06507 (ρ = 0.7, every 10 steps).
+    """
+    if previous.shape != alpha.shape:
+        raise ValueError(
+            f"previous {tuple(previous.shape)} and alpha {tuple(alpha.shape)} must have one shape [K]."
+        )
+    if not 0 <= rho < 1:
+        raise ValueError(f"rho must lie in [0, 1); got {rho}.")
+    return rho * previous.detach() + (1 - rho) * alpha.detach()
+
+
+def _stationary(product: Tensor, member: Tensor) -> Tensor:
+    """For each subset the α with M α = λ 1 and Σ α = 1 on its members and 0 elsewhere, [C, K]."""
+    count, size = member.shape
+    inside = member[:, :, None] & member[:, None, :]
+    outside = torch.diag_embed((~member).to(product.dtype))
+    system = product.new_zeros(count, size + 1, size + 1)
+    system[:, :size, :size] = torch.where(inside, product, outside)
+    system[:, :size, size] = system[:, size, :size] = member.to(product.dtype)
+    return torch.linalg.pinv(system, hermitian=True)[:, :size, size]
+
+
+def _vectors(gradient: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
+    """(unit or plain gradients [K, N], their norms [K]) in float64."""
+    value = gradient.detach().double()
+    norm = torch.linalg.vector_norm(value, dim=1)
+    return (value / torch.where(norm > 0, norm, 1.0)[:, None] if normalise else value), norm
+
+
+def _at_least_float32(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)
+
+
+def _check_gradients(gradient: Tensor) -> None:
+    if gradient.ndim != 2 or not 1 <= gradient.shape[0] <= MAX_REWARDS:
+        raise ValueError(
+            f"gradient must be [K, N], one row a reward, 1 ≤ K ≤ {MAX_REWARDS}; got {tuple(gradient.shape)}."
+        )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking up a choice of an objective's stage, with messages that name the nearest one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A choice of a stage."""
+
+    function: Callable[..., Any]
+    """The public function whose keyword arguments are the options."""
+    apply: Callable[..., Any]
+    """Feeds it."""
+    needs: tuple[str, ...] = ()
+    """Fields of `Trajectories` or `PolicyOutput` that must be there."""
+
+
+TENSORS = {
+    "decision_weight",
+    "decisions",
+    "excluded",
+    "kl",
+    "last_value",
+    "log_prob",
+    "log_ratio",
+    "valid",
+    "weight",
+}
+"""Keyword arguments that are no options: the objective fills them."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """ "Did you mean …? " for a name that does not exist, or nothing."""
+    close = difflib.get_close_matches(name, list(allowed), n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def pick(stage: str, name: str, table: Mapping[str, Stage], options: Mapping[str, Any]) -> Stage:
+    """Look up a choice and check the names of its options.
+
+    Raises:
+        ValueError: unknown, with the nearest name and all that are allowed.
+    """
+    if name not in table:
+        raise ValueError(
+            f"there is no {stage} {name!r}. {nearest(name, table)}Choose one of: {', '.join(table)}."
+        )
+    chosen = table[name]
+    allowed: set[str] = set()
+    for function in (chosen.function, chosen.apply):
+        kinds = inspect.signature(function).parameters.values()
+        allowed |= {p.name for p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    allowed -= TENSORS
+    for option in options:
+        if option not in allowed:
+            raise ValueError(
+                f"{stage} {name!r} has no option {option!r}. {nearest(option, allowed)}Its options: "
+                f"{', '.join(sorted(allowed)) or 'none'}."
+            )
+    return chosen

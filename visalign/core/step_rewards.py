@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of single steps: bounded process rewards, rewards read off a log-ratio, and turning points.
+
+[B, T] as everywhere; T counts reasoning steps, tokens or denoising steps. Where weight is 0 the step is
+absent: results there are 0, gradients exactly 0, and removing the step would change nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, pad
+
+
+def clip_step_rewards(step_reward: Tensor, weight: Tensor | None = None, *, eta: float) -> Tensor:
+    """Clip: a step can only cost, r_k ← min(r_k − η, 0).
+
+    The sum over steps is at most 0 and no longer grows with their number.
+
+    Args:
+        step_reward: [B, T], any unit, no gradient.
+        weight: [B, T], 0 for absent steps.
+        eta: the reward that a step must reach to cost nothing, in the same unit. The paper's tasks use their
+            own; for another reward take a quantile of it.
+
+    Returns:
+        [B, T], ≤ 0, float32 or better.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    Gao et al., On designing effective RL reward at training time for LLM reasoning, arXiv 2410.15115.
+    """
+    value, inside = _present(step_reward, weight)
+    return torch.where(inside, (value - eta).clamp(max=0), 0.0)
+
+
+def delta_step_rewards(step_reward: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Delta: only the difference to the next step counts, so that repeating good steps earns nothing.
+
+    r_k ← r_k − r_{k+1} for k < K − 1, r_{K−1} ← r_{K−1}, r_K ← 0, with K the row's own last present step: the
+    undiscounted return from step k < K is r_k. The published order is clip, then delta; the outcome reward
+    is added at the last step. Not TP-GRPO's increment R_k − R_{k−1}, which has the opposite sign.
+
+    Args:
+        step_reward: [B, T], any unit, no gradient.
+        weight: [B, T], 0 for absent steps; the next step is the next present one.
+
+    Returns:
+        [B, T], float32 or better; all 0 for a row with one step.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    Gao et al., On designing effective RL reward at training time for LLM reasoning, arXiv 2410.15115.
+    """
+    value, inside = _present(step_reward, weight)
+    following = next_present(inside)
+    last = inside & (following == value.shape[1])
+    level = torch.where(last, 0.0, value)
+    ahead = pad(level, (0, 1)).gather(1, following)
+    return torch.where(inside, level - ahead, 0.0)
+
+
+@dataclass(frozen=True)
+class ImplicitRewards:
+    """What a log-ratio says about each step; no gradient."""
+
+    step: Tensor
+    """[B, T] r_t = β w_t log(π_φ/π_ref)_t."""
+    prefix: Tensor
+    """[B, T] Q_t = Σ_{s≤t} r_s, a value of the prefix."""
+    total: Tensor
+    """[B] q = Σ_t r_t, the outcome reward."""
+
+
+def implicit_step_rewards(
+    log_ratio: Tensor, weight: Tensor | None = None, *, beta: float = 0.05
+) -> ImplicitRewards:
+    """Read step rewards off a reward model that is a policy: r_t = β log(π_φ/π_ref)_t.
+
+    Args:
+        log_ratio: [B, T] log π_φ − log π_ref, in nats; detached here.
+        weight: [B, T], 0 for absent steps.
+        beta: β > 0, reward per nat; PRIME uses 0.05.
+
+    Returns:
+        Step, prefix and outcome rewards, float32 or better; Σ_t step = total.
+
+    Raises:
+        ValueError: shapes that do not fit, or β that is not positive and finite.
+
+    Yuan et al., Free process rewards without process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv
+    2502.01456.
+    """
+    _check_beta(beta)
+    value, _ = _present(log_ratio, weight)
+    step = beta * (value if weight is None else value * weight)
+    return ImplicitRewards(step=step, prefix=step.cumsum(1), total=step.sum(1))
+
+
+def implicit_prm_loss(
+    log_ratio: Tensor, label: Tensor, weight: Tensor | None = None, *, beta: float = 0.05
+) -> Tensor:
+    """Train the implicit reward model on outcomes: ℓ = −y ln σ(q) − (1 − y) ln σ(−q), q = β Σ_t w log r_t.
+
+    Args:
+        log_ratio: [B, T] log π_φ − log π_ref, in nats; differentiable.
+        label: [B] y in [0, 1], soft labels allowed; NaN is a missing label, with loss and gradient 0: divide
+            the sum by the number of labels that are there.
+        weight: [B, T], 0 for absent steps.
+        beta: β > 0; a large one saturates the loss.
+
+    Returns:
+        Loss per sample [B], to be averaged; ln 2 where π_φ = π_ref.
+
+    Raises:
+        ValueError: shapes that do not fit, or β that is not positive and finite.
+
+    Yuan et al., Free process rewards without process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv
+    2502.01456.
+    """
+    _check_beta(beta)
+    inside = _inside(log_ratio, weight)
+    if label.shape != log_ratio.shape[:1]:
+        raise ValueError(f"label must be [B] = [{log_ratio.shape[0]}]; got shape {tuple(label.shape)}.")
+    value = torch.where(inside, _float32(log_ratio), 0.0)
+    q = beta * (value if weight is None else value * weight).sum(1)
+    known = torch.isfinite(label)
+    target = torch.where(known, label, 0.5).to(q.dtype).detach()
+    return torch.where(known, binary_cross_entropy_with_logits(q, target, reduction="none"), 0.0)
+
+
+@dataclass(frozen=True)
+class TurningPoints:
+    """Step rewards of TP-GRPO and how they came about; all [B, n], no gradient."""
+
+    step_reward: Tensor
+    """What enters the advantage of step k; standardise each column within its group."""
+    increment: Tensor
+    """d_k = R_k − R_{k−1}."""
+    sign: Tensor
+    """s_k = sgn(d_k) sgn(R − R_0): 1 where the step goes the way of the whole trajectory."""
+    turn: Tensor
+    """Bool: where the bonus is paid, after balancing."""
+    bonus: Tensor
+    """η (R − R_{k−1}) at turning points, else 0."""
+
+
+def turning_point_rewards(
+    reward: Tensor,
+    reward_ode: Tensor,
+    reward_mid: Tensor,
+    *,
+    eta: float = 1.0,
+    replace: bool = True,
+    balanced: bool = True,
+) -> TurningPoints:
+    """TP-GRPO: each noisy step earns its own increment, a turning point all that is still to come.
+
+    With R_0 the reward of the deterministic picture, R_k that of k noisy steps and a deterministic rest, R
+    that of the rollout: d_k = R_k − R_{k−1}, s_k = sgn(d_k) sgn(R − R_0). Step 1 turns if sgn(d_1) =
+    sgn(R − R_1) ≠ 0; step k > 1 if also s_{k−1} < 0 < s_k. Reward of a turn: η (R − R_{k−1}); else d_k.
+
+    Balancing keeps as many positive as negative turns, those with the largest |R − R_0| first and, among
+    equals, the later entries of [B, n]; if one sign is absent all stay. It needs the whole batch.
+
+    Args:
+        reward: [B] R, any unit.
+        reward_ode: [B] R_0, from the same start noise.
+        reward_mid: [B, n] R_1 … R_n.
+        eta: η, weight of the bonus.
+        replace: True: the bonus replaces d_k (the released script); False: it is added.
+        balanced: as above; on in the released script.
+
+    Returns:
+        Rewards float32 or better; NaN where one of the R they need is missing, and no turn there.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    Alleviating sparse rewards in flow-based GRPO, arXiv 2602.06422; constants of its launch script.
+    """
+    shapes = {reward.shape, reward_ode.shape, reward_mid.shape[:1]}
+    if reward.ndim != 1 or reward_mid.ndim != 2 or len(shapes) > 1:
+        raise ValueError(
+            "reward and reward_ode must be [B], reward_mid [B, n]; got "
+            f"{tuple(reward.shape)}, {tuple(reward_ode.shape)}, {tuple(reward_mid.shape)}."
+        )
+    final = _float32(reward).detach()[:, None]
+    levels = torch.cat([_float32(reward_ode).detach()[:, None], _float32(reward_mid).detach()], 1)
+    before, after = levels[:, :-1], levels[:, 1:]
+    increment = after - before
+    whole = final - levels[:, :1]
+    sign = increment.sign() * whole.sign()
+    turn = increment.sign() * (final - after).sign() > 0
+    crosses = (sign[:, :-1] < 0) & (sign[:, 1:] > 0)
+    turn = turn & pad(crosses, (1, 0), value=True)
+    if balanced:
+        turn = turn & _balance(turn, whole.expand_as(turn))
+    bonus = torch.where(turn, eta * (final - before), 0.0)
+    base = torch.where(turn, 0.0, increment) if replace else increment
+    return TurningPoints(step_reward=base + bonus, increment=increment, sign=sign, turn=turn, bonus=bonus)
+
+
+def next_present(inside: Tensor) -> Tensor:
+    """Position of the next present step after each, [B, T] int64 from bool [B, T]; T where there is none."""
+    length = inside.shape[1]
+    place = torch.where(inside, torch.arange(length, device=inside.device), length)
+    return pad(place, (0, 1), value=length)[:, 1:].flip(1).cummin(1).values.flip(1)
+
+
+def _balance(turn: Tensor, whole: Tensor) -> Tensor:
+    """Bool of turn's shape: the turns that stay so that both signs are equally many."""
+    positive, negative = (turn & (whole > 0)).flatten(), (turn & (whole < 0)).flatten()
+    fewer = torch.minimum(positive.sum(), negative.sum())
+    size = whole.abs().flatten()
+
+    def largest(among: Tensor) -> Tensor:
+        order = torch.where(among, size, -1.0).argsort(stable=True).flip(0)
+        return among & (order.argsort() < fewer)
+
+    kept = torch.where(fewer > 0, largest(positive) | largest(negative), True)
+    return kept.reshape(turn.shape)
+
+
+def _present(values: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(values with 0 where absent, detached, float32 or better; bool where present), both [B, T]."""
+    inside = _inside(values, weight)
+    return torch.where(inside, _float32(values).detach(), 0.0), inside
+
+
+def _inside(values: Tensor, weight: Tensor | None) -> Tensor:
+    if values.ndim != 2 or (weight is not None and weight.shape != values.shape):
+        given = "" if weight is None else f" with weight {tuple(weight.shape)}"
+        raise ValueError(f"steps must be [B, T] and weight like them; got {tuple(values.shape)}{given}.")
+    return torch.ones_like(values, dtype=torch.bool) if weight is None else weight != 0
+
+
+def _float32(value: Tensor) -> Tensor:
+    """Float32 or better."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _check_beta(beta: float) -> None:
+    if not 0 < beta < float("inf"):
+        raise ValueError(f"beta must be positive and finite; got {beta}.")

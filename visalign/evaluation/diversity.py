@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How varied a set of samples is, how much two rewards agree, and what training did to what was solvable.
+
+Everything is float64 and works on stacks: the last dimensions are one set, those before it are prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def effective_rank(embedding: Tensor) -> Tensor:
+    """Number of directions in which a set varies: exp(−Σ q ln q), q the singular values over their sum.
+
+    The set is centred first. Between 1 (all on a line) and min(n − 1, d).
+
+    Args:
+        embedding: [..., n, d], one row per sample, any unit.
+
+    Returns:
+        [...] float64; 0 for a set that does not vary at all.
+
+    Raises:
+        ValueError: no set, or entries that are not finite.
+
+    Roy and Vetterli, The effective rank, EUSIPCO 2007; used by VERL, arXiv 2509.23808.
+    """
+    value = _rows(embedding)
+    value = value - value[..., :1, :]  # equal rows become exact zeros before the mean is taken
+    singular = torch.linalg.svdvals(value - value.mean(-2, keepdim=True))
+    total = singular.sum(-1, keepdim=True)
+    share = singular / torch.where(total > 0, total, 1.0)
+    return torch.where(total[..., 0] > 0, torch.special.entr(share).sum(-1).exp(), 0.0)
+
+
+def vendi_score(embedding: Tensor) -> Tensor:
+    """Effective number of different samples: exp(−Σ λ ln λ), λ the eigenvalues of Z Zᵀ/n, rows of unit norm.
+
+    1 for copies of one sample, n for n orthogonal ones. Not monotone: another sample can lower it.
+
+    Args:
+        embedding: [..., n, d]; rows are brought to unit norm here, so that similarity is the cosine.
+
+    Returns:
+        [...] float64.
+
+    Raises:
+        ValueError: no set, entries that are not finite, or a row of zeros.
+
+    Friedman and Dieng, The Vendi score, arXiv 2210.02410.
+    """
+    value = _unit(_rows(embedding))
+    # Z Zᵀ and Zᵀ Z have the same eigenvalues but for zeros: the squared singular values of Z.
+    share = torch.linalg.svdvals(value).square() / value.shape[-2]
+    return torch.special.entr(share).sum(-1).exp()
+
+
+def vendi_gains(embedding: Tensor) -> Tensor:
+    """What each sample adds to the Vendi score of its set, V(all) − V(all but i).
+
+    Negative for a sample that repeats others. A reward for variety within a group.
+
+    Args:
+        embedding: [..., n, d], as in `vendi_score`.
+
+    Returns:
+        [..., n] float64; 1 for a single sample, the empty set having score 0.
+
+    Raises:
+        ValueError: as in `vendi_score`.
+    """
+    value = _unit(_rows(embedding))
+    whole = vendi_score(value)[..., None]
+    size = value.shape[-2]
+    if value.shape[-1] > size:  # n coordinates hold all inner products of n rows
+        value = torch.linalg.qr(value.mT, mode="r").R.mT
+    if size == 1:
+        return whole
+    others = torch.arange(size)[None, :].expand(size, -1)[~torch.eye(size, dtype=torch.bool)]
+    without = value[..., others, :].unflatten(-2, (size, size - 1))
+    return whole - vendi_score(without)
+
+
+def starc_distance(first: Tensor, second: Tensor) -> Tensor:
+    """How differently two rewards order samples: ‖c(R₁) − c(R₂)‖, c centres and divides by the L2 norm.
+
+    0 for rewards that differ by scale and offset, 2 for opposite ones; √(2 (1 − Pearson)). This is STARC for
+    one decision (a bandit), where no expected future enters the canonical form.
+
+    Args:
+        first: [..., n] rewards of the same n samples, any unit.
+        second: [..., n], any other unit.
+
+    Returns:
+        [...] float64 in [0, 2]; 1 between a constant reward and another, 0 between two constant ones.
+
+    Raises:
+        ValueError: shapes that differ, no samples, or entries that are not finite.
+
+    Skalse et al., STARC, arXiv 2309.15257.
+    """
+    if first.shape != second.shape or not first.ndim or not first.shape[-1]:
+        raise ValueError(
+            f"two rewards of the same samples [..., n] are needed; got {tuple(first.shape)} and "
+            f"{tuple(second.shape)}."
+        )
+    return torch.linalg.vector_norm(_canonical(first) - _canonical(second), dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupportMetrics:
+    """What training did to the set of solvable problems; NaN where nothing was there to be divided by."""
+
+    retention: float
+    """SRR = P/(P + S), share of the formerly solvable that still is."""
+    discovery: float
+    """NDR = E/(P + E), share of the now solvable that is new."""
+    dynamics: float
+    """SDS, harmonic mean of the two."""
+    net_change: float
+    """NSCR = (E − S)/(P + E + S)."""
+
+
+def support_metrics(*, preserved: int, expanded: int, shrunk: int) -> SupportMetrics:
+    """Compare what was solvable before and after, each judged with many samples per problem.
+
+    Args:
+        preserved: P, solvable before and after.
+        expanded: E, solvable only after.
+        shrunk: S, solvable only before.
+
+    Returns:
+        The four ratios.
+
+    Raises:
+        ValueError: a negative count.
+
+    The invisible leash: why RLVR may or may not escape its origin, arXiv 2507.14843.
+    """
+    counts = {"preserved": preserved, "expanded": expanded, "shrunk": shrunk}
+    if min(counts.values()) < 0:
+        raise ValueError(f"counts must be ≥ 0; got {counts}.")
+    retention = _ratio(preserved, preserved + shrunk)
+    discovery = _ratio(expanded, preserved + expanded)
+    return SupportMetrics(
+        retention=retention,
+        discovery=discovery,
+        dynamics=_ratio(2 * retention * discovery, retention + discovery) if retention or discovery else 0.0,
+        net_change=_ratio(expanded - shrunk, preserved + expanded + shrunk),
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else float("nan")
+
+
+def _rows(embedding: Tensor) -> Tensor:
+    if embedding.ndim < 2 or not embedding.shape[-2] or not embedding.shape[-1]:
+        raise ValueError(f"embeddings must be [..., n, d] with n, d ≥ 1; got {tuple(embedding.shape)}.")
+    if not torch.isfinite(embedding).all():
+        raise ValueError("embeddings must be finite; leave out samples without one.")
+    return embedding.detach().double()
+
+
+def _unit(rows: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    if not (norm > 0).all():
+        raise ValueError("embeddings must not be zero: a row of zeros has no direction.")
+    return rows / norm
+
+
+def _canonical(reward: Tensor) -> Tensor:
+    if not torch.isfinite(reward).all():
+        raise ValueError("rewards must be finite; compare only samples that both rewards could judge.")
+    value = reward.detach().double()
+    value = value - value[..., :1]
+    value = value - value.mean(-1, keepdim=True)
+    norm = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
+    return value / torch.where(norm > 0, norm, 1.0)
