@@ -209,16 +209,17 @@ def save_pipeline(generator: Generator, autoencoder: AutoencoderKL, folder: Path
 
     clean = SD3Transformer2DModel.from_config(generator.transformer.config)
     clean.load_state_dict(generator.transformer.state_dict())
+    tokenizer = new_tokenizer()  # the one in use has kept the padding of its last call
     pipeline = StableDiffusion3Pipeline(
         transformer=clean,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         vae=autoencoder,
         text_encoder=generator.text.first,
-        tokenizer=generator.text.tokenizer,
+        tokenizer=tokenizer,
         text_encoder_2=generator.text.second,
-        tokenizer_2=generator.text.tokenizer,
-        text_encoder_3=null_t5(len(generator.text.tokenizer)),
-        tokenizer_3=generator.text.tokenizer,
+        tokenizer_2=tokenizer,
+        text_encoder_3=null_t5(len(tokenizer)),
+        tokenizer_3=tokenizer,
     )
     pipeline.to(torch.float16).save_pretrained(folder)
     for file in folder.rglob("*.safetensors"):

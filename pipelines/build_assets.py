@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,13 +141,8 @@ def write_clip_card(output: Path, work: Path, plan: Plan) -> None:
     (output / "shapes-clip" / "README.md").write_text(card, encoding="utf-8")
 
 
-def clean(output: Path) -> None:
-    """Remove the resumable state of a finished build."""
-    shutil.rmtree(output / ".build", ignore_errors=True)
-
-
 def machine() -> str:
     """Processor and library versions, for the cards."""
-    return (
-        f"{torch.get_num_threads()} threads of {platform.machine()}, torch {torch.__version__.split('+')[0]}"
-    )
+    threads = torch.get_num_threads()
+    number = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"{number} of {platform.machine()}, torch {torch.__version__.split('+')[0]}"
