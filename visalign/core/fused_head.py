@@ -81,10 +81,8 @@ def fused_log_prob_entropy(
 
     z = c·tanh((W h + b)/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. The backward pass computes
     each tile of logits again. It leaves out rows whose upstream gradient is exactly 0 (clipped, without
-    advantage, not selected) and products for inputs that need no gradient. Products are summed in float32, so
-    the logits of a bfloat16 head are never rounded to bfloat16. The host waits for a CUDA device to check
-    the ids and to count the rows.
-
+    advantage, not selected) and products for inputs that need no gradient. Products are summed in float32:
+    the logits of a bfloat16 head are never rounded. The host waits for a CUDA device to check the ids.
     Deviations: autocast is off inside; operands keep the dtype they come in. With a bfloat16 head on CUDA the
     gradient of the logits is rounded to bfloat16, as a factor of its two products.
 
@@ -92,15 +90,14 @@ def fused_log_prob_entropy(
         hidden: [*N, H] last hidden states, differentiable.
         head_weight: [V, H] W, differentiable unless frozen; it may be tied to the embedding.
         target: [*N] ids in [0, V), of the token that each state predicts.
-        weight: [*N]; where it is 0 the results are 0 and cost nothing, the hidden state may be NaN and gets
-            exactly zero gradient, and the target may be any number.
+        weight: [*N]; where it is 0 the results are 0 and cost nothing, the target may be any number, and the
+            hidden state may be NaN and gets exactly zero gradient.
         head_bias: [V] b, differentiable; −∞ excludes an entry.
         temperature: τ > 0 that the tokens were sampled with.
         soft_cap: c > 0 of Gemma 2's logit soft-capping (arXiv 2408.00118, section 2); None switches it off.
         sum_p2: whether to give Σ_v p_v² too.
-        tile: (rows, vocabulary entries) worked on at a time, for memory against time; by default
-            `fused_tiles.TILES` of the device. Work memory is 2 float32 tiles, 3 with a soft-cap, and for a
-            bfloat16 head one float32 strip [tile[1], H] or two.
+        tile: (rows, vocabulary entries) worked on at a time; by default `fused_tiles.TILES` of the device.
+            Work memory is 2 float32 tiles (3 with a soft-cap) and up to 2 strips [tile[1], H] for bfloat16.
 
     Returns:
         [*N] each, float32 or better.

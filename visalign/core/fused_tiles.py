@@ -157,17 +157,11 @@ def head_gradients(
         entropy: [N'] H.
         grad_log_prob: [N'] g.
         grad_entropy: [N'] h, or None for zeros.
-        needs: whether the gradient of (hidden, weight, bias) is wanted.
-
-    Returns:
-        The gradients that are wanted.
+        needs: whether the gradient of (hidden, weight, bias) is wanted; only those are returned.
     """
     work = _Work(rows, weight, bias, transform)
     count, width = rows.target.shape[0], weight.shape[1]
-    pull = grad_log_prob * (-1 / transform.temperature)
-    # p (g + h (log p + H)) = e^(z−m) (level + push (z − m)): one exponential, no division per entry.
-    push = None if grad_entropy is None else grad_entropy * (-1 / transform.temperature) / total
-    level = pull / total if push is None else pull / total + push * (entropy - total.log())
+    pull, level, push = _upstream(total, entropy, grad_log_prob, grad_entropy, transform.temperature)
     grad_hidden = weight.new_zeros((count, width), dtype=work.dtype) if needs[0] else None
     grad_weight = weight.new_empty(weight.shape) if needs[1] else None
     grad_bias = weight.new_zeros(weight.shape[0], dtype=work.dtype) if needs[2] else None
@@ -179,12 +173,7 @@ def head_gradients(
         for part in _cut(count, transform.tile[0]):
             z = work.logits(part, matrix, offset)
             slope = work.soft_cap_slope(z)
-            z.sub_(top[part, None])
-            if push is None:
-                grad_z = z.exp_().mul_(level[part, None])
-            else:
-                e = torch.exp(z, out=work.buffer("exponentials", z.shape))
-                grad_z = torch.addcmul(level[part, None], z, push[part, None], out=z).mul_(e)
+            grad_z = work.exponentials(z, top[part], level[part], None if push is None else push[part])
             local, inside = _find(rows.target[part], columns)
             grad_z.scatter_add_(1, local[:, None], torch.where(inside, -pull[part], 0.0)[:, None])
             if slope is not None:
@@ -200,6 +189,20 @@ def head_gradients(
         if grad_weight is not None and grad_matrix is not None and grad_weight.dtype != work.dtype:
             grad_weight[columns] = grad_matrix
     return Gradients(grad_hidden, grad_weight, grad_bias)
+
+
+def _upstream(
+    total: Tensor, entropy: Tensor, grad_log_prob: Tensor, grad_entropy: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(pull, level, push) per row: p (g + h (log p + H)) = e^(z−m) (level + push (z − m)), times −1/τ.
+
+    One exponential and no division per entry of the tile.
+    """
+    pull = grad_log_prob * (-1 / temperature)
+    if grad_entropy is None:
+        return pull, pull / total, None
+    push = grad_entropy * (-1 / temperature) / total
+    return pull, pull / total + push * (entropy - total.log()), push
 
 
 class _Work:
@@ -248,6 +251,14 @@ class _Work:
             return None
         slope = torch.mul(z, self.transform.temperature / cap, out=self.buffer("slope", z.shape))
         return slope.square_().neg_().add_(1)
+
+    def exponentials(self, z: Tensor, top: Tensor, level: Tensor, push: Tensor | None) -> Tensor:
+        """e^(z − m) (level + push (z − m)) of one tile, in place of z; push None is 0."""
+        z.sub_(top[:, None])
+        if push is None:
+            return z.exp_().mul_(level[:, None])
+        e = torch.exp(z, out=self.buffer("exponentials", z.shape))
+        return torch.addcmul(level[:, None], z, push[:, None], out=z).mul_(e)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         if left.dtype != self.dtype:

@@ -53,6 +53,27 @@ def flow_balance(
     Zhu et al., FlowRL, arXiv 2509.15207; Malkin et al., trajectory balance, arXiv 2201.13259.
     """
     difference = ratios.log_ratio(log_prob, ref_log_prob, weight)
+    _check_balance(log_prob, log_z, reward, weight, log_ratio, eps_low, eps_high)
+    total = ratios.ratio_level(difference, weight, "sequence" if length_normalised else "sequence_sum")
+    target = beta * reward.detach().to(total.dtype) - log_z.to(total.dtype)
+    inside = weight != 0
+    loss = torch.where(inside, total - target[:, None], 0.0).square()
+    if log_ratio is None:
+        return loss
+    value = torch.where(inside, log_ratio.detach().to(loss.dtype), 0.0)
+    omega = bounded_ratio(value).clamp(1 - eps_low, 1 + eps_high)
+    return omega * loss
+
+
+def _check_balance(
+    log_prob: Tensor,
+    log_z: Tensor,
+    reward: Tensor,
+    weight: Tensor,
+    log_ratio: Tensor | None,
+    eps_low: float,
+    eps_high: float,
+) -> None:
     for name, value in (("log_z", log_z), ("reward", reward)):
         if value.shape != log_prob.shape[:1]:
             raise ValueError(f"{name} needs one entry per row, {[len(log_prob)]}; got {tuple(value.shape)}.")
@@ -65,15 +86,6 @@ def flow_balance(
             "the weight is clipped to [1 − eps_low, 1 + eps_high], eps_low in [0, 1] and eps_high ≥ 0; got "
             f"eps_low={eps_low}, eps_high={eps_high}."
         )
-    total = ratios.ratio_level(difference, weight, "sequence" if length_normalised else "sequence_sum")
-    target = beta * reward.detach().to(total.dtype) - log_z.to(total.dtype)
-    inside = weight != 0
-    loss = torch.where(inside, total - target[:, None], 0.0).square()
-    if log_ratio is None:
-        return loss
-    value = torch.where(inside, log_ratio.detach().to(loss.dtype), 0.0)
-    omega = bounded_ratio(value).clamp(1 - eps_low, 1 + eps_high)
-    return omega * loss
 
 
 def dro(
