@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 Records = Sequence[Mapping[str, Any]]
 
+PATIENCE = timedelta(hours=12)
+"""How long the processes wait for each other; the first evaluates alone, which may take hours."""
+
 
 def build_accelerator(run: RunConfig, folder: Path) -> Accelerator:
     """Device, processes and trackers; the model's own `autocast` sets the precision.
@@ -31,16 +36,34 @@ def build_accelerator(run: RunConfig, folder: Path) -> Accelerator:
     Raises:
         UserError: a tracker that accelerate does not know or that is not installed.
     """
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
 
     try:
-        return Accelerator(
-            cpu=run.device == "cpu", log_with=list(run.trackers) or None, project_dir=str(folder)
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`log_with=")  # an error below
+            accelerator = Accelerator(
+                cpu=run.device == "cpu",
+                mixed_precision="no",
+                log_with=list(run.trackers) or None,
+                project_dir=str(folder),
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+            )
     except ValueError as error:
         if not run.trackers:
             raise
         raise UserError(f"run.trackers is {run.trackers}: {error}") from error
+    _check_trackers(run.trackers, [str(tracker) for tracker in accelerator.log_with])
+    return accelerator
+
+
+def _check_trackers(asked: Sequence[str], found: Sequence[str]) -> None:
+    """Refuse trackers that accelerate has left out without an error, as their package is not installed."""
+    missing = [name for name in asked if name != "all" and name not in found]
+    if missing:
+        raise UserError(
+            f"run.trackers names {', '.join(missing)}, which is not installed. Run: python -m pip install "
+            f"{' '.join(missing)}; or take it out of run.trackers (found: {', '.join(found) or 'none'})."
+        )
 
 
 def build_policy(model: ModelConfig, device: torch.device, seed: int) -> DiffusionPolicy:

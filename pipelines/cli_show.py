@@ -185,7 +185,11 @@ def result_files(folder: Path) -> list[str]:
     Args:
         folder: the run's folder.
     """
-    wanted = {"report.html": "pictures and numbers, opens in a browser", "lora": "for pipe.load_lora_weights"}
+    wanted = {
+        "report.html": "pictures and numbers, opens in a browser",
+        "lora": "for pipe.load_lora_weights",
+        "model": "for StableDiffusion3Pipeline.from_pretrained",
+    }
     found = [f"{folder / name}  ({what})" for name, what in wanted.items() if (folder / name).exists()]
     return found or [str(folder)]
 

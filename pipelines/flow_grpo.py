@@ -5,33 +5,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visalign.config import config_to_yaml, load_config
+from visalign.config import config_to_yaml, flatten, load_config
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy
 
-from .build import (
-    Records,
-    build_accelerator,
-    build_evaluator,
-    build_policy,
-    build_records,
-    build_reward,
-    build_terms,
-    evenly,
-    heldout_metrics,
-)
+from .build import build_accelerator, build_evaluator, build_policy, evenly, heldout_metrics
 from .flow_grpo_config import FREE_KEYS, FlowGRPOConfig
+from .flow_grpo_inputs import FINGERPRINTS, Inputs, check_unchanged, prepare, write_once
 from .flow_grpo_plan import plan
+from .flow_grpo_report import costs_of, result_folder, write_results
 from .run_folder import check_run_folder
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
-    from visalign.training.flow_grpo import FlowGRPOTrainer, TrainResult
+    from visalign.training.flow_grpo import FlowGRPOTrainer
 
 __all__ = ["FlowGRPOConfig", "TrainingInterrupted", "plan", "run"]
 
@@ -47,7 +39,7 @@ class _Job:
     policy: DiffusionPolicy
     trainer: FlowGRPOTrainer
     measure: Callable[..., HeldoutResult]
-    heldout: Records
+    inputs: Inputs
 
 
 def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str, Any]:
@@ -67,22 +59,33 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str,
     """
     import torch
 
-    from visalign.config import flatten
-    from visalign.versions import versions
-
     output = Path(output)
     _check_folder(config, output, resume)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     job = _build(config, output)
+    if resume:
+        check_unchanged(output, job.inputs.fingerprints)
     accelerator = job.trainer.accelerator
     if accelerator.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        text = "pipeline: flow_grpo\n" + config_to_yaml(config)
-        (output / "config.yaml").write_text(text, encoding="utf-8")
+        write_once(output / "config.yaml", "pipeline: flow_grpo\n" + config_to_yaml(config))
+        write_once(output / FINGERPRINTS, json.dumps(job.inputs.fingerprints, indent=1) + "\n")
     accelerator.wait_for_everyone()
-    if config.run.trackers:
-        accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
+    if not config.run.trackers:
+        return _work(config, job, output, resume)
+    accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
+    try:
+        return _work(config, job, output, resume)
+    finally:
+        accelerator.end_training()
+
+
+def _work(config: FlowGRPOConfig, job: _Job, output: Path, resume: bool) -> dict[str, Any]:
+    """Evaluate, train, evaluate, write; returns the summary.
+
+    Raises:
+        TrainingInterrupted: after Ctrl-C.
+    """
     begin = time.perf_counter()
     before = _before(config, job, output, resume)
     evaluating = time.perf_counter() - begin
@@ -96,15 +99,14 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str,
     if before is not None:
         begin = time.perf_counter()
         with job.trainer.ema.applied():
-            job.policy.save(output / ("model" if config.model.lora is None else "lora"))
-            after = job.measure(job.heldout, config.evaluation.seeds)
+            job.policy.save(result_folder(config, output))
+            after = job.measure(job.inputs.heldout, config.evaluation.seeds)
         after.save(output / "after.npz")
         evaluating += time.perf_counter() - begin
-        costs = _costs(output, result, evaluating)
-        summary = _write(config, output, before, after, costs, versions())
-    if config.run.trackers:
-        accelerator.end_training()
-    accelerator.wait_for_everyone()
+        costs = costs_of(output, result, evaluating)
+        heldout, seen = job.inputs.heldout, job.inputs.seen
+        summary = write_results(config, output, before, after, costs, heldout=heldout, seen=seen)
+    job.trainer.accelerator.wait_for_everyone()
     return summary
 
 
@@ -131,25 +133,18 @@ def _build(config: FlowGRPOConfig, output: Path) -> _Job:
     """Everything a run needs; reads, writes nothing."""
     from visalign.training.flow_grpo import FlowGRPOTrainer, Keeping
     from visalign.training.progress import TrainingProgress
-    from visalign.training.sampler import check_batch_algebra
 
-    records = build_records(config.data.train, "data.train")
-    heldout = build_records(config.data.heldout, "data.heldout")
-    rewards = build_terms({**config.evaluation.rewards, **config.rewards.terms})
-    reward = build_reward(config.rewards, rewards)
     accelerator = build_accelerator(config.run, output)
-    check_batch_algebra(
-        config.rollout.prompts_per_iteration, config.rollout.group_size, accelerator.num_processes
-    )
+    inputs = prepare(config, accelerator.num_processes)
     policy = build_policy(config.model, accelerator.device, config.seed)
     measure = build_evaluator(
-        config.evaluation, policy, rewards, steps=config.rollout.steps, grid=config.rollout.grid
+        config.evaluation, policy, inputs.rewards, steps=config.rollout.steps, grid=config.rollout.grid
     )
-    some = evenly(heldout, config.evaluation.prompts_on_the_way)
+    some = evenly(inputs.heldout, config.evaluation.prompts_on_the_way)
     trainer = FlowGRPOTrainer(
         policy,
-        reward,
-        records,
+        inputs.reward,
+        inputs.records,
         rollout=config.rollout,
         objective=config.objective,
         optimiser=config.optimiser,
@@ -165,7 +160,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> _Job:
         ),
         seed=config.seed,
         accelerator=accelerator,
-        strata=[str(r.get("tag", "")) for r in records] if config.data.balance else None,
+        strata=inputs.strata,
         cycle=config.data.cycle,
         evaluate=lambda _: heldout_metrics(measure(some, config.evaluation.seeds[:1])),
         progress=TrainingProgress(
@@ -174,7 +169,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> _Job:
             enabled=accelerator.is_main_process,
         ),
     )
-    return _Job(policy=policy, trainer=trainer, measure=measure, heldout=heldout)
+    return _Job(policy=policy, trainer=trainer, measure=measure, inputs=inputs)
 
 
 def _before(config: FlowGRPOConfig, job: _Job, output: Path, resume: bool) -> HeldoutResult | None:
@@ -183,69 +178,18 @@ def _before(config: FlowGRPOConfig, job: _Job, output: Path, resume: bool) -> He
 
     if not job.trainer.accelerator.is_main_process:
         return None
+    if job.inputs.seen:
+        job.trainer.progress.note(
+            f"Warning: {job.inputs.seen} of {len(job.inputs.heldout)} held-out prompts are trained on as "
+            "well, so the accuracy is partly one of memory. Take them out of data.train or data.heldout."
+        )
     path = output / "before.npz"
     if resume and path.is_file():
         return load_heldout(path)
     job.trainer.progress.note(
-        f"Evaluating {len(job.heldout)} held-out prompts × {len(config.evaluation.seeds)} seeds before "
-        f"training."
+        f"Evaluating {len(job.inputs.heldout)} held-out prompts × {len(config.evaluation.seeds)} seeds "
+        "before training."
     )
-    result = job.measure(job.heldout, config.evaluation.seeds)
+    result = job.measure(job.inputs.heldout, config.evaluation.seeds)
     result.save(path)
     return result
-
-
-def _costs(output: Path, result: TrainResult, evaluating: float) -> dict[str, Any]:
-    """What the run spent, for `write_report` and `write_summary`; memory is the GPU's if there is one."""
-    from visalign.training.metrics import read_metrics
-    from visalign.training.runtime import peak_memory_bytes
-
-    state, peak = result.state, peak_memory_bytes()
-    phases: dict[str, float] = {}
-    for record in read_metrics(output / "metrics.jsonl"):
-        for key, value in record.items():
-            if key.startswith("seconds/") and value is not None:
-                name = key.removeprefix("seconds/")
-                phases[name] = phases.get(name, 0.0) + value
-    return {
-        "seconds": state.seconds + evaluating,
-        "training_seconds": state.seconds,
-        "phases": {**phases, "evaluation": phases.get("evaluation", 0.0) + evaluating},
-        "images": state.images,
-        "iterations": state.iteration,
-        "updates": state.updates,
-        "updates_skipped": state.skipped,
-        "stopped": result.stopped,
-        "forward_equivalents_per_image": state.forward_equivalents / max(1, state.images),
-        "peak_memory_bytes": peak.get("cuda", peak.get("host")),
-    }
-
-
-def _write(
-    config: FlowGRPOConfig,
-    output: Path,
-    before: HeldoutResult,
-    after: HeldoutResult,
-    costs: Mapping[str, Any],
-    versions: Mapping[str, str],
-) -> dict[str, Any]:
-    """summary.json and report.html; returns the summary."""
-    from visalign.evaluation import write_report, write_summary
-    from visalign.training.metrics import read_metrics
-
-    plain = asdict(config)
-    path = write_summary(
-        output / "summary.json", before=before, after=after, costs=costs, config=plain, versions=versions
-    )
-    write_report(
-        output,
-        before=before,
-        after=after,
-        metrics=read_metrics(output / "metrics.jsonl"),
-        config=plain,
-        versions=versions,
-        costs=costs,
-        title=f"Flow-GRPO on {config.model.path}",
-        resume_command=f"visalign train {output}/config.yaml --output {output} --resume",
-    )
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,8 @@ def _dtype(name: str, given: str | None) -> None:
 
 
 def _at_least(name: str, given: float | None, least: float) -> None:
-    if given is not None and not given >= least:
-        raise UserError(f"{name} is {given}; it must be at least {least}.")
+    if given is not None and not (math.isfinite(given) and given >= least):
+        raise UserError(f"{name} is {given}; it must be at least {least} and finite.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class DataConfig:
     train: str = "shapes:train"
     """shapes:train, or a .txt or .jsonl file."""
     heldout: str = "shapes:heldout"
-    """shapes:heldout, or a file; never trained on."""
+    """shapes:heldout, or a file; prompts that are trained on as well are counted in the report."""
     balance: bool = False
     """Give every tag the same number of groups, however many prompts it has."""
     cycle: list[str] | None = None
@@ -103,7 +104,7 @@ class RewardsConfig:
     terms: dict[str, RewardTerm] = field(default_factory=lambda: {"shapes_verifier": RewardTerm()})
     """label -> term."""
     normalise: str = "none"
-    """none, fixed (each term's mean and std) or batch (z-scores over the batch)."""
+    """none, fixed (each term's mean and std) or batch (z-scores over the batch; one process only)."""
     allow_mixed_units: bool = False
     """Sum raw scores of different units all the same."""
 
@@ -155,7 +156,8 @@ class RunConfig:
     iterations: int = 100
     """Iterations: each samples, judges and updates."""
     max_seconds: float | None = None
-    """Stop training at the end of the iteration that reaches this; makes the length depend on the machine."""
+    """Stop training at the end of the iteration that reaches this; makes the length depend on the machine.
+    A run that has used it up trains on only when it is resumed with more."""
     checkpoint_every: int = 10
     """Iterations between two checkpoints."""
     keep_checkpoints: int = 2
@@ -209,8 +211,7 @@ class FlowGRPOConfig:
         if judge is not None and judge not in known:
             raise UserError(
                 f"evaluation.correctness is {judge!r}, which is no label of rewards.terms or "
-                f"evaluation.rewards. "
-                f"{suggestion(judge, known)}Labels: {', '.join(known)}; or null."
+                f"evaluation.rewards. {suggestion(judge, known)}Labels: {', '.join(known)}; or null."
             )
 
 

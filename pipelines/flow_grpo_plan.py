@@ -11,8 +11,9 @@ from typing import Any
 
 from visalign.training.cost import forward_equivalents_per_image
 
-from .build import build_policy, build_records, build_terms, evenly
+from .build import Records, build_policy, evenly
 from .flow_grpo_config import FlowGRPOConfig
+from .flow_grpo_inputs import prepare
 
 PROBE = 32
 """Samples in the passes that are timed."""
@@ -33,14 +34,10 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     """
     import os
 
-    from visalign.training.sampler import check_batch_algebra
-
     rollout, optimiser = config.rollout, config.optimiser
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
-    records = build_records(config.data.train, "data.train")
-    heldout = build_records(config.data.heldout, "data.heldout")
-    build_terms({**config.evaluation.rewards, **config.rewards.terms})
+    inputs = prepare(config, world)
+    heldout = inputs.heldout
     images = rollout.prompts_per_iteration * rollout.group_size
     pairs = images * rollout.trained_per_image
     some = len(evenly(heldout, config.evaluation.prompts_on_the_way))
@@ -49,7 +46,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     groups: dict[str, Any] = {
         "batch": {
             "processes": world,
-            "training_prompts": len(records),
+            "training_prompts": len(inputs.records),
             "images_per_iteration": images,
             "pairs_per_iteration": pairs,
             "updates_per_iteration": optimiser.updates_per_iteration,
@@ -64,13 +61,14 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
         "cost": {"forward_equivalents_per_image": planned_cost(config)},
         "evaluation": {
             "heldout_prompts": len(heldout),
+            "heldout_prompts_trained_on": inputs.seen,
             "seeds": len(config.evaluation.seeds),
             "evaluations_on_the_way": visits,
             "pictures": pictures,
         },
     }
     if measure:
-        groups["time"] = _expected(config, images / world, pictures)
+        groups["time"] = _expected(config, inputs.records, images / world, pictures)
     return groups
 
 
@@ -85,7 +83,7 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     )
 
 
-def _expected(config: FlowGRPOConfig, images: float, pictures: int) -> dict[str, float]:
+def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures: int) -> dict[str, float]:
     """Seconds from timed passes; rewards, whose speed is not measured, come on top."""
     import torch
 
@@ -93,9 +91,7 @@ def _expected(config: FlowGRPOConfig, images: float, pictures: int) -> dict[str,
         torch.set_num_threads(config.run.threads)
     cuda = config.run.device == "auto" and torch.cuda.is_available()
     policy = build_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed)
-    condition = policy.encode(
-        [str(r["prompt"]) for r in build_records(config.data.train, "data.train")[:PROBE]]
-    )
+    condition = policy.encode([str(record["prompt"]) for record in records[:PROBE]])
     count = len(condition)
     x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     x = x.to(policy.device, policy.storage_dtype)

@@ -104,12 +104,15 @@ def score_images(
 def _rows(label: str, reward: PointwiseReward, batch: Sequence[Path], prompt: str) -> Iterator[ScoreRow]:
     scores = reward.score(list(batch), [prompt] * len(batch))
     for index, path in enumerate(batch):
-        valid = bool(scores.valid[index])
+        number = float(scores.value[index])
+        valid = bool(scores.valid[index]) and math.isfinite(number)
         reason = scores.reason[index] if scores.reason else None
+        if scores.valid[index] and not valid:
+            reason = f"the reward returned {number:g}, which is no score"
         yield ScoreRow(
             image=str(path),
             reward=label,
-            value=_number(float(scores.value[index])) if valid else None,
+            value=number if valid else None,
             unit=scores.unit,
             std=None if scores.std is None or not valid else _number(float(scores.std[index])),
             reason=None if valid else reason or "the reward gave no reason",

@@ -12,12 +12,11 @@ if TYPE_CHECKING:
     from .check import check_reward
     from .compose import WeightedSum
     from .contract import RewardError, make_scores, read_request
-    from .failure import FailureGuard, failure_reasons
+    from .failure import failure_reasons
     from .images import ImageBatch, load_images, to_pil
 
 __all__ = [
     "CATALOGUE",
-    "FailureGuard",
     "FunctionReward",
     "ImageBatch",
     "RewardError",
@@ -33,7 +32,6 @@ __all__ = [
 
 _HOME = {
     "CATALOGUE": "catalogue",
-    "FailureGuard": "failure",
     "FunctionReward": "callables",
     "ImageBatch": "images",
     "RewardError": "contract",

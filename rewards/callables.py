@@ -20,7 +20,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from torch import Tensor
 from visalign.interfaces import Metadata, Scores
 
 from .contract import Request, RewardError, make_scores, read_request, scatter
+from .failure import Naming
 from .images import to_pil, to_uint8
 
 _IMAGE_NAMES = ("images", "completions")
@@ -108,18 +108,17 @@ class FunctionReward:
         return make_scores(scatter(value, rows, len(request)), reasons, self.unit, parts=parts)
 
     def _call(self, request: Request, rows: list[int], images: list[Tensor]) -> Any:
-        """The function's raw answer for the readable rows; it gets copies and cannot change the caller's "
-        "data."""
+        """The function's raw answer for the readable rows; it gets copies, never the caller's own data."""
         prompts = [request.prompts[row] for row in rows]
         records = [
             None if record is None else dict(record) for record in (request.metadata[row] for row in rows)
         ]
         pictures = self._convert(images)
         if self._positional:
-            with _Naming(self.name):
+            with Naming(self.name):
                 return self._function(pictures, prompts, records)
         arguments = _arguments(self.name, self._function, pictures, prompts, records)
-        with _Naming(self.name):
+        with Naming(self.name):
             return self._function(**arguments)
 
     def _convert(self, images: list[Tensor]) -> Any:
@@ -134,7 +133,7 @@ class FunctionReward:
         names = set(_signature(self.name, function).parameters)
         if names - {"device"}:
             return function
-        with _Naming(self.name):
+        with Naming(self.name):
             made = function(**({"device": device} if names else {}))
         if not callable(made):
             raise TypeError(
@@ -143,27 +142,6 @@ class FunctionReward:
             )
         _signature(self.name, made)
         return made
-
-
-class _Naming:
-    """Turns what a user's function raises into a RewardError that names the reward; the cause stays "
-    "chained."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ):
-        if isinstance(error, Exception):
-            raise RewardError(
-                f"Reward {self.name!r} raised {type(error).__name__}: {error}. See the cause above for the "
-                "line; "
-                "for an image that cannot be judged return None instead of raising."
-            ) from error
 
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
@@ -194,8 +172,7 @@ def _is_positional(name: str, function: Callable[..., Any]) -> bool:
         return True
     raise ValueError(
         f"Reward {name!r} has the parameters ({', '.join(p.name for p in parameters)}) and it cannot be told "
-        "which "
-        f"are the images. Allowed: {_CALL_FORMS}; rename them."
+        f"which are the images. Allowed: {_CALL_FORMS}; rename them."
     )
 
 
@@ -226,10 +203,8 @@ def _arguments(
     if missing:
         raise RewardError(
             f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of {', '.join(_KNOWN)} nor "
-            "a key "
-            f"of the metadata (keys: {', '.join(keys) or 'none'}). Rename the parameter, give it a default, "
-            "or put "
-            "the key into the prompts' metadata."
+            f"a key of the metadata (keys: {', '.join(keys) or 'none'}). Rename the parameter, give it a "
+            "default, or put the key into the prompts' metadata."
         )
     return chosen
 
@@ -244,8 +219,7 @@ def _columns(name: str, answer: Any, size: int) -> dict[str, list[float]]:
     if main is None:
         raise RewardError(
             f"Reward {name!r} returned a mapping with the keys {', '.join(map(str, answer)) or '(none)'}; it "
-            "cannot "
-            'be told which is the reward. Add the key "avg", as flow_grpo does.'
+            'cannot be told which is the reward. Add the key "avg", as flow_grpo does.'
         )
     parts = {str(key): _numbers(name, column, size) for key, column in answer.items() if key != main}
     return {**parts, "value": _numbers(name, answer[main], size)}
@@ -266,8 +240,7 @@ def _numbers(name: str, answer: Any, size: int) -> list[float]:
         if item is not None and not isinstance(item, int | float):
             raise RewardError(
                 f"Reward {name!r} returned {item!r} ({type(item).__name__}) at position {index}; needed is a "
-                "number, "
-                "or None for an image that it could not judge."
+                "number, or None for an image that it could not judge."
             )
         numbers.append(math.nan if item is None else float(item))
     if len(numbers) != size:

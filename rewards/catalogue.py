@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -99,11 +101,19 @@ def _from_file(file: Path) -> ModuleType:
         raise RewardError(
             f"There is no file {file}; give the path of your reward's file, relative to where you are."
         )
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(f"visalign_reward_{file.stem}_{place}", file)
     if spec is None or spec.loader is None:
         raise RewardError(f"{file} cannot be imported; give a Python file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    is_whole = False
+    try:
+        spec.loader.exec_module(module)
+        is_whole = True
+    finally:
+        if not is_whole:
+            del sys.modules[spec.name]
     return module
 
 

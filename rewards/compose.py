@@ -13,7 +13,7 @@ from torch import Tensor
 from visalign.interfaces import Metadata, PointwiseReward, Scores
 
 from .contract import RewardError, make_scores, read_request
-from .failure import failure_reasons
+from .failure import Naming, failure_reasons
 from .images import as_contract
 
 Normalise = str | Mapping[str, tuple[float, float]]
@@ -45,9 +45,9 @@ class WeightedSum:
 
         Args:
             rewards: label -> (reward, weight); weights are at least 0, one of them above.
-            normalise: "none"; "batch" (z-scores over the batch: then a score depends on its neighbours, which
-                the reward contract otherwise forbids); or label -> (mean, std) for every reward with a
-                weight.
+            normalise: "none"; "batch" (z-scores over the images of one call: then a score depends on its
+                neighbours, which the reward contract otherwise forbids, and several processes would each have
+                their own scale); or label -> (mean, std) for every reward with a weight.
             allow_mixed_units: sum raw scores of different units all the same.
             name: name of the sum.
 
@@ -64,9 +64,8 @@ class WeightedSum:
         if self._normalise == "none" and mixed and not allow_mixed_units:
             listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
             raise ValueError(
-                f"{name} would add different units: {listed}. Allowed: normalise='batch', "
-                f"normalise={{label: (mean, "
-                "std)}, or allow_mixed_units=True when the weights already convert them."
+                f"{name} would add different units: {listed}. Allowed: normalise='batch', normalise={{label: "
+                "(mean, std)}, or allow_mixed_units=True when the weights already convert them."
             )
         self.unit = _unit(self._normalise, units)
         self.range = self._total_range()
@@ -78,12 +77,13 @@ class WeightedSum:
         loaded = as_contract([image for _, image in request.images.readable()])
         total = torch.zeros(len(request), dtype=torch.float64)
         reasons = list(request.images.reasons)
+        texts = [request.prompts[row] for row in usable]
+        records = [request.metadata[row] for row in usable]
         parts: dict[str, Tensor] = {}
         for label, (reward, weight) in self.rewards.items():
-            scores = reward.score(
-                loaded, [request.prompts[row] for row in usable], [request.metadata[row] for row in usable]
-            )
-            scores = _spread(scores, usable, len(request))
+            with Naming(label):
+                answer = reward.score(loaded, list(texts), list(records))
+            scores = _spread(_checked(label, answer, len(usable)), usable, len(request))
             parts[label] = scores.value
             parts |= {f"{label}.{key}": part for key, part in scores.parts.items()}
             if not weight:
@@ -119,29 +119,55 @@ class WeightedSum:
         return (low, high)
 
 
+ROUNDING = 1e-6
+"""Valid scores whose std is below this share of their size differ by float32 rounding, and count as equal."""
+
+
 def _standardise(value: Tensor, valid: Tensor) -> Tensor:
-    """z-scores over the valid entries, population std; exact zeros when they are all equal."""
+    """z-scores over the valid entries, population std; exact zeros when they are equal up to rounding."""
     known = value[valid]
-    if known.numel() == 0 or bool((known == known[0]).all()):
+    spread = known.std(correction=0) if known.numel() else torch.zeros(())
+    if known.numel() == 0 or bool(spread <= ROUNDING * known.abs().max()):
         return torch.where(valid, 0.0, value)
-    return (value - known.mean()) / known.std(correction=0)
+    return (value - known.mean()) / spread
+
+
+def _checked(label: str, answer: Any, size: int) -> Scores:
+    """What a reward returned, refused by its label when it is not one score per image."""
+    if not isinstance(answer, Scores):
+        raise RewardError(
+            f"Reward {label!r} returned a {type(answer).__name__}; it must return a "
+            "visalign.interfaces.Scores, or be a plain function that returns numbers. "
+            "visalign.rewards.check_reward(reward) finds the fault."
+        )
+    if len(answer) != size:
+        raise RewardError(
+            f"Reward {label!r} returned {len(answer)} scores for {size} images; it must return one each."
+        )
+    for name, part in answer.parts.items():
+        if not isinstance(part, Tensor) or part.shape != (size,):
+            shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            raise RewardError(
+                f"Reward {label!r} returned the part {name!r} as {shape} for {size} images; it must be a "
+                f"tensor of shape ({size},)."
+            )
+    if answer.valid.dtype != torch.bool:
+        raise RewardError(f"Reward {label!r} returned valid as {answer.valid.dtype}; it must be torch.bool.")
+    return answer
 
 
 def _spread(scores: Scores, rows: list[int], size: int) -> Scores:
-    """Scores of a subset of rows as scores of all rows; the rows that were not asked are invalid."""
-    if len(scores) != len(rows):
-        raise RewardError(
-            f"A reward returned {len(scores)} scores for {len(rows)} images; it must return one each."
-        )
+    """Scores of a subset of rows as scores of all rows; invalid are rows not asked and values not finite."""
     index = torch.tensor(rows, dtype=torch.long)
 
     def fill(column: Tensor) -> Tensor:
         return torch.full((size,), torch.nan).index_copy(0, index, column.detach().float().cpu())
 
-    valid = torch.zeros(size, dtype=torch.bool).index_copy(0, index, scores.valid.cpu())
+    own = torch.isfinite(scores.value).cpu()
+    valid = torch.zeros(size, dtype=torch.bool).index_copy(0, index, scores.valid.cpu() & own)
     reasons: list[str | None] = ["not judged"] * size
-    for row, reason in zip(rows, failure_reasons(scores), strict=True):
-        reasons[row] = reason
+    for row, reason, ok in zip(rows, failure_reasons(scores), own.tolist(), strict=True):
+        reasons[row] = reason if ok or reason is not None else "the score is not a finite number"
     parts = {key: fill(part) for key, part in scores.parts.items()}
     return Scores(value=fill(scores.value), valid=valid, unit=scores.unit, parts=parts, reason=reasons)
 
@@ -171,8 +197,7 @@ def _check_weights(rewards: Mapping[str, tuple[PointwiseReward, float]]) -> None
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(
                 f"The weight of {label!r} is {weight}; allowed are finite numbers of at least 0. The "
-                "direction is the "
-                "reward's own (higher_is_better), so no weight needs a minus sign."
+                "direction is the reward's own (higher_is_better), so no weight needs a minus sign."
             )
     if not any(weight for _, weight in rewards.values()):
         raise ValueError(
@@ -185,8 +210,7 @@ def _check_normalise(normalise: str | dict[str, tuple[float, float]], labels: li
         if normalise not in ("none", "batch"):
             raise ValueError(
                 f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. "
-                "Normalising "
-                "within groups is done by the advantage (visalign.core)."
+                "Normalising within groups is done by the advantage (visalign.core)."
             )
         return
     if missing := [label for label in labels if label not in normalise]:

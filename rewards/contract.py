@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ends of every reward: a checked request goes in, `Scores` in which failure is no number comes "
-"out."""
+"""The two ends of every reward: a checked request goes in; out come `Scores`, where failure is no number."""
 
 from __future__ import annotations
 

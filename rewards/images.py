@@ -26,8 +26,8 @@ SLACK = 1e-6
 """How far float rounding may put a value outside [0, 1]; such values are clamped."""
 
 ACCEPTED = (
-    "Allowed: a float tensor [B, 3, H, W] in [0, 1], uint8 [B, 3, H, W] or [B, H, W, 3], "
-    "or a list of PIL images, paths, or single images as tensors."
+    "Allowed: a float tensor [B, 3, H, W] in [0, 1], uint8 [B, 3, H, W] or [B, H, W, 3], or a list of PIL "
+    "images, paths, or single images as tensors."
 )
 
 _DECODE_ERRORS = (
@@ -116,12 +116,12 @@ def to_pil(image: Tensor) -> Image.Image:
     return Image.fromarray(to_uint8(image))
 
 
-def as_contract(images: list[Tensor]) -> Tensor | list[Image.Image]:
-    """Images [3, H, W] in a form that every reward takes: one tensor, or PIL (8 bits) when the sizes "
-    "differ."""
-    if len({image.shape for image in images}) == 1:
-        return torch.stack(images)
-    return [to_pil(image) for image in images]
+def as_contract(images: list[Tensor]) -> Tensor | list[Tensor]:
+    """Images [3, H, W] in a form that every reward takes: one tensor, or a list where the sizes differ.
+
+    The pixels are the same in both, so that a score does not depend on the sizes of its neighbours.
+    """
+    return torch.stack(images) if len({image.shape for image in images}) == 1 else images
 
 
 def _read_item(item: Any, where: str) -> ImageBatch:
@@ -130,8 +130,7 @@ def _read_item(item: Any, where: str) -> ImageBatch:
         if item.ndim != 3:
             raise ValueError(
                 f"{where} has shape {tuple(item.shape)}; an element of a list is one image with 3 "
-                "dimensions. "
-                f"{ACCEPTED}"
+                f"dimensions. {ACCEPTED}"
             )
         return _read_batch(item[None], where)
     if not isinstance(item, Image.Image | str | os.PathLike):
@@ -153,8 +152,8 @@ def _explain(error: BaseException, item: Any) -> str:
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         limit = Image.MAX_IMAGE_PIXELS
         return (
-            f"{name} has more than {limit} pixels and may be a decompression bomb; "
-            "shrink it, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it"
+            f"{name} has more than {limit} pixels and may be a decompression bomb; shrink it, or raise "
+            "PIL.Image.MAX_IMAGE_PIXELS if you trust it"
         )
     if isinstance(error, FileNotFoundError):
         hint = "; URLs are not read, download it first" if "://" in name else ""
@@ -221,8 +220,8 @@ def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
     elif shape[1] != 3:
         hint = " Use images.permute(0, 3, 1, 2)." if shape[3] == 3 else ""
         raise ValueError(
-            f"{where} has shape {shape[-3:] if where != 'images' else shape}; "
-            f"float images are channels first with 3 channels.{hint} {ACCEPTED}"
+            f"{where} has shape {shape[-3:] if where != 'images' else shape}; float images are channels "
+            f"first with 3 channels.{hint} {ACCEPTED}"
         )
     if pixels.shape[2] * pixels.shape[3] == 0:
         raise ValueError(

@@ -49,11 +49,17 @@ class JpegSize:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Encode each image and count its bytes; prompts and metadata are not looked at."""
         request = read_request(self.name, images, prompts, metadata)
-        rows = request.images.readable()
-        sizes = [self._kilobytes(image) for _, image in rows]
-        return make_scores(
-            scatter(sizes, [row for row, _ in rows], len(request)), request.images.reasons, self.unit
-        )
+        reasons = list(request.images.reasons)
+        rows, sizes = [], []
+        for row, image in request.images.readable():
+            try:
+                sizes.append(self._kilobytes(image))
+            except (OSError, ValueError) as error:
+                height, width = image.shape[1:]
+                reasons[row] = f"JPEG cannot hold it, {width}×{height} pixels (sides up to 65500): {error}"
+            else:
+                rows.append(row)
+        return make_scores(scatter(sizes, rows, len(request)), reasons, self.unit)
 
     def _kilobytes(self, image: torch.Tensor) -> float:
         buffer = io.BytesIO()

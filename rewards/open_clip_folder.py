@@ -69,8 +69,8 @@ def load_open_clip(
     except (RuntimeError, ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
         raise RewardError(
             f"The open_clip model {str(folder_or_name)!r} cannot be loaded: {error}. Check that config, "
-            "weights and "
-            "tokenizer belong together and are complete, and that names can be fetched from here."
+            "weights and tokenizer belong together and are complete, and that names can be fetched from "
+            "here."
         ) from error
     check_end_token(model, tokenizer)
     return model.eval().requires_grad_(False), dict(model.visual.preprocess_cfg), tokenizer
@@ -152,11 +152,9 @@ def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
         if not kept or (pool == "argmax" and int(row.max()) != end):
             raise RewardError(
                 f"The tokenizer's end token (id {end}) is not what the model pools at in a {name} text cut "
-                "to "
-                f"{length} tokens (largest id {int(row.max())}), so scores would come from a wrong position. "
-                "Give the "
-                "tokenizer a post-processor that ends each text with its eos_token, and that token the "
-                "highest id."
+                f"to {length} tokens (largest id {int(row.max())}), so scores would come from a wrong "
+                "position. Give the tokenizer a post-processor that ends each text with its eos_token, and "
+                "that token the highest id."
             )
     return end
 
@@ -181,8 +179,7 @@ def _source(folder_or_name: str | Path) -> tuple[str, str | None]:
         return f"hf-hub:{name}", None
     raise RewardError(
         f"There is no CLIP model {name!r}. Allowed: an existing folder with {CONFIG}, 'shapes-clip', a hub "
-        "id "
-        "'organisation/model', or open_clip's 'architecture:tag' such as 'ViT-B-32:openai'."
+        "id 'organisation/model', or open_clip's 'architecture:tag' such as 'ViT-B-32:openai'."
     )
 
 
@@ -197,14 +194,12 @@ def _check_folder(folder: Path) -> None:
         except (ValueError, KeyError, TypeError) as error:
             raise RewardError(
                 f"{folder / CONFIG} is no open_clip config ({type(error).__name__}: {error}); it needs "
-                "model_cfg with "
-                "embed_dim, vision_cfg and text_cfg."
+                "model_cfg with embed_dim, vision_cfg and text_cfg."
             ) from error
         if text.get("hf_tokenizer_name"):
             missing = [name for name in TOKENIZER if not (folder / name).is_file()]
     if missing:
         raise FileNotFoundError(
             f"The model folder {folder} lacks {', '.join(missing)}; needed are {CONFIG}, {WEIGHTS} and the "
-            "tokenizer's "
-            f"files {', '.join(TOKENIZER)}. Copy the folder again, or build it anew."
+            f"tokenizer's files {', '.join(TOKENIZER)}. Copy the folder again, or build it anew."
         )

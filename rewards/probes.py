@@ -33,8 +33,7 @@ class Attempt:
 
 
 class Case:
-    """One reward with the inputs that it is tried on; images are on the 8-bit grid, so that PIL can hold "
-    "them."""
+    """One reward with the inputs that it is tried on; images are on the 8-bit grid that PIL can hold."""
 
     def __init__(
         self,
@@ -115,8 +114,7 @@ def _independence(case: Case) -> list[str]:
         return []
     return [
         "an image alone scores otherwise than in a batch: take out whatever mixes samples (batch statistics, "
-        "padding "
-        "to the longest, z-scores over the batch)"
+        "padding to the longest, z-scores over the batch)"
     ]
 
 

@@ -77,10 +77,24 @@ class ShapesVerifier:
 def _record(prompt: str, given: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str | None]:
     """The record to verify against, or the reason why there is none."""
     if given is not None and "include" in given:
-        return given, None
+        return given, _problem(given)
     from visalign.data.prompts import parse_prompt
 
     try:
         return parse_prompt(prompt), None
     except ValueError as error:
         return {}, f"no metadata with 'include', and the prompt is not of the shapes world: {error}"
+
+
+def _problem(record: Mapping[str, Any]) -> str | None:
+    """Why a record cannot be verified, found by judging an empty picture with it."""
+    from visalign.data.verifier import judge
+
+    form = "needed is GenEval's layout, include: [{class: circle, count: 1}, ...]"
+    if not isinstance(record["include"], list | tuple) or not record["include"]:
+        return f"the metadata's include is {record['include']!r}; {form}"
+    try:
+        judge([], record)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        return f"the metadata cannot be read ({type(error).__name__}: {error}); {form}"
+    return None

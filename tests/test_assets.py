@@ -76,7 +76,7 @@ def test_diffusers_loads_and_runs_the_pipeline_as_it_is() -> None:
 
 @pytest.mark.slow
 def test_the_generator_is_as_good_as_its_card_says() -> None:
-    from visalign.pipelines.assets_cards import pipeline_accuracy
+    from visalign.pipelines.assets_cards import SEEDS, pipeline_accuracy
 
     measured = pipeline_accuracy(Path(resolve_model("shapes-sd3")), 1.0)
     stated = {
@@ -84,8 +84,11 @@ def test_the_generator_is_as_good_as_its_card_says() -> None:
         for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card("shapes-sd3"), re.MULTILINE)
     }
     assert set(stated) >= {"all", *CATEGORIES}
-    # Other processors round differently, so single pictures may flip.
-    assert abs(measured["all"] - stated["all"]) < 0.03
+    tags = [record["tag"] for record in heldout_prompts() for _ in SEEDS]
+    for name in ("all", *CATEGORIES):
+        pictures = len(tags) if name == "all" else tags.count(name)
+        # Other processors round differently: one picture in 25 may flip; three standard deviations of that.
+        assert abs(measured[name] - stated[name]) < 3 * (0.04 / pictures) ** 0.5, name
     assert 0.45 <= measured["all"] <= 0.75
 
 
@@ -100,7 +103,7 @@ def test_clip_is_as_good_as_its_card_says() -> None:
         stated = re.search(rf"- {words}: ([\d.]+)", text)
         assert stated is not None
         assert abs(found[name] - float(stated[1])) < 0.04
-        assert found[name] >= 0.8
+        assert found[name] >= 0.95
 
 
 def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:

@@ -385,6 +385,22 @@ def test_score_names_an_unknown_reward(tmp_path: Path, monkeypatch: pytest.Monke
     assert "no reward 'jpeg_sice'. Did you mean 'jpeg_size'?" in result.stderr
 
 
+def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(pictures: Path) -> None:
+    class Wild(Brightness):
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+            value = torch.tensor([float("nan"), float("inf"), 0.5])
+            return Scores(value=value, valid=torch.ones(3, dtype=torch.bool), unit="grey")
+
+    files = score.find_images([pictures])
+    rows = score.score_images(files, "x", {"wild": Wild()})
+    assert [row.value for row in rows] == [None, None, 0.5]
+    assert [row.reason for row in rows] == [
+        "the reward returned nan, which is no score",
+        "the reward returned inf, which is no score",
+        None,
+    ]
+
+
 def test_a_missing_file_is_a_row_with_its_reason(pictures: Path) -> None:
     result = visalign("score", "gone.png", "-p", "x", "-r", "brightness", "-f", "json")
     assert result.exit_code == 1
@@ -459,6 +475,14 @@ def test_doctor_passes_on_a_whole_installation(models: Path, monkeypatch: pytest
     for name in ("advantages", "one SDE step", "verifier", "model shapes-sd3"):
         assert f"PASS  {name}:" in report.text
     assert report.text.endswith("All checks passed.")
+
+
+def test_doctor_lives_without_mkldnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert "without mkldnn" in dict(doctor._torch_facts())["devices"]
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    assert "bf16 arithmetic unknown" in dict(doctor._torch_facts())["devices"]
 
 
 def test_doctor_names_what_is_broken(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

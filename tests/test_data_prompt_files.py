@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from visalign.data.prompt_files import load_prompts
@@ -22,6 +24,15 @@ def test_text_and_json_lines(tmp_path):
     ]
     records = load_prompts(_write(tmp_path, "a.jsonl", '{"prompt": "a cross ", "tag": "colors"}\n'))
     assert records == [{"prompt": "a cross", "tag": "colors"}]
+
+
+def test_only_line_feeds_end_a_line(tmp_path):
+    odd = "a\u2028red\u0085circle\x0c"
+    line = json.dumps({"prompt": odd}, ensure_ascii=False)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(f"{line}\r\n".encode() + b'{"prompt": "b"}')
+    assert [r["prompt"] for r in load_prompts(path)] == [odd.strip(), "b"]
+    assert [r["prompt"] for r in load_prompts(_write(tmp_path, "a.txt", "a\u2028b\nc"))] == ["a\u2028b", "c"]
 
 
 def test_embedded_sets_are_disjoint():

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import ndimage
 
 from visalign.data import prompts, render, scenes, verifier
-from visalign.data.detector import UNKNOWN, Detection, detect
+from visalign.data.components import find_components
+from visalign.data.detector import UNKNOWN, Detection, detect, majority
 
 BY_CATEGORY = {name: [r for r in prompts.all_prompts() if r["tag"] == name] for name in prompts.CATEGORIES}
 
@@ -256,3 +259,73 @@ def _seconds(chosen: list[scenes.Scene]) -> float:
     started = time.process_time()
     render.render_many(chosen)
     return time.process_time() - started
+
+
+def test_detecting_is_fast() -> None:
+    chosen = draw(300, 20)
+    pictures, records = render.render_many(chosen), [scene.record for scene in chosen]
+    verifier.verify(pictures[:2], records[:2])
+
+    def seconds() -> float:
+        started = time.process_time()
+        verifier.verify(pictures, records)
+        return time.process_time() - started
+
+    assert len(chosen) / min(seconds() for _ in range(5)) >= 1400
+
+
+def speckled(count: int, side: int, seed: int) -> np.ndarray:
+    """Label maps [count, side, side] of every density, from empty to hardly any ground."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(1, 4, (count, side, side), dtype=np.uint8)
+    return labels * (rng.random((count, side, side)) < np.linspace(0, 1, count)[:, None, None])
+
+
+def test_components_are_those_of_scipy() -> None:
+    labels = speckled(40, 17, 21)
+    found = find_components(labels, 3)
+    expected = []
+    for picture, one in enumerate(labels):
+        for label in (1, 2, 3):
+            marked, count = cast("tuple[np.ndarray, int]", ndimage.label(one == label))
+            for number in range(1, count + 1):
+                rows, columns = np.nonzero(marked == number)
+                if len(rows) >= 3:
+                    box = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
+                    expected.append((picture, label, len(rows), *box))
+    fields = (found.picture, found.label, found.area, found.top, found.bottom, found.left, found.right)
+    assert len(found) == len(expected) > 500
+    assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
+    sizes = np.bincount(found.owner[found.owner >= 0])
+    assert (sizes[found.name] == found.area).all() and ((found.owner < 0) == (labels == 0)).all()
+
+
+def test_masks_are_the_nearest_pixels_of_the_box() -> None:
+    labels = np.zeros((2, 6, 8), dtype=np.uint8)
+    labels[1, 2:4, 3:7] = [[1, 1, 1, 1], [1, 2, 2, 1]]
+    found = find_components(labels, 1)
+    assert found.masks(4).reshape(2, 4, 4).tolist() == [
+        [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1]],
+        [[1, 1, 1, 1]] * 4,
+    ]
+    assert len(find_components(labels[:1], 1)) == 0
+    assert find_components(labels[:1], 1).masks(4).shape == (0, 16)
+
+
+def test_edge_pixels_take_the_color_of_the_most_around_them() -> None:
+    labels = speckled(12, 64, 22) * 2
+    votes = np.stack([np.pad(labels == i, ((0, 0), (2, 2), (2, 2))) for i in range(1, 8)])
+    counts = np.lib.stride_tricks.sliding_window_view(votes, (5, 5), (2, 3)).sum((4, 5))
+    expected = np.where(labels > 0, counts.argmax(0) + 1, 0)
+    assert (majority(labels.copy()) == expected).all()
+
+
+def test_a_picture_is_judged_alike_alone_and_among_others() -> None:
+    rng = np.random.default_rng(23)
+    pictures = np.concatenate(
+        [render.render_many(draw(60, 24)), rng.integers(0, 256, (10, 64, 64, 3), np.uint8)]
+    )
+    pictures = pictures[rng.permutation(len(pictures))]
+    assert detect(pictures) == [found for picture in pictures for found in detect(picture[None])]
+    assert detect(pictures[:0]) == []
+    assert detect(np.full((1, 64, 64, 3), 60, np.uint8)) == [[]]

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from visalign.evaluation import HeldoutResult, evaluate, load_heldout
+from visalign.evaluation import HeldoutResult, check_judge, evaluate, load_heldout
 from visalign.flow.noise import initial_noise, sample_seed
 from visalign.interfaces import ForwardCount, Metadata, Scores
 
@@ -277,13 +277,50 @@ def test_a_reward_without_parts_is_correct_at_its_best_value() -> None:
             return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="share")
 
     class Turned(Binary):
-        range = (0.5, 1.0)
         higher_is_better = False
+
+        def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+            plain = super().score(images, prompts, metadata)
+            return replace(plain, value=2 * plain.value - 1)
 
     found = run(rewards={"binary": Binary()}, correctness="binary")
     assert found.correct.tolist() == [True, True, False, False, False, False, True, True]
     turned = run(rewards={"binary": Turned()}, correctness="binary")
     assert turned.correct.tolist() == [not entry for entry in found.correct]
+
+
+class Wide(Brightness):
+    """A range that is not (0, 1); with the part `correct` on demand."""
+
+    range = (-1.0, 1.0)
+
+    def __init__(self, part: bool, valid: bool = True) -> None:
+        self.part, self.valid = part, valid
+
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        count = len(prompts)
+        return Scores(
+            value=torch.full((count,), 0.3),
+            valid=torch.full((count,), self.valid),
+            unit="1",
+            parts={"correct": torch.ones(count)} if self.part else {},
+        )
+
+
+def test_a_judge_of_correctness_needs_a_verdict() -> None:
+    """A value in [-1, 1] that is never 1 would be an accuracy of 0."""
+    for refused in (lambda: check_judge("wide", Wide(False), {"prompt": "x"}), lambda: run_with(Wide(False))):
+        with pytest.raises(
+            ValueError, match=r"'wide' cannot say correct or wrong: its range is \(-1\.0, 1\.0\)"
+        ):
+            refused()
+    check_judge("wide", Wide(True), {"prompt": "x"})
+    check_judge("wide", Wide(False, valid=False), {"prompt": "x"})  # cannot tell: left to the evaluation
+    assert run_with(Wide(True)).accuracy == 1
+
+
+def run_with(judge: Wide) -> HeldoutResult:
+    return run(rewards={"wide": judge}, correctness="wide")
 
 
 def test_without_a_judge_of_correctness() -> None:
@@ -360,7 +397,10 @@ class Short(Brightness):
         ({"batch_size": 0}, "at least 1; got 0"),
         ({"max_images": 0}, "at least 1 picture .*; got max_images 0 and image_side 256"),
         ({"correctness": "shape_verifier"}, "'shape_verifier' is not among.*Did you mean 'shapes_verifier'"),
-        ({"correctness": "brightness"}, r"'brightness' cannot say correct or wrong: its range \(-inf, inf\)"),
+        (
+            {"correctness": "brightness"},
+            r"'brightness' cannot say correct or wrong: its range is \(-inf, inf\)",
+        ),
         ({"rewards": {"short": Short()}, "correctness": None}, "'short' returned 1 scores for 3 images"),
     ],
 )

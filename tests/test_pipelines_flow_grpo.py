@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from tests.tiny_models import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.build import evenly
-from visalign.pipelines.cli_show import show_summary
+from visalign.pipelines.cli_show import result_files, show_summary
 from visalign.pipelines.flow_grpo import FlowGRPOConfig, TrainingInterrupted, plan, run
 from visalign.pipelines.flow_grpo_plan import planned_cost
 from visalign.training.checkpoint import CheckpointError, step_folder
@@ -82,6 +83,43 @@ def test_a_run_leaves_everything(finished, inputs):
     assert summary["seconds"] > 0 and summary["peak_memory_bytes"] > 50e6
     assert summary["config"]["optimiser"]["lr"] == 1e-3 and "torch" in summary["versions"]
     assert load_config(FlowGRPOConfig, output / "config.yaml") == _config(inputs)
+
+
+def test_the_report_is_true_and_can_be_copied(finished):
+    """Both held-out prompts are among the training prompts here."""
+    output, summary = finished
+    page = (output / "report.html").read_text()
+    assert summary["heldout_prompts_trained_on"] == 2
+    assert "2 prompts, all of which the model was also trained on" in page
+    assert f"load_lora_weights(&#34;{output}/lora&#34;)" in page
+    assert f"visalign train {output}/config.yaml --output {output} --resume" in page
+
+
+def test_resume_notices_other_prompts_under_the_same_name(finished, inputs):
+    output, _ = finished
+    file = inputs / "train.jsonl"
+    text = file.read_text()
+    kept = (output / "config.yaml").stat().st_mtime_ns
+    try:
+        file.write_text(text.replace("three circles", "four circles"))
+        with pytest.raises(CheckpointError, match=r"data\.train: '\w+' there, '\w+' now"):
+            run(_config(inputs, "run.iterations=9"), output, resume=True)
+    finally:
+        file.write_text(text)
+    assert (output / "config.yaml").stat().st_mtime_ns == kept
+
+
+def test_a_run_out_of_time_resumes_to_the_same_result(inputs, tmp_path):
+    config = _config(inputs, "run={iterations: 5, max_seconds: 1e-3, device: cpu}", "evaluation.every=0")
+    output = tmp_path / "my run"
+    first = run(config, output)
+    lora = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
+    again = run(config, output, resume=True)
+    assert first["iterations"] == again["iterations"] == 1 and again["stopped"] == "max_seconds"
+    assert first["after"] == again["after"] and first["before"] == again["before"]
+    saved = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
+    assert lora and saved.keys() == lora.keys() and all(torch.equal(saved[key], lora[key]) for key in lora)
+    assert f"--output &#39;{output}&#39; --resume" in (output / "report.html").read_text()
 
 
 def test_the_closing_panel_shows_what_the_run_wrote(finished):
@@ -156,6 +194,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, inputs, tmp_path
 def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
     run(_config(inputs, "model.lora=null", "run.iterations=1", "evaluation.every=0"), tmp_path / "run")
     assert (tmp_path / "run" / "model" / "model_index.json").is_file()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"from_pretrained(&#34;{tmp_path}/run/model&#34;)" in page and "load_lora_weights" not in page
+    assert result_files(tmp_path / "run")[1].endswith("model  (for StableDiffusion3Pipeline.from_pretrained)")
 
 
 def test_a_folder_with_something_in_it_is_refused(inputs, tmp_path):

@@ -119,6 +119,26 @@ def test_refused_names(name, options, message):
         load_reward(name, **options)
 
 
+def test_a_file_may_hold_a_dataclass(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Box:\n    level: float = 7.0\n\n"
+        "def f(images):\n    return [Box().level] * len(images)\n"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.py").write_text("def f(images):\n    return [8.0] * len(images)\n")
+    known = set(sys.modules)
+    rewards = [load_reward(f"{tmp_path}/{place}:f") for place in ("mine.py", "other/mine.py")]
+    assert [reward.score(IMAGES, PROMPTS).value[0].item() for reward in rewards] == [7.0, 8.0]
+    (tmp_path / "mine.py").write_text("import no_such_thing\n")
+    with pytest.raises(ModuleNotFoundError):
+        load_reward(f"{tmp_path}/mine.py:f")
+    added = set(sys.modules) - known
+    assert len(added) == 1 and "mine" not in added
+    for name in added:
+        del sys.modules[name]
+
+
 def test_missing_import_inside_a_users_module(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import not_installed_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)

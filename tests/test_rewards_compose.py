@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted sums: values by hand, validity, units, breakdown; and the guard against failing judges."""
+"""Weighted sums: values by hand, validity, units, breakdown; rewards that break their contract."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from PIL import Image
 
 from visalign.interfaces import Scores
 from visalign.rewards import (
-    FailureGuard,
     FunctionReward,
     RewardError,
     WeightedSum,
@@ -19,6 +18,7 @@ from visalign.rewards import (
     failure_reasons,
 )
 from visalign.rewards.jpeg import JpegSize
+from visalign.rewards.sharpness import Sharpness
 
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["p"] * 4
@@ -144,6 +144,67 @@ def test_part_of_the_wrong_length():
         total({"short": (Short(), 1.0)})
 
 
+class Answering(JpegSize):
+    """Returns what it is told to."""
+
+    def __init__(self, answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def score(self, images, prompts, metadata=None):
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+def answer(value, **fields) -> Scores:
+    value = torch.tensor(value)
+    return Scores(
+        **{"value": value, "valid": torch.ones(len(value), dtype=torch.bool), "unit": "kB", **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (KeyError("gpu lost"), r"Reward 'mine' raised KeyError: 'gpu lost'\. See the cause"),
+        ([1.0] * 4, r"Reward 'mine' returned a list; it must return a visalign\.interfaces\.Scores"),
+        (answer([1.0] * 3), "Reward 'mine' returned 3 scores for 4 images"),
+        (answer([1.0] * 4, parts={"x": torch.ones(3)}), r"the part 'x' as \(3,\) for 4 images"),
+        (answer([1.0] * 4, parts={"x": [1.0] * 4}), r"the part 'x' as list for 4 images"),
+        (answer([1.0] * 4, valid=torch.ones(4)), r"'mine' returned valid as torch\.float32"),
+        (RewardError("my own words"), "^my own words$"),
+    ],
+)
+def test_a_reward_that_breaks_its_contract_is_named(given, message):
+    with pytest.raises(RewardError, match=message):
+        total({"mine": (Answering(given), 1.0)})
+
+
+@pytest.mark.parametrize("normalise", ["none", "batch"])
+def test_a_valid_score_that_is_no_number_costs_its_own_sample_only(normalise):
+    scores = total({"mine": (Answering(answer([1.0, math.nan, 3.0, math.inf])), 1.0)}, normalise=normalise)
+    assert scores.valid.tolist() == [True, False, True, False]
+    assert scores.value[[0, 2]].tolist() == ([-1, 1] if normalise == "batch" else [1, 3])
+    assert failure_reasons(scores)[1] == "mine: the score is not a finite number"
+
+
+def test_rounding_is_no_signal_in_a_batch():
+    last = math.nextafter(0.3, 1.0)
+    for values in ([0.3, 0.3, 0.3, last], [0.3, 0.3, 0.3, 0.3 + 3e-8]):
+        scores = total({"a": (fixed(values), 1.0)}, normalise="batch")
+        assert scores.value.tolist() == [0, 0, 0, 0]
+    tiny = total({"a": (fixed([1e-6, 2e-6, 1e-6, 2e-6]), 1.0)}, normalise="batch")
+    assert tiny.value.tolist() == pytest.approx([-1, 1, -1, 1], rel=1e-5)
+
+
+def test_a_score_does_not_depend_on_the_sizes_of_its_neighbours():
+    images = [IMAGES[0], torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(1))]
+    judge = WeightedSum({"sharpness": (Sharpness(), 1.0)})
+    both = judge.score(images, ["p"] * 2).value
+    assert both.tolist() == [float(judge.score([image], ["p"]).value) for image in images]
+
+
 def test_contract():
     rewards = {"small": (JpegSize(prefer="smaller"), 1.0), "again": (JpegSize(quality=20), 2.0)}
     assert len(check_reward(WeightedSum(rewards))) == 11
@@ -160,40 +221,3 @@ def test_failure_reasons():
     assert failure_reasons(judged(None, "late")) == [None, "late"]
     nameless = Scores(value=torch.tensor([torch.nan]), valid=torch.tensor([False]), unit="1")
     assert failure_reasons(nameless) == ["no reason given"]
-
-
-def test_guard_counts_and_stops():
-    guard = FailureGuard(0.25, window=8, min_samples=4)
-    guard(judged("early", "early"))  # two samples are no verdict
-    guard(judged(*[None] * 6))
-    assert (guard.total, guard.failed, guard.rate) == (8, 2, 0.25)
-    with pytest.raises(
-        RewardError,
-        match=r"clip could not judge 37.5% of the last 8 images; the limit is 25.0%.*3× late.*Mend",
-    ):
-        guard(judged("late", "late", "late", None), "clip")
-
-
-def test_guard_notices_a_judge_that_dies_late():
-    guard = FailureGuard(0.5, window=4, min_samples=4)
-    for _ in range(100):
-        guard(judged(None, None, None, None))
-    with pytest.raises(RewardError, match=r"75.0% of the last 4"):
-        guard(judged("gone", "gone", "gone"))
-
-
-def test_guard_state_continues():
-    guard = FailureGuard(0.5, window=4, min_samples=4)
-    guard(judged("a", None, "b"))
-    other = FailureGuard(0.5, window=4, min_samples=4)
-    other.load_state_dict(guard.state_dict())
-    assert (other.total, other.failed, other.rate) == (3, 2, guard.rate)
-    with pytest.raises(RewardError, match=r"75.0%"):
-        other(judged("c"))
-
-
-def test_guard_refuses():
-    with pytest.raises(ValueError, match=r"max_rate is 1.5; allowed is a share in \[0, 1\]"):
-        FailureGuard(1.5)
-    with pytest.raises(ValueError, match="min_samples is 9 and window 8"):
-        FailureGuard(0.1, window=8, min_samples=9)

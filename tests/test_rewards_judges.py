@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -74,6 +75,24 @@ def test_verifier_other_size_is_invalid():
     assert scores.reason == ["the shapes verifier reads 64×64 pictures, this one has 48×64"]
 
 
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"include": [{"count": 1}]}, "KeyError: 'class'"),
+        ({"include": "circle"}, "include is 'circle'; needed is GenEval's layout"),
+        ({"include": []}, r"include is \[\]"),
+        ({"include": [{"class": "circle", "count": 0}]}, "ZeroDivisionError"),
+        ({"include": [{"class": "circle", "position": ["left of", 3]}]}, "IndexError"),
+        ({"include": [{"class": "circle"}], "exclude": [{"class": "circle"}]}, "KeyError: 'count'"),
+    ],
+)
+def test_a_record_that_cannot_be_read_costs_its_own_sample_only(record, reason):
+    good = {"include": [{"class": "square", "count": 1}]}
+    scores = ShapesVerifier().score(torch.zeros(2, 3, 64, 64), ["x", "x"], [record, good])
+    assert scores.valid.tolist() == [False, True]
+    assert re.search(reason, str(failure_reasons(scores)[0]))
+
+
 def test_verifier_mode_refused():
     with pytest.raises(ValueError, match="mode is 'strict'; allowed are 'correct', 'partial' and 'mixed'"):
         load_reward("shapes_verifier", mode="strict")
@@ -88,6 +107,12 @@ def test_jpeg_size_is_the_file_size():
     scores = JpegSize().score([NOISE], ["p"])
     assert scores.value.item() == pytest.approx(len(buffer.getvalue()) / 1000) and scores.unit == "kB"
     assert JpegSize(quality=20).score([NOISE], ["p"]).value < scores.value
+
+
+def test_a_picture_that_jpeg_cannot_hold_is_invalid_alone():
+    scores = JpegSize().score([torch.zeros(3, 1, 70_000), torch.zeros(3, 8, 8)], ["p"] * 2)
+    assert scores.valid.tolist() == [False, True] and scores.value[1] > 0
+    assert "JPEG cannot hold it, 70000×1 pixels" in str(failure_reasons(scores)[0])
 
 
 def test_jpeg_size_direction_and_refusals():

@@ -48,6 +48,18 @@ def test_the_newest_are_kept(tmp_path):
         _save(tmp_path, 11, keep=0)
 
 
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
+    _save(tmp_path, 10)
+    _cut(_save(tmp_path, 20) / "trainable.safetensors")
+    newest_intact(tmp_path)
+    _save(tmp_path, 12, keep=1)
+    assert [f.name for f in checkpoint.folders(tmp_path)] == ["step_000012"]
+    assert newest_intact(tmp_path) == (step_folder(tmp_path, 12), [])
+    (_save(tmp_path, 13, keep=2) / "manifest.json").unlink()
+    _save(tmp_path, 14, keep=2)
+    assert [f.name for f in checkpoint.folders(tmp_path)] == ["step_000012", "step_000014"]
+
+
 def _cut(path):
     path.write_bytes(path.read_bytes()[:-5])
 

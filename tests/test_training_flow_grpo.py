@@ -4,24 +4,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import AutocastKwargs
 
 from tests.training_toy import Brightness, ToyPolicy, toy_trainer
 from visalign.errors import UserError
 from visalign.flow.replay import RatioError
 from visalign.interfaces import Scores
+from visalign.training import update
 from visalign.training.collect import RewardFailure, collect
 from visalign.training.cost import forward_equivalents_per_image
 from visalign.training.loss import accumulate, chunks
 from visalign.training.metrics import METRICS, read_metrics
-from visalign.training.settings import RolloutSettings
+from visalign.training.settings import ObjectiveSettings, RolloutSettings
 
 
 def _weights(policy: ToyPolicy) -> torch.Tensor:
@@ -226,25 +225,19 @@ def test_a_policy_whose_ratio_is_not_one_is_stopped_before_it_moves(tmp_path):
     assert trainer.train().stopped == "finished"
 
 
-@pytest.fixture
-def bfloat16() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)])
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_bfloat16_with_guidance_keeps_its_gradient(tmp_path, bfloat16):
-    """With autocast's weight cache on, a first pass without gradient would cut off the second one's."""
-    policy = ToyPolicy(guided=True)
-    trainer = toy_trainer(
-        tmp_path,
-        policy=policy,
-        accelerator=bfloat16,
-        objective={"ratio_bound": 1.0},
-        keeping={"iterations": 1},
+@pytest.mark.parametrize(("ratio", "passes"), [("gaussian", True), ("guard", False)])
+def test_the_bound_of_the_first_ratio_grows_with_a_sum_only(ratio, passes):
+    """Latents of 64 numbers: 64 × 1e-5 for the sum, 1e-5 for the guard, whose log-ratio is always a mean."""
+    floor = {"gaussian": 2e-4, "guard": 2e-5}[ratio]
+    experience = SimpleNamespace(
+        trajectory=SimpleNamespace(dimensions=64, kernel=SimpleNamespace(event_norm="sum"))
     )
-    trainer.train()
-    assert policy.net.mix.weight.detach().abs().sum() > 0
+    settings = ObjectiveSettings(ratio=ratio)
+    if passes:
+        update._check_ratio(floor, cast(Any, experience), settings)
+    else:
+        with pytest.raises(RatioError, match="ratio must be 1"):
+            update._check_ratio(floor, cast(Any, experience), settings)
 
 
 def test_a_lower_is_better_reward_is_turned_round(tmp_path):

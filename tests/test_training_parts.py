@@ -144,6 +144,19 @@ def test_plain_progress_prints_a_line_per_iteration():
     assert note == "a [note]"
 
 
+def test_what_an_iteration_has_no_value_of_is_a_dash():
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    with TrainingProgress(5, console=console) as progress:
+        progress.update({**RECORD, "clip_low": float("nan"), "ratio_std": float("nan")})
+    assert (
+        "nan" not in _text(console) and "clipped –" in _text(console) and "ratio spread –" in _text(console)
+    )
+
+
+def test_settings_that_cps_can_use_are_taken():
+    assert RolloutSettings(schedule="cps", level=0.8, steps=4).stochastic == [0, 1, 2]
+
+
 def test_live_progress_shows_the_table():
     console = Console(file=io.StringIO(), force_terminal=True, width=140)
     with TrainingProgress(5, console=console, rows=2) as progress:
@@ -226,6 +239,17 @@ def test_versions_and_memory():
             r"rollout\.schedule is 'ddim'; it must be one of flow, dance, cps",
         ),
         (RolloutSettings, {"level": 0.0}, r"rollout\.level is 0\.0; without noise"),
+        (RolloutSettings, {"grid": "nope"}, r"rollout\.grid is 'nope'; it must be one of diffusers, plain"),
+        (
+            RolloutSettings,
+            {"schedule": "cps", "level": 1.5},
+            r"rollout\.level is 1\.5; for .*cps .* at most 1",
+        ),
+        (
+            RolloutSettings,
+            {"schedule": "cps", "steps": 4, "noise_steps": [0, 3]},
+            r"noise_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
+        ),
         (RolloutSettings, {"event_norm": "max"}, "one of mean, sum"),
         (RolloutSettings, {"noise_steps": [3, 10]}, r"noise_steps is \[3, 10\].*among steps \[0, 1, .* 9\]"),
         (RolloutSettings, {"noise_steps": []}, "needs at least one step"),
@@ -244,8 +268,10 @@ def test_versions_and_memory():
         ),
         (ObjectiveSettings, {"eps_low": 0.0}, r"objective\.eps_low is 0\.0; it must be above 0"),
         (ObjectiveSettings, {"beta": -1.0}, r"objective\.beta is -1\.0"),
+        (ObjectiveSettings, {"ratio_bound": 0.0}, r"ratio_bound is 0\.0; it must be above 0"),
         (ObjectiveSettings, {"step_weights": [1.0, -1.0]}, "finite and not negative"),
         (OptimiserSettings, {"lr": 0.0}, r"optimiser\.lr is 0\.0; it must be above 0"),
+        (OptimiserSettings, {"lr": float("inf")}, r"optimiser\.lr is inf; it must be above 0 and finite"),
         (OptimiserSettings, {"micro_batch": 0}, r"optimiser\.micro_batch is 0"),
         (OptimiserSettings, {"betas": [0.9]}, r"two numbers in \[0, 1\)"),
         (OptimiserSettings, {"ema_decay": 1.0}, r"ema_decay is 1\.0"),

@@ -163,6 +163,19 @@ def test_another_model_is_refused(tmp_path):
         toy_trainer(tmp_path, policy=policy).resume()
 
 
+def test_a_run_over_its_budget_resumes_to_nothing(tmp_path):
+    for _ in range(2):
+        trainer = toy_trainer(tmp_path, keeping={"iterations": 50, "max_seconds": 1e-6})
+        trainer.resume()
+        result = trainer.train()
+        assert result.stopped == "max_seconds" and result.state.iteration == 1
+    assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert [f.name for f in checkpoint.folders(tmp_path / "checkpoints")] == ["step_000001"]
+    more = toy_trainer(tmp_path, keeping={"iterations": 3, "max_seconds": 1e6})
+    more.resume()
+    assert more.train().state.iteration == 3
+
+
 def test_a_finished_run_resumes_to_nothing(tmp_path):
     _trained(tmp_path, 2)
     before = (tmp_path / "metrics.jsonl").read_bytes()

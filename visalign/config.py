@@ -7,7 +7,6 @@ The packaged files (the folder `configs/`, installed as `visalign.configs`) are 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,19 +155,6 @@ def to_plain(config: Any) -> dict[str, Any]:
     """
     content = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return json.loads(json.dumps(content, default=str))
-
-
-def config_hash(config: Any) -> str:
-    """Twelve hexadecimal digits that are equal for equal configurations, whatever the order of their keys.
-
-    Args:
-        config: an instance of a configuration dataclass.
-
-    Returns:
-        The start of the SHA-256 of the sorted JSON of all fields.
-    """
-    text = json.dumps(to_plain(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def flatten(config: Any) -> dict[str, Any]:

@@ -135,8 +135,7 @@ def _torch_facts() -> tuple[tuple[str, str], ...]:
         import torch
     except _BROKEN as error:
         return (("devices", f"unknown, torch cannot be imported: {error}"),)
-    has_bf16 = "with" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "without"
-    devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()}, {has_bf16} bf16 arithmetic)"]
+    devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()}, {_cpu_bf16()})"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         has_bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
@@ -146,6 +145,19 @@ def _torch_facts() -> tuple[tuple[str, str], ...]:
     if torch.backends.mps.is_available():
         devices.append("mps")
     return (("devices", "; ".join(devices)), ("threads", f"{torch.get_num_threads()} of torch"))
+
+
+def _cpu_bf16() -> str:
+    """Whether the processor multiplies bf16 matrices; only oneDNN (mkldnn) can tell."""
+    import torch
+
+    if not torch.backends.mkldnn.is_available():
+        return "without mkldnn"
+    try:
+        has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except _BROKEN:  # a private question, which another torch may not answer
+        return "bf16 arithmetic unknown"
+    return "with bf16 arithmetic" if has_bf16 else "without bf16 arithmetic"
 
 
 def _memory() -> str:

@@ -47,7 +47,7 @@ class SD3Policy:
         autocast: torch.dtype | None = None,
         image_size: int | None = None,
         encode_batch: int = 64,
-        decode_batch: int = 64,
+        decode_batch: int = 32,
     ) -> None:
         """Take over a pipeline; its transformer is changed in place (adapters, attention processor).
 
@@ -58,7 +58,7 @@ class SD3Policy:
             max_sequence_length: of the T5 part of the context, the pipeline's argument of that name.
             collapse_null_tokens: compute the null tokens that stand in for an absent T5 once instead of 256
                 times.
-            autocast: run the transformer under autocast in this dtype, e.g. bfloat16 over float32 weights.
+            autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
             image_size: height and width in pixels; None is the model's own.
             encode_batch: prompts per pass of the text encoders.
             decode_batch: latents per pass of the autoencoder.
@@ -93,7 +93,6 @@ class SD3Policy:
         self._trainable_names = [name for name, _ in trainable]
         self._original = [p.detach().clone() for _, p in trainable] if lora is None else []
         self._reference_depth = 0
-        self._called: nn.Module = self.transformer
         self._forward_count = ForwardCount()
 
     @classmethod
@@ -125,7 +124,7 @@ class SD3Policy:
 
     @property
     def module(self) -> nn.Module:
-        """The transformer, never wrapped; give what `accelerator.prepare` makes of it to `use_module`."""
+        """The transformer, never wrapped: `visalign.training` wraps the replay that calls it."""
         return self.transformer
 
     @property
@@ -137,14 +136,6 @@ class SD3Policy:
     def forward_count(self) -> ForwardCount:
         """Transformer passes since the start, in latents; with backward if the output requires grad."""
         return self._forward_count
-
-    def use_module(self, wrapped: nn.Module) -> None:
-        """Call this module from now on: the transformer as DDP or accelerate wrapped it.
-
-        Args:
-            wrapped: a module around `self.module`, or `self.module` itself.
-        """
-        self._called = wrapped
 
     def encode(self, prompts: Sequence[str]) -> SD3Condition:
         """Encode B prompts, each unique one once, in order of first appearance, without gradient.
@@ -198,7 +189,7 @@ class SD3Policy:
         return null + self.guidance * (prompted - null)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of latents, as the pipeline decodes them.
+        """Images of latents, as the pipeline decodes them; in bfloat16 where that is the autocast.
 
         Args:
             latents: [B, C, H, W].
@@ -206,13 +197,16 @@ class SD3Policy:
         Returns:
             [B, 3, H, W] float32 in [0, 1].
         """
-        vae = self.pipe.vae
+        vae, images = self.pipe.vae, []
         scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
-        images = [
-            vae.decode((chunk.to(vae.dtype) / scale) + shift, return_dict=False)[0].float()
-            for chunk in latents.split(self.decode_batch)
-        ]
-        return (torch.cat(images) / 2 + 0.5).clamp(0, 1)
+        # float16 is left out: its range is too short for some autoencoders (diffusers' `force_upcast`).
+        low = self.autocast == torch.bfloat16
+        with torch.autocast(latents.device.type, torch.bfloat16) if low else nullcontext():
+            for chunk in latents.split(self.decode_batch):
+                scaled = (chunk.to(vae.dtype) / scale) + shift
+                scaled = scaled.contiguous(memory_format=torch.channels_last)  # convolutions run faster so
+                images.append(vae.decode(scaled, return_dict=False)[0].float())
+        return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
 
     def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
         """The time grid [steps + 1], float32, from 1 down to 0.
@@ -279,7 +273,7 @@ class SD3Policy:
         weights = None if log_multiplicity is None else {"context_log_multiplicity": log_multiplicity}
         autocast = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
         with autocast:
-            out = self._called(
+            out = self.transformer(
                 hidden_states=x.to(dtype),
                 timestep=timestep,
                 encoder_hidden_states=embeds.to(dtype),

@@ -12,14 +12,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import ndimage
 from torch import Tensor
 
+from .components import find_components
 from .prompts import COLORS, SHAPES
 from .render import PALETTE, render_many
 from .scenes import SIZE, Scene, SceneObject
@@ -44,6 +43,10 @@ _WHITE_FLOOR = 138.0
 
 _TEMPLATE = 24
 """Side of the grid on which masks are compared."""
+
+_AT_ONCE = 32
+"""Pictures per pass: few enough that what is made of them stays in the processor's cache."""
+
 _HUED = tuple(name for name in COLORS if name != "white")
 
 
@@ -72,8 +75,9 @@ def detect(images: Tensor | np.ndarray) -> list[list[Detection]]:
     Raises:
         ValueError: another shape or type.
     """
-    labels = label_map(as_pictures(images)).cpu().numpy()
-    return [_components(picture) for picture in labels]
+    return [
+        found for part in as_pictures(images).cpu().split(_AT_ONCE) for found in _objects(label_map(part))
+    ]
 
 
 def as_pictures(images: Tensor | np.ndarray) -> Tensor:
@@ -90,72 +94,80 @@ def as_pictures(images: Tensor | np.ndarray) -> Tensor:
     )
 
 
-def _hue_vectors(rgb: Tensor, dim: int) -> Tensor:
-    """The color without its grey part: two opponent axes, stacked at `dim`."""
-    red, green, blue = rgb.unbind(dim)
-    return torch.stack([red - 0.5 * (green + blue), 0.8660254 * (green - blue)], dim)
+@cache
+def _hues() -> tuple[Tensor, Tensor, Tensor]:
+    """Of the colors but white: opponent axes [K, 2] of length 1, least chroma [K], label [K]."""
+    palette = torch.tensor([PALETTE[name] for name in _HUED], dtype=torch.float32)
+    least = _CHROMA_SHARE * (palette.amax(1) - palette.amin(1))
+    label = torch.tensor([COLORS.index(name) + 1 for name in _HUED], dtype=torch.uint8)
+    return F.normalize(torch.stack(_hue_vector(palette.T), 1), dim=1), least, label
 
 
-def label_map(pictures: Tensor) -> Tensor:
-    """Color label of each pixel, int64 [B, 64, 64]: 0 is ground, i is COLORS[i − 1].
+def _hue_vector(rgb: Tensor) -> tuple[Tensor, Tensor]:
+    """The color [3, ...] without its grey part, on two opponent axes."""
+    red, green, blue = rgb
+    return red - 0.5 * (green + blue), 0.8660254 * (green - blue)
+
+
+def label_map(pictures: Tensor) -> np.ndarray:
+    """Color label of each pixel, uint8 [B, 64, 64]: 0 is ground, i is COLORS[i − 1].
 
     Args:
-        pictures: [B, 3, 64, 64] float in [0, 255].
+        pictures: [B, 3, 64, 64] float in [0, 255], on the CPU.
     """
-    palette = torch.tensor([PALETTE[name] for name in _HUED], dtype=torch.float32, device=pictures.device)
-    full = palette.amax(1) - palette.amin(1)
-    axes = F.normalize(_hue_vectors(palette, 1), dim=1)
     # A light 3×3 smoothing: takes the noise of single pixels, leaves edges within half a pixel.
-    kernel = torch.tensor([1.0, 4.0, 1.0], device=pictures.device)
+    kernel = torch.tensor([1.0, 4.0, 1.0])
     kernel = (kernel[:, None] * kernel[None, :] / 36.0).expand(3, 1, 3, 3)
     smooth = F.conv2d(F.pad(pictures, (1, 1, 1, 1), mode="replicate"), kernel, groups=3)
-    chroma = smooth.amax(1) - smooth.amin(1)
-    direction = F.normalize(_hue_vectors(smooth, 1), dim=1)
-    likeness = torch.einsum("kc,bchw->bkhw", axes, direction)
-    best = likeness.argmax(1)
-    hued = chroma > _CHROMA_SHARE * full[best]
-    white = (smooth.amin(1) > _WHITE_FLOOR) & (chroma < 60.0)
-    index = torch.tensor([COLORS.index(name) + 1 for name in _HUED], device=pictures.device)
-    labels = torch.where(hued, index[best], 0)
-    labels = torch.where(white, COLORS.index("white") + 1, labels)
-    return _majority(labels)
+    red, green, blue = smooth.unbind(1)
+    darkest = torch.minimum(torch.minimum(red, green), blue)
+    chroma = torch.maximum(torch.maximum(red, green), blue) - darkest
+    axes, least, label = _hues()
+    labels = torch.zeros(chroma.shape, dtype=torch.uint8)
+    colored = chroma > least.min()  # the others need no hue
+    x, y = _hue_vector(torch.stack([red[colored], green[colored], blue[colored]]))
+    best = (axes[:, :1] * x + axes[:, 1:] * y).argmax(0)
+    labels[colored] = torch.where(chroma[colored] > least[best], label[best], 0)
+    labels[(darkest > _WHITE_FLOOR) & (chroma < 60.0)] = COLORS.index("white") + 1
+    return majority(labels.numpy())
 
 
-def _majority(labels: Tensor) -> Tensor:
-    """Relabel object pixels by the most frequent color around them: edge pixels take the body's color."""
-    votes = F.one_hot(labels, len(COLORS) + 1).permute(0, 3, 1, 2).float()
-    around = F.avg_pool2d(votes, 5, stride=1, padding=2)
-    return torch.where(labels > 0, around[:, 1:].argmax(1) + 1, 0)
+_VOTE = np.array([0, *(1 << 8 * i for i in range(len(COLORS)))], dtype=np.int64)
+"""A pixel's vote by its label: a byte per color holds a count up to 255, so that one sum counts them all."""
 
 
-def _components(labels: np.ndarray) -> list[Detection]:
-    """Objects of one label map [64, 64]; neighbours of different colors are different objects."""
-    found: list[Detection] = []
-    for value in np.unique(labels):
-        if value == 0:
-            continue
-        marked: Any = ndimage.label(labels == value)[0]  # type: ignore[index]  # its stub knows only the count
-        for number, window in enumerate(ndimage.find_objects(marked), start=1):
-            mask = marked[window] == number
-            if mask.sum() >= MIN_AREA:
-                found.append(_describe(mask, window, COLORS[value - 1]))
-    return found
+def majority(labels: np.ndarray) -> np.ndarray:
+    """Relabel object pixels by the most frequent color within 5×5: edge pixels take the body's color.
+
+    Args:
+        labels: uint8 [B, 64, 64], changed in place and returned.
+    """
+    votes = np.pad(_VOTE[labels], ((0, 0), (2, 2), (2, 2)))
+    rows = votes[:, :-1] + votes[:, 1:]
+    rows = rows[:, :-3] + rows[:, 2:-1] + votes[:, 4:]
+    columns = rows[..., :-1] + rows[..., 1:]
+    around = columns[..., :-3] + columns[..., 2:-1] + rows[..., 4:]
+    seen = labels > 0
+    counts = around[seen][:, None] >> np.arange(0, 8 * len(COLORS), 8) & 255
+    labels[seen] = counts.argmax(1) + 1
+    return labels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Bank:
-    """Ideal shapes as the detector itself sees them, so that its own erosion of thin parts cancels out."""
+    """K ideal shapes as the detector itself sees them, so that its own erosion of thin parts cancels out."""
 
     masks: np.ndarray
     """[K, 24·24] float32, each mask scaled to its bounding box."""
     area: np.ndarray
     """[K], sum of each mask."""
-    shape: list[str]
+    shape: np.ndarray
+    """[K], positions in SHAPES."""
     height: np.ndarray
-    """[K], pixels of the seen bounding box."""
+    """[K] float32, pixels of the seen bounding box."""
     width: np.ndarray
-    radius_of: dict[str, np.ndarray]
-    """shape -> coefficients (slope, intercept) of the drawn radius against √(seen area)."""
+    radius: np.ndarray
+    """[K, 2], (slope, intercept) of the drawn radius against √(seen area), the same for all of one shape."""
     offset: np.ndarray
     """[K, 2], drawn centre (x, y) minus the centre of the seen box."""
 
@@ -169,52 +181,55 @@ def _bank() -> _Bank:
             scene = Scene(record={}, objects=(item,), background=(60, 60, 60), style=style, texture_seed=0)
             scenes.append(scene)
             drawn.append((shape, radius, 32.0 + shift))
-    labels = label_map(as_pictures(render_many(scenes))).numpy() > 0
-    masks, sizes, offsets = [], [], []
-    roots = np.sqrt(labels.sum((1, 2)))
-    radius_of = {}
+    seen = find_components(label_map(as_pictures(render_many(scenes))).clip(max=1), MIN_AREA)
+    roots, masks = np.sqrt(seen.area), seen.masks(_TEMPLATE)
+    centre = np.array([middle for _, _, middle in drawn])
+    lines = []
     for shape in SHAPES:
         mine = [i for i, (name, _, _) in enumerate(drawn) if name == shape]
-        radius_of[shape] = np.polyfit(roots[mine], [drawn[i][1] for i in mine], 1)
-    for seen, (_, _, centre) in zip(labels, drawn, strict=True):
-        rows, columns = ndimage.find_objects(seen.astype(np.int8))[0]
-        masks.append(_scaled(seen[rows, columns]))
-        sizes.append((rows.stop - rows.start, columns.stop - columns.start))
-        offsets.append((centre - (columns.start + columns.stop) / 2, centre - (rows.start + rows.stop) / 2))
-    heights, widths = np.array(sizes, dtype=np.float32).T
-    stacked = np.stack(masks)
+        lines.append(np.polyfit(roots[mine], [drawn[i][1] for i in mine], 1))
+    shape = np.array([SHAPES.index(name) for name, _, _ in drawn])
     return _Bank(
-        stacked,
-        stacked.sum(1),
-        [shape for shape, _, _ in drawn],
-        heights,
-        widths,
-        radius_of,
-        np.array(offsets),
+        masks=masks,
+        area=masks.sum(1),
+        shape=shape,
+        height=(seen.bottom - seen.top).astype(np.float32),
+        width=(seen.right - seen.left).astype(np.float32),
+        radius=np.array(lines)[shape],
+        offset=np.stack([centre - (seen.left + seen.right) / 2, centre - (seen.top + seen.bottom) / 2], 1),
     )
 
 
-def _scaled(mask: np.ndarray) -> np.ndarray:
-    rows = ((np.arange(_TEMPLATE) + 0.5) * mask.shape[0] / _TEMPLATE).astype(int)
-    columns = ((np.arange(_TEMPLATE) + 0.5) * mask.shape[1] / _TEMPLATE).astype(int)
-    return mask[np.ix_(rows, columns)].reshape(-1).astype(np.float32)
+def _objects(labels: np.ndarray) -> list[list[Detection]]:
+    """Objects of label maps [B, 64, 64]: for each component the ideal shape of about its size that overlaps
+    it best; erosion depends on the size."""
+    bank, seen = _bank(), find_components(labels, MIN_AREA)
+    masks = seen.masks(_TEMPLATE)
+    both = masks @ bank.masks.T
+    overlap = both / (bank.area + masks.sum(1, keepdims=True) - both)
+    misfit = np.abs(bank.height / _column(seen.bottom - seen.top) - 1.0)
+    misfit += np.abs(bank.width / _column(seen.right - seen.left) - 1.0)
+    best = (overlap - 0.3 * misfit).argmax(1)
+    each = np.arange(len(best))
+    overlap, misfit = overlap[each, best], misfit[each, best]
+    plausible = (overlap >= MIN_OVERLAP) & (misfit <= MAX_MISFIT)
+    slope, intercept = bank.radius[best].T
+    columns = [
+        seen.picture,
+        np.where(plausible, bank.shape[best], len(SHAPES)),
+        seen.label - 1,
+        (seen.left + seen.right) / 2.0 + bank.offset[best, 0],
+        (seen.top + seen.bottom) / 2.0 + bank.offset[best, 1],
+        slope * np.sqrt(seen.area) + intercept,
+        overlap,
+    ]
+    names, found = (*SHAPES, UNKNOWN), [[] for _ in labels]
+    for picture, shape, color, x, y, radius, share in zip(*(c.tolist() for c in columns), strict=True):
+        found[picture].append(
+            Detection(shape=names[shape], color=COLORS[color], x=x, y=y, radius=radius, overlap=share)
+        )
+    return found
 
 
-def _describe(mask: np.ndarray, window: tuple[slice, slice], color: str) -> Detection:
-    """The ideal shape of about the component's size that overlaps it best; erosion depends on the size."""
-    rows, columns = window
-    height, width = mask.shape
-    bank, scaled = _bank(), _scaled(mask)
-    both = bank.masks @ scaled
-    overlap = both / (bank.area + scaled.sum() - both)
-    misfit = np.abs(bank.height / height - 1.0) + np.abs(bank.width / width - 1.0)
-    best = int((overlap - 0.3 * misfit).argmax())
-    plausible = overlap[best] >= MIN_OVERLAP and misfit[best] <= MAX_MISFIT
-    return Detection(
-        shape=bank.shape[best] if plausible else UNKNOWN,
-        color=color,
-        x=float((columns.start + columns.stop) / 2.0 + bank.offset[best, 0]),
-        y=float((rows.start + rows.stop) / 2.0 + bank.offset[best, 1]),
-        radius=float(np.polyval(bank.radius_of[bank.shape[best]], np.sqrt(mask.sum()))),
-        overlap=float(overlap[best]),
-    )
+def _column(sizes: np.ndarray) -> np.ndarray:
+    return sizes.astype(np.float32)[:, None]

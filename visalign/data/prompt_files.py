@@ -49,10 +49,11 @@ def load_prompts(source: str | Path) -> list[Record]:
             f"record per line)."
         )
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"prompt file {path} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    return _records(path, lines)
+    lines = [line.rstrip("\r") for line in text.split("\n")]  # splitlines would cut at U+0085 and U+2028
+    return _records(path, lines if lines[-1] else lines[:-1])
 
 
 def _records(path: Path, lines: list[str]) -> list[Record]:
@@ -66,9 +67,8 @@ def _records(path: Path, lines: list[str]) -> list[Record]:
         first, known = found.setdefault(record["prompt"], (number, record))
         if known != record:
             raise UserError(
-                f"prompt file {path}: lines {first} and {number} give the prompt {record['prompt']!r} "
-                f"two different "
-                f"records; keep the right one."
+                f"prompt file {path}: lines {first} and {number} give the prompt {record['prompt']!r} two "
+                "different records; keep the right one."
             )
         if first != number:
             repeated.append(number)

@@ -40,7 +40,7 @@ CURVES = (
         keys=("heldout/accuracy",),
         title="Held-out accuracy",
         unit="%",
-        meaning="prompts never trained on, ODE sampling",
+        meaning="held-out prompts, ODE sampling",
         percent=True,
     ),
     Curve(
@@ -99,7 +99,8 @@ def panels(
         metrics: Rows of metrics.jsonl; a row without a key is skipped, one with null or a number that is not
             finite leaves a gap that the note counts.
         curves: What to draw.
-        start: key -> value at iteration 0, for numbers known before training (held-out accuracy).
+        start: key -> value at iteration 0, for numbers known before training (held-out accuracy), measured as
+            those of the rows were.
 
     Returns:
         One panel per curve, in order.

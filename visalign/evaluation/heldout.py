@@ -19,6 +19,7 @@ from visalign.flow.noise import sample_seed
 from visalign.flow.rollout import rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward, Scores
 
+from .judge import verdict
 from .result import HeldoutResult
 
 Progress = Callable[[int, int], None]
@@ -113,7 +114,7 @@ class _Tally:
         masked = torch.where(valid, value, torch.tensor(torch.nan))
         self.values.setdefault(name, []).append(masked.numpy())
         if name == self.correctness:
-            correct = _verdict(name, reward, scores) & valid
+            correct = verdict(name, reward, scores) & valid
             self.correct.extend(correct.tolist())
             self.judged.extend(valid.tolist())
             self.reasons.extend(_reasons(scores, valid))
@@ -139,19 +140,6 @@ class _Tally:
             images=np.stack(self.images),
             image_index=self.kept,
         )
-
-
-def _verdict(name: str, reward: PointwiseReward, scores: Scores) -> Tensor:
-    """[B] bool: the part `correct`, else whether the value is the best there is."""
-    if "correct" in scores.parts:
-        return scores.parts["correct"].cpu() > 0.5
-    best = reward.range[1] if reward.higher_is_better else reward.range[0]
-    if not np.isfinite(best):
-        raise UserError(
-            f"Reward '{name}' cannot say correct or wrong: its range {reward.range} has no best value and "
-            "its scores have no part 'correct'. Choose another reward for correctness, or None."
-        )
-    return scores.value.cpu() >= best if reward.higher_is_better else scores.value.cpu() <= best
 
 
 def _reasons(scores: Scores, valid: Tensor) -> list[str]:

@@ -34,8 +34,10 @@ def write_report(
     versions: Mapping[str, str],
     costs: Mapping[str, Any],
     title: str,
-    load_code: str | None = None,
-    resume_command: str | None = None,
+    load_code: str,
+    resume_command: str,
+    start: Mapping[str, float] | None = None,
+    seen: int | None = None,
     curves: Sequence[Curve] = CURVES,
 ) -> Path:
     """Write `report.html` into a run's folder: no network, no script, pictures inside, light or dark.
@@ -51,8 +53,12 @@ def write_report(
             `forward_equivalents_per_image`, `images` (generated for training), `peak_memory_bytes` (one
             number, or {"host": ..., "cuda": ...}); others are shown under their names.
         title: The page's title.
-        load_code: Python that loads the result; by default for a LoRA in `run_folder/lora`.
+        load_code: Python that loads the result.
         resume_command: The command that continues the run.
+        start: Metric -> value before training, measured on the same samples as in `metrics`: the first points
+            of the curves.
+        seen: How many of the held-out prompts were trained on, which the page then says; None where that is
+            not known.
         curves: Panels of the training section.
 
     Returns:
@@ -62,24 +68,22 @@ def write_report(
         UserError: If before and after are not of the same samples.
         OSError: If it cannot be written; an older report survives.
     """
-    flat = flatten(config)
-    start = {"heldout/accuracy": before.accuracy} if math.isfinite(before.accuracy) else {}
     template = environment().get_template("report.html.j2")
     page = template.render(
-        **_results(before, after),
+        **_results(before, after, seen),
         title=title,
-        panels=panels(metrics, curves, start=start),
-        config=flat,
+        panels=panels(metrics, curves, start=start or {}),
+        config=flatten(config),
         versions=versions,
         costs=wording.cost_rows(costs),
         phases=_phases(costs),
-        load_code=load_code or wording.default_load_code(flat, run_folder.name),
-        resume_command=resume_command or f"visalign train CONFIG --output {run_folder.name} --resume",
+        load_code=load_code,
+        resume_command=resume_command,
     )
     return write_atomic(run_folder / "report.html", page.encode("utf-8"))
 
 
-def _results(before: HeldoutResult, after: HeldoutResult) -> dict[str, Any]:
+def _results(before: HeldoutResult, after: HeldoutResult, seen: int | None) -> dict[str, Any]:
     """What the two evaluations give to the page."""
     comparison = compare(before, after)
     others = [row for row in comparison.rewards if not row.repeats_accuracy]
@@ -87,7 +91,7 @@ def _results(before: HeldoutResult, after: HeldoutResult) -> dict[str, Any]:
     return {
         "before": before,
         "comparison": comparison,
-        "summary": wording.headline(before, after, comparison),
+        "summary": wording.headline(before, after, comparison, seen=seen),
         "rows": (comparison.overall, *comparison.categories),
         "others": others,
         "reward_note": wording.reward_note(others),

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,12 @@ class HeldoutResult:
         """Wilson interval of the accuracy, over all or in one category (NaN where it is absent)."""
         rows = np.ones(len(self), dtype=bool) if tag is None else self.rows(tag)
         return wilson_interval(int(self.correct[rows].sum()), int(self.judged[rows].sum()), level=level)
+
+    def accuracy_of(self, prompts: Collection[str], seeds: Collection[int]) -> float:
+        """Share of the judged samples of some prompts and seeds that are correct; NaN where none was."""
+        chosen = [p in prompts and int(s) in seeds for p, s in zip(self.prompts, self.seeds, strict=True)]
+        rows = np.array(chosen, dtype=bool)
+        return _share(int(self.correct[rows].sum()), int(self.judged[rows].sum()))
 
     def outcome(self) -> NDArray[np.float64]:
         """[N] 1 correct, 0 wrong, NaN without a verdict."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,16 +30,25 @@ class Headline:
     sentences: tuple[str, ...]
 
 
-def headline(before: HeldoutResult, after: HeldoutResult, comparison: Comparison) -> Headline:
-    """What the run did, in one line and two or three sentences."""
+def headline(
+    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, seen: int | None = None
+) -> Headline:
+    """What the run did, in one line and two or three sentences.
+
+    Args:
+        before: held-out evaluation before training.
+        after: the same samples after it.
+        comparison: of the two.
+        seen: how many of the prompts were trained on; None where that is not known.
+    """
     row = comparison.overall
     if not math.isfinite(row.change.estimate):
-        return _reward_headline(before, comparison)
+        return _reward_headline(before, comparison, seen)
     n_prompts, n_seeds = len(set(before.prompts)), len(set(before.seeds.tolist()))
     times = {1: "once", 2: "twice"}.get(n_seeds, f"{n_seeds} times")
     counted = (
-        f"{n_prompts} prompts the model was not trained on, each drawn {times} from the same noise before "
-        f"and after: {row.correct[0]} of {row.judged[0]} pictures were correct before training, "
+        f"{_prompts(n_prompts, seen)}, each drawn {times} from the same noise before and after: "
+        f"{row.correct[0]} of {row.judged[0]} pictures were correct before training, "
         f"{row.correct[1]} of {row.judged[1]} after it."
     )
     sentences = [counted, _judgement(row.change)]
@@ -61,7 +69,16 @@ def headline(before: HeldoutResult, after: HeldoutResult, comparison: Comparison
     )
 
 
-def _reward_headline(before: HeldoutResult, comparison: Comparison) -> Headline:
+def _prompts(count: int, seen: int | None) -> str:
+    """So many prompts, and whether the model knows them from training."""
+    if seen is None:
+        return f"{count} prompts"
+    if seen == 0:
+        return f"{count} prompts the model was not trained on"
+    return f"{count} prompts, {'all' if seen >= count else seen} of which the model was also trained on"
+
+
+def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | None) -> Headline:
     """Without verdicts the first reward is the headline."""
     if not comparison.rewards:
         return Headline(
@@ -82,8 +99,8 @@ def _reward_headline(before: HeldoutResult, comparison: Comparison) -> Headline:
         interval=f"{_level(row.change)} interval {_span(row.change)}",
         direction=_direction(row.change),
         sentences=(
-            f"{len(before)} pictures of {len(set(before.prompts))} prompts, from the same noise before and "
-            "after. No reward of this run says correct or wrong, so there is no accuracy.",
+            f"{len(before)} pictures of {_prompts(len(set(before.prompts)), seen)}, from the same noise "
+            "before and after. No reward of this run says correct or wrong, so there is no accuracy.",
             _judgement(row.change),
         ),
     )
@@ -136,18 +153,6 @@ def _cost(name: str, value: Any) -> list[tuple[str, str]]:
     if isinstance(value, int) and not isinstance(value, bool):
         return [(words(name).capitalize(), f"{value:,}".replace(",", "\u202f"))]
     return [(words(name).capitalize(), number(value) if isinstance(value, float) else setting(value))]
-
-
-def default_load_code(flat: Mapping[str, Any], folder: str) -> str:
-    """Python that loads the run's LoRA into diffusers; the model's name comes from the configuration."""
-    known = ("model", "model.name", "model.path", "policy.model", "model.pretrained")
-    model = next((str(flat[key]) for key in known if isinstance(flat.get(key), str)), "MODEL")
-    return (
-        "from diffusers import StableDiffusion3Pipeline\n"
-        "from visalign.data.assets import resolve_model\n\n"
-        f"pipe = StableDiffusion3Pipeline.from_pretrained(resolve_model({json.dumps(model)}))\n"
-        f"pipe.load_lora_weights({json.dumps(folder + '/lora')})"
-    )
 
 
 def percent(value: float, decimals: int = 0) -> str:

@@ -58,7 +58,7 @@ def save(
     *,
     keep: int = 2,
 ) -> Path:
-    """Write the checkpoint of `step` and delete all but the newest `keep`.
+    """Write the checkpoint of `step`; delete later ones and all but the newest `keep` that are whole.
 
     Args:
         root: folder of the run's checkpoints; created when missing.
@@ -106,9 +106,29 @@ def save(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(_write_failure(folder, error)) from error
-    for old in folders(root)[:-keep]:
-        shutil.rmtree(old)
+    _prune(root, folder, keep)
     return folder
+
+
+def _prune(root: Path, newest: Path, keep: int) -> None:
+    """Delete all checkpoints but `newest` and the whole ones before it, `keep` in all.
+
+    What stands at later steps goes as well: the run has passed it over, or was set back.
+    """
+    earlier = [path for path in folders(root) if path < newest and _has_all_bytes(path)]
+    kept = {newest, *earlier[max(0, len(earlier) - keep + 1) :]}
+    for old in folders(root):
+        if old not in kept:
+            shutil.rmtree(old)
+
+
+def _has_all_bytes(folder: Path) -> bool:
+    """Whether no file is missing or of another size; the hashes are left to `verify`, which reads it all."""
+    try:
+        listed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in listed.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def folders(root: Path) -> list[Path]:
@@ -234,9 +254,8 @@ def _write_failure(folder: Path, error: Exception) -> str:
     cause = "the disk is full" if full else str(error)
     return (
         f"could not write checkpoint {folder}: {cause}. The half-written files were removed and earlier "
-        f"checkpoints "
-        f"are untouched. Free some space (or lower run.keep_checkpoints) and run the same command with "
-        f"--resume."
+        "checkpoints are untouched. Free some space (or lower run.keep_checkpoints) and run the same "
+        "command with --resume."
     )
 
 

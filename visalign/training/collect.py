@@ -147,9 +147,8 @@ def judge(reward: PointwiseReward, images: Tensor, records: Sequence[Mapping[str
     if not isinstance(scores, Scores) or len(scores) != len(records):
         given = f"{len(scores)} scores" if isinstance(scores, Scores) else type(scores).__name__
         raise RewardFailure(
-            f"reward {reward.name!r} returned {given} for {len(records)} images; it must return one "
-            f"Scores with one "
-            f"value per image. visalign.rewards.check_reward(reward) finds the fault."
+            f"reward {reward.name!r} returned {given} for {len(records)} images; it must return one Scores "
+            "with one value per image. visalign.rewards.check_reward(reward) finds the fault."
         )
     return scores
 

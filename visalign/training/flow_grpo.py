@@ -81,7 +81,7 @@ class FlowGRPOTrainer:
         optimiser: how the weights move.
         keeping: length, checkpoints, evaluation.
         seed: of the run.
-        accelerator: device, processes, mixed precision ("no" or "bf16") and trackers.
+        accelerator: device, processes and trackers, without mixed precision: that is the policy's own matter.
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
         evaluate: called with the iteration while the averaged weights are in place; its numbers are logged as
@@ -144,6 +144,8 @@ class FlowGRPOTrainer:
     def train(self) -> TrainResult:
         """Run until the last iteration, the time budget, or Ctrl-C; the last state is always saved.
 
+        A resumed run whose budget is spent does nothing, as one that has reached its last iteration.
+
         Raises:
             RewardFailure: too many samples could not be judged.
             RatioError: the ratio is not 1 at the first update.
@@ -152,10 +154,11 @@ class FlowGRPOTrainer:
         metrics = None
         if self.accelerator.is_main_process:
             metrics = MetricsFile(self.keeping.folder / "metrics.jsonl", after=self.state.iteration)
-        stopped, saved = "finished", self.state.iteration
+        saved = self.state.iteration
         self.clock.take()
         with InterruptFlag(self.progress.note) as interrupt:
-            while self.state.iteration < self.keeping.iterations:
+            stopped = "max_seconds" if self._agreed(self._is_over_budget()) else "finished"
+            while stopped == "finished" and self.state.iteration < self.keeping.iterations:
                 record = self._iterate()
                 if metrics is not None:
                     metrics.write(record)
@@ -166,18 +169,24 @@ class FlowGRPOTrainer:
                     with self.clock.phase("checkpoint"):
                         self.save()
                     saved = self.state.iteration
-                if stopped != "finished":
-                    break
             if saved != self.state.iteration:
                 self.save()
         return TrainResult(state=self.state, stopped=stopped)
 
     def _why_stop(self, interrupt: InterruptFlag) -> str:
         """What all processes agree on: "finished" means go on."""
+        if self._agreed(interrupt.raised):
+            return "interrupted"
+        return "max_seconds" if self._agreed(self._is_over_budget()) else "finished"
+
+    def _is_over_budget(self) -> bool:
         budget = self.keeping.max_seconds
-        reasons = torch.tensor([interrupt.raised, budget is not None and self.state.seconds >= budget])
-        asked = self.accelerator.reduce(reasons.int().to(self.accelerator.device), "sum").tolist()  # type: ignore[union-attr]
-        return "interrupted" if asked[0] else "max_seconds" if asked[1] else "finished"
+        return budget is not None and self.state.seconds >= budget
+
+    def _agreed(self, own: bool) -> bool:
+        """Whether any process says so: all of them have to stop at the same iteration."""
+        said = torch.tensor([int(own)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(said, "sum").any())  # type: ignore[union-attr]
 
     def _iterate(self) -> dict[str, Any]:
         """One iteration: experience, updates, perhaps an evaluation; returns its record."""

@@ -56,8 +56,7 @@ def step_weights(objective: ObjectiveSettings, rollout: RolloutSettings, sigmas:
         if len(objective.step_weights) != rollout.steps:
             raise UserError(
                 f"objective.step_weights has {len(objective.step_weights)} weights for {rollout.steps} "
-                f"steps; "
-                f"give one for each step, 0 for those that are not trained."
+                "steps; give one for each step, 0 for those that are not trained."
             )
         return torch.tensor(objective.step_weights, dtype=torch.float32)
     if objective.step_weight == "uniform":

@@ -38,6 +38,11 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def _cell(form: str, value: float) -> str:
+    """A dash for what an iteration has no value of, such as the ratios of one without a signal."""
+    return form.format(value) if math.isfinite(value) else "–"
+
+
 class TrainingProgress:
     """Shows records of `visalign.training.metrics` as they come.
 
@@ -128,7 +133,7 @@ class TrainingProgress:
         return max(min(left, self._seconds_left), 0.0)
 
     def _cells(self, record: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return [(title, form.format(record[key]) if key in record else "") for title, key, form in SHOWN]
+        return [(title, _cell(form, record[key]) if key in record else "") for title, key, form in SHOWN]
 
     def _view(self) -> Group:
         table = Table(expand=True, box=None, pad_edge=False)

@@ -24,6 +24,11 @@ def _at_least(name: str, given: float, least: float) -> None:
         raise UserError(f"{name} is {given}; it must be a finite number of at least {least}.")
 
 
+def _above_zero(name: str, given: float) -> None:
+    if not (math.isfinite(given) and given > 0):
+        raise UserError(f"{name} is {given}; it must be above 0 and finite.")
+
+
 def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
     if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
         raise UserError(
@@ -66,6 +71,7 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         _at_least("rollout.steps", self.steps, 1)
         _at_least("rollout.batch_size", self.batch_size, 1)
+        _choice("rollout.grid", self.grid, ("diffusers", "plain"))
         _choice("rollout.schedule", self.schedule, ("flow", "dance", "cps"))
         _choice("rollout.event_norm", self.event_norm, ("mean", "sum"))
         if not (math.isfinite(self.level) and self.level > 0):
@@ -78,6 +84,8 @@ class RolloutSettings:
             )
         noisy = self.stochastic
         _steps("rollout.noise_steps", noisy, range(self.steps), "steps")
+        if self.schedule == "cps":
+            self._check_cps(noisy)
         if self.train_steps is not None:
             _steps("rollout.train_steps", self.train_steps, noisy, "the stochastic steps")
         if self.noise_count is not None:
@@ -89,9 +97,22 @@ class RolloutSettings:
             if self.train_steps is not None:
                 raise UserError(
                     "rollout.noise_count draws the steps to train anew in each iteration, so "
-                    "rollout.train_steps "
-                    "cannot be fixed as well. Remove one of the two."
+                    "rollout.train_steps cannot be fixed as well. Remove one of the two."
                 )
+
+    def _check_cps(self, noisy: Sequence[int]) -> None:
+        """The limits of coefficients-preserving sampling."""
+        if self.level > 1:
+            raise UserError(
+                f"rollout.level is {self.level}; for rollout.schedule=cps it must be at most 1, which "
+                "replaces all of the noise (published: 0.8)."
+            )
+        if self.steps - 1 in noisy:
+            raise UserError(
+                f"rollout.noise_steps {list(noisy)} holds the last of {self.steps} steps, in which cps adds "
+                f"no noise, so it has no log-probability. Take {self.steps - 1} out, or set rollout.schedule "
+                "to flow or dance."
+            )
 
     @property
     def stochastic(self) -> list[int]:
@@ -115,7 +136,7 @@ class ObjectiveSettings:
 
     ratio: str = "gaussian"
     """"gaussian": exp(log p − log p_old), as published. "guard": exp(mean(ε·Δμ)), GRPO-Guard's ratio (arXiv
-    2510.22319) in its per-sample form, whose mean is 1 at every step."""
+    2510.22319) in its per-sample form, where the mean of log r is 0 at every step."""
     eps_low: float = 1e-4
     """Ratios are clipped at 1 − eps_low ..."""
     eps_high: float = 1e-4
@@ -136,8 +157,9 @@ class ObjectiveSettings:
     """Explicit weights instead, one for each of the T steps."""
 
     ratio_bound: float | None = None
-    """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5 per number of the
-    latent's event_norm; networks in bfloat16 need more (2e-5 to 5e-4 were measured)."""
+    """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the
+    latent's numbers where the gaussian ratio sums over them; networks in bfloat16 need more (2e-5 to 5e-4
+    were measured)."""
 
     def __post_init__(self) -> None:
         _choice("objective.ratio", self.ratio, ("gaussian", "guard"))
@@ -146,8 +168,10 @@ class ObjectiveSettings:
         _choice("objective.step_weight", self.step_weight, ("uniform", "inverse_dt"))
         _at_least("objective.beta", self.beta, 0.0)
         for name in ("eps_low", "eps_high", "advantage_clip"):
-            if not getattr(self, name) > 0:
+            if not getattr(self, name) > 0:  # infinity switches the limit off
                 raise UserError(f"objective.{name} is {getattr(self, name)}; it must be above 0.")
+        if self.ratio_bound is not None:
+            _above_zero("objective.ratio_bound", self.ratio_bound)
         if self.step_weights is not None and not all(math.isfinite(w) and w >= 0 for w in self.step_weights):
             raise UserError(
                 f"objective.step_weights is {self.step_weights}; weights are finite and not negative."
@@ -183,9 +207,10 @@ class OptimiserSettings:
     """Average number n uses min(decay, (1 + n)/(10 + n)), as Flow-GRPO's code does."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"optimiser.{name} is {getattr(self, name)}; it must be above 0.")
+        for name in ("lr", "eps"):
+            _above_zero(f"optimiser.{name}", getattr(self, name))
+        if not self.max_grad_norm > 0:  # infinity switches clipping off
+            raise UserError(f"optimiser.max_grad_norm is {self.max_grad_norm}; it must be above 0.")
         for name in ("updates_per_iteration", "micro_batch", "ema_every"):
             _at_least(f"optimiser.{name}", getattr(self, name), 1)
         for name in ("warmup_updates", "weight_decay"):

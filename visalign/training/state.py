@@ -64,9 +64,8 @@ def restore_tensors(
     if there != here:
         odd = sorted(there.items() ^ here.items())[:4]
         raise CheckpointError(
-            f"the checkpoint of step {loaded.step} has other trained parameters than the model, for "
-            f"example {odd}: "
-            f"the model folder has changed. Resume with the model that the run began with."
+            f"the checkpoint of step {loaded.step} has other trained parameters than the model, for example "
+            f"{odd}: the model folder has changed. Resume with the model that the run began with."
         )
     ema.load(loaded.tensors["ema"])
     for name, parameter in parameters:

@@ -76,7 +76,9 @@ def optimise(
 
 
 def _check_ratio(largest: float, experience: Experience, objective: ObjectiveSettings) -> None:
-    dimensions = experience.trajectory.dimensions if experience.trajectory.kernel.event_norm == "sum" else 1
+    """The bound grows with what the log-ratio is a sum over; the guard's is a mean under either norm."""
+    is_sum = objective.ratio == "gaussian" and experience.trajectory.kernel.event_norm == "sum"
+    dimensions = experience.trajectory.dimensions if is_sum else 1
     bound = RATIO_BOUND * dimensions if objective.ratio_bound is None else objective.ratio_bound
     check_log_ratio(torch.tensor([largest]), bound=bound)
 
