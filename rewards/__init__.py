@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visual rewards: one file per judge, a catalogue, composition. Everything is imported at its first use."""
+"""Rewards for pictures and for text: one file per judge, catalogues, composition. Imported at first use."""
 
 from __future__ import annotations
 
@@ -10,21 +10,42 @@ if TYPE_CHECKING:
     from .callables import FunctionReward
     from .catalogue import CATALOGUE, load_reward
     from .check import check_reward
+    from .code_tests import CodeTests
     from .compose import WeightedSum
     from .contract import RewardError, make_scores, read_request
     from .failure import failure_reasons
     from .images import ImageBatch, load_images, to_pil
+    from .text_answers import VerifiableAnswer
+    from .text_callables import TextFunctionReward
+    from .text_catalogue import TEXT_CATALOGUE, load_text_reward
+    from .text_check import check_text_reward
+    from .text_contract import TextReward
+    from .text_format import JsonFormat, TextFormat
+    from .text_length import LengthReward, RepetitionPenalty
+    from .text_reward_model import RewardModel
 
 __all__ = [
     "CATALOGUE",
+    "TEXT_CATALOGUE",
+    "CodeTests",
     "FunctionReward",
     "ImageBatch",
+    "JsonFormat",
+    "LengthReward",
+    "RepetitionPenalty",
     "RewardError",
+    "RewardModel",
+    "TextFormat",
+    "TextFunctionReward",
+    "TextReward",
+    "VerifiableAnswer",
     "WeightedSum",
     "check_reward",
+    "check_text_reward",
     "failure_reasons",
     "load_images",
     "load_reward",
+    "load_text_reward",
     "make_scores",
     "read_request",
     "to_pil",
@@ -32,14 +53,26 @@ __all__ = [
 
 _HOME = {
     "CATALOGUE": "catalogue",
+    "CodeTests": "code_tests",
     "FunctionReward": "callables",
     "ImageBatch": "images",
+    "JsonFormat": "text_format",
+    "LengthReward": "text_length",
+    "RepetitionPenalty": "text_length",
     "RewardError": "contract",
+    "RewardModel": "text_reward_model",
+    "TEXT_CATALOGUE": "text_catalogue",
+    "TextFormat": "text_format",
+    "TextFunctionReward": "text_callables",
+    "TextReward": "text_contract",
+    "VerifiableAnswer": "text_answers",
     "WeightedSum": "compose",
     "check_reward": "check",
+    "check_text_reward": "text_check",
     "failure_reasons": "failure",
     "load_images": "images",
     "load_reward": "catalogue",
+    "load_text_reward": "text_catalogue",
     "make_scores": "contract",
     "read_request": "contract",
     "to_pil": "images",

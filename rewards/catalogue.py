@@ -47,12 +47,12 @@ def load_reward(name: str, **options: Any) -> PointwiseReward:
         'kB'
     """
     if name not in CATALOGUE and ":" not in name:
-        nearest = _nearest(name, CATALOGUE)
+        nearest = nearest_name(name, CATALOGUE)
         raise RewardError(
             f"There is no reward {name!r}.{nearest} Allowed: {', '.join(CATALOGUE)}, or your own as "
             "'package.module:Name' or 'path/to/file.py:Name'."
         )
-    found = _find(CATALOGUE.get(name, name))
+    found = find_target(CATALOGUE.get(name, name))
     if isinstance(found, type):
         found = _construct(name, found, options)
     elif options and not inspect.isroutine(found):
@@ -77,11 +77,11 @@ def _wrap(name: str, function: Callable[..., Any], options: dict[str, Any]) -> P
     from .callables import FunctionReward
 
     options = {"name": name.rpartition(":")[2], **options}
-    _check_options(name, FunctionReward, {"function": function, **options})
+    check_options(name, FunctionReward, {"function": function, **options})
     return FunctionReward(function, **options)
 
 
-def _find(path: str) -> Any:
+def find_target(path: str) -> Any:
     """The object that `module:Name` or `file.py:Name` names."""
     place, _, attribute = path.rpartition(":")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place, path)
@@ -90,7 +90,7 @@ def _find(path: str) -> Any:
         if not hasattr(found, step):
             public = [key for key in vars(module) if not key.startswith("_")]
             raise RewardError(
-                f"{place} has no {attribute!r}.{_nearest(attribute, public)} Correct the part after ':'."
+                f"{place} has no {attribute!r}.{nearest_name(attribute, public)} Correct the part after ':'."
             )
         found = getattr(found, step)
     return found
@@ -129,23 +129,23 @@ def _from_name(module: str, path: str) -> ModuleType:
 
 
 def _construct(name: str, kind: type, options: dict[str, Any]) -> Any:
-    _check_options(name, kind, options)
+    check_options(name, kind, options)
     return kind(**options)
 
 
-def _check_options(name: str, target: Callable[..., Any], options: dict[str, Any]) -> None:
+def check_options(name: str, target: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuse options that the constructor does not know, or that it lacks."""
     parameters = inspect.signature(target).parameters
     try:
         inspect.signature(target).bind(**options)
     except TypeError as error:
         unknown = [key for key in options if key not in parameters]
-        nearest = "".join(_nearest(key, parameters) for key in unknown)
+        nearest = "".join(nearest_name(key, parameters) for key in unknown)
         raise RewardError(
             f"Reward {name!r}: {error}.{nearest} Its options: {', '.join(parameters) or 'none'}."
         ) from error
 
 
-def _nearest(given: str, allowed: Iterable[str]) -> str:
+def nearest_name(given: str, allowed: Iterable[str]) -> str:
     close = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -276,6 +276,8 @@ def test_versions_and_memory():
         (OptimiserSettings, {"betas": [0.9]}, r"two numbers in \[0, 1\)"),
         (OptimiserSettings, {"ema_decay": 1.0}, r"ema_decay is 1\.0"),
         (OptimiserSettings, {"warmup_updates": -1}, "warmup_updates is -1"),
+        (OptimiserSettings, {"decay_updates": 0}, "decay_updates is 0; it must be"),
+        (OptimiserSettings, {"lr_end": 1.5}, r"lr_end is 1\.5; it is a share"),
     ],
 )
 def test_settings_refuse_what_cannot_work(kind, values, message):
@@ -289,5 +291,7 @@ def test_settings_defaults_are_the_published_ones():
     assert RolloutSettings(noise_count=2, noise_steps=[5, 1, 3]).trained_per_image == 2
     warm = OptimiserSettings(lr=1.0, warmup_updates=3)
     assert [warm.lr_at(i) for i in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert OptimiserSettings().lr_at(0) == 3e-4
+    assert OptimiserSettings().lr_at(0) == OptimiserSettings().lr_at(10_000) == 3e-4
+    falling = OptimiserSettings(lr=1.0, decay_updates=4, lr_end=0.2)
+    assert [falling.lr_at(i) for i in range(6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
     assert all(dataclasses.fields(kind) for kind in (RolloutSettings, ObjectiveSettings, OptimiserSettings))

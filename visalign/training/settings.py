@@ -183,9 +183,13 @@ class OptimiserSettings:
     """How the weights move."""
 
     lr: float = 3e-4
-    """AdamW learning rate, constant after the warm-up."""
+    """AdamW learning rate after the warm-up."""
     warmup_updates: int = 0
     """Updates over which the learning rate rises linearly."""
+    decay_updates: int | None = None
+    """The learning rate falls linearly to `lr_end` of itself until this update, and stays; null: constant."""
+    lr_end: float = 0.1
+    """Share of the learning rate that is left after `decay_updates`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW β₁ and β₂."""
     eps: float = 1e-8
@@ -219,9 +223,15 @@ class OptimiserSettings:
             raise UserError(
                 f"optimiser.betas is {self.betas}; give two numbers in [0, 1), e.g. [0.9, 0.999]."
             )
+        if self.decay_updates is not None:
+            _at_least("optimiser.decay_updates", self.decay_updates, 1)
+        if not 0 <= self.lr_end <= 1:
+            raise UserError(f"optimiser.lr_end is {self.lr_end}; it is a share of the rate, from 0 to 1.")
         if not 0 <= self.ema_decay < 1:
             raise UserError(f"optimiser.ema_decay is {self.ema_decay}; it must be in [0, 1).")
 
     def lr_at(self, update: int) -> float:
         """Learning rate of optimiser update 0, 1, 2, ..."""
-        return self.lr * min(1.0, (update + 1) / (self.warmup_updates + 1))
+        rise = min(1.0, (update + 1) / (self.warmup_updates + 1))
+        gone = 0.0 if self.decay_updates is None else min(1.0, update / self.decay_updates)
+        return self.lr * rise * (1.0 - (1.0 - self.lr_end) * gone)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers in text: where a completion states its answer, and what number or list that is.
+
+Everything here takes time linear in the text (but for a user's own pattern), because a policy writes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+NUMBER_LIMIT = 400
+"""Characters of the longest number that is read, and its largest decimal exponent."""
+
+_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_NUMBER = re.compile(rf"([+-]?)({_PLAIN})(?:[eE]([+-]?\d{{1,4}})|\*10(?:\^|\*\*)\(?([+-]?\d{{1,4}})\)?)?")
+_POWER = re.compile(r"([+-]?)10(?:\^|\*\*)\(?([+-]?\d{1,4})\)?")
+_RATIO = re.compile(rf"([+-]?)(?:(\d+)\s+)?({_PLAIN})/({_PLAIN})")
+_LAST_NUMBER = re.compile(rf"(?<![\w.])[+-]?(?:{_PLAIN})(?:[eE][+-]?\d{{1,4}}|/\d+)?%?")
+_FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
+_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_ASSIGNED = re.compile(r"[A-Za-z](?:_?\w)?\s*=\s*")
+_SPACING = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\:", "\\ ", "\\(", "\\)", "\\[", "\\]", "~")
+_CURRENCY = ("\\$", "$", "€", "£", "¥")
+_SIGNS = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "\\times": "*", "\\cdot": "*", "{,}": ","}
+_QUOTES = "\"'`“”‘’"
+
+
+def boxed_answers(text: str) -> list[str]:
+    r"""What stands in \boxed{…} and \fbox{…}, in order.
+
+    Braces may nest, and an inner box is part of its outer one. A box that is never closed is none.
+
+    >>> boxed_answers(r"so \boxed{\frac{1}{2}}")
+    ['\\frac{1}{2}']
+    """
+    opened: list[tuple[bool, int]] = []
+    closed: list[tuple[int, int]] = []
+    for token in _BRACE.finditer(text):
+        if token[0] == "}":
+            if opened:
+                is_box, start = opened.pop()
+                if is_box:
+                    closed.append((start, token.start()))
+        elif token[0].endswith("{") and token[0] != "\\{":
+            opened.append((token[0] != "{", token.end()))
+    outermost: list[tuple[int, int]] = []
+    for start, end in reversed(closed):  # the last to close comes first, so an outer box before its inner
+        if not outermost or end < outermost[-1][0]:
+            outermost.append((start, end))
+    return [text[start:end] for start, end in reversed(outermost)]
+
+
+def _tagged(text: str) -> list[str]:
+    """What stands in <answer>…</answer>; a tag that is opened anew starts anew."""
+    parts = text.split("</answer>")[:-1]
+    return [part.rpartition("<answer>")[2] for part in parts if "<answer>" in part]
+
+
+def _last_line(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()][-1:]
+
+
+EXTRACTORS: dict[str, tuple[Callable[[str], list[str]], str]] = {
+    "whole": (lambda text: [text], "no text"),
+    "last_line": (_last_line, "no text"),
+    "boxed": (boxed_answers, "no box"),
+    "answer_tag": (_tagged, "no <answer>…</answer>"),
+    "last_number": (lambda text: [hit[0] for hit in _LAST_NUMBER.finditer(text)][-1:], "no number"),
+}
+"""name -> (all answers of a text in order, what is said when there is none)."""
+
+
+def normalise_text(text: str) -> str:
+    """Case, runs of white space, surrounding quotes and one final period do not count; NFC.
+
+    >>> normalise_text(' "The  Answer."')
+    'the answer'
+    """
+    words = " ".join(unicodedata.normalize("NFC", text).casefold().split())
+    return words.strip(_QUOTES).strip().removesuffix(".").rstrip().strip(_QUOTES)
+
+
+def normalise_latex(text: str) -> str:
+    r"""Neither white space, $…$, \left, \right, thin spaces, \text{…} nor \dfrac for \frac count; case does.
+
+    >>> normalise_latex(r"$\left( \dfrac{1}{2},\, x \right)$")
+    '(\\frac{1}{2},x)'
+    """
+    answer = unicodedata.normalize("NFC", text).strip()
+    answer = _TEXT.sub(r"\1", answer)
+    for spacing in _SPACING:
+        answer = answer.replace(spacing, "")
+    for sign in ("−", "–"):
+        answer = answer.replace(sign, "-")
+    answer = re.sub(r"\\[dtc]frac", r"\\frac", answer.replace("{,}", ","))
+    answer = "".join(answer.strip("$").split())
+    return answer[:-1] if answer.endswith(".") else answer
+
+
+NORMALISERS: dict[str, Callable[[str], str]] = {
+    "none": str,
+    "text": normalise_text,
+    "latex": normalise_latex,
+}
+
+
+def parse_number(
+    given: object, *, percent: str = "hundredth", units: tuple[str, ...] = ()
+) -> Fraction | None:
+    r"""The exact value of a number, however it is written.
+
+    Read are 1234.5, 1,234.5 (groups of three), 3/4, 1 3/4, \frac{3}{4}, 1.5e3, 1.5×10^3, 50%, a leading
+    currency sign, and a leading "x =". NaN, infinity, words, and other rests are no number.
+
+    Args:
+        given: text, int, float or Fraction.
+        percent: "hundredth" reads 50% as 0.5, "ignore" as 50.
+        units: endings that are taken off first, e.g. ("cm", "degrees").
+
+    Returns:
+        The number, or None.
+
+    >>> parse_number(r"\frac{3}{4}"), parse_number("1,234.5"), parse_number("nan")
+    (Fraction(3, 4), Fraction(2469, 2), None)
+    """
+    if isinstance(given, bool) or given is None:
+        return None
+    if isinstance(given, float) and not math.isfinite(given):
+        return None
+    text = str(given).strip()
+    if len(text) > NUMBER_LIMIT:
+        return None
+    text = _written_plainly(text)
+    for unit in sorted(units, key=len, reverse=True):
+        if text.casefold().endswith(unit.casefold()):
+            text = text[: -len(unit)].rstrip()
+            break
+    scale = 1
+    if text.endswith("%"):
+        text, scale = text[:-1].rstrip(), 100 if percent == "hundredth" else 1
+    value = _value(text)
+    return None if value is None else value / scale
+
+
+def _written_plainly(text: str) -> str:
+    """LaTeX and typography as the signs of a plain number."""
+    text = _TEXT.sub(r"\1", text)
+    for spacing in _SPACING:
+        text = text.replace(spacing, "")
+    for sign, plain in _SIGNS.items():
+        text = text.replace(sign, plain)
+    text = text.strip("$").strip()
+    text = _FRAC.sub(lambda hit: f" {hit[1] or hit[2]}/{hit[3] or hit[4]}", text).replace("\\%", "%")
+    text = _ASSIGNED.sub("", text, count=1) if _ASSIGNED.match(text) else text
+    text = re.sub(r"^([+-]?)\s+", r"\1", text.strip())
+    for sign in _CURRENCY:
+        text = text.removeprefix(sign).replace("-" + sign, "-")
+    text = re.sub(r"\s*([*^])\s*", r"\1", text).replace("^{", "^(").replace("}", ")")
+    return text.rstrip(".").strip()
+
+
+def _value(text: str) -> Fraction | None:
+    if hit := _RATIO.fullmatch(text):
+        below = _plain(hit[4])
+        if below == 0:
+            return None
+        value = _plain(hit[3]) / below + int(hit[2] or 0)
+        return -value if hit[1] == "-" else value
+    if hit := _POWER.fullmatch(text):
+        sign, mantissa, exponent = hit[1], Fraction(1), int(hit[2])
+    elif hit := _NUMBER.fullmatch(text):
+        sign, mantissa, exponent = hit[1], _plain(hit[2]), int(hit[3] or hit[4] or 0)
+    else:
+        return None
+    if abs(exponent) > NUMBER_LIMIT:
+        return None
+    value = mantissa * Fraction(10) ** exponent
+    return -value if sign == "-" else value
+
+
+def _plain(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", ""))
+
+
+def parse_list(given: object) -> list[Any] | None:
+    """The items of a list: JSON, or items between commas or semicolons, with or without brackets around.
+
+    Commas inside brackets do not separate. No item stands for itself: "[]" is the empty list, "" is none.
+
+    >>> parse_list("(1, 2, [3, 4])")
+    ['1', '2', '[3, 4]']
+    """
+    if isinstance(given, list | tuple):
+        return list(given)
+    text = str(given).strip().strip("$").replace("\\{", "{").replace("\\}", "}").strip()
+    if not text:
+        return None
+    if text[0] == "[" and text[-1] == "]":
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(text)
+    items = _split(text)
+    if len(items) == 1 and text[0] in "[({" and text[-1] in "])}" and _is_one_group(text):
+        inner = text[1:-1].strip()
+        return _split(inner) if inner else []
+    return items
+
+
+def _split(text: str) -> list[str]:
+    """The parts between the commas and semicolons that are in no bracket."""
+    items, depth, start = [], 0, 0
+    for position, sign in enumerate(text):
+        depth += (sign in "[({") - (sign in "])}")
+        if sign in ",;" and depth == 0:
+            items.append(text[start:position].strip())
+            start = position + 1
+    return [*items, text[start:].strip()]
+
+
+def _is_one_group(text: str) -> bool:
+    """Whether the first bracket closes at the end."""
+    depth = 0
+    for position, sign in enumerate(text):
+        depth += (sign in "[({") - (sign in "])}")
+        if depth == 0:
+            return position == len(text) - 1
+    return False

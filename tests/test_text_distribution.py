@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The distribution that is sampled: values by hand, transformers' own filters, inversion, gradients."""
+
+import math
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from visalign.core import log_prob_entropy
+from visalign.errors import UserError
+from visalign.text import (
+    Sampling,
+    TokenSets,
+    check_seeds,
+    draw_seeds,
+    draw_tokens,
+    kept_tokens,
+    log_distribution,
+    sample_uniforms,
+    sampled_log_prob,
+)
+
+SHARES = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]], dtype=torch.float64)
+
+
+def kept(**options) -> list[bool]:
+    found = kept_tokens(SHARES.log(), Sampling(**options))
+    assert found is not None
+    return found[0].tolist()
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_the_share() -> None:
+    assert kept(top_p=0.7 - 1e-9) == [False, True, False, True, False]
+    assert kept(top_p=0.7 + 1e-9) == [False, True, False, True, True]
+    assert kept(top_p=1e-6) == [False, True, False, False, False]
+
+
+def test_top_k_comes_before_top_p() -> None:
+    # the two best hold 4/7 and 3/7 of what top-k leaves: the first alone has 0.57 of it, and 0.4 of all
+    assert kept(top_k=2, top_p=0.5) == [False, True, False, False, False]
+    assert kept(top_p=0.5) == [False, True, False, True, False]
+    assert kept(top_k=99) == [True] * 5
+
+
+def test_the_chosen_token_is_renormalised() -> None:
+    found = sampled_log_prob(SHARES.log(), torch.tensor([3]), Sampling(top_k=2))
+    assert found.log_prob.item() == pytest.approx(math.log(3 / 7), abs=1e-12)
+    assert found.entropy.item() == pytest.approx(
+        -(3 / 7) * math.log(3 / 7) - (4 / 7) * math.log(4 / 7), abs=1e-12
+    )
+    assert sampled_log_prob(SHARES.log(), torch.tensor([0]), Sampling(top_k=2)).log_prob.item() == -math.inf
+
+
+def test_temperature_two_takes_the_root() -> None:
+    found = sampled_log_prob(SHARES.log(), torch.tensor([1]), Sampling(temperature=2))
+    assert found.log_prob.item() == pytest.approx(math.log(0.4**0.5 / SHARES.sqrt().sum().item()), abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.6}])
+def test_equals_the_filters_of_transformers(options) -> None:
+    logits = 3 * torch.randn(40, 33, generator=torch.Generator().manual_seed(1))
+    filters = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    if "top_k" in options:
+        filters.append(TopKLogitsWarper(options["top_k"]))
+    if "top_p" in options:
+        filters.append(TopPLogitsWarper(options["top_p"]))
+    theirs = filters(torch.zeros(40, 1, dtype=torch.int64), logits.clone()).log_softmax(-1)  # type: ignore[arg-type]
+    sampling = Sampling(temperature=0.7, **options)
+    full = log_distribution(logits, 0.7)
+    torch.testing.assert_close(log_distribution(full, kept=kept_tokens(full, sampling)), theirs)
+
+
+def test_without_truncation_it_is_the_core_function() -> None:
+    logits = torch.randn(4, 5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    target = torch.arange(20).view(4, 5) % 9
+    ours = sampled_log_prob(logits, target, Sampling(temperature=0.6))
+    theirs = log_prob_entropy(logits, target, temperature=0.6)
+    torch.testing.assert_close(ours.log_prob, theirs.log_prob)
+    torch.testing.assert_close(ours.entropy, theirs.entropy)
+
+
+def test_gradients_are_finite_and_zero_outside_the_kept_tokens() -> None:
+    logits = SHARES.log().requires_grad_()
+    allowed = torch.tensor([[False, True, False, True, True]])
+    found = sampled_log_prob(logits, torch.tensor([4]), Sampling(top_p=0.5), allowed)
+    (found.log_prob + found.entropy).sum().backward()
+    assert logits.grad is not None and torch.isfinite(logits.grad).all()
+    assert logits.grad[~allowed].abs().max() == 0
+    assert torch.autograd.gradcheck(
+        lambda z: sampled_log_prob(z, torch.tensor([4]), Sampling(top_p=0.5), allowed).entropy,
+        [logits.detach().requires_grad_()],
+    )
+
+
+def test_remembered_sets_keep_a_token_that_left_the_nucleus() -> None:
+    later = torch.tensor([[0.9, 0.02, 0.03, 0.03, 0.02]]).log()
+    sampling, target = Sampling(top_p=0.7), torch.tensor([3])
+    remembered = kept_tokens(SHARES.log(), sampling)
+    assert sampled_log_prob(later, target, sampling).log_prob.item() == -math.inf
+    found = sampled_log_prob(later, target, sampling, remembered)
+    # top-p 0.7 in float64 keeps 0.4 and 0.3 up to the rounding of their sum, perhaps 0.15 too
+    held = later.exp()[remembered].sum().item()
+    assert found.log_prob.item() == pytest.approx(math.log(0.03 / held), abs=1e-6)
+
+
+def test_drawing_inverts_the_cumulative_probability() -> None:
+    log_p = SHARES.log().expand(6, 5)
+    u = torch.tensor([0.0, 0.0999, 0.1001, 0.4999, 0.5001, 1 - 1e-12], dtype=torch.float64)
+    assert draw_tokens(log_p, u).tolist() == [0, 0, 1, 1, 2, 4]
+
+
+def test_drawing_never_takes_an_excluded_token() -> None:
+    log_p = torch.tensor([[-math.inf, 0.0, -math.inf], [0.0, -math.inf, -math.inf]])
+    for u in (0.0, 0.5, 1 - 2**-53):
+        assert draw_tokens(log_p, torch.full((2,), u, dtype=torch.float64)).tolist() == [1, 0]
+
+
+def test_drawn_frequencies_are_the_probabilities() -> None:
+    u = torch.rand(20000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    share = torch.bincount(draw_tokens(SHARES.log().expand(20000, 5), u), minlength=5) / 20000
+    assert (share - SHARES[0]).abs().max() < 0.012
+
+
+def test_broken_logits_are_refused() -> None:
+    log_p = torch.tensor([[0.0, -1.0], [math.nan, 0.0]])
+    with pytest.raises(ValueError, match="logits of row 1 are NaN"):
+        draw_tokens(log_p, torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1; it must be finite and at least 0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"top_k": -3}, "top_k is -3; it must be a whole number"),
+        ({"top_k": 0.5}, "top_k is 0.5; it must be a whole number"),
+        ({"top_p": 0}, "top_p is 0; it must be above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p is 1.1; it must be above 0"),
+    ],
+)
+def test_bad_sampling_is_refused(options, message) -> None:
+    with pytest.raises(UserError, match=message):
+        Sampling(**options)
+
+
+def test_what_sampling_says_of_itself() -> None:
+    assert Sampling().truncates is False and Sampling(top_k=3).truncates and Sampling(top_p=0.5).truncates
+    greedy = Sampling(temperature=0, top_p=0.5)
+    assert greedy.greedy and not greedy.truncates and greedy.scale == 1
+
+
+def test_a_seed_gives_its_own_numbers_whatever_the_batch() -> None:
+    alone, together = sample_uniforms([7], 5), sample_uniforms([3, 7, 9], 40)
+    torch.testing.assert_close(alone[0], together[1, :5], rtol=0, atol=0)
+    assert together.min() >= 0 and together.max() < 1 and len(together.unique()) == 120
+    assert draw_seeds(5, 3) == draw_seeds(5, 9)[:3] and draw_seeds(5, 3) != draw_seeds(6, 3)
+    assert len(set(draw_seeds(0, 1000))) == 1000
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True])
+def test_bad_seeds_are_refused(seed) -> None:
+    with pytest.raises(ValueError, match="Seeds are one integer in"):
+        check_seeds([1, seed])
+
+
+def test_token_sets_give_back_their_masks() -> None:
+    sets = TokenSets.from_lists([[torch.tensor([2, 0]), torch.tensor([1])], [], [torch.tensor([3, 1, 0])]], 3)
+    assert sets.count.tolist() == [[2, 1, 0], [0, 0, 0], [3, 0, 0]]
+    mask = sets.mask(torch.tensor([2, 0]), torch.tensor([0, 1]), 4)
+    assert mask.int().tolist() == [[1, 1, 0, 1], [0, 1, 0, 0]]
+    chosen = sets.rows(torch.tensor([2, 0, 2]))
+    assert chosen.count.tolist() == [[3, 0, 0], [2, 1, 0], [3, 0, 0]]
+    assert chosen.mask(torch.tensor([1]), torch.tensor([0]), 4).int().tolist() == [[1, 0, 1, 0]]
+    with pytest.raises(ValueError, match="as many ids as count adds up to"):
+        TokenSets(torch.zeros(2, dtype=torch.int32), torch.ones(1, 3, dtype=torch.int64))

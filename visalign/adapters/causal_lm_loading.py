@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model and its tokenizer from a folder or a hub name, and checks that the two can be a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from visalign.errors import UserError
+from visalign.text import Stop
+
+
+def load_causal_lm(
+    folder_or_id: str | Path, *, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load both.
+
+    Args:
+        folder_or_id: a folder as `save_pretrained` writes it, or `owner/name` on the hub.
+        dtype: of all weights.
+
+    Returns:
+        (model on the CPU, tokenizer).
+
+    Raises:
+        FileNotFoundError: if the folder or a part of it is missing.
+        UserError: if it holds no causal language model.
+    """
+    folder = Path(folder_or_id)
+    name = str(folder_or_id)
+    hub = (
+        isinstance(folder_or_id, str)
+        and not folder.exists()
+        and name.count("/") == 1
+        and name[0] not in "./~"
+    )
+    if not hub and not folder.is_dir():
+        raise FileNotFoundError(
+            f"There is no model folder {folder}. Give a folder that holds config.json and the weights, as "
+            "save_pretrained writes it, or a hub name of the form owner/name."
+        )
+    if not hub and not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
+            "model.save_pretrained wrote; for a LoRA alone give its base model here and load() it after."
+        )
+    config: Any = AutoConfig.from_pretrained(name)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{name} is a {config.model_type}, which is no causal language model. Choose a model that "
+            "AutoModelForCausalLM loads."
+        )
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    tokenizer: Any = AutoTokenizer.from_pretrained(name)
+    return model, tokenizer
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop: Stop) -> tuple[int, ...]:
+    """The tokens that end an answer: those of `stop`, or of the generation config and the tokenizer together.
+
+    Args:
+        model: its generation config may name several.
+        tokenizer: its end token.
+        stop: its `eos_ids` go before both.
+
+    Raises:
+        UserError: if there is none and `stop` does not say that this is meant.
+    """
+    if stop.eos_ids is not None:
+        return stop.eos_ids
+    found: set[int] = set()
+    named: tuple[Any, ...] = (
+        getattr(model.generation_config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    )
+    for given in named:
+        found |= set(given) if isinstance(given, list | tuple) else {given} if given is not None else set()
+    if not found:
+        raise UserError(
+            "Neither the tokenizer nor the model's generation config has an end-of-sequence token, so no "
+            "answer would end by itself. Set tokenizer.eos_token, or pass Stop(eos_ids=(…)); "
+            "Stop(eos_ids=()) says that answers end by stop strings and length alone."
+        )
+    return tuple(sorted(found))
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> int:
+    """What fills gaps; the tokenizer needs no pad token, since only weights say what is padding."""
+    own: Any = tokenizer.pad_token_id
+    return own if own is not None else ends[0] if ends else 0
+
+
+def check_options(
+    generate_batch: int, score_batch: int, max_prompt_tokens: int | None, long_prompts: str
+) -> None:
+    """Refuse sizes below 1 and unknown ways with long prompts.
+
+    Raises:
+        UserError: naming the option.
+    """
+    sizes = {"generate_batch": generate_batch, "score_batch": score_batch}
+    if max_prompt_tokens is not None:
+        sizes["max_prompt_tokens"] = max_prompt_tokens
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"{name} is {size}; it must be at least 1.")
+    if long_prompts not in ("refuse", "mask"):
+        raise UserError(f'long_prompts is {long_prompts!r}; it must be "refuse" or "mask".')
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Tokens that prompt and answer may have together, or None where the model names no limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def check_causal_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model and a tokenizer that cannot work together.
+
+    Args:
+        model: what the user gave.
+        tokenizer: what the user gave.
+
+    Raises:
+        UserError: for another kind of model, or a tokenizer with more tokens than the model.
+    """
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise UserError(
+            f"The text policy got a {type(model).__name__}; it needs a transformers model with a language "
+            "head. Load it with AutoModelForCausalLM.from_pretrained."
+        )
+    embedding: Any = model.get_input_embeddings()
+    size = embedding.weight.shape[0]
+    if len(tokenizer) > size:
+        raise UserError(
+            f"The tokenizer has {len(tokenizer)} tokens and the model {size}: ids from {size} on have no "
+            "embedding. Use the tokenizer that belongs to the model, or call "
+            "model.resize_token_embeddings(len(tokenizer)) first."
+        )

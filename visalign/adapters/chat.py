@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to token ids: plain text, or conversations through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from visalign.errors import UserError, suggestion
+from visalign.text import Prompt
+
+# Slots of a template ({{ … }}, {% … %}) tell its text from a name.
+_JINJA = re.compile(r"\{[{%]")
+
+
+class PromptEncoder:
+    """Turns prompts into token ids, and says which prompt cannot be turned and why.
+
+    Args:
+        tokenizer: of the model.
+        chat_template: the Jinja text of a template, or the name of one of the tokenizer's; None is the
+            tokenizer's own.
+        template_options: more variables of the template, e.g. {"enable_thinking": False}.
+        plain_as_chat: wrap a plain text as the message of a user; False tokenizes it as it stands.
+        system: put this message before conversations that have none of the role "system".
+
+    Raises:
+        UserError: a chat is asked for and there is no template, or none of that name.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        plain_as_chat: bool = False,
+        system: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.plain_as_chat = plain_as_chat
+        self.system = system
+        self._options = dict(template_options or {})
+        self._template = _find_template(tokenizer, chat_template)
+        if self._template is None and (plain_as_chat or system is not None):
+            raise UserError(
+                "plain_as_chat and system need a chat template, and this tokenizer has none (a base model). "
+                "Give chat_template the Jinja text of one, or use plain text prompts without them."
+            )
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of each prompt, ready for the model to continue.
+
+        A conversation that ends with a message of the assistant is continued; after any other the header of
+        the assistant's turn is added. The template writes special tokens itself, so none is added to it.
+
+        Args:
+            prompts: P texts or conversations.
+
+        Returns:
+            P lists, none empty.
+
+        Raises:
+            UserError: naming the prompt and what is wrong with it.
+        """
+        return [self._encode(prompt, place) for place, prompt in enumerate(prompts)]
+
+    def _encode(self, prompt: Prompt, place: int) -> list[int]:
+        if isinstance(prompt, str) and not self.plain_as_chat:
+            ids = self.tokenizer(prompt)["input_ids"]
+        else:
+            text = self.render(prompt, place)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise UserError(
+                f"Prompt {place} ({prompt!r}) has no tokens, and a model needs at least one to start from. "
+                "Give a text that is not empty."
+            )
+        return list(ids)
+
+    def render(self, prompt: Prompt, place: int = 0) -> str:
+        """The text that the chat template makes of a prompt.
+
+        Args:
+            prompt: a conversation, or a text that becomes the message of a user.
+            place: of the prompt among those given, for messages.
+
+        Raises:
+            UserError: no template, a malformed conversation, or one that the template refuses.
+        """
+        messages = _messages(prompt, place)
+        if self._template is None:
+            raise UserError(
+                f"Prompt {place} is a conversation, and this tokenizer has no chat template (a base model). "
+                "Give chat_template the Jinja text of one, or plain text prompts."
+            )
+        if self.system is not None and all(message["role"] != "system" for message in messages):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        continued = messages[-1]["role"] == "assistant"
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=not continued,
+                continue_final_message=continued,
+                **self._options,
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise UserError(
+                f"The chat template refuses prompt {place} (roles: {roles}): {error}. Change the prompt to "
+                "roles in an order that the template knows, or give another chat_template."
+            ) from error
+        return str(rendered)
+
+
+def _find_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str | None:
+    """The Jinja text that is meant; None where there is none and none was asked for."""
+    own = tokenizer.chat_template
+    named: dict[str, str] = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
+    if given is None:
+        if named and "default" not in named:
+            raise UserError(
+                f"The tokenizer has the chat templates {', '.join(sorted(named))} and none is its default. "
+                "Name one of them as chat_template."
+            )
+        return named.get("default")
+    if given in named:
+        return named[given]
+    if _JINJA.search(given):
+        return given
+    known = f"has the chat templates {', '.join(sorted(named))}" if named else "has no chat template"
+    raise UserError(
+        f"chat_template {given!r} is neither a template of this tokenizer, which {known}, nor Jinja text. "
+        f"{suggestion(given, named)}Give one of these names or the text of a template (it holds {{{{ … }}}})."
+    )
+
+
+def _messages(prompt: Prompt, place: int) -> list[dict[str, Any]]:
+    """The messages of a conversation, checked."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    messages = [dict(m) if isinstance(m, Mapping) else m for m in prompt]
+    bad = [m for m in messages if not isinstance(m, dict) or not {"role", "content"} <= set(m)]
+    if bad or not messages:
+        shown = repr(bad[0]) if bad else "no message"
+        raise UserError(
+            f"Prompt {place} holds {shown}; a conversation is a list of at least one message of the form "
+            '{"role": "user", "content": "…"}. A plain prompt is a string.'
+        )
+    return messages

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token trajectories: the distribution that is sampled, seeds, stop conditions, the rollout, the policy."""
+
+from .distribution import (
+    Sampling,
+    chosen_log_prob,
+    draw_tokens,
+    kept_tokens,
+    log_distribution,
+    sampled_log_prob,
+)
+from .draws import check_seeds, draw_seeds, sample_uniforms
+from .policy_protocol import Distribution, TextPolicy, TokenOutput
+from .rollout import Message, Prompt, TextRollout, join_rollouts
+from .stopping import Stop, StopReason, StopStrings
+from .token_sets import TokenSets
+
+__all__ = [
+    "Distribution",
+    "Message",
+    "Prompt",
+    "Sampling",
+    "Stop",
+    "StopReason",
+    "StopStrings",
+    "TextPolicy",
+    "TextRollout",
+    "TokenOutput",
+    "TokenSets",
+    "check_seeds",
+    "chosen_log_prob",
+    "draw_seeds",
+    "draw_tokens",
+    "join_rollouts",
+    "kept_tokens",
+    "log_distribution",
+    "sample_uniforms",
+    "sampled_log_prob",
+]

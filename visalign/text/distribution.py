@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The distribution that tokens are sampled from: temperature, top-k, top-p, and log-probs under it.
+
+One formula serves sampling and recomputation. z = logits / τ; K is the set of tokens that may be drawn; then
+p_v = e^z_v / Σ_{u∈K} e^z_u for v in K and 0 outside. A ratio is π(y)/π_old(y) of *this* distribution, since
+this is what the rollout drew from. K is remembered from the rollout (`TokenSets`) and used for every later
+policy: both share one support, so a token that was drawn never gets probability 0, and a token at the edge of
+the nucleus does not fall in and out of it by rounding.
+
+Sources: top-p, arXiv 1904.09751, section 3.1; the remembered sets, DeepSeek-V3.2, arXiv 2512.02556, section
+    3.1 ("keep sampling mask"). The order (temperature, top-k, then top-p of what top-k left) is that of the
+    transformers library.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visalign.core.fused_head import LogProbEntropy
+from visalign.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn from the logits.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    temperature: float = 1.0
+    """τ. 0 takes the most probable token (greedy): for evaluation and ReMax's baseline; log-probs are then
+    those of τ = 1 over the whole vocabulary, and no ratio can be formed with them."""
+    top_k: int = 0
+    """Only the k most probable tokens may be drawn; ties with the k-th stay in. 0 switches it off."""
+    top_p: float = 1.0
+    """Only the fewest most probable tokens that hold at least this share may be drawn. 1 switches it off."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(
+                f"temperature is {self.temperature}; it must be finite and at least 0. 1 samples the model "
+                "itself, 0 takes the most probable token."
+            )
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k!r}; it must be a whole number, at least 1, or 0 for off.")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1, and 1 is off.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be drawn."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def scale(self) -> float:
+        """τ that log-probs are computed with; 1 for greedy decoding."""
+        return self.temperature or 1.0
+
+
+def log_distribution(logits: Tensor, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
+    """log p_v = z_v − log Σ_{u∈K} e^z_u of every token, z = logits/τ, and −∞ outside K.
+
+    Args:
+        logits: [*N, V], differentiable; −∞ excludes a token.
+        temperature: τ > 0.
+        kept: bool [*N, V], True in K; None is the full vocabulary.
+
+    Returns:
+        [*N, V], float32 or better.
+    """
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return (z if kept is None else z.masked_fill(~kept, -math.inf)).log_softmax(-1)
+
+
+def kept_tokens(log_p: Tensor, sampling: Sampling) -> Tensor | None:
+    """K: which tokens may be drawn.
+
+    Args:
+        log_p: [*N, V] of the full vocabulary at the temperature, from `log_distribution`.
+        sampling: top_k and top_p.
+
+    Returns:
+        bool [*N, V], at least one True per row; None when nothing is cut off.
+    """
+    if not sampling.truncates:
+        return None
+    kept = log_p > -math.inf
+    if 0 < sampling.top_k < log_p.shape[-1]:
+        kept = kept & (log_p >= log_p.topk(sampling.top_k, -1).values[..., -1:])
+    if sampling.top_p < 1:
+        p = log_p.masked_fill(~kept, -math.inf).softmax(-1)
+        p, order = torch.sort(p, dim=-1, descending=True, stable=True)
+        before = p.cumsum(-1) - p
+        inside = before < sampling.top_p
+        inside[..., 0] = True
+        kept = kept & torch.zeros_like(kept).scatter(-1, order, inside)
+    return kept
+
+
+def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row by inversion: the first one whose cumulative probability is above u.
+
+    One number per token and sample decides, so a sample's tokens depend on its own numbers and logits alone.
+
+    Args:
+        log_p: [N, V] log-probs, −∞ for tokens that may not be drawn.
+        uniform: [N] float64 in [0, 1).
+
+    Returns:
+        [N] int64 ids, each of positive probability.
+
+    Raises:
+        ValueError: a row without a single probability above 0, or with NaN.
+    """
+    cumulative = log_p.double().exp().cumsum(-1)
+    total = cumulative[:, -1:]
+    if not bool((torch.isfinite(total) & (total > 0)).all()):
+        row = int((~(torch.isfinite(total[:, 0]) & (total[:, 0] > 0))).nonzero()[0])
+        raise ValueError(
+            f"The model's logits of row {row} are NaN or all −∞: nothing can be drawn. Check the weights "
+            "(a learning rate that is too high leaves NaN), or use float32 or bfloat16 instead of float16."
+        )
+    # u·total can round up to total, past the last token
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniform[:, None].to(total) * total, below_total)
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+
+
+def chosen_log_prob(log_p: Tensor, target: Tensor) -> LogProbEntropy:
+    """Log-prob of the chosen tokens and the entropy of the distribution they came from.
+
+    Args:
+        log_p: [*N, V] from `log_distribution`, differentiable.
+        target: [*N] int64 ids.
+
+    Returns:
+        [*N] each; a token outside K has log-prob −∞.
+    """
+    finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    return LogProbEntropy(
+        log_prob=log_p.gather(-1, target[..., None])[..., 0], entropy=-(log_p.exp() * finite).sum(-1)
+    )
+
+
+def sampled_log_prob(
+    logits: Tensor, target: Tensor, sampling: Sampling, kept: Tensor | None = None
+) -> LogProbEntropy:
+    """Log-prob of tokens under the distribution that was sampled, and its entropy.
+
+    Args:
+        logits: [*N, V], differentiable.
+        target: [*N] ids that were drawn.
+        sampling: what they were drawn with.
+        kept: bool [*N, V], the K of the rollout. Without it K is that of these logits; a target outside it
+            then has log-prob −∞, which is right for the policy that drew and wrong for any later one.
+
+    Returns:
+        [*N] each, float32 or better.
+    """
+    if kept is None and sampling.truncates:
+        kept = kept_tokens(log_distribution(logits.detach(), sampling.scale), sampling)
+    return chosen_log_prob(log_distribution(logits, sampling.scale, kept), target)

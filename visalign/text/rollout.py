@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What generation leaves behind: B answers of at most T tokens, with the log-probs they were drawn with."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from visalign.core import Trajectories
+from visalign.errors import UserError
+
+from .distribution import Sampling
+from .stopping import StopReason
+from .token_sets import TokenSets
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+"""Plain text, or a conversation of messages with "role" and "content"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRollout:
+    """B answers to B prompts (the same prompt G times for a group), on the CPU.
+
+    What is padding is said by the weights alone; padded ids may be any token of the vocabulary.
+
+    Raises:
+        ValueError: tensors or lists that do not fit, named with both shapes.
+    """
+
+    prompt_ids: Tensor
+    """[B, L] int64, padded on the left."""
+    prompt_weight: Tensor
+    """[B, L] float32, 1 for tokens of the prompt and 0 for padding."""
+    completion_ids: Tensor
+    """[B, T] int64, padded on the right; the end token is part of the answer."""
+    weight: Tensor
+    """[B, T] float32, 1 for tokens that were drawn."""
+    log_prob: Tensor
+    """[B, T] float32, log-prob of the token under the distribution that was sampled; 0 for padding."""
+    full_log_prob: Tensor
+    """[B, T] float32, the same without top-k and top-p: over the full vocabulary, at the temperature."""
+    entropy: Tensor
+    """[B, T] float32, of the distribution that was sampled."""
+    text: Sequence[str]
+    """B answers, without special tokens."""
+    stop_reason: Sequence[StopReason]
+    """B reasons."""
+    group: Sequence[Hashable]
+    """B labels: samples of one prompt have the same."""
+    prompt: Sequence[Prompt]
+    """B prompts as they were given."""
+    seed: Sequence[int]
+    """B seeds; with the same weights, `sampling` and stop, a seed gives the same answer again."""
+    sampling: Sampling
+    """What the tokens were drawn with."""
+    kept: TokenSets | None = None
+    """The tokens that could be drawn at each decision; None without top-k and top-p."""
+    images: Sequence[Sequence[Any]] | None = None
+    """B lists of the pictures in the prompt, for vision-language models."""
+
+    def __post_init__(self) -> None:
+        shape = self.weight.shape
+        if len(shape) != 2:
+            raise ValueError(f"weight must be [B, T]; got shape {tuple(shape)}.")
+        for name in ("completion_ids", "log_prob", "full_log_prob", "entropy"):
+            if getattr(self, name).shape != shape:
+                raise ValueError(
+                    f"{name} must have shape {tuple(shape)}, as weight has it; got "
+                    f"{tuple(getattr(self, name).shape)}."
+                )
+        if self.prompt_ids.shape != self.prompt_weight.shape or self.prompt_ids.shape[:1] != shape[:1]:
+            raise ValueError(
+                f"prompt_ids and prompt_weight must both be [{shape[0]}, L]; got "
+                f"{tuple(self.prompt_ids.shape)} and {tuple(self.prompt_weight.shape)}."
+            )
+        for name in _LISTS:
+            given = getattr(self, name)
+            if given is not None and len(given) != shape[0]:
+                raise ValueError(
+                    f"{name} needs one entry per sample, {shape[0]} as in weight {tuple(shape)}; got "
+                    f"{len(given)}."
+                )
+        if self.kept is not None and self.kept.count.shape != shape:
+            raise ValueError(
+                f"kept holds sets {tuple(self.kept.count.shape)}; weight is {tuple(shape)}, and the two must "
+                "agree."
+            )
+
+    def __len__(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def truncated(self) -> Tensor:
+        """bool [B], True where the answer met the limit before its end; for `core.filter_overlong`."""
+        return torch.tensor([reason == "length" for reason in self.stop_reason], dtype=torch.bool)
+
+    @property
+    def generated(self) -> Tensor:
+        """bool [B], False where the prompt was too long to be answered."""
+        return torch.tensor([reason != "prompt too long" for reason in self.stop_reason], dtype=torch.bool)
+
+    def rows(self, index: Tensor | slice) -> TextRollout:
+        """The samples `index` (integers, booleans or a slice), with the shape of the whole rollout.
+
+        Args:
+            index: which samples; repeats allowed.
+        """
+        rows = torch.arange(len(self))[index]
+        held: dict[str, Any] = {name: getattr(self, name)[rows] for name in _TENSORS}
+        for name in _LISTS:
+            values = getattr(self, name)
+            held[name] = None if values is None else [values[i] for i in rows.tolist()]
+        held["kept"] = None if self.kept is None else self.kept.rows(rows)
+        return replace(self, **held)
+
+    def trajectories(
+        self,
+        reward: Tensor | None = None,
+        *,
+        old_log_prob: Tensor | None = None,
+        valid: Tensor | None = None,
+        **more: Any,
+    ) -> Trajectories:
+        """The rollout as the objective core takes it.
+
+        Args:
+            reward: [B] or [B, M]; NaN is missing.
+            old_log_prob: [B, T] recomputed under the weights that the update starts from, where these are
+                not those that sampled or another engine did. The rollout's own then go into
+                `rollout_log_prob`, for the off-policy correction. None takes the rollout's own.
+            valid: bool [B], False where a reward failed; samples that were not generated are never valid.
+            **more: other fields of `Trajectories`: reward_weights, ref_log_prob, value, process_reward,
+                uniform, or a `weight` [B, T] from `core.filter_overlong`.
+
+        Returns:
+            Trajectories with the group labels and, unless given, the entropies of the rollout.
+
+        Raises:
+            UserError: for a greedy rollout, which has no ratio.
+            ValueError: shapes that do not fit.
+        """
+        if self.sampling.greedy:
+            raise UserError(
+                "A greedy rollout (temperature 0) cannot be trained on: nothing was drawn, so there is no "
+                "probability to form a ratio with. Sample with a temperature above 0; greedy answers serve "
+                "evaluation and ReMax's greedy_reward."
+            )
+        generated = self.generated
+        known = generated if valid is None else valid.cpu().bool() & generated
+        settled: dict[str, Any] = {"weight": self.weight, "entropy": self.entropy}
+        if old_log_prob is not None:
+            settled["rollout_log_prob"] = self.log_prob
+        return Trajectories(
+            old_log_prob=self.log_prob if old_log_prob is None else old_log_prob,
+            group=list(self.group),
+            reward=reward,
+            valid=known,
+            **{**settled, **more},
+        )
+
+
+_TENSORS = tuple(f.name for f in fields(TextRollout) if f.type == "Tensor")
+_LISTS = ("text", "stop_reason", "group", "prompt", "seed", "images")
+
+
+def join_rollouts(rollouts: Sequence[TextRollout]) -> TextRollout:
+    """Several rollouts as one, padded to the longest prompt and answer; group labels are kept as they are.
+
+    Args:
+        rollouts: at least one, all with the same `sampling`. Groups of different rollouts need different
+            labels.
+
+    Returns:
+        The samples in the order given.
+
+    Raises:
+        ValueError: no rollout, or different ways of sampling.
+    """
+    if not rollouts:
+        raise ValueError("join_rollouts needs at least one rollout.")
+    first = rollouts[0]
+    others = {str(r.sampling): r.sampling for r in rollouts}
+    if len(others) > 1:
+        raise ValueError(
+            f"Rollouts of one batch must be sampled in one way; got {' and '.join(others)}. Train on them in "
+            "separate steps."
+        )
+    length = max(r.weight.shape[1] for r in rollouts)
+    prompt_length = max(r.prompt_ids.shape[1] for r in rollouts)
+    held: dict[str, Any] = {}
+    for name in _TENSORS:
+        left = name.startswith("prompt")
+        size = prompt_length if left else length
+        parts = [getattr(r, name) for r in rollouts]
+        gaps = [size - part.shape[1] for part in parts]
+        held[name] = torch.cat(
+            [pad(part, (gap, 0) if left else (0, gap)) for part, gap in zip(parts, gaps, strict=True)]
+        )
+    for name in _LISTS:
+        lists = [getattr(r, name) for r in rollouts]
+        if name == "images":
+            if all(images is None for images in lists):
+                continue
+            lists = [
+                [()] * len(r) if images is None else images for r, images in zip(rollouts, lists, strict=True)
+            ]
+        held[name] = [entry for entries in lists for entry in entries]
+    sets = [r.kept.extended(length) for r in rollouts if r.kept is not None]
+    if sets:
+        held["kept"] = TokenSets(torch.cat([s.ids for s in sets]), torch.cat([s.count for s in sets]))
+    return replace(first, **held)

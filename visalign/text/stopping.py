@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an answer ends: end tokens, stop strings, the length limit; with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from visalign.errors import UserError
+
+StopReason = Literal["eos", "stop string", "length", "prompt too long"]
+"""Why an answer ended; "prompt too long" marks a sample that was not generated and has weight 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """What ends an answer.
+
+    Raises:
+        UserError: no token allowed, or an empty stop string.
+    """
+
+    max_new_tokens: int = 256
+    """Tokens of an answer at most, its end token included; fewer where the model's context ends."""
+    strings: tuple[str, ...] = ()
+    """The answer ends with the token that completes one of these, which stays in tokens and text."""
+    eos_ids: tuple[int, ...] | None = None
+    """Ids that end the answer; None is the model's own, () none at all."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}; an answer needs at least 1 token.")
+        if isinstance(self.strings, str) or not all(isinstance(s, str) and s for s in self.strings):
+            raise UserError(
+                f"Stop strings are {self.strings!r}; give a tuple of texts, none of them empty, e.g. "
+                '("</answer>",).'
+            )
+
+
+class StopStrings:
+    """Looks for stop strings in the end of an answer, token by token.
+
+    Args:
+        strings: what to look for.
+        decode: token ids to text, special tokens included, without tidying of blanks.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
+        self.strings = tuple(strings)
+        self._decode = decode
+        # A character is at most four tokens (bytes of UTF-8); two more for what decoding does at a start.
+        self._window = 4 * max((len(string) for string in strings), default=0) + 2
+
+    def found(self, ids: Sequence[int]) -> bool:
+        """Whether the newest token completed a stop string.
+
+        Args:
+            ids: the answer so far; it held no stop string before its last token.
+        """
+        if not self.strings:
+            return False
+        tail = self._decode(list(ids[-self._window :]))
+        return any(string in tail for string in self.strings)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens could be drawn at each decision of a truncated rollout, stored by their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenSets:
+    """A set of token ids per decision, [B, T] sets; those of absent decisions are empty.
+
+    Ids and not a [B, T, V] mask: a nucleus is a few dozen tokens of a hundred thousand.
+    """
+
+    ids: Tensor
+    """[M] int32, set after set, row by row."""
+    count: Tensor
+    """[B, T] int64, the size of each set."""
+
+    def __post_init__(self) -> None:
+        if self.count.ndim != 2 or self.ids.shape != (int(self.count.sum()),):
+            raise ValueError(
+                f"TokenSets need count [B, T] and as many ids as count adds up to; got count "
+                f"{tuple(self.count.shape)} with sum {int(self.count.sum())} and ids {tuple(self.ids.shape)}."
+            )
+
+    @classmethod
+    def from_lists(cls, sets: Sequence[Sequence[Tensor]], length: int) -> TokenSets:
+        """From B lists of at most `length` 1-D id tensors each.
+
+        Args:
+            sets: sample by sample, decision by decision.
+            length: T.
+        """
+        count = torch.zeros(len(sets), length, dtype=torch.int64)
+        for row, of_sample in enumerate(sets):
+            count[row, : len(of_sample)] = torch.tensor([len(ids) for ids in of_sample], dtype=torch.int64)
+        flat = [ids.to(torch.int32) for of_sample in sets for ids in of_sample]
+        return cls(torch.cat(flat) if flat else torch.zeros(0, dtype=torch.int32), count)
+
+    def rows(self, index: Tensor) -> TokenSets:
+        """The sets of the samples `index` [b] (repeats allowed)."""
+        parts = self.ids.split(self.count.sum(1).tolist())
+        chosen = [parts[i] for i in index.tolist()]
+        return TokenSets(torch.cat(chosen) if chosen else self.ids[:0], self.count[index])
+
+    def extended(self, length: int) -> TokenSets:
+        """The same with T = `length`, at least what it is."""
+        return TokenSets(self.ids, torch.nn.functional.pad(self.count, (0, length - self.count.shape[1])))
+
+    def mask(self, row: Tensor, column: Tensor, vocabulary: int) -> Tensor:
+        """The sets of some decisions as masks.
+
+        Args:
+            row: [n] samples.
+            column: [n] decisions.
+            vocabulary: V.
+
+        Returns:
+            bool [n, V].
+        """
+        ends = self.count.flatten().cumsum(0).view_as(self.count)[row, column]
+        sizes = self.count[row, column]
+        number = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        within = torch.arange(len(number)) - (sizes.cumsum(0) - sizes)[number]
+        mask = torch.zeros(len(sizes), vocabulary, dtype=torch.bool)
+        mask[number, self.ids[(ends - sizes)[number] + within].long()] = True
+        return mask
