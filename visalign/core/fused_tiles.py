@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILES: dict[str, tuple[int, int]] = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+TILES: dict[str, tuple[int, int]] = {"cpu": (1024, 768), "cuda": (4096, 8192)}
 """Device -> rows and vocabulary entries of a tile: a few MB that stay in a CPU's cache, 128 MiB on a GPU."""
 
 EXCLUDED = -1e30
