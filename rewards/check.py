@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.interfaces import Metadata, PointwiseReward
 
 from .catalogue import load_reward
 from .contract import RewardError
+from .contract_checks import declaration_problems, form_problems
 from .images import load_images
 from .probes import PROBES, Attempt, Case
 
@@ -49,7 +49,9 @@ def check_reward(
     """
     subject = _resolve(reward)
     name = getattr(subject, "name", type(subject).__name__)
-    problems = _declaration(subject)
+    problems = declaration_problems(
+        subject, unit="cosine", signature="score(self, images, prompts, metadata=None) -> Scores"
+    )
     if problems:
         raise _report(name, problems)
     tensor, texts = _inputs(images, prompts)
@@ -58,7 +60,7 @@ def check_reward(
     if attempt.error is not None:
         message = f"score(images, prompts, metadata) raised {type(attempt.error).__name__}: {attempt.error}"
         raise _report(name, [message]) from attempt.error
-    problems = _shapes(case)
+    problems = form_problems(case.scores, len(case.prompts), unit=subject.unit, noun="image")
     if problems:
         raise _report(name, problems)
     for promise, probe in PROBES.items():
@@ -104,65 +106,3 @@ def _inputs(images: Any, prompts: Sequence[str] | None) -> tuple[Tensor, list[st
 def _report(name: str, problems: list[str]) -> RewardError:
     listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
     return RewardError(f"Reward {name!r} breaks its contract in {len(problems)} place(s):\n{listed}")
-
-
-def _declaration(reward: Any) -> list[str]:
-    """Attributes that say what the numbers mean."""
-    problems = [
-        f"it has no {key}: set it on the class ({mend})"
-        for key, mend in (
-            ("name", "a short string"),
-            ("unit", 'what 1 means, e.g. "cosine"'),
-            ("range", "(smallest, largest) possible value, infinities allowed"),
-            ("higher_is_better", "True or False"),
-            ("score", "score(self, images, prompts, metadata=None) -> Scores"),
-        )
-        if not hasattr(reward, key)
-    ]
-    if problems:
-        return problems
-    for key in ("name", "unit"):
-        if not isinstance(getattr(reward, key), str) or not getattr(reward, key):
-            problems.append(f"{key} is {getattr(reward, key)!r}: make it a non-empty string")
-    ends = reward.range
-    if (
-        not isinstance(ends, tuple)
-        or len(ends) != 2
-        or any(math.isnan(end) for end in ends)
-        or ends[0] >= ends[1]
-    ):
-        problems.append(f"range is {ends!r}: make it a pair (smallest, largest) with smallest < largest")
-    if not isinstance(reward.higher_is_better, bool):
-        problems.append(f"higher_is_better is {reward.higher_is_better!r}: make it True or False")
-    return problems
-
-
-def _shapes(case: Case) -> list[str]:
-    """Types and lengths of what came back; everything after relies on them."""
-    scores, size = case.scores, len(case.prompts)
-    if not isinstance(scores, Scores):
-        return [f"score() returned a {type(scores).__name__}: return visalign.interfaces.Scores"]
-    problems = []
-    if len(scores) != size:
-        problems.append(
-            f"score() gave {len(scores)} values for {size} images: give one per image, NaN where invalid"
-        )
-    for key, value, dtype in (("value", scores.value, torch.float32), ("valid", scores.valid, torch.bool)):
-        if value.dtype != dtype:
-            problems.append(f"{key} has dtype {value.dtype}: make it {dtype}")
-    if scores.value.requires_grad:
-        problems.append(
-            "value carries a gradient graph, which keeps memory: detach it, or score under torch.no_grad()"
-        )
-    if scores.unit != case.reward.unit:
-        problems.append(
-            f"Scores.unit is {scores.unit!r}, the reward declares {case.reward.unit!r}: use one of them"
-        )
-    columns: Mapping[str, Tensor | None] = {"std": scores.std, **scores.parts}
-    for key, column in columns.items():
-        if column is not None and tuple(column.shape) != (size,):
-            problems.append(f"{key!r} has shape {tuple(column.shape)}: make it [{size}]")
-    for key, texts in (("text", scores.text), ("reason", scores.reason)):
-        if texts is not None and len(texts) != size:
-            problems.append(f"{key} has {len(texts)} entries for {size} images: give one per image")
-    return problems

@@ -12,17 +12,11 @@ import torch
 from visalign.interfaces import Metadata, Scores
 
 from .contract import RewardError
+from .contract_checks import declaration_problems, form_problems
 from .probes import Attempt
 from .text_contract import Prompt, TextReward
 
 _COMPLETIONS = ("The answer is 4.", "", "\\boxed{4} 🙂\n", "<think>2+2</think><answer>4</answer>")
-_ATTRIBUTES = {
-    "name": "a short string",
-    "unit": 'what 1 means, e.g. "1 = correct"',
-    "range": "(smallest, largest) possible value, infinities allowed",
-    "higher_is_better": "True or False",
-    "score": "score(self, completions, prompts, metadata=None) -> Scores",
-}
 
 
 class TextCase:
@@ -92,7 +86,8 @@ def check_text_reward(
         )
     subject = _resolve(reward)
     name = str(getattr(subject, "name", type(subject).__name__))
-    if problems := _declaration(subject):
+    signature = "score(self, completions, prompts, metadata=None) -> Scores"
+    if problems := declaration_problems(subject, unit="1 = correct", signature=signature):
         raise _report(name, problems)
     with Attempt() as attempt:
         case = TextCase(subject, texts, asked, None if metadata is None else list(metadata), tolerance)
@@ -101,7 +96,7 @@ def check_text_reward(
             f"score(completions, prompts, metadata) raised {type(attempt.error).__name__}: {attempt.error}"
         )
         raise _report(name, [message]) from attempt.error
-    if problems := _shapes(case):
+    if problems := form_problems(case.scores, len(texts), unit=subject.unit, noun="completion"):
         raise _report(name, problems)
     for promise, probe in TEXT_PROBES.items():
         with Attempt() as attempt:
@@ -128,49 +123,6 @@ def _resolve(reward: Any) -> Any:
 def _report(name: str, problems: list[str]) -> RewardError:
     listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
     return RewardError(f"Text reward {name!r} breaks its contract in {len(problems)} place(s):\n{listed}")
-
-
-def _declaration(reward: Any) -> list[str]:
-    missing = [key for key in _ATTRIBUTES if not hasattr(reward, key)]
-    if missing:
-        return [f"it has no {key}: set it on the class ({_ATTRIBUTES[key]})" for key in missing]
-    problems = [
-        f"{key} is {getattr(reward, key)!r}: make it a non-empty string"
-        for key in ("name", "unit")
-        if not isinstance(getattr(reward, key), str) or not getattr(reward, key)
-    ]
-    ends = reward.range
-    if not isinstance(ends, tuple) or len(ends) != 2 or not ends[0] < ends[1]:
-        problems.append(f"range is {ends!r}: make it a pair (smallest, largest) with smallest < largest")
-    if not isinstance(reward.higher_is_better, bool):
-        problems.append(f"higher_is_better is {reward.higher_is_better!r}: make it True or False")
-    return problems
-
-
-def _shapes(case: TextCase) -> list[str]:
-    """Types and lengths of what came back; everything after relies on them."""
-    scores, size = case.scores, len(case.completions)
-    if not isinstance(scores, Scores):
-        return [f"score() returned a {type(scores).__name__}: return visalign.interfaces.Scores"]
-    problems = []
-    if len(scores) != size:
-        problems.append(
-            f"score() gave {len(scores)} values for {size} completions: give one each, NaN where invalid"
-        )
-    for key, value, dtype in (("value", scores.value, torch.float32), ("valid", scores.valid, torch.bool)):
-        if value.dtype != dtype:
-            problems.append(f"{key} has dtype {value.dtype}: make it {dtype}")
-    if scores.value.requires_grad:
-        problems.append("value carries a gradient graph, which keeps memory: detach it")
-    if scores.unit != case.reward.unit:
-        problems.append(f"Scores.unit is {scores.unit!r}, the reward declares {case.reward.unit!r}: use one")
-    for key, column in {"std": scores.std, **scores.parts}.items():
-        if column is not None and tuple(column.shape) != (size,):
-            problems.append(f"{key!r} has shape {tuple(column.shape)}: make it [{size}]")
-    for key, texts in (("text", scores.text), ("reason", scores.reason)):
-        if texts is not None and len(texts) != size:
-            problems.append(f"{key} has {len(texts)} entries for {size} completions: give one each")
-    return problems
 
 
 def _validity(case: TextCase) -> list[str]:

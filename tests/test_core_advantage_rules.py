@@ -9,9 +9,9 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from tests.core_values import assert_values, f64, normal
 from visalign.core.advantage_rules import (
     conditional_advantages,
     prl_advantages,
@@ -22,18 +22,6 @@ from visalign.core.advantages import group_advantages
 
 NAN = float("nan")
 INF = float("inf")
-
-
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(ours: Tensor, *expected: float, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(ours, f64(*expected), rtol=1e-6, atol=atol, equal_nan=True)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 class TestConditional:
@@ -51,7 +39,7 @@ class TestConditional:
         ],
     )
     def test_hand_values(self, options: dict[str, float], expected: tuple[float, ...]) -> None:
-        close(conditional_advantages(self.reward, self.metric, [0] * 4, **options), *expected)  # type: ignore[arg-type]
+        assert_values(conditional_advantages(self.reward, self.metric, [0] * 4, **options), *expected)  # type: ignore[arg-type]
 
     def test_equals_loops_over_interleaved_groups(self) -> None:
         reward, metric = normal(23), normal(23, seed=1)
@@ -87,13 +75,13 @@ class TestConditional:
     def test_equal_rewards_single_samples_and_equal_metrics(self) -> None:
         reward = torch.full((7,), 0.1)
         assert conditional_advantages(reward, torch.rand(7), [0, 0, 0, 1, 1, 1, 2], mu=0.3).eq(0).all()
-        close(conditional_advantages(self.reward, torch.zeros(4), [0] * 4), 0.25, -0.75, 0.25, 0.25)
-        close(conditional_advantages(f64(5), f64(1), ["a"]), 0)
+        assert_values(conditional_advantages(self.reward, torch.zeros(4), [0] * 4), 0.25, -0.75, 0.25, 0.25)
+        assert_values(conditional_advantages(f64(5), f64(1), ["a"]), 0)
 
     def test_missing_samples_leave_the_halves(self) -> None:
         reward = torch.cat([f64(NAN, 9), self.reward, f64(INF)])
         metric = torch.cat([f64(0, NAN), self.metric, f64(9)])
-        close(conditional_advantages(reward, metric, [0] * 7), 0, 0, 0, -1, 0.5, 0.5, 0)
+        assert_values(conditional_advantages(reward, metric, [0] * 7), 0, 0, 0, -1, 0.5, 0.5, 0)
         assert conditional_advantages(f64(NAN, NAN), f64(0, 1), [0, 1]).eq(0).all()
 
     def test_no_gradient_and_precision(self) -> None:
@@ -105,9 +93,9 @@ class TestPrl:
     log_ratio = f64(0.4, -0.2, 1.0)[None]
 
     def test_hand_values(self) -> None:
-        close(prl_advantages(f64(1), self.log_ratio, eta=2)[0], 0.4, 0.6, 0.5)
-        close(prl_advantages(f64(1), self.log_ratio, eta=2, block=2)[0], 0.6, 0.6, 0.5)
-        close(prl_advantages(f64(1), self.log_ratio, eta=2, block=9)[0], 0.5, 0.5, 0.5)
+        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2)[0], 0.4, 0.6, 0.5)
+        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2, block=2)[0], 0.6, 0.6, 0.5)
+        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2, block=9)[0], 0.5, 0.5, 0.5)
 
     def test_without_divergence_or_with_infinite_eta_it_is_the_advantage(self) -> None:
         expected = f64(1, 1, 1)[None]
@@ -116,7 +104,7 @@ class TestPrl:
 
     def test_a_block_that_ends_in_zero_is_a_block(self) -> None:
         """Its value is exactly 0 and must not be taken for a block without an end."""
-        close(prl_advantages(f64(0), f64(5, 0, 3, 0)[None], eta=1, block=2)[0], -3, -3, 0, 0)
+        assert_values(prl_advantages(f64(0), f64(5, 0, 3, 0)[None], eta=1, block=2)[0], -3, -3, 0, 0)
 
     @pytest.mark.parametrize("block", [1, 2, 3, 5])
     def test_padding_and_holes_change_nothing(self, block: int) -> None:
@@ -157,14 +145,14 @@ class TestPrl:
 class TestReplay:
     def test_hand_values(self) -> None:
         advantage, keep = replay_advantages(f64(1, 0.5, 0.3), f64(0.2, 0.4, 0.6, 0.5))
-        close(advantage, 0.55, 0.05, -0.15)
+        assert_values(advantage, 0.55, 0.05, -0.15)
         assert keep.tolist() == [True, True, False]
-        close(replay_weight(f64(0, 50, 100, 200, 300)), 0, 0.14644661, 0.5, 1, 1)
+        assert_values(replay_weight(f64(0, 50, 100, 200, 300)), 0, 0.14644661, 0.5, 1, 1)
         assert replay_weight(5, warmup=10, ceiling=0.4).item() == pytest.approx(0.2)
 
     def test_missing(self) -> None:
         advantage, keep = replay_advantages(f64(NAN, 2, INF), f64(NAN, 1, 3, INF, 0))
-        close(advantage, 0, 1, 0)
+        assert_values(advantage, 0, 1, 0)
         assert keep.tolist() == [False, True, False]
         advantage, keep = replay_advantages(torch.ones(2).half(), torch.tensor([NAN]))
         assert advantage.dtype == torch.float32 and advantage.eq(0).all() and not keep.any()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.core_values import assert_values, f64, normal
 from visalign.core.advantage_copo import (
     between_group_advantages,
     consistency_entropy,
@@ -37,24 +37,12 @@ NAN = float("nan")
 INF = float("inf")
 
 
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(ours: Tensor, *expected: float, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(ours, f64(*expected), rtol=1e-6, atol=atol, equal_nan=True)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 class TestCopo:
     def test_between_groups_by_hand(self) -> None:
         """Means 1, 0, 1, 1/2: population std 0.4146."""
         reward, group = f64(1, 1, 0, 0, 1, 1, 0, 1), [0, 0, 1, 1, 2, 2, 3, 3]
         ours = between_group_advantages(reward, group, eps=0)
-        close(ours[::2], 0.9045340, -1.5075567, 0.9045340, -0.3015113, atol=1e-7)
+        assert_values(ours[::2], 0.9045340, -1.5075567, 0.9045340, -0.3015113, atol=1e-7)
         assert torch.equal(ours[::2], ours[1::2])
 
     def test_a_group_that_agrees_still_has_a_signal(self) -> None:
@@ -80,12 +68,12 @@ class TestCopo:
         cluster = ["x", "x", "y", "x", "x", "x", "x"]
         expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
         ours = consistency_entropy(cluster, group).double()
-        close(ours, expected, 0, expected, 0, expected, expected, 0)
+        assert_values(ours, expected, 0, expected, 0, expected, expected, 0)
         mass = f64(0.5, 0.2, 0.5, 0, 0, 0, 0)
-        close(consistency_entropy(cluster, group, mass)[:4], math.log(2), 0, math.log(2), 0)
+        assert_values(consistency_entropy(cluster, group, mass)[:4], math.log(2), 0, math.log(2), 0)
         assert consistency_entropy(cluster, group, mass)[6].isnan()
         same = consistency_entropy(torch.tensor([7, 7, 3]), torch.tensor([1, 1, 1]))
-        close(same.double(), *[math.log(3) - 2 / 3 * math.log(2)] * 3)
+        assert_values(same.double(), *[math.log(3) - 2 / 3 * math.log(2)] * 3)
 
     def test_weight(self) -> None:
         uniform = torch.tensor([1.0, 2, 4, 6], dtype=torch.float64).log()
@@ -99,12 +87,12 @@ class TestRisk:
     score = torch.arange(6, dtype=torch.float64)
 
     def test_hand_values(self) -> None:
-        close(range_value_at_risk(self.score, 1, 4), -5, -5, -10 / 3, -5 / 3, 0, 0)
-        close(conditional_value_at_risk(self.score, 1), -5, 0, 0, 0, 0, 0)
-        close(mixed_value_at_risk(self.score, 1, 4), -5, -2, -4 / 3, -2 / 3, 0, 0)
+        assert_values(range_value_at_risk(self.score, 1, 4), -5, -5, -10 / 3, -5 / 3, 0, 0)
+        assert_values(conditional_value_at_risk(self.score, 1), -5, 0, 0, 0, 0, 0)
+        assert_values(mixed_value_at_risk(self.score, 1, 4), -5, -2, -4 / 3, -2 / 3, 0, 0)
         plain = mixed_value_at_risk(self.score, 1, 4, natural_baseline=False)
-        close(plain, -3, 0, 2 / 3, 4 / 3, 2, 2)
-        close(track_quantile(2.0, torch.arange(5).double(), level=0.2)[None], 1.96)
+        assert_values(plain, -3, 0, 2 / 3, 4 / 3, 2, 2)
+        assert_values(track_quantile(2.0, torch.arange(5).double(), level=0.2)[None], 1.96)
 
     def test_never_falls_and_is_flat_at_the_top(self) -> None:
         score = torch.linspace(-3, 3, 50, dtype=torch.float64)
@@ -120,9 +108,9 @@ class TestRisk:
         torch.testing.assert_close(ours, torch.stack(rows))
 
     def test_missing_scores(self) -> None:
-        close(mixed_value_at_risk(f64(NAN, 0, INF), 1, 4), 0, -5, 0)
-        close(track_quantile(2.0, f64(0, NAN, 4), level=0.5)[None], 2)
-        close(track_quantile(f64(2)[0], f64(NAN), level=0.5)[None], 2)
+        assert_values(mixed_value_at_risk(f64(NAN, 0, INF), 1, 4), 0, -5, 0)
+        assert_values(track_quantile(2.0, f64(0, NAN, 4), level=0.5)[None], 2)
+        assert_values(track_quantile(f64(2)[0], f64(NAN), level=0.5)[None], 2)
 
     def test_tracking_finds_the_quantile(self) -> None:
         score, quantile = torch.linspace(0, 1, 1001, dtype=torch.float64), torch.tensor(0.9).double()
@@ -132,10 +120,10 @@ class TestRisk:
 
     def test_soft_minimum(self) -> None:
         values = f64(1, 2)[None].requires_grad_()
-        close(soft_minimum(values.detach()), 1.1974281, atol=1e-7)
+        assert_values(soft_minimum(values.detach()), 1.1974281, atol=1e-7)
         for a, low, high in ((1e-3, 1, 1.001), (0.3, 1, 1.5), (1e4, 1.4999, 1.5)):
             assert low <= soft_minimum(values, temperature=a).item() <= high
-        close(soft_minimum(torch.full((1, 5), 0.7).double()), 0.7)
+        assert_values(soft_minimum(torch.full((1, 5), 0.7).double()), 0.7)
         assert torch.autograd.gradcheck(soft_minimum, (values,))
         assert soft_minimum(torch.tensor([9e3, 1e4]).half()).item() == pytest.approx(9e3, abs=1)
 
@@ -144,10 +132,10 @@ class TestEmpg:
     entropy = f64(0.2, 0.6, 1.0)[None]
 
     def test_hand_values(self) -> None:
-        close(empg_scale(self.entropy)[0], 1.51944, 0.92159, 0.55897, atol=1e-5)
+        assert_values(empg_scale(self.entropy)[0], 1.51944, 0.92159, 0.55897, atol=1e-5)
         plain = empg_advantages(f64(1), self.entropy, centre=False)
-        close(plain[0], 1.58009, 0.95838, 0.55897, atol=1e-5)
-        close(empg_advantages(f64(1), self.entropy)[0], 0.54761, -0.07411, -0.47351, atol=1e-5)
+        assert_values(plain[0], 1.58009, 0.95838, 0.55897, atol=1e-5)
+        assert_values(empg_advantages(f64(1), self.entropy)[0], 0.54761, -0.07411, -0.47351, atol=1e-5)
 
     def test_switched_off_it_is_the_centred_advantage(self) -> None:
         ours = empg_advantages(f64(1, 4), self.entropy.expand(2, 3), k=0, zeta=0)
@@ -171,7 +159,7 @@ class TestEmpg:
             last = i == 4 or values[i + 1][0] != row
             bonus = 0 if last else 0.2 * math.exp(-0.4 * scaled[i + 1])
             raw.append(advantage[row].item() * math.exp(-1.3 * scaled[i]) / mean + bonus)
-        close(ours[weight == 1], *[r - sum(raw) / 5 for r in raw], atol=1e-9)
+        assert_values(ours[weight == 1], *[r - sum(raw) / 5 for r in raw], atol=1e-9)
         assert ours[weight == 0].eq(0).all()
         assert empg_scale(entropy, weight)[weight == 1].mean().item() == pytest.approx(1)
 
@@ -184,7 +172,7 @@ class TestEmpg:
 class TestAem:
     def test_hand_values(self) -> None:
         scale = aem_scale(f64(0.2, 0.4, 0.6, 1.0), [0] * 4)
-        close(scale, 1.45285, 1.13148, 0.88120, 0.53447, atol=1e-5)
+        assert_values(scale, 1.45285, 1.13148, 0.88120, 0.53447, atol=1e-5)
         torch.testing.assert_close(aem_advantages(2 * scale, f64(0.2, 0.4, 0.6, 1), [0] * 4), 2 * scale**2)
 
     def test_mean_one_in_each_group_and_permutation(self) -> None:
@@ -213,18 +201,18 @@ class TestTea:
 
     def test_hand_values(self) -> None:
         weight = tea_weights(self.covariance)
-        close(weight[0], 0.4349458, 0.0650542, 0.0650542, 0.4349458, atol=1e-7)
+        assert_values(weight[0], 0.4349458, 0.0650542, 0.0650542, 0.4349458, atol=1e-7)
         assert weighted_entropy(f64(0.3, 1.2, 0.3, 1.2)[None], weight).item() == pytest.approx(0.75)
 
     def test_infinite_temperature_is_the_plain_mean_and_a_cap_caps(self) -> None:
-        close(tea_weights(self.covariance, tau=INF)[0], *[0.25] * 4)
-        close(tea_weights(self.covariance, cap=1)[0], 0.25, 0.0650542, 0.0650542, 0.25, atol=1e-7)
+        assert_values(tea_weights(self.covariance, tau=INF)[0], *[0.25] * 4)
+        assert_values(tea_weights(self.covariance, cap=1)[0], 0.25, 0.0650542, 0.0650542, 0.25, atol=1e-7)
 
     def test_absent_decisions(self) -> None:
         covariance = torch.tensor([[0.95, NAN, -0.95], [9.0, -0.95, 0.95]], dtype=torch.float64)
         weight = torch.tensor([[1, 0, 1], [0, 1, 1]])
         ours = tea_weights(covariance, weight)
-        close(ours.flatten(), 0.4349458, 0, 0.0650542, 0, 0.0650542, 0.4349458, atol=1e-7)
+        assert_values(ours.flatten(), 0.4349458, 0, 0.0650542, 0, 0.0650542, 0.4349458, atol=1e-7)
         entropy = torch.where(weight == 1, 1.0, NAN).requires_grad_()
         bonus = weighted_entropy(entropy, ours)
         (slope,) = torch.autograd.grad(bonus, entropy)

@@ -9,33 +9,21 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.core_values import assert_values, f64, normal
 from visalign.core.comparisons import gdro_loss, soft_plackett_luce
 from visalign.core.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
 
 NAN = float("nan")
 
 
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(ours: Tensor, *expected: float, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(ours, f64(*expected), rtol=1e-6, atol=atol)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 class TestRanking:
     def test_hand_values(self) -> None:
         pair = soft_plackett_luce(f64(0.3, -0.4)[None], f64(1, 0)[None], tau=0.01)
-        close(pair, math.log1p(math.exp(-0.7)))
-        close(soft_plackett_luce(torch.zeros(1, 3).double(), f64(5, 1, 2)[None]), math.log(6))
+        assert_values(pair, math.log1p(math.exp(-0.7)))
+        assert_values(soft_plackett_luce(torch.zeros(1, 3).double(), f64(5, 1, 2)[None]), math.log(6))
         three = soft_plackett_luce(f64(0.2, 0, -0.1)[None], f64(0.9, 0.5, 0.1)[None], tau=0.5)
-        close(three, 1.706335, atol=1e-6)
+        assert_values(three, 1.706335, atol=1e-6)
 
     def test_equals_loops_over_stages(self) -> None:
         score, reward = normal(5, 6), normal(5, 6, seed=1)
@@ -64,10 +52,10 @@ class TestRanking:
         score.requires_grad_()
         reward = torch.tensor([[NAN, 1, 0, NAN], [2, NAN, NAN, NAN], [NAN] * 4], dtype=torch.float64)
         loss = soft_plackett_luce(score, reward, tau=0.01)
-        close(loss.detach(), math.log1p(math.exp(-0.7)), 0, 0)
+        assert_values(loss.detach(), math.log1p(math.exp(-0.7)), 0, 0)
         (slope,) = torch.autograd.grad(loss.sum(), score)
         assert slope[reward.isnan()].eq(0).all()
-        close(slope[0, 1:3], -1 / (1 + math.exp(0.7)), 1 / (1 + math.exp(0.7)))
+        assert_values(slope[0, 1:3], -1 / (1 + math.exp(0.7)), 1 / (1 + math.exp(0.7)))
         assert soft_plackett_luce(torch.ones(2, 1), torch.ones(2, 1)).tolist() == [0, 0]
 
     def test_extreme_scores_and_half_precision(self) -> None:
@@ -81,9 +69,9 @@ class TestRanking:
         best = error.gather(1, reward.argmax(1, keepdim=True))[:, 0]
         torch.testing.assert_close(loss, soft_plackett_luce(-12 * (error - ref), reward) + 0.5 * best)
         start = gdro_loss(ref, ref, reward, beta=12, gamma=0)
-        close(start, *[math.log(24)] * 3)
+        assert_values(start, *[math.log(24)] * 3)
         alone = gdro_loss(f64(0.7)[None], f64(0.1)[None], f64(3)[None], beta=6, gamma=2)
-        close(alone, 1.4)
+        assert_values(alone, 1.4)
         assert gdro_loss(f64(NAN)[None], f64(1)[None], f64(NAN)[None], beta=6, gamma=2).item() == 0
         assert torch.autograd.gradcheck(lambda e: gdro_loss(e, ref, reward, beta=3, gamma=0.5), (error,))
 
@@ -92,13 +80,13 @@ class TestBalance:
     def test_hand_values(self) -> None:
         gradient = torch.tensor([[3.0, 0.0], [-0.3, 0.4]], dtype=torch.float64)
         alpha = min_norm_weights(gradient)
-        close(alpha, 0.5, 0.5)
-        close(combine_gradients(gradient, alpha), 0.2, 0.4)
-        close(combine_gradients(gradient, alpha, rescale=True), 0.2 * 1.75, 0.4 * 1.75)
-        close(min_norm_weights(gradient, normalise=False), 1.15 / 11.05, 9.9 / 11.05)
+        assert_values(alpha, 0.5, 0.5)
+        assert_values(combine_gradients(gradient, alpha), 0.2, 0.4)
+        assert_values(combine_gradients(gradient, alpha, rescale=True), 0.2 * 1.75, 0.4 * 1.75)
+        assert_values(min_norm_weights(gradient, normalise=False), 1.15 / 11.05, 9.9 / 11.05)
         three = torch.tensor([[1.0, 0, 0], [-0.6, 0.8, 0], [0, 0, 1]], dtype=torch.float64)
-        close(min_norm_weights(three), 5 / 12, 5 / 12, 1 / 6)
-        close(smooth_weights(f64(0.5, 0.5), f64(1, 0)), 0.65, 0.35)
+        assert_values(min_norm_weights(three), 5 / 12, 5 / 12, 1 / 6)
+        assert_values(smooth_weights(f64(0.5, 0.5), f64(1, 0)), 0.65, 0.35)
 
     @pytest.mark.parametrize("rewards", [1, 2, 3, 5, 8])
     def test_no_reward_is_harmed_and_nothing_is_shorter(self, rewards: int) -> None:
@@ -133,7 +121,7 @@ class TestBalance:
             combine_gradients(padded, alpha, rescale=True),
             combine_gradients(gradient, alpha[[0, 2, 3]], rescale=True),
         )
-        close(min_norm_weights(torch.zeros(4, 2).double()), *[0.25] * 4)
+        assert_values(min_norm_weights(torch.zeros(4, 2).double()), *[0.25] * 4)
         assert combine_gradients(torch.zeros(2, 3), torch.ones(2) / 2, rescale=True).eq(0).all()
 
     def test_copies_and_opposites(self) -> None:
@@ -143,7 +131,7 @@ class TestBalance:
             assert alpha.sum().item() == pytest.approx(1)
             torch.testing.assert_close(combine_gradients(gradient, alpha), (one / one.norm())[0])
         opposite = torch.cat([one, -3 * one])
-        close(min_norm_weights(opposite), 0.5, 0.5)
+        assert_values(min_norm_weights(opposite), 0.5, 0.5)
         half = min_norm_weights(opposite.half().requires_grad_())
         assert half.dtype == torch.float32 and not half.requires_grad
 

@@ -43,7 +43,7 @@ FORWARD = exact_gradient(lambda p: (REF.exp() * (REF - p)).sum())
 L1 = exact_gradient(lambda p: (p.exp() - REF.exp()).abs().sum())
 
 
-def close(ours: Tensor, theirs: Tensor | float) -> None:
+def assert_near(ours: Tensor, theirs: Tensor | float) -> None:
     wanted = torch.as_tensor(theirs, dtype=ours.dtype).expand_as(ours)
     torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
 
@@ -52,9 +52,9 @@ def test_values_in_expectation() -> None:
     new = LOGITS.log_softmax(0)
     reverse = (new.exp() * (new - REF)).sum()
     for estimator in ("k1", "k3"):
-        close((new.exp() * kl_estimate(new, REF, estimator)).sum(), reverse)
+        assert_near((new.exp() * kl_estimate(new, REF, estimator)).sum(), reverse)
         importance = kl_estimate(new, REF, estimator, log_ratio=new - OLD)
-        close((OLD.exp() * importance).sum(), reverse)
+        assert_near((OLD.exp() * importance).sum(), reverse)
     assert abs((new.exp() * kl_estimate(new, REF, "k2")).sum() - reverse) > 1e-3
 
 
@@ -63,11 +63,11 @@ def test_values_in_expectation() -> None:
     [("k1", torch.zeros(V)), ("k2", REVERSE), ("k3", FORWARD), ("abs", L1)],
 )
 def test_gradient_of_each_estimator_as_a_loss(estimator: Any, expected: Tensor) -> None:
-    close(gradient_of_expectation(lambda p: kl_estimate(p, REF, estimator)), expected.double())
+    assert_near(gradient_of_expectation(lambda p: kl_estimate(p, REF, estimator)), expected.double())
     if estimator != "k1":
         for value in ESTIMATORS:
             loss = lambda p, v=value: kl_penalty(p, REF, value=v, gradient=estimator)  # type: ignore[misc]  # noqa: E731
-            close(gradient_of_expectation(loss), expected)
+            assert_near(gradient_of_expectation(loss), expected)
 
 
 def test_gradient_times_a_live_ratio() -> None:
@@ -77,8 +77,8 @@ def test_gradient_times_a_live_ratio() -> None:
         def gradient(estimator: Any, b: Tensor = behaviour) -> Tensor:
             return gradient_of_expectation(lambda p: kl_estimate(p, REF, estimator, log_ratio=p - b), b)
 
-        close(gradient("k1"), REVERSE)
-        close(gradient("k3"), REVERSE)
+        assert_near(gradient("k1"), REVERSE)
+        assert_near(gradient("k3"), REVERSE)
         for estimator in ("k2", "abs"):
             assert min((gradient(estimator) - g).abs().max() for g in (REVERSE, FORWARD)) > 1e-3
 
@@ -87,17 +87,17 @@ def test_penalty_off_policy_follows_the_same_divergence() -> None:
     for estimator, expected in (("k2", REVERSE), ("k3", FORWARD), ("abs", L1)):
         options: Any = {"gradient": estimator}
         loss = lambda p, o=options: kl_penalty(p, REF, log_ratio=p - OLD, **o)  # noqa: E731
-        close(gradient_of_expectation(loss, OLD), expected)
+        assert_near(gradient_of_expectation(loss, OLD), expected)
 
 
 def test_ratio_times_k3_is_k2_with_an_importance_weight_sample_by_sample() -> None:
     new, ref, old = draw(3, 4, 5).requires_grad_(), draw(4, 4, 5), draw(5, 4, 5)
     live = kl_estimate(new, ref, "k3", log_ratio=new - old)
     split = kl_penalty(new, ref, value="k3", gradient="k2", log_ratio=new - old)
-    close(live, split)
+    assert_near(live, split)
     slope = ((new - old).exp() * (new - ref)).detach()
     for loss in (live, split):
-        close(torch.autograd.grad(loss.sum(), new)[0], slope)
+        assert_near(torch.autograd.grad(loss.sum(), new)[0], slope)
 
 
 def test_along_a_sequence_only_the_reward_form_sees_later_states() -> None:
@@ -110,14 +110,14 @@ def test_along_a_sequence_only_the_reward_form_sees_later_states() -> None:
     seen, chance = p1[:, None].expand(3, 3), chance.detach()
     per_token = kl_penalty(seen, ref1[:, None].expand(3, 3)) + kl_penalty(p2, ref2)
     ours = torch.autograd.grad((chance * per_token).sum(), (first, second))
-    close(ours[1], exact[1])
+    assert_near(ours[1], exact[1])
     assert (ours[0] - exact[0]).abs().max() > 1e-3
     p1, p2 = first.log_softmax(0), second.log_softmax(1)
     late = kl_estimate(p2, ref2, "k1").detach()
     to_go = late + kl_estimate(p1, ref1, "k1").detach()[:, None]
     reward_form = torch.autograd.grad((chance * (to_go * p1[:, None] + late * p2)).sum(), (first, second))
-    close(reward_form[0], exact[0])
-    close(reward_form[1], exact[1])
+    assert_near(reward_form[0], exact[0])
+    assert_near(reward_form[1], exact[1])
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_hand_values(estimator: Any, value: float, slope: float) -> None:
     new = torch.tensor([math.log(0.5)], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([math.log(0.25)], dtype=torch.float64, requires_grad=True)
     result = kl_estimate(new, ref, estimator)
-    close(result, value)
+    assert_near(result, value)
     result.sum().backward()
     assert new.grad is not None and ref.grad is None
-    close(new.grad, slope)
+    assert_near(new.grad, slope)
     assert torch.autograd.gradcheck(lambda p: kl_estimate(p, ref, estimator, log_ratio=p + 1), (new,))
 
 
@@ -220,16 +220,16 @@ def test_half_precision_is_lifted_and_float64_kept() -> None:
 def test_categorical_kl_equals_torch_distributions_both_ways() -> None:
     new, ref = draw(10, 3, 2, 7), draw(11, 3, 2, 7)
     p, q = Categorical(logits=new), Categorical(logits=ref)
-    close(categorical_kl(new, ref), kl_divergence(p, q))
-    close(categorical_kl(new, ref, direction="forward"), kl_divergence(q, p))
-    close(categorical_kl(new.log_softmax(-1), ref + 5), kl_divergence(p, q))
+    assert_near(categorical_kl(new, ref), kl_divergence(p, q))
+    assert_near(categorical_kl(new, ref, direction="forward"), kl_divergence(q, p))
+    assert_near(categorical_kl(new.log_softmax(-1), ref + 5), kl_divergence(p, q))
     assert categorical_kl(new, new + 3).abs().max() < 1e-14
 
 
 def test_categorical_gradients() -> None:
     logits = LOGITS.clone().requires_grad_()
-    close(torch.autograd.grad(categorical_kl(logits, REF), logits)[0], REVERSE)
-    close(torch.autograd.grad(categorical_kl(logits, REF, direction="forward"), logits)[0], FORWARD)
+    assert_near(torch.autograd.grad(categorical_kl(logits, REF), logits)[0], REVERSE)
+    assert_near(torch.autograd.grad(categorical_kl(logits, REF, direction="forward"), logits)[0], FORWARD)
     for direction in ("reverse", "forward"):
         assert torch.autograd.gradcheck(
             lambda x, d=direction: categorical_kl(x, REF, direction=d),  # type: ignore[arg-type]

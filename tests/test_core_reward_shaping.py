@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.core_values import assert_values, f64
 from visalign.core.advantages import group_advantages
 from visalign.core.reward_shaping import (
     jepo_credit,
@@ -24,19 +24,11 @@ NAN = float("nan")
 INF = float("inf")
 
 
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(ours: Tensor, *expected: float, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(ours, f64(*expected), rtol=1e-6, atol=atol, equal_nan=True)
-
-
 class TestPreferenceAsReward:
     def test_hand_values(self) -> None:
         reference = f64(0, 1).expand(3, 2)
-        close(preference_as_reward(f64(2, 0, -1), reference), 0.8059278, 0.3844707, 0.1940722)
-        close(preference_as_reward(f64(3), f64(1)[:, None], k=0.5), 1 / (1 + math.exp(-1)))
+        assert_values(preference_as_reward(f64(2, 0, -1), reference), 0.8059278, 0.3844707, 0.1940722)
+        assert_values(preference_as_reward(f64(3), f64(1)[:, None], k=0.5), 1 / (1 + math.exp(-1)))
 
     def test_bounded_increasing_and_steepest_at_the_reference(self) -> None:
         reward = torch.linspace(-6, 6, 25, dtype=torch.float64).requires_grad_()
@@ -50,13 +42,13 @@ class TestPreferenceAsReward:
         plain = group_advantages(reward, group, eps=0)
         torch.testing.assert_close(group_advantages(3 * reward + 5, group, eps=0), plain)
         shaped = group_advantages(preference_as_reward(reward, torch.ones(4, 1)), group, eps=0)
-        close(shaped, -1.1371, -0.3990, 0.3390, 1.1970, atol=1e-4)
+        assert_values(shaped, -1.1371, -0.3990, 0.3390, 1.1970, atol=1e-4)
 
     def test_missing_references_are_left_out_and_missing_rewards_stay_missing(self) -> None:
         reward = f64(2, NAN, 1).requires_grad_()
         reference = torch.tensor([[0, NAN, 1], [0, 0, 0], [NAN, NAN, INF]], dtype=torch.float64)
         shaped = preference_as_reward(reward, reference)
-        close(shaped.detach(), 0.8059278, NAN, NAN)
+        assert_values(shaped.detach(), 0.8059278, NAN, NAN)
         (slope,) = torch.autograd.grad(shaped[0], reward)
         assert slope[0] > 0 and slope[1:].eq(0).all()
 
@@ -72,12 +64,12 @@ class TestPreferenceAsReward:
 class TestRewardFusion:
     def test_hand_value(self) -> None:
         fused = reward_fusion(f64(0.2), f64(0.6, 0.7)[None], f64(0.95, 0.9)[None])
-        close(fused, (0.2 + 0.95 * 0.6 + 0.9 * 0.7) / 2.85)
+        assert_values(fused, (0.2 + 0.95 * 0.6 + 0.9 * 0.7) / 2.85)
 
     def test_only_the_most_similar_above_the_threshold(self) -> None:
         similarity = f64(0.91, 0.95, 0.5, 0.95, 0.99)[None]
-        close(neighbour_weights(similarity, top=2)[0], 0, 0.95, 0, 0, 0.99)
-        close(neighbour_weights(similarity, threshold=0.5, top=9)[0], 0.91, 0.95, 0.5, 0.95, 0.99)
+        assert_values(neighbour_weights(similarity, top=2)[0], 0, 0.95, 0, 0, 0.99)
+        assert_values(neighbour_weights(similarity, threshold=0.5, top=9)[0], 0.91, 0.95, 0.5, 0.95, 0.99)
 
     def test_without_neighbours_the_reward_is_kept_to_the_bit(self) -> None:
         reward = torch.rand(50, generator=torch.Generator().manual_seed(1))
@@ -95,9 +87,9 @@ class TestRewardFusion:
 
     def test_a_missing_neighbour_takes_no_place(self) -> None:
         near, similarity = f64(NAN, 1, 3)[None], f64(1, 0.95, 0.92)[None]
-        close(reward_fusion(f64(0), near, similarity, top=1), 0.95 / 1.95)
-        close(reward_fusion(f64(NAN), near, similarity), NAN)
-        close(reward_fusion(f64(0), f64(1)[None], f64(NAN)[None]), 0)
+        assert_values(reward_fusion(f64(0), near, similarity, top=1), 0.95 / 1.95)
+        assert_values(reward_fusion(f64(NAN), near, similarity), NAN)
+        assert_values(reward_fusion(f64(0), f64(1)[None], f64(NAN)[None]), 0)
 
 
 class TestLikelihoodReward:
@@ -114,7 +106,7 @@ class TestLikelihoodReward:
         ],
     )
     def test_hand_values(self, kind: str, first: float, second: float) -> None:
-        close(likelihood_reward(self.log_prob, self.weight, kind=kind), first, second, NAN)  # type: ignore[arg-type]
+        assert_values(likelihood_reward(self.log_prob, self.weight, kind=kind), first, second, NAN)  # type: ignore[arg-type]
 
     def test_padding_gets_no_gradient(self) -> None:
         log_prob = self.log_prob.clone().requires_grad_()
@@ -127,8 +119,8 @@ class TestLikelihoodReward:
 class TestJepo:
     def test_hand_values(self) -> None:
         bound, credit = jepo_credit(f64(-1, -2, -3), [0] * 3)
-        close(bound, *[-1.6910063] * 3, atol=1e-7)
-        close(credit, 0.6888790, -0.1247874, -0.3111206, atol=1e-6)
+        assert_values(bound, *[-1.6910063] * 3, atol=1e-7)
+        assert_values(credit, 0.6888790, -0.1247874, -0.3111206, atol=1e-6)
 
     def test_equals_enumeration_of_the_others(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -146,16 +138,16 @@ class TestJepo:
 
     def test_a_lone_explanation_keeps_its_digits(self) -> None:
         _, credit = jepo_credit(f64(0, -800, -900), [0] * 3)
-        close(credit, 800 + math.log(2 / 3), -math.log(1.5), -math.log(1.5))
+        assert_values(credit, 800 + math.log(2 / 3), -math.log(1.5), -math.log(1.5))
 
     def test_equal_alone_and_missing(self) -> None:
         bound, credit = jepo_credit(f64(-0.3, -0.3, -0.3, 7, NAN, NAN), [0, 0, 0, 1, 0, 2])
         assert credit.eq(0).all()
-        close(bound, -0.3, -0.3, -0.3, 7, -0.3, NAN)
+        assert_values(bound, -0.3, -0.3, -0.3, 7, -0.3, NAN)
 
 
 def test_reward_probability_is_affine_inside_its_bound() -> None:
-    close(reward_probability(f64(-9, -5, 0, 2.4, 5, 9, NAN)), 0, 0, 0.5, 0.74, 1, 1, NAN)
+    assert_values(reward_probability(f64(-9, -5, 0, 2.4, 5, 9, NAN)), 0, 0, 0.5, 0.74, 1, 1, NAN)
     assert reward_probability(torch.tensor([1.0]).half(), bound=2).item() == 0.75
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.core_values import assert_values, f64
 from visalign.core.returns import discounted_returns
 from visalign.core.step_rewards import (
     clip_step_rewards,
@@ -21,23 +22,16 @@ from visalign.core.step_rewards import (
 )
 
 NAN = float("nan")
+assert_hand = partial(assert_values, rtol=1e-9)
 STEPS = torch.tensor([[0.2, 0.9, 0.6, 0.8]], dtype=torch.float64)
 
 
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(ours: Tensor, *expected: float) -> None:
-    torch.testing.assert_close(ours, f64(*expected), rtol=1e-9, atol=1e-12, equal_nan=True)
-
-
 def test_clip_and_delta_by_hand() -> None:
-    close(delta_step_rewards(STEPS)[0], -0.7, 0.3, 0.6, 0)
-    close(discounted_returns(delta_step_rewards(STEPS))[0], 0.2, 0.9, 0.6, 0)
+    assert_hand(delta_step_rewards(STEPS)[0], -0.7, 0.3, 0.6, 0)
+    assert_hand(discounted_returns(delta_step_rewards(STEPS))[0], 0.2, 0.9, 0.6, 0)
     clipped = clip_step_rewards(STEPS, eta=0.5)
-    close(clipped[0], -0.3, 0, 0, 0)
-    close(delta_step_rewards(clipped)[0], -0.3, 0, 0, 0)
+    assert_hand(clipped[0], -0.3, 0, 0, 0)
+    assert_hand(delta_step_rewards(clipped)[0], -0.3, 0, 0, 0)
 
 
 def test_repeating_a_good_step_earns_nothing() -> None:
@@ -72,12 +66,12 @@ def test_rows_with_one_step_or_none() -> None:
 def test_implicit_rewards_by_hand() -> None:
     log_ratio = f64(0.5, -0.2, 0.3)[None]
     rewards = implicit_step_rewards(log_ratio)
-    close(rewards.step[0], 0.025, -0.01, 0.015)
-    close(rewards.prefix[0], 0.025, 0.015, 0.03)
-    close(rewards.total, 0.03)
-    close(implicit_prm_loss(log_ratio, f64(1)), math.log1p(math.exp(-0.03)))
-    close(implicit_prm_loss(log_ratio, f64(0.25)), 0.25 * -0.03 + math.log1p(math.exp(0.03)))
-    close(implicit_prm_loss(0 * log_ratio, f64(0.3)), math.log(2))
+    assert_hand(rewards.step[0], 0.025, -0.01, 0.015)
+    assert_hand(rewards.prefix[0], 0.025, 0.015, 0.03)
+    assert_hand(rewards.total, 0.03)
+    assert_hand(implicit_prm_loss(log_ratio, f64(1)), math.log1p(math.exp(-0.03)))
+    assert_hand(implicit_prm_loss(log_ratio, f64(0.25)), 0.25 * -0.03 + math.log1p(math.exp(0.03)))
+    assert_hand(implicit_prm_loss(0 * log_ratio, f64(0.3)), math.log(2))
 
 
 def test_implicit_loss_gradient() -> None:
@@ -106,9 +100,9 @@ def test_turning_points_by_hand() -> None:
     """Row 1 turns at step 2, row 2 at step 1 only: its third step goes past the final reward."""
     middle = torch.tensor([[0.45, 0.60, 0.58], [0.55, 0.48, 0.65]], dtype=torch.float64)
     found = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False)
-    close(found.increment.flatten(), -0.05, 0.15, -0.02, 0.05, -0.07, 0.17)
+    assert_hand(found.increment.flatten(), -0.05, 0.15, -0.02, 0.05, -0.07, 0.17)
     assert found.turn.tolist() == [[False, True, False], [True, False, False]]
-    close(found.step_reward.flatten(), -0.05, 0.25, -0.02, 0.10, -0.07, 0.17)
+    assert_hand(found.step_reward.flatten(), -0.05, 0.25, -0.02, 0.10, -0.07, 0.17)
     added = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False, replace=False)
     torch.testing.assert_close(added.step_reward, found.increment + found.bonus)
     half = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False, eta=0.5)
@@ -140,7 +134,7 @@ def test_balancing_keeps_the_largest_of_the_commoner_sign() -> None:
     assert turning_point_rewards(final, start, middle, balanced=False).turn.all()
     found = turning_point_rewards(final, start, middle)
     assert found.turn[:, 0].tolist() == [False, True, False, True]
-    close(found.step_reward[:, 0], 0.5, 2, 0.25, -1)
+    assert_hand(found.step_reward[:, 0], 0.5, 2, 0.25, -1)
     assert turning_point_rewards(final[:3], start[:3], middle[:3]).turn.all()
 
 
@@ -149,7 +143,9 @@ def test_turning_points_on_plateaus_and_missing_rewards() -> None:
     assert not flat.turn.any() and flat.step_reward.eq(0).all()
     found = turning_point_rewards(f64(1, NAN), f64(0, 0), torch.tensor([[NAN, 0.5, 0.6], [0.1, 0.2, 0.3]]))
     assert found.step_reward[0].isnan().tolist() == [True, True, False] and not found.turn.any()
-    close(found.step_reward[1].double(), *torch.tensor([0.1, 0.2, 0.3]).diff(prepend=torch.zeros(1)).tolist())
+    assert_hand(
+        found.step_reward[1].double(), *torch.tensor([0.1, 0.2, 0.3]).diff(prepend=torch.zeros(1)).tolist()
+    )
 
 
 @pytest.mark.parametrize(

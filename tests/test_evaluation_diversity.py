@@ -23,7 +23,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def close(ours: Tensor, *expected: float) -> None:
+def assert_values(ours: Tensor, *expected: float) -> None:
     torch.testing.assert_close(
         ours, torch.tensor(expected, dtype=torch.float64).reshape(ours.shape), rtol=1e-6, atol=1e-9
     )
@@ -31,8 +31,8 @@ def close(ours: Tensor, *expected: float) -> None:
 
 def test_effective_rank() -> None:
     cross = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
-    close(effective_rank(cross), 2)
-    close(effective_rank(torch.arange(4.0)[:, None] * torch.tensor([1.0, 2, -1])), 1)
+    assert_values(effective_rank(cross), 2)
+    assert_values(effective_rank(torch.arange(4.0)[:, None] * torch.tensor([1.0, 2, -1])), 1)
     value = normal(7, 4)
     turned = value @ torch.linalg.qr(normal(4, 4, seed=1)).Q
     torch.testing.assert_close(effective_rank(3 * turned + 1e3), effective_rank(value), rtol=1e-9, atol=0)
@@ -46,43 +46,43 @@ def test_a_set_that_does_not_vary_has_rank_zero() -> None:
 
 def test_vendi_score() -> None:
     a, b = torch.eye(2)
-    close(vendi_score(a.expand(5, 2)), 1)
-    close(vendi_score(torch.eye(6)), 6)
-    close(vendi_score(torch.stack([a, a, 3 * b])), 1.8898816)
+    assert_values(vendi_score(a.expand(5, 2)), 1)
+    assert_values(vendi_score(torch.eye(6)), 6)
+    assert_values(vendi_score(torch.stack([a, a, 3 * b])), 1.8898816)
     value = normal(6, 4)
     eigenvalues = torch.linalg.eigvalsh(
         torch.nn.functional.normalize(value) @ torch.nn.functional.normalize(value).T / 6
     )
     expected = math.exp(-sum(x * math.log(x) for x in eigenvalues.tolist() if x > 1e-12))
-    close(vendi_score(value), expected)
-    close(vendi_score(torch.cat([value, value])), expected)
+    assert_values(vendi_score(value), expected)
+    assert_values(vendi_score(torch.cat([value, value])), expected)
 
 
 def test_vendi_gains() -> None:
     a, b = torch.eye(2)
-    close(vendi_gains(torch.stack([a, a, b])), -0.1101184, -0.1101184, 0.8898816)
-    close(vendi_gains(torch.eye(3)), 1, 1, 1)
-    close(vendi_gains(torch.ones(1, 4)), 1)
+    assert_values(vendi_gains(torch.stack([a, a, b])), -0.1101184, -0.1101184, 0.8898816)
+    assert_values(vendi_gains(torch.eye(3)), 1, 1, 1)
+    assert_values(vendi_gains(torch.ones(1, 4)), 1)
     for value in (normal(5, 3), normal(5, 40)):
         rest = [torch.cat([value[:i], value[i + 1 :]]) for i in range(5)]
-        close(vendi_gains(value), *[(vendi_score(value) - vendi_score(part)).item() for part in rest])
+        assert_values(vendi_gains(value), *[(vendi_score(value) - vendi_score(part)).item() for part in rest])
 
 
 def test_starc_distance() -> None:
     first, second = torch.tensor([0.0, 1, 2, 3]), torch.tensor([0.0, 1, 3, 2])
-    close(starc_distance(first, second), math.sqrt(0.4))
+    assert_values(starc_distance(first, second), math.sqrt(0.4))
     a, b = normal(9), normal(9, seed=1)
     pearson = torch.corrcoef(torch.stack([a, b]))[0, 1].item()
-    close(starc_distance(a, b), math.sqrt(2 * (1 - pearson)))
-    close(starc_distance(a, 3 * a + 100), 0)
-    close(starc_distance(a, -0.1 * a), 2)
-    close(starc_distance(3 * a - 5, b / 7), starc_distance(a, b).item())
+    assert_values(starc_distance(a, b), math.sqrt(2 * (1 - pearson)))
+    assert_values(starc_distance(a, 3 * a + 100), 0)
+    assert_values(starc_distance(a, -0.1 * a), 2)
+    assert_values(starc_distance(3 * a - 5, b / 7), starc_distance(a, b).item())
 
 
 def test_a_constant_reward_says_nothing() -> None:
     constant = torch.full((9,), 0.1)
     assert starc_distance(constant, constant + 3) == 0
-    close(starc_distance(constant, normal(9)), 1)
+    assert_values(starc_distance(constant, normal(9)), 1)
 
 
 @pytest.mark.parametrize("measure", [effective_rank, vendi_score, vendi_gains])

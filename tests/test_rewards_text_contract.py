@@ -291,3 +291,11 @@ def test_a_good_reward_passes():
     assert len(check_text_reward(lambda completion: len(completion))) == 9
     with pytest.raises(ValueError, match="give at least two, and one prompt each"):
         check_text_reward(Base(), completions=["a"])
+
+
+def test_a_range_that_is_no_number_is_refused_as_for_pictures() -> None:
+    class NoRange(Base):
+        range = (0.0, float("nan"))
+
+    with pytest.raises(RewardError, match=r"range is \(0\.0, nan\): make it a pair"):
+        check_text_reward(NoRange())
