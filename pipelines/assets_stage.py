@@ -91,7 +91,7 @@ class Average:
         """Move towards the module's present weights."""
         self.count += 1
         decay = min(self.decay, (1 + self.count) / (10 + self.count))
-        now = dict(module.named_parameters())
+        now = dict(module.named_parameters(remove_duplicate=False))  # tied weights have two names
         torch._foreach_lerp_([self.values[name] for name in now], list(now.values()), 1.0 - decay)
         for name, value in module.named_buffers():
             if name in self.values:

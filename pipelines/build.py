@@ -17,7 +17,8 @@ from visalign.data.prompt_files import load_prompts
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 
-from .flow_grpo_config import EvaluationConfig, ModelConfig, RewardsConfig, RewardTerm, RunConfig
+from .flow_grpo_config import EvaluationConfig, ModelConfig
+from .job_config import RewardsConfig, RewardTerm, RunConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -80,7 +81,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
         targets = model.lora.target_modules
         chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
         lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
-    with _no_loading_bars():
+    with no_loading_bars():
         policy = SD3Policy.from_pretrained(
             resolve_model(model.path),
             dtype=getattr(torch, model.dtype),
@@ -96,7 +97,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
 
 
 @contextmanager
-def _no_loading_bars() -> Iterator[None]:
+def no_loading_bars() -> Iterator[None]:
     """The libraries' bars per part of a model would break into the run's own display."""
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging

@@ -15,6 +15,8 @@ from visalign.errors import ConfigError, suggestion
 
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo:FlowGRPOConfig",
+    "text_grpo": "visalign.pipelines.text_grpo:TextGRPOConfig",
+    "text_ppo": "visalign.pipelines.text_ppo:TextPPOConfig",
 }
 """`pipeline:` in a file -> module:dataclass; the module offers run(config, output, resume), plan(config)."""
 

@@ -15,10 +15,12 @@ from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy
 
 from .build import build_accelerator, build_evaluator, build_policy, evenly, heldout_metrics
-from .flow_grpo_config import FREE_KEYS, FlowGRPOConfig
+from .flow_grpo_config import FlowGRPOConfig
 from .flow_grpo_inputs import FINGERPRINTS, Inputs, check_unchanged, prepare, write_once
 from .flow_grpo_plan import plan
 from .flow_grpo_report import costs_of, result_folder, write_results
+from .interrupted import TrainingInterrupted
+from .job_config import FREE_KEYS
 from .run_folder import check_run_folder
 
 if TYPE_CHECKING:
@@ -26,10 +28,6 @@ if TYPE_CHECKING:
     from visalign.training.flow_grpo import FlowGRPOTrainer
 
 __all__ = ["FlowGRPOConfig", "TrainingInterrupted", "plan", "run"]
-
-
-class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C: the iteration was finished and saved; the command line says how to go on and exits with 130."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +129,8 @@ def _check_folder(config: FlowGRPOConfig, output: Path, resume: bool) -> None:
 
 def _build(config: FlowGRPOConfig, output: Path) -> _Job:
     """Everything a run needs; reads, writes nothing."""
-    from visalign.training.flow_grpo import FlowGRPOTrainer, Keeping
+    from visalign.training.flow_grpo import FlowGRPOTrainer
+    from visalign.training.loop import Keeping
     from visalign.training.progress import TrainingProgress
 
     accelerator = build_accelerator(config.run, output)

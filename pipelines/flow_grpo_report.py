@@ -19,7 +19,7 @@ from .flow_grpo_config import FlowGRPOConfig
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
-    from visalign.training.flow_grpo import TrainResult
+    from visalign.training.loop import TrainResult
 
 
 def result_folder(config: FlowGRPOConfig, output: Path) -> Path:

@@ -13,7 +13,8 @@ from accelerate.state import AcceleratorState
 
 from visalign.errors import UserError
 from visalign.pipelines import build, flow_grpo
-from visalign.pipelines.flow_grpo_config import FlowGRPOConfig, RunConfig
+from visalign.pipelines.flow_grpo_config import FlowGRPOConfig
+from visalign.pipelines.job_config import RunConfig
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from visalign.pipelines.cli_show import result_files, show_summary
 from visalign.pipelines.flow_grpo import FlowGRPOConfig, TrainingInterrupted, plan, run
 from visalign.pipelines.flow_grpo_plan import planned_cost
 from visalign.training.checkpoint import CheckpointError, step_folder
-from visalign.training.flow_grpo import FlowGRPOTrainer
+from visalign.training.loop import Loop
 from visalign.training.metrics import read_metrics, without_times
 
 BASE = (
@@ -175,7 +175,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, inputs, tmp_path
         monkeypatch.undo()
         return "interrupted"
 
-    monkeypatch.setattr(FlowGRPOTrainer, "_why_stop", stop_once)
+    monkeypatch.setattr(Loop, "_why_stop", stop_once)
     with pytest.raises(TrainingInterrupted):
         run(_config(inputs), tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()

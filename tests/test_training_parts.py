@@ -93,7 +93,7 @@ def test_unlisted_metrics_are_refused(tmp_path):
 def test_every_shown_and_every_time_metric_is_in_the_table():
     assert all(key == "clip" or key in METRICS or key.split("/")[0] + "/*" in METRICS for _, key, _ in SHOWN)
     assert all(METRICS.values())
-    kept = without_times({"iteration": 1, "seconds": 2.0, "seconds/update": 1.0, "images_per_second": 3.0})
+    kept = without_times({"iteration": 1, "seconds": 2.0, "seconds/update": 1.0, "samples_per_second": 3.0})
     assert kept == {"iteration": 1}
 
 

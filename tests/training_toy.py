@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.interfaces import DiffusionPolicy, ForwardCount, Scores
-from visalign.training.flow_grpo import FlowGRPOTrainer, Keeping
+from visalign.training.flow_grpo import FlowGRPOTrainer
+from visalign.training.loop import Keeping
 from visalign.training.settings import ObjectiveSettings, OptimiserSettings, RolloutSettings
 
 RECORDS = [

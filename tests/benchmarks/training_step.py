@@ -124,7 +124,7 @@ def measure(config: FlowGRPOConfig, iterations: int) -> list[dict[str, float]]:
         trainer.clock.take()
         for _ in range(iterations + 1):
             watch.seconds.clear()
-            record = trainer._iterate()
+            record = trainer.iterate()
             rows.append(phases(record, watch.seconds))
     return rows[1:]
 

@@ -58,6 +58,14 @@ class Counts:
             groups=None if self.groups is None or other.groups is None else self.groups + other.groups,
         )
 
+    def to(self, device: torch.device) -> Counts:
+        """The same on another device."""
+        held = (self.tokens, self.sequences, self.length)
+        return Counts(
+            *(count.to(device) for count in held),
+            groups=None if self.groups is None else self.groups.to(device),
+        )
+
 
 def count_step(
     weight: Tensor,

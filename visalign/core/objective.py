@@ -12,7 +12,7 @@ T may count tokens or denoising steps; PPO is the terms policy, value, entropy a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -118,13 +118,24 @@ class Objective:
         Raises:
             ValueError: something that this objective needs is missing, or a stage refuses its input.
         """
+        return self.prepare_steps(trajectories, [slice(None)])[0]
+
+    def prepare_steps(self, trajectories: Trajectories, steps: Sequence[Tensor | slice]) -> list[Prepared]:
+        """Settle several optimiser steps on the samples of one rollout, as PPO's minibatches are.
+
+        Args:
+            trajectories: of the whole rollout; its ptx_weight is that of each step.
+            steps: the samples of each step, integers or a slice.
+
+        Returns:
+            One entry per step: advantages of the whole rollout, selections and denominators of the step.
+        """
         t = trajectories
         self._check_needs(t)
         for name in ("old_log_prob", "ref_log_prob", "rollout_log_prob", "value", "process_reward"):
             if getattr(t, name) is not None:
                 check_finite(name, getattr(t, name), t.weight)
-        present = t.present()
-        weight = torch.where(present[:, None], t.weight.detach(), 0.0)
+        weight = torch.where(t.present()[:, None], t.weight.detach(), 0.0)
         made, returns = stages.ADVANTAGES[self.advantage].apply(
             t, self.kl_in_reward, **self.advantage_options
         )
@@ -136,6 +147,13 @@ class Objective:
             advantage = clamp_advantages(advantage, self.advantage_clamp)
         if self.drop_zero_signal:
             weight = torch.where((advantage != 0).any(1, keepdim=True), weight, 0.0)
+        return [
+            self._settle(t.rows(i), weight[i], advantage[i], None if returns is None else returns[i])
+            for i in steps
+        ]
+
+    def _settle(self, t: Trajectories, weight: Tensor, advantage: Tensor, returns: Tensor | None) -> Prepared:
+        """Selections and denominators of one step."""
         chosen = self._select(t, advantage, weight)
         weight = weight if chosen.weight is None else chosen.weight
         by_group = self.aggregation == "group_token_mean"

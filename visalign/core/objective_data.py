@@ -95,6 +95,20 @@ class Trajectories:
                 f"{tuple(self.advantage.shape)}."
             )
 
+    def rows(self, index: Tensor | slice) -> Trajectories:
+        """The samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
+        rows = torch.arange(self.weight.shape[0])[index.cpu() if isinstance(index, Tensor) else index]
+        whole = ("group", "reward_weights", "ptx_weight", "decisions")
+        held = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
+        picked = {name: value[rows.to(value.device)] for name, value in held.items() if value is not None}
+        labels = self.group
+        group = (
+            labels[rows.to(labels.device)]
+            if isinstance(labels, Tensor)
+            else [labels[i] for i in rows.tolist()]
+        )
+        return replace(self, group=group, **picked)
+
     def present(self) -> Tensor:
         """bool [B]: samples whose every number that is needed is there."""
         known = torch.ones_like(self.weight[:, 0], dtype=torch.bool) if self.valid is None else self.valid
@@ -157,6 +171,13 @@ class Prepared:
         per_row = (f.name for f in fields(self) if f.name not in ("counts", "ptx_counts"))
         held = {name: getattr(self, name) for name in per_row}
         return replace(self, **{name: value[index] for name, value in held.items() if value is not None})
+
+    def to(self, device: torch.device) -> Prepared:
+        """The same on another device."""
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)}
+        counts = {name: value.to(device) for name, value in held.items() if isinstance(value, Counts)}
+        return replace(self, **moved, **counts)
 
 
 @dataclass(frozen=True)

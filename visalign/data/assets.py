@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PACKAGED = ("shapes-sd3", "shapes-clip")
+PACKAGED = ("shapes-sd3", "shapes-clip", "tasks-qwen3")
 """The models that come with the package."""
 
 

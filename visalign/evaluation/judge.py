@@ -16,13 +16,13 @@ PART = "correct"
 """The part of a reward's scores that holds its verdicts, 1 or 0."""
 
 
-def verdict(name: str, reward: PointwiseReward, scores: Scores) -> Tensor:
-    """The verdicts of B images: the part `correct`, else whether a value of the range (0, 1) is the best.
+def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
+    """The verdicts of B samples: the part `correct`, else whether a value of the range (0, 1) is the best.
 
     Args:
         name: of the reward.
         reward: whose scores they are.
-        scores: of B images.
+        scores: of B samples.
 
     Returns:
         [B] bool.
@@ -58,7 +58,7 @@ def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -
         raise _no_judge(name, reward)
 
 
-def _no_judge(name: str, reward: PointwiseReward) -> UserError:
+def _no_judge(name: str, reward: Any) -> UserError:
     return UserError(
         f"Reward '{name}' cannot say correct or wrong: its range is {tuple(reward.range)} and its scores "
         f"have no part '{PART}'. Choose a reward with the range (0, 1) or with that part, or none "

@@ -5,7 +5,8 @@ from .checkpoint import CheckpointError
 from .collect import RewardFailure
 from .cost import forward_equivalents_per_image
 from .ema import EMA
-from .flow_grpo import FlowGRPOTrainer, Keeping, TrainResult
+from .flow_grpo import FlowGRPOTrainer
+from .loop import Keeping, Loop, TrainResult
 from .metrics import METRICS, MetricsFile, read_metrics
 from .progress import TrainingProgress
 from .runtime import peak_memory_bytes
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointError",
     "FlowGRPOTrainer",
     "Keeping",
+    "Loop",
     "MetricsFile",
     "ObjectiveSettings",
     "OptimiserSettings",

@@ -137,18 +137,25 @@ def _sample(
     return condition, trajectory
 
 
-def judge(reward: PointwiseReward, images: Tensor, records: Sequence[Mapping[str, Any]]) -> Scores:
-    """Score images [b, 3, H, W] against their prompts; a value that is not finite counts as a failure.
+def judge(reward: Any, samples: Any, records: Sequence[Mapping[str, Any]], *, what: str = "images") -> Scores:
+    """Score samples against their prompts; a value that is not finite counts as a failure.
+
+    Args:
+        reward: of the kind that judges such samples.
+        samples: images [b, 3, H, W], or b answers.
+        records: b prompt records.
+        what: the samples' name in messages.
 
     Raises:
-        RewardFailure: the reward returned something other than one score per image.
+        RewardFailure: the reward returned something other than one score per sample.
     """
-    scores = reward.score(images, [record["prompt"] for record in records], records)
+    scores = reward.score(samples, [record["prompt"] for record in records], records)
     if not isinstance(scores, Scores) or len(scores) != len(records):
         given = f"{len(scores)} scores" if isinstance(scores, Scores) else type(scores).__name__
         raise RewardFailure(
-            f"reward {reward.name!r} returned {given} for {len(records)} images; it must return one Scores "
-            "with one value per image. visalign.rewards.check_reward(reward) finds the fault."
+            f"reward {reward.name!r} returned {given} for {len(records)} {what}; it must return one "
+            f"Scores with one value for each of the {what}. visalign.rewards.check_reward(reward) (or "
+            "check_text_reward) finds the fault."
         )
     return scores
 
@@ -221,17 +228,17 @@ class Reversed:
 
     higher_is_better = True
 
-    def __init__(self, reward: PointwiseReward) -> None:
+    def __init__(self, reward: Any) -> None:
         self.name, self.unit = reward.name, reward.unit
         self.range = (-reward.range[1], -reward.range[0])
         self._reward = reward
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Any:
+    def score(self, samples: Any, prompts: Sequence[Any], metadata: Any = None) -> Any:
         """The reward's scores with the sign of `value` changed."""
-        scores = self._reward.score(images, prompts, metadata)
+        scores = self._reward.score(samples, prompts, metadata)
         return replace(scores, value=-scores.value)
 
 
-def oriented(reward: PointwiseReward) -> PointwiseReward:
+def oriented(reward: Any) -> Any:
     """The reward itself where higher is better, else its negative."""
     return reward if reward.higher_is_better else Reversed(reward)

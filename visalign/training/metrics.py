@@ -16,6 +16,8 @@ METRICS: dict[str, str] = {
     "updates": "optimiser updates done so far in the run",
     "updates_skipped": "updates skipped so far because a gradient was not finite",
     "images": "images generated for training so far, all processes",
+    "samples": "answers generated for training so far, those of groups that were dropped included",
+    "tokens": "tokens of these answers so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit",
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
     "reward_group_std": "mean over groups of the standard deviation within a group, in the reward's unit",
@@ -24,7 +26,17 @@ METRICS: dict[str, str] = {
     "signal_share": "share of samples with an advantage other than zero, 0 to 1",
     "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is "
     "above zero",
-    "advantage_abs": "mean absolute advantage over the valid samples",
+    "advantage_abs": "mean absolute advantage over the valid samples; of a text policy over its tokens",
+    "length_mean": "mean length of the iteration's answers, tokens",
+    "truncated_share": "share of answers that met the length limit, 0 to 1",
+    "entropy": "mean entropy of the distribution that each token was drawn from, nats",
+    "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
+    "wrong or without spread, and surplus",
+    "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "
+    "entropy, ptx",
+    "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens, nats",
+    "penalty": "coefficient of PPO-KL's penalty in the iteration",
+    "value_explained": "share of the returns' variance that the value function explained before the update",
     "loss": "loss of the iteration's updates, mean over updates; includes the KL term",
     "ratio_mean": "mean of the probability ratio r over trained (image, step) pairs; near 1",
     "ratio_std": "root mean square of r - 1 over trained pairs: how far the updates moved the policy",
@@ -32,23 +44,26 @@ METRICS: dict[str, str] = {
     "ratio_floor": "largest |log r| at the iteration's first update, where r should be 1: the "
     "numerical floor",
     "clip_range": "the smaller of the two clip bounds; the floor must lie well below it",
-    "clip_low": "share of trained pairs whose ratio was cut at 1 - eps_low with a negative advantage",
-    "clip_high": "share of trained pairs whose ratio was cut at 1 + eps_high with a positive advantage",
+    "clip_low": "share of trained pairs whose ratio was cut at 1 - eps_low with a negative advantage; of a "
+    "text policy, of tokens with a negative advantage and no gradient, whatever rule took it",
+    "clip_high": "share of trained pairs whose ratio was cut at 1 + eps_high with a positive advantage; of a "
+    "text policy, of tokens with a positive advantage and no gradient, whatever rule took it",
     "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
-    "event_norm mean)",
+    "event_norm mean); of a text policy the k3 estimate per token",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
     "lr": "learning rate of the iteration's last update",
     "forward_equivalents_per_image": "transformer forwards per image counted as they ran; a backward "
     "counts two",
     "seconds": "wall-clock seconds of the iteration",
-    "seconds/*": "wall-clock seconds of one phase: rollout, decode, reward, update, evaluation, "
-    "checkpoint, other",
-    "images_per_second": "training images per second of the iteration, evaluation and checkpoint not counted",
+    "seconds/*": "wall-clock seconds of one phase: rollout, decode, reward, replay (log-probs before the "
+    "update), update, sync, evaluation, checkpoint, other",
+    "samples_per_second": "training samples per second of the iteration, evaluation and checkpoint "
+    "not counted",
     "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling",
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 
-TIMES = ("seconds", "images_per_second")
+TIMES = ("seconds", "samples_per_second")
 """Families that differ between two runs of the same seed; every other value is reproducible on CPU."""
 
 

@@ -21,7 +21,7 @@ SHOWN = (
     ("clipped", "clip", "{:.1%}"),
     ("KL", "kl", "{:.1e}"),
     ("grad", "grad_norm", "{:.2g}"),
-    ("img/s", "images_per_second", "{:.1f}"),
+    ("samples/s", "samples_per_second", "{:.1f}"),
 )
 """Column title, metric, format; a metric that an iteration lacks shows its last value."""
 

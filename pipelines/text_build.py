@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the configuration of a text job to its objects: policy, heads, records, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from visalign.data.assets import resolve_model
+from visalign.data.text_tasks import TASKS, heldout_tasks, text_tasks
+from visalign.errors import UserError
+from visalign.evaluation.text_heldout import check_text_judge
+from visalign.training.sampler import PromptSampler
+
+from .build import Records, build_records, evenly, no_loading_bars
+from .job_config import RewardsConfig, RewardTerm
+from .text_config import TextConfig, TextDataConfig, TextModelConfig
+
+if TYPE_CHECKING:
+    from visalign.adapters.causal_lm import CausalLMPolicy
+
+TASKS_TRAIN, TASKS_HELDOUT = "tasks:train", "tasks:heldout"
+"""Names of the packaged records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInputs:
+    """Records and rewards of a job."""
+
+    records: Records
+    heldout: Records
+    some: Records
+    """The held-out records of the evaluations on the way."""
+    rewards: Mapping[str, Any]
+    """label -> reward, those that are trained on and those that are only reported."""
+    reward: Any
+    """The sum that is optimised."""
+    written: Records | None
+    """Given answers for the ptx term, each with prompt and completion."""
+
+
+def prepare(config: TextConfig) -> TextInputs:
+    """Read what the configuration names and check it: all that can be known without the model.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        Records and rewards; nothing is written.
+
+    Raises:
+        UserError, ValueError: something cannot be used, or does not fit the rest.
+        RewardError: a reward that cannot be loaded.
+    """
+    data = config.data
+    records = _records(data.train, "data.train", data, config.seed)
+    heldout = _records(data.heldout, "data.heldout", data, config.seed)
+    rewards = _terms({**config.evaluation.rewards, **config.rewards.terms})
+    judge = config.evaluation.correctness
+    if judge is not None:
+        check_text_judge(judge, rewards[judge], heldout[0])
+    PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, config.seed)
+    written = None
+    if data.written is not None:
+        written = [
+            {**r, "completion": r["solution"]} if "solution" in r and "completion" not in r else r
+            for r in _records(data.written, "data.written", data, config.seed)
+        ]
+    return TextInputs(
+        records=records,
+        heldout=heldout,
+        some=evenly(heldout, config.evaluation.prompts_on_the_way),
+        rewards=rewards,
+        reward=_sum(config.rewards, rewards),
+        written=written,
+    )
+
+
+def _records(source: str, field: str, data: TextDataConfig, seed: int) -> Records:
+    tasks = TASKS if data.tasks is None else tuple(data.tasks)
+    chosen: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
+    try:
+        if source == TASKS_TRAIN:
+            return text_tasks(data.size, seed=seed, split="train", tasks=tasks, **chosen)
+        if source == TASKS_HELDOUT:
+            return heldout_tasks(data.heldout_per_task, tasks=tasks, **chosen)
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from error
+    if source.startswith("tasks:"):
+        raise UserError(
+            f"{field} is {source!r}; the packaged records are {TASKS_TRAIN} and {TASKS_HELDOUT}, anything "
+            "else is a .jsonl file."
+        )
+    return build_records(source, field)
+
+
+def _terms(terms: Mapping[str, RewardTerm]) -> dict[str, Any]:
+    from visalign.rewards.text_catalogue import load_text_reward
+
+    return {label: load_text_reward(term.name or label, **term.options) for label, term in terms.items()}
+
+
+def _sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
+    from visalign.rewards.text_compose import WeightedTextSum
+
+    fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
+    normalise: Any = fixed if config.normalise == "fixed" else config.normalise
+    return WeightedTextSum(
+        {label: (rewards[label], term.weight) for label, term in config.terms.items()},
+        normalise=normalise,
+        allow_mixed_units=config.allow_mixed_units,
+    )
+
+
+def build_text_policy(model: TextModelConfig, device: torch.device, seed: int) -> CausalLMPolicy:
+    """The language model on its device, with its adapters and its value head.
+
+    Raises:
+        UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
+    """
+    from visalign.adapters.causal_lm import CausalLMPolicy
+    from visalign.adapters.causal_lm_loading import load_causal_lm
+    from visalign.adapters.causal_lm_lora import text_lora
+    from visalign.adapters.value_head import ValueHead
+
+    with no_loading_bars():
+        network, tokenizer = load_causal_lm(resolve_model(model.path), dtype=getattr(torch, model.dtype))
+    lora = None
+    if model.lora is not None:
+        targets = model.lora.target_modules
+        chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
+        lora = text_lora(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
+    head = None
+    if model.value == "shared":
+        head = ValueHead(network.config.get_text_config().hidden_size)
+    moved: Any = network
+    return CausalLMPolicy(
+        moved.to(device),
+        tokenizer,
+        lora=lora,
+        prompts=_encoder(model, tokenizer),
+        value_head=head,
+        max_prompt_tokens=model.max_prompt_tokens,
+        long_prompts=model.long_prompts,  # type: ignore[arg-type]  # checked by TextModelConfig
+        autocast=None if model.autocast is None else getattr(torch, model.autocast),
+        gradient_checkpointing=model.gradient_checkpointing,
+        generate_batch=model.generate_batch,
+        score_batch=model.score_batch,
+    )
+
+
+def _encoder(model: TextModelConfig, tokenizer: Any) -> Any:
+    from visalign.adapters.chat import PromptEncoder
+
+    as_chat = model.chat == "chat" or (model.chat == "auto" and bool(tokenizer.chat_template))
+    return PromptEncoder(tokenizer, plain_as_chat=as_chat, system=model.system)
+
+
+def build_value_model(model: TextModelConfig, device: torch.device) -> Any:
+    """The value network of its own, or None."""
+    if model.value != "separate":
+        return None
+    from visalign.adapters.value_head import ValueModel
+
+    with no_loading_bars():
+        return ValueModel.from_pretrained(
+            resolve_model(model.path), dtype=getattr(torch, model.dtype), device=str(device)
+        )
+
+
+def build_log_partition(config: TextConfig, policy: CausalLMPolicy) -> Any:
+    """log Z for an objective of trajectory balance, else None."""
+    objective = config.objective.build(max_new_tokens=config.rollout.max_new_tokens)
+    if objective.surrogate != "flow_balance":
+        return None
+    from visalign.adapters.log_partition import PromptLogPartition
+
+    return PromptLogPartition(policy, seed=config.seed)
+
+
+def build_written(config: TextConfig, policy: CausalLMPolicy, written: Sequence[Any] | None) -> Any:
+    """The stream of given answers, or None."""
+    if written is None:
+        return None
+    from visalign.adapters.written_answers import WrittenBatches
+
+    return WrittenBatches(policy, written, size=config.data.written_batch, seed=config.seed)
+
+
+def result_folder(config: TextConfig, output: Path) -> Path:
+    """Where a run leaves what it trained: the adapters, or the whole model."""
+    return output / ("model" if config.model.lora is None else "lora")

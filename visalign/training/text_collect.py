@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One iteration's answers: sample, judge, keep groups with signal, ask policy and reference about them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from visalign.core import Objective, Trajectories, filter_overlong
+from visalign.flow.noise import sample_seed
+from visalign.interfaces import Metadata, Scores
+from visalign.text import Prompt, Sampling, Stop, TextPolicy, TextRollout, join_rollouts
+
+from .collect import check_failures, judge
+from .dynamic_groups import DynamicGroups
+from .runtime import PhaseClock
+from .sampler import PromptSampler
+from .text_settings import TextRolloutSettings
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class JudgesText(Protocol):
+    """What the trainer asks of a reward for text (`visalign.rewards.text_contract.TextReward`)."""
+
+    name: str
+    unit: str
+    range: tuple[float, float]
+    higher_is_better: bool
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Score B completions of B prompts."""
+        ...
+
+
+class Generates(Protocol):
+    """Who writes the answers: the policy itself, or a server with its weights."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        num_generations: int = 1,
+        sampling: Sampling | None = None,
+        stop: Stop | None = None,
+        group: Sequence[Hashable] | None = None,
+    ) -> TextRollout:
+        """Answer P prompts G times each, as `TextPolicy.generate`."""
+        ...
+
+
+class ValueFunction(Protocol):
+    """A value network of its own (`visalign.adapters.value_head.ValueModel`)."""
+
+    def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
+        """V before each token, [b, T], differentiable."""
+        ...
+
+    def named_parameters(self) -> Any:
+        """Names and parameters."""
+        ...
+
+
+class LogPartition(Protocol):
+    """FlowRL's learned log Z of a prompt."""
+
+    def features(self, rollout: TextRollout) -> Tensor:
+        """[B, H] of the prompts, without gradient."""
+        ...
+
+    @property
+    def head(self) -> nn.Module:
+        """[b, H] -> [b] log Z."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTeam:
+    """What all phases of a run work with."""
+
+    policy: TextPolicy
+    generator: Generates
+    """Writes the answers; the policy itself unless a server does."""
+    reward: JudgesText
+    """Higher is better."""
+    records: Records
+    """Each has "prompt"; they are handed to the reward as metadata."""
+    value_model: ValueFunction | None
+    log_partition: LogPartition | None
+    clock: PhaseClock
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextExperience:
+    """What an iteration learns from."""
+
+    rollout: TextRollout
+    trajectories: Trajectories
+    features: Tensor | None
+    """[B, H] of the prompts, for a log-partition head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """All answers of an iteration, those of dropped groups included."""
+
+    samples: int
+    tokens: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    rollout: TextRollout
+    scores: Scores
+    records: Records
+
+
+def collect(
+    team: TextTeam,
+    sampler: PromptSampler,
+    groups: DynamicGroups | None,
+    iteration: int,
+    settings: TextRolloutSettings,
+    objective: Objective,
+) -> tuple[TextExperience | None, Made]:
+    """Make, judge and prepare the answers of an iteration.
+
+    Args:
+        team: policy, reward and the rest.
+        sampler: prompts of a round.
+        groups: dynamic sampling, or None to take every group.
+        iteration: iterations finished; the number of the round without dynamic sampling.
+        settings: how answers are made.
+        objective: says what has to be asked for.
+
+    Returns:
+        The experience, None where dynamic sampling found no group with signal; and what was made for it.
+
+    Raises:
+        RewardFailure: the reward returned something else than scores, or failed too often.
+        BudgetSpent: dynamic sampling with when_spent "stop".
+    """
+    if groups is None:
+        rounds = [_round(team, sampler, iteration, settings)]
+        kept = rounds[0].rollout, rounds[0].scores.value.float(), _valid(rounds[0])
+    else:
+        rounds = []
+        while groups.wants_more:
+            rounds.append(_round(team, sampler, groups.round, settings))
+            _feed(groups, rounds[-1], len(rounds) - 1)
+        kept = _taken(groups, rounds)
+    metrics = _metrics(rounds)
+    if groups is not None:
+        metrics |= {f"groups/{key}": float(getattr(groups.last, key)) for key in GROUP_COUNTS}
+    tokens = sum(float(r.rollout.weight.sum()) for r in rounds)
+    made = Made(samples=sum(len(r.rollout) for r in rounds), tokens=int(tokens), metrics=metrics)
+    if kept is None:
+        return None, made
+    rollout, reward, valid = kept
+    with team.clock.phase("replay"), torch.no_grad():
+        trajectories = _trajectories(team, rollout, reward, valid, iteration, settings, objective)
+        features = None if team.log_partition is None else team.log_partition.features(rollout)
+    return TextExperience(rollout=rollout, trajectories=trajectories, features=features), made
+
+
+GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
+"""Counts of `DynamicGroups` that are logged."""
+
+
+def _round(team: TextTeam, sampler: PromptSampler, number: int, settings: TextRolloutSettings) -> _Round:
+    """P prompts, G answers each, judged."""
+    batch, size = sampler.batch(number), settings.group_size
+    chosen = [team.records[i] for i in batch.prompt_index[::size].tolist()]
+    with team.clock.phase("rollout"), torch.no_grad():
+        rollout = team.generator.generate(
+            [record["prompt"] for record in chosen],
+            seeds=[sample_seed(team.seed, "sample", i) for i in batch.sample_id.tolist()],
+            num_generations=size,
+            sampling=settings.sampling,
+            stop=settings.stopping(),
+            group=batch.group_id[::size].tolist(),
+        )
+    records = [record for record in chosen for _ in range(size)]
+    with team.clock.phase("reward"):
+        scores = judge(team.reward, list(rollout.text), records, what="answers")
+    made = _Round(rollout=rollout, scores=scores, records=records)
+    check_failures(scores, _valid(made), settings.max_failure_rate, team.reward.name)
+    return made
+
+
+def _valid(made: _Round) -> Tensor:
+    return made.scores.valid.cpu() & made.scores.value.isfinite().cpu() & made.rollout.generated
+
+
+def _feed(groups: DynamicGroups, made: _Round, place: int) -> None:
+    labels = list(made.rollout.group)
+    payload = dict.fromkeys(labels, place)
+    groups.feed(labels, made.scores.value.float().cpu(), _valid(made), payload=payload)
+
+
+def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> tuple[TextRollout, Tensor, Tensor] | None:
+    """The samples of the groups that the step trains on, in the order of the groups."""
+    taken = groups.take()
+    if not taken:
+        return None
+    parts = [rounds[group.payload].rollout.rows(group.index) for group in taken]
+    return (
+        join_rollouts(parts),
+        torch.cat([group.rewards for group in taken]),
+        torch.cat([group.valid for group in taken]),
+    )
+
+
+def _trajectories(
+    team: TextTeam,
+    rollout: TextRollout,
+    reward: Tensor,
+    valid: Tensor,
+    iteration: int,
+    settings: TextRolloutSettings,
+    objective: Objective,
+) -> Trajectories:
+    """The rollout as the core takes it, with whatever the objective asks for."""
+    policy, more = team.policy, {}
+    if objective.kl or objective.kl_in_reward or objective.surrogate == "flow_balance":
+        with policy.reference():
+            more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
+    recompute = settings.recompute or objective.correction is not None
+    if recompute or (objective.value and team.value_model is None):
+        now = policy.log_probs(rollout)
+        if recompute:
+            more["old_log_prob"] = now.log_prob.cpu()
+            more["entropy"] = now.entropy.cpu()
+        if objective.value and now.value is not None:
+            more["value"] = now.value.cpu()
+    if objective.value and team.value_model is not None:
+        more["value"] = team.value_model.values(rollout).cpu()
+    if objective.advantage == "remax":
+        more["greedy_reward"] = _greedy_reward(team, rollout, settings)
+    if objective.selection == "clip_cov":
+        generator = torch.Generator().manual_seed(sample_seed(team.seed, "uniform", iteration))
+        more["uniform"] = torch.rand(rollout.weight.shape, generator=generator)
+    if settings.truncated == "mask":
+        more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
+    return rollout.trajectories(reward, valid=valid, **more)
+
+
+def _greedy_reward(team: TextTeam, rollout: TextRollout, settings: TextRolloutSettings) -> Tensor:
+    """[B] reward of the likeliest answer to each sample's prompt; NaN where it could not be judged."""
+    first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
+    places = list(first.values())
+    by_prompt = {_key(record["prompt"]): record for record in team.records}
+    records = [by_prompt[_key(rollout.prompt[i])] for i in places]
+    greedy = team.generator.generate(
+        [rollout.prompt[i] for i in places],
+        seeds=[0] * len(places),
+        num_generations=1,
+        sampling=Sampling(temperature=0.0),
+        stop=settings.stopping(),
+        group=list(first),
+    )
+    scores = judge(team.reward, list(greedy.text), records, what="answers")
+    value = torch.where(scores.valid, scores.value, torch.nan).float().cpu()
+    found = dict(zip(first, value.tolist(), strict=True))
+    return torch.tensor([found[label] for label in rollout.group])
+
+
+def _key(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else repr([dict(message) for message in prompt])
+
+
+def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
+    """Statistics of all answers that were made, those of dropped groups included."""
+    value = torch.cat([r.scores.value.double().cpu() for r in rounds])
+    valid = torch.cat([_valid(r) for r in rounds])
+    length = torch.cat([r.rollout.weight.sum(1) for r in rounds])
+    entropy = sum(float((r.rollout.entropy * r.rollout.weight).sum()) for r in rounds)
+    parts = {
+        f"reward_part/{name}": float(torch.cat([r.scores.parts[name].double() for r in rounds]).nanmean())
+        for name in rounds[0].scores.parts
+    }
+    return {
+        "reward_mean": float(value[valid].mean()),
+        "reward_std": float(value[valid].std(correction=0)),
+        "valid_share": float(valid.double().mean()),
+        "length_mean": float(length.mean()),
+        "truncated_share": float(torch.cat([r.rollout.truncated for r in rounds]).double().mean()),
+        "entropy": entropy / max(float(length.sum()), 1.0),
+        **parts,
+    }

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be chosen when a text policy is trained: how answers are made, and how they become an update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from visalign.core import Objective, named_objective
+from visalign.errors import UserError
+from visalign.text import Sampling, Stop
+
+TRUNCATED = ("keep", "mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRolloutSettings:
+    """How answers are made."""
+
+    prompts_per_iteration: int = 16
+    """P, groups per iteration."""
+    group_size: int = 8
+    """G, answers per prompt."""
+    temperature: float = 1.0
+    """τ of sampling; the ratio is that of the distribution that was sampled."""
+    top_k: int = 0
+    """Tokens that may be drawn; 0: all."""
+    top_p: float = 1.0
+    """Nucleus; 1: all."""
+    max_new_tokens: int = 256
+    """Tokens of an answer at most, its end token included."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer."""
+    truncated: str = "keep"
+    """What becomes of answers that met the length limit: keep, or mask (overlong filtering of DAPO: they
+    keep their place in the group's statistics and leave the loss)."""
+    recompute: bool = False
+    """Compute the old log-probs anew instead of taking the sampler's; needed for the off-policy correction,
+    and on wherever a server generates."""
+    max_failure_rate: float = 0.1
+    """Share of answers that may go unjudged before the run stops."""
+
+    def __post_init__(self) -> None:
+        if self.truncated not in TRUNCATED:
+            raise UserError(
+                f"rollout.truncated is {self.truncated!r}; it must be one of {', '.join(TRUNCATED)}."
+            )
+        if not 0 <= self.max_failure_rate <= 1:
+            raise UserError(f"rollout.max_failure_rate is {self.max_failure_rate}; it is a share, 0 to 1.")
+        if self.sampling.greedy:
+            raise UserError(
+                "rollout.temperature is 0, which draws nothing: there is no probability to learn from. Give "
+                "a temperature above 0, for example 1."
+            )
+        self.stopping()
+
+    @property
+    def sampling(self) -> Sampling:
+        """The distribution that tokens are drawn from."""
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def stopping(self) -> Stop:
+        """What ends an answer."""
+        return Stop(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSettings:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): sample on until enough groups carry signal."""
+
+    enabled: bool = False
+    """Whether to sample on."""
+    max_rounds: int = 4
+    """Rounds of P prompts for one iteration at most."""
+    rule: str = "spread"
+    """Which groups carry signal: spread, accuracy or both; see `DynamicGroups`."""
+    right_at: float | None = None
+    """A reward of at least this is right; for the rule accuracy and the counts."""
+    when_spent: str = "take"
+    """What happens when the rounds are used up: take (train on what there is), fill or stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextObjectiveSettings:
+    """What is optimised."""
+
+    algorithm: str = "grpo"
+    """A row of `visalign.core.NAMED`: grpo, dr_grpo, rloo, reinforce_pp, gspo, dapo, cispo, sapo, gmpo,
+    flowrl, clip_cov, kl_cov, ppo, ppo_kl, ppo_ptx, ..."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Fields of `visalign.core.Objective` that differ from the row, e.g. {kl: 0.01}."""
+    epochs: int = 1
+    """Passes over the answers of an iteration (PPO's K)."""
+    heads_lr: float | None = None
+    """Learning rate of the value head or network and of FlowRL's log-partition head; null: the policy's."""
+    target_kl: float | None = None
+    """Nats per token: PPO-KL's β is doubled or halved after an iteration that is off by more than 1.5 times
+    (arXiv 1707.06347, section 4); only for ppo_kl."""
+    ratio_bound: float = 0.01
+    """Largest |log r| at the first update, where r must be 1; raise it under autocast."""
+
+    def __post_init__(self) -> None:
+        objective = self.build(max_new_tokens=1)
+        if self.epochs < 1:
+            raise UserError(f"objective.epochs is {self.epochs}; it must be at least 1.")
+        if self.heads_lr is not None and not (math.isfinite(self.heads_lr) and self.heads_lr > 0):
+            raise UserError(f"objective.heads_lr is {self.heads_lr}; it must be above 0, or null.")
+        if self.target_kl is not None and objective.surrogate != "ppo_kl":
+            raise UserError(
+                f"objective.target_kl adapts the penalty of the surrogate ppo_kl, and {self.algorithm} has "
+                f"{objective.surrogate}. Set objective.algorithm=ppo_kl, or leave target_kl null."
+            )
+        if objective.advantage in MATRIX_ADVANTAGES:
+            raise UserError(
+                f"objective.algorithm={self.algorithm} normalises several rewards one by one "
+                f"(advantage {objective.advantage}), and this trainer hands over their sum. Use "
+                "Objective.prepare with Trajectories.reward [B, M] in your own loop."
+            )
+
+    def build(self, *, max_new_tokens: int) -> Objective:
+        """The objective; Dr.GRPO's length is the length limit unless `changes` gives one.
+
+        Args:
+            max_new_tokens: of the rollout.
+
+        Raises:
+            UserError: an unknown algorithm, field or option, with the nearest name.
+        """
+        changes: Mapping[str, Any] = dict(self.changes)
+        try:
+            objective = named_objective(self.algorithm, **changes)
+            if objective.aggregation == "dr_grpo" and objective.length is None:
+                objective = named_objective(self.algorithm, **{**changes, "length": max_new_tokens})
+        except (ValueError, TypeError) as error:
+            raise UserError(f"objective: {error}") from error
+        return objective
+
+
+MATRIX_ADVANTAGES = ("gdpo", "normalise_then_sum")
+"""Advantages of several rewards, [B, M]."""
