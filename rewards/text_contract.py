@@ -6,34 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, Prompt, Scores
 
 from .contract import make_scores
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]
-"""Plain text, or a conversation of {role, content} messages that ends where the completion begins."""
-
-
-@runtime_checkable
-class TextReward(Protocol):
-    """Judges one completion at a time."""
-
-    name: str
-    unit: str
-    range: tuple[float, float]
-    """Smallest and largest possible value; infinities allowed."""
-    higher_is_better: bool
-
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
-        """Score B completions of B prompts; a score does not depend on its neighbours in the batch."""
-        ...
 
 
 @dataclass(frozen=True)

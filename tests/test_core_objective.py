@@ -14,6 +14,8 @@ from visalign.core.algorithms import named_objective
 from visalign.core.objective import Objective
 from visalign.core.objective_data import PolicyOutput, Trajectories
 
+CORRECTION = {"level": "token", "mode": "truncate", "high": 2.0}
+
 
 def _total(objective: Objective, trajectories: Trajectories, policy: PolicyOutput) -> float:
     return float(objective.loss(objective.prepare(trajectories), policy).total)
@@ -226,7 +228,7 @@ def test_unknown_choices_name_the_nearest(changes: dict, message: str) -> None:
         ({"advantage": "gae"}, "value", r"advantage='gae' needs Trajectories\.value"),
         ({"kl_in_reward": 0.1}, "ref_log_prob", r"kl_in_reward needs Trajectories\.ref_log_prob"),
         ({"selection": "clip_cov"}, "uniform", r"selection='clip_cov' needs Trajectories\.uniform"),
-        ({"correction": {"level": "token"}}, "rollout_log_prob", r"correction needs Trajectories\.rollout"),
+        ({"correction": CORRECTION}, "rollout_log_prob", r"correction needs Trajectories\.rollout"),
         ({"ptx": 1.0}, "ptx_weight", r"ptx needs Trajectories\.ptx_weight"),
         ({"value": 1.0}, "value", r"value=1\.0 needs returns to fit.*advantage='group'"),
     ],

@@ -16,6 +16,11 @@ Metadata = Sequence[Mapping[str, Any] | None]
 """One mapping per sample (GenEval's layout for the shapes world), or None where a prompt has none."""
 
 
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+"""Plain text, or a conversation of {role, content} messages that ends where the answer begins."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     """What a pointwise reward says of B images.
@@ -74,6 +79,23 @@ class PointwiseReward(Protocol):
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images against B prompts; a score does not depend on its neighbours in the batch."""
+        ...
+
+
+@runtime_checkable
+class TextReward(Protocol):
+    """Judges one completion at a time."""
+
+    name: str
+    unit: str
+    range: tuple[float, float]
+    """Smallest and largest possible value; infinities allowed."""
+    higher_is_better: bool
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Score B completions of B prompts; a score does not depend on its neighbours in the batch."""
         ...
 
 

@@ -89,6 +89,8 @@ class Objective:
             pick("selection", self.selection, stages.SELECTIONS, rest)
             if penalty:
                 pick("penalty of selection", self.selection, stages.PENALTIES, penalty)
+        if self.correction is not None:
+            pick("correction", "importance_weights", stages.CORRECTIONS, self.correction, complete=True)
         for name, chosen, allowed in (
             ("level", self.level, LEVELS),
             ("aggregation", self.aggregation, get_args(Mode)),
@@ -102,9 +104,7 @@ class Objective:
                 )
         for name in ("kl_in_reward", "kl", "value", "entropy", "ptx"):
             if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be at least 0 (0 switches it off)."
-                )
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 (0 is off).")
 
     def prepare(self, trajectories: Trajectories) -> Prepared:
         """Settle everything that depends on the whole step: advantages, selections, denominators.
@@ -121,7 +121,7 @@ class Objective:
         return self.prepare_steps(trajectories, [slice(None)])[0]
 
     def prepare_steps(self, trajectories: Trajectories, steps: Sequence[Tensor | slice]) -> list[Prepared]:
-        """Settle several optimiser steps on the samples of one rollout, as PPO's minibatches are.
+        """Settle several optimiser steps on one rollout's samples, as PPO's minibatches are; see `prepare`.
 
         Args:
             trajectories: of the whole rollout; its ptx_weight is that of each step.

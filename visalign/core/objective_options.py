@@ -42,8 +42,17 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}? " if close else ""
 
 
-def pick(stage: str, name: str, table: Mapping[str, Stage], options: Mapping[str, Any]) -> Stage:
+def pick(
+    stage: str, name: str, table: Mapping[str, Stage], options: Mapping[str, Any], *, complete: bool = False
+) -> Stage:
     """Look up a choice and check the names of its options.
+
+    Args:
+        stage: what is chosen, for messages.
+        name: the choice.
+        table: name -> choice.
+        options: given.
+        complete: refuse as well where an option without default is missing.
 
     Raises:
         ValueError: unknown, with the nearest name and all that are allowed.
@@ -64,4 +73,10 @@ def pick(stage: str, name: str, table: Mapping[str, Stage], options: Mapping[str
                 f"{stage} {name!r} has no option {option!r}. {nearest(option, allowed)}Its options: "
                 f"{', '.join(sorted(allowed)) or 'none'}."
             )
+    kinds = inspect.signature(chosen.function).parameters.values()
+    needed = [p.name for p in kinds if p.name in allowed and p.default is inspect.Parameter.empty]
+    if complete and (missing := [option for option in needed if option not in options]):
+        raise ValueError(
+            f"{stage} {name!r} needs the options {', '.join(needed)}; missing: {', '.join(missing)}."
+        )
     return chosen

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import baselines, returns, selection, surrogate_balance, surrogate_forms, surrogate_weighted
+from . import (
+    baselines,
+    off_policy,
+    returns,
+    selection,
+    surrogate_balance,
+    surrogate_forms,
+    surrogate_weighted,
+)
 from .advantages import group_advantages, whiten
 from .combine import gdpo_advantages, normalise_then_sum, weighted_sum
 from .objective_data import PolicyOutput, Prepared, Trajectories
@@ -239,6 +247,9 @@ SELECTIONS = {
     "kl_cov": Stage(selection.kl_cov_thresholds, _kl_cov),
 }
 """Name -> which decisions are left out of the mean, lose their loss, or bear a penalty."""
+
+CORRECTIONS = {"importance_weights": Stage(off_policy.importance_weights, off_policy.importance_weights)}
+"""The off-policy correction; `Objective.correction` holds its options."""
 
 PENALTIES = {"kl_cov": Stage(selection.kl_cov_penalty, selection.kl_cov_penalty)}
 """Name -> the penalty of what a selection picks."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from visalign.core import pass_at_k
 from visalign.errors import UserError
 from visalign.flow.noise import sample_seed
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Scores, TextReward
 from visalign.text import Sampling, Stop, TextPolicy, TextRollout
 
 from .judge import PART, verdict
@@ -32,24 +32,9 @@ _MEASURES = {
 }
 
 
-class TextJudge(Protocol):
-    """A reward for text (`visalign.rewards.text_contract.TextReward`)."""
-
-    name: str
-    unit: str
-    range: tuple[float, float]
-    higher_is_better: bool
-
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Any], metadata: Metadata | None = None
-    ) -> Scores:
-        """Score B completions of B prompts."""
-        ...
-
-
 def evaluate_text(
     policy: TextPolicy,
-    rewards: Mapping[str, TextJudge],
+    rewards: Mapping[str, TextReward],
     records: Sequence[Mapping[str, Any]],
     *,
     seeds: Sequence[int],
@@ -119,7 +104,7 @@ def _text(prompt: Any) -> str:
 
 
 def _score(
-    name: str, reward: TextJudge, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]
+    name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]
 ) -> Scores:
     scores = reward.score(list(rollout.text), list(rollout.prompt), metadata)
     if len(scores) != len(metadata):
@@ -179,7 +164,7 @@ def _greedy(policy: TextPolicy, judge: Any, records: Sequence[Mapping[str, Any]]
 
 
 def _check(
-    rewards: Mapping[str, TextJudge],
+    rewards: Mapping[str, TextReward],
     records: Sequence[Mapping[str, Any]],
     seeds: Sequence[int],
     correctness: str | None,
@@ -196,7 +181,7 @@ def _check(
         raise UserError(f"The label {taken[0]!r} is a measure's; give the reward another one.")
 
 
-def check_text_judge(name: str, reward: TextJudge, record: Mapping[str, Any]) -> None:
+def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -> None:
     """Refuse a reward that cannot say right or wrong, before anything is sampled.
 
     A range of (0, 1) is enough; otherwise the reward is shown one short answer and must give the part

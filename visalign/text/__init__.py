@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token trajectories: the distribution that is sampled, seeds, stop conditions, the rollout, the policy."""
 
+from visalign.interfaces import Message, Prompt
+
 from .distribution import (
     Sampling,
     chosen_log_prob,
@@ -11,7 +13,7 @@ from .distribution import (
 )
 from .draws import check_seeds, draw_seeds, sample_uniforms
 from .policy_protocol import Distribution, TextPolicy, TokenOutput
-from .rollout import Message, Prompt, TextRollout, join_rollouts
+from .rollout import TextRollout, join_rollouts
 from .stopping import Stop, StopReason, StopStrings
 from .token_sets import TokenSets
 

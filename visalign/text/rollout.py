@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,14 +13,11 @@ from torch.nn.functional import pad
 
 from visalign.core import Trajectories
 from visalign.errors import UserError
+from visalign.interfaces import Prompt
 
 from .distribution import Sampling
 from .stopping import StopReason
 from .token_sets import TokenSets
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]
-"""Plain text, or a conversation of messages with "role" and "content"."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ METRICS: dict[str, str] = {
     "updates": "optimiser updates done so far in the run",
     "updates_skipped": "updates skipped so far because a gradient was not finite",
     "images": "images generated for training so far, all processes",
-    "samples": "answers generated for training so far, those of groups that were dropped included",
+    "samples": "answers generated for training so far, those of groups that were dropped included; of "
+    "supervised fine-tuning, given answers read so far, repeats included",
     "tokens": "tokens of these answers so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit",
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
@@ -38,6 +39,7 @@ METRICS: dict[str, str] = {
     "penalty": "coefficient of PPO-KL's penalty in the iteration",
     "value_explained": "share of the returns' variance that the value function explained before the update",
     "loss": "loss of the iteration's updates, mean over updates; includes the KL term",
+    "perplexity": "exp of the mean −log π of the iteration's given tokens, before each update",
     "ratio_mean": "mean of the probability ratio r over trained (image, step) pairs; near 1",
     "ratio_std": "root mean square of r - 1 over trained pairs: how far the updates moved the policy",
     "ratio_max": "largest |log r| over trained pairs",
@@ -119,6 +121,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
         self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(path) if record["iteration"] <= after]
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(_line(record) for record in kept), encoding="utf-8")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from visalign.core import Objective, penalty_kl_coefficient
 from visalign.errors import UserError
+from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
 
 from .checkpoint import Checkpoint
@@ -36,7 +37,7 @@ from .runtime import PhaseClock
 from .sampler import PromptSampler
 from .settings import OptimiserSettings
 from .state import restore_tensors, tensors_of
-from .text_collect import Generates, JudgesText, LogPartition, TextTeam, ValueFunction, collect
+from .text_collect import Generates, LogPartition, TextTeam, ValueFunction, collect
 from .text_settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 from .text_update import WrittenAnswers, optimise
 from .update import Progressed
@@ -96,7 +97,7 @@ class TextTrainer:
     def __init__(
         self,
         policy: TextPolicy,
-        reward: JudgesText,
+        reward: TextReward,
         records: Sequence[Mapping[str, Any]],
         *,
         rollout: TextRolloutSettings,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from visalign.core import Objective, Trajectories, filter_overlong
 from visalign.flow.noise import sample_seed
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Scores, TextReward
 from visalign.text import Prompt, Sampling, Stop, TextPolicy, TextRollout, join_rollouts
 
 from .collect import check_failures, judge
@@ -22,21 +22,6 @@ from .sampler import PromptSampler
 from .text_settings import TextRolloutSettings
 
 Records = Sequence[Mapping[str, Any]]
-
-
-class JudgesText(Protocol):
-    """What the trainer asks of a reward for text (`visalign.rewards.text_contract.TextReward`)."""
-
-    name: str
-    unit: str
-    range: tuple[float, float]
-    higher_is_better: bool
-
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
-        """Score B completions of B prompts."""
-        ...
 
 
 class Generates(Protocol):
@@ -88,7 +73,7 @@ class TextTeam:
     policy: TextPolicy
     generator: Generates
     """Writes the answers; the policy itself unless a server does."""
-    reward: JudgesText
+    reward: TextReward
     """Higher is better."""
     records: Records
     """Each has "prompt"; they are handed to the reward as metadata."""

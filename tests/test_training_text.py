@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text policies learn under every named algorithm; an update does not depend on how it is cut up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.text_toy import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
+from visalign.errors import UserError
+from visalign.training.collect import RewardFailure
+from visalign.training.metrics import METRICS, check_keys, read_metrics, without_times
+from visalign.training.text_settings import TextObjectiveSettings, TextRolloutSettings
+
+LEARNERS = [
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "gspo",
+    "dapo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "flowrl",
+    "clip_cov",
+    "kl_cov",
+    "ppo",
+    "ppo_kl",
+    "ppo_ptx",
+]
+TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
+CHANGES = {"flowrl": {"heads_lr": 3e-2}, "ppo_ptx": {"changes": {"ptx": 0.01}}}
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_every_named_algorithm_learns_the_letter(algorithm, tmp_path):
+    trainer = toy_text_trainer(
+        tmp_path, algorithm, objective=CHANGES.get(algorithm), keeping={"iterations": 12}
+    )
+    trainer.train()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    rewards = [record["reward_mean"] for record in records]
+    first, last = sum(rewards[:2]) / 2, sum(rewards[-3:]) / 3
+    assert last > first + 0.1, rewards
+    for record in records:
+        check_keys(record)
+    assert records[0]["ratio_floor"] < 1e-4
+
+
+CUTS = ["grpo", "dapo", "gspo", "kl_cov", "clip_cov", "flowrl", "ppo_ptx"]
+
+
+@pytest.mark.parametrize("algorithm", CUTS)
+def test_micro_batches_change_nothing(algorithm, tmp_path):
+    ends = []
+    for size in (3, 64):
+        trainer = toy_text_trainer(tmp_path / str(size), algorithm, optimiser={"micro_batch": size})
+        trainer.optimizer = cast(Any, torch.optim.SGD)(
+            [p for _, p in trainer.parameters], lr=1e-2
+        )  # Adam blows up zeros
+        before = weights_of(trainer)
+        trainer.iterate()
+        ends.append(weights_of(trainer) - before)
+    assert float(ends[0].norm()) > 1e-4
+    assert float((ends[0] - ends[1]).norm()) < 1e-4 * float(ends[0].norm())
+
+
+def test_answers_without_signal_are_not_sent_through_the_model(tmp_path, monkeypatch):
+    trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("?"), optimiser={"updates_per_iteration": 1})
+    seen: list[int] = []
+    policy = trainer.team.policy
+    inner = policy.log_probs
+
+    def counted(rollout, rows=None, **options):
+        seen.append(len(rollout) if rows is None else len(torch.arange(len(rollout))[rows]))
+        return inner(rollout, rows, **options)
+
+    monkeypatch.setattr(policy, "log_probs", counted)
+    record = trainer.iterate()
+    live = round(record["signal_share"] * 24)
+    assert 0 < live < 24 and sum(seen) == live
+
+
+def test_a_failed_reward_leaves_the_group_and_the_loss(tmp_path):
+    """One answer in a group fails: the update is that of the group without it."""
+
+    def fails(text, record):
+        return record["prompt"] == "g" and text.startswith("b")
+
+    ends = []
+    for reward in (Letters(fail=fails), Letters()):
+        trainer = toy_text_trainer(tmp_path, reward=reward, rollout={"max_failure_rate": 0.9})
+        record = trainer.iterate()
+        ends.append((record["valid_share"], weights_of(trainer)))
+    assert ends[1][0] == 1.0
+    if ends[0][0] < 1.0:
+        assert not torch.equal(ends[0][1], ends[1][1])
+    trainer = toy_text_trainer(tmp_path, reward=Letters(fail=lambda text, record: record["prompt"] == "g"))
+    with pytest.raises(RewardFailure, match=r"could not judge 6 of 24 samples; .*unreadable \(6×\)"):
+        for _ in range(3):
+            trainer.iterate()
+
+
+def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
+    class Short(Letters):
+        def score(self, completions, prompts, metadata=()):
+            return super().score(completions[:1], prompts[:1], (metadata or ())[:1])
+
+    with pytest.raises(RewardFailure, match="returned 1 scores for 24 answers"):
+        toy_text_trainer(tmp_path, reward=Short()).iterate()
+
+
+@pytest.mark.parametrize(("algorithm", "dynamic"), [("ppo", None), ("dapo", {"max_rounds": 3})])
+def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
+    def trainer(folder, iterations):
+        keeping = {"iterations": iterations, "free_keys": ()}
+        return toy_text_trainer(tmp_path / folder, algorithm, dynamic=dynamic, keeping=keeping)
+
+    whole = trainer("whole", 4)
+    whole.train()
+    trainer("parts", 2).train()
+    second = trainer("parts", 4)
+    assert second.resume() and second.state.iteration == 2
+    second.train()
+    assert torch.equal(weights_of(whole), weights_of(second))
+    lines = [
+        [without_times(r) for r in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("whole", "parts")
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+    if dynamic:
+        assert whole.groups is not None and second.groups is not None
+        assert whole.groups.total == second.groups.total and whole.groups.total.rounds >= 4
+
+
+def test_dynamic_sampling_goes_on_until_groups_carry_signal(tmp_path):
+    """Only prompts with the tag g or n can be right; the others never carry a signal."""
+
+    class Some(Letters):
+        def score(self, completions, prompts, metadata=None):
+            found = super().score(completions, prompts, metadata)
+            wanted = torch.tensor(
+                [bool(record) and record["prompt"] in ("g", "n") for record in metadata or ()]
+            )
+            found.value.mul_(wanted)
+            return found
+
+    trainer = toy_text_trainer(tmp_path, "dapo", reward=Some(), dynamic={"max_rounds": 4})
+    record = trainer.iterate()
+    assert record["groups/rounds"] > 1
+    assert record["groups/generated"] == 4 * record["groups/rounds"]
+    assert record["groups/dropped_flat"] >= 4 and record["samples"] == 24 * record["groups/rounds"]
+    assert record["signal_share"] == 1.0
+
+
+def test_without_any_signal_nothing_moves(tmp_path):
+    trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("%"), dynamic={"max_rounds": 2})
+    before = weights_of(trainer)
+    record = trainer.iterate()
+    assert record["groups/kept"] == 0 and record["updates"] == 0
+    assert torch.equal(before, weights_of(trainer))
+
+
+def test_a_separate_value_network_learns(tmp_path):
+    trainer = toy_text_trainer(tmp_path, "ppo", separate_value=True, keeping={"iterations": 10})
+    trainer.train()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    explained = [record["value_explained"] for record in records]
+    assert explained[-1] > explained[0] and {"loss/value", "loss/policy"} <= set(records[-1])
+    names = [name for name, _ in trainer.parameters if name.startswith("value_model.")]
+    assert len(names) > 10
+
+
+def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):
+    used = {}
+    for target in (1e-9, 1e3):
+        trainer = toy_text_trainer(tmp_path, "ppo_kl", objective={"target_kl": target})
+        used[target] = [trainer.iterate()["penalty"] for _ in range(3)]
+    assert used[1e-9] == [1.0, 2.0, 4.0] and used[1e3] == [1.0, 0.5, 0.25]
+
+
+def test_truncated_answers_are_masked_and_counted(tmp_path):
+    kept = toy_text_trainer(tmp_path)
+    masked = toy_text_trainer(tmp_path, rollout={"truncated": "mask"})
+    records = [trainer.iterate() for trainer in (kept, masked)]
+    assert records[0]["truncated_share"] == records[1]["truncated_share"] > 0
+    assert records[1]["trained_share"] == pytest.approx(1 - records[1]["truncated_share"])
+
+
+def test_another_engines_log_probs_are_corrected(tmp_path):
+    """An engine whose log-probs are lower by 0.1 per token: each token is weighted by e^0.1, so that with
+    plain gradient steps the update is e^0.1 times as large."""
+    moves = []
+    for shift in (0.0, 0.1):
+        policy = toy_policy()
+        trainer = toy_text_trainer(
+            tmp_path,
+            policy=policy,
+            generator=OtherEngine(policy, shift),
+            rollout={"recompute": True},
+            objective={"changes": {"kl": 0.0, "correction": TRUNCATE}},
+            optimiser={"updates_per_iteration": 1, "max_grad_norm": math.inf},
+        )
+        parameters = [p for _, p in trainer.parameters]
+        trainer.optimizer = cast(Any, torch.optim.SGD)(parameters, lr=1e-3)
+        before = weights_of(trainer)
+        record = trainer.iterate()
+        assert record["ratio_floor"] < 1e-5
+        moves.append(weights_of(trainer) - before)
+    ratio = float((moves[0] * moves[1]).sum() / moves[0].square().sum())
+    assert ratio == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
+def test_another_engine_needs_recomputed_log_probs(tmp_path):
+    policy = toy_policy()
+    with pytest.raises(UserError, match=r"Another engine writes the answers.*rollout\.recompute=true"):
+        toy_text_trainer(tmp_path, policy=policy, generator=OtherEngine(policy, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("ppo", "needs a value function"),
+        ("flowrl", "needs a log-partition head"),
+        ("ppo_ptx", "needs a value function"),
+    ],
+)
+def test_an_algorithm_without_its_parts_is_refused(algorithm, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        toy_text_trainer(tmp_path, algorithm, policy=toy_policy(), log_partition=None)
+
+
+def test_ptx_without_texts_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"has a ptx term \(γ = 27.8\) and no text"):
+        toy_text_trainer(tmp_path, "ppo_ptx", policy=toy_policy(value=True), written=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": "grop"}, "no algorithm 'grop'. Did you mean 'grpo'"),
+        ({"changes": {"klx": 0.1}}, "no field 'klx'"),
+        ({"changes": {"surrogate_options": {"eps_hihg": 0.1}}}, "eps_hihg"),
+        ({"changes": {"correction": {"level": "token", "hihg": 2.0}}}, "Did you mean 'high'"),
+        ({"changes": {"correction": {"level": "token"}}}, "missing: mode, high"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"heads_lr": 0.0}, "heads_lr is 0.0"),
+        ({"target_kl": 0.1}, "adapts the penalty of the surrogate ppo_kl, and grpo has ppo_clip"),
+        ({"algorithm": "gdpo"}, "normalises several rewards one by one"),
+    ],
+)
+def test_objective_settings_are_refused_by_name(settings, message):
+    with pytest.raises(UserError, match=message):
+        TextObjectiveSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"truncated": "drop"}, "rollout.truncated is 'drop'; it must be one of keep, mask"),
+        ({"temperature": 0.0}, "temperature is 0, which draws nothing"),
+        ({"max_failure_rate": 2.0}, "it is a share, 0 to 1"),
+        ({"max_new_tokens": 0}, "at least 1 token"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+    ],
+)
+def test_rollout_settings_are_refused_by_name(settings, message):
+    with pytest.raises(UserError, match=message):
+        TextRolloutSettings(**settings)
+
+
+def test_dr_grpo_takes_the_length_limit_unless_told():
+    settings = TextObjectiveSettings(algorithm="dr_grpo")
+    assert settings.build(max_new_tokens=77).length == 77
+    told = TextObjectiveSettings(algorithm="dr_grpo", changes={"length": 9})
+    assert told.build(max_new_tokens=77).length == 9
+
+
+def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
+    record = toy_text_trainer(tmp_path, "ppo_kl", objective={"target_kl": 0.1}, dynamic={}).iterate()
+    check_keys(record)
+    families = {key.split("/", 1)[0] + "/*" for key in record if "/" in key}
+    assert families <= set(METRICS) and {"loss/*", "groups/*", "seconds/*"} <= families

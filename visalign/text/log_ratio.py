@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log-ratio of two language models on the tokens of a rollout, whatever the rollout was sampled with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .distribution import Sampling
+from .policy_protocol import TextPolicy
+from .rollout import TextRollout
+
+
+def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
+    """log π(y_t | y_<t) of the model itself: temperature 1, full vocabulary.
+
+    Args:
+        policy: with the token ids of the rollout.
+        rollout: B samples.
+        rows: b of them; None is all.
+
+    Returns:
+        [b, T] float32, differentiable unless gradients are off; 0 where the weight is 0.
+    """
+    return policy.log_probs(replace(rollout, sampling=Sampling(), kept=None), rows).log_prob
+
+
+@torch.no_grad()
+def reference_log_prob(
+    policy: TextPolicy,
+    rollout: TextRollout,
+    rows: Tensor | slice | None = None,
+    *,
+    reference: TextPolicy | None = None,
+) -> Tensor:
+    """The same of the reference, without gradient.
+
+    Args:
+        policy: whose reference.
+        rollout: B samples.
+        rows: b of them; None is all.
+        reference: another model that is the reference; None is `policy.reference()`.
+
+    Returns:
+        [b, T] float32.
+    """
+    if reference is not None:
+        return model_log_prob(reference, rollout, rows)
+    with policy.reference():
+        return model_log_prob(policy, rollout, rows)

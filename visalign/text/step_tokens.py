@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process reward model reads: a prompt, its steps with a marker after each, one logit per step.
+
+The convention is that of TRL's PRMTrainer (and of Math-Shepherd, arXiv 2312.08935): prompt, steps and markers
+are made into tokens one by one and put after each other, and a token classifier with two labels judges a step
+at the last token of the marker that follows it. The last step too is followed by a marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visalign.errors import UserError
+
+from .rollout import Prompt
+from .steps import StepReading
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """One prompt with its steps, as a process reward model reads it."""
+
+    ids: list[int]
+    ends: list[int]
+    """Place in `ids` of the token at which each step is judged."""
+
+
+class StepEncoder:
+    """Makes tokens of prompts and steps.
+
+    A prompt that is plain text is taken as it stands, after the tokenizer's begin token if it has one; a
+    conversation goes through its chat template, and the steps are the assistant's answer.
+
+    Args:
+        tokenizer: of the process reward model.
+        reading: what is read after each step.
+
+    Raises:
+        UserError: the tokenizer makes no token, or the unknown one, of what is read after each step.
+    """
+
+    def __init__(self, tokenizer: Any, reading: StepReading) -> None:
+        self.tokenizer, self.reading = tokenizer, reading
+        self._marker = self._ids(reading.read_after_step)
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        if not self._marker or (unknown is not None and unknown in self._marker):
+            what = "no token" if not self._marker else "the unknown token"
+            raise UserError(
+                f"The tokenizer makes {what} of {reading.read_after_step!r}, so the ends of steps cannot be "
+                "told. Give a separator that it knows, or marker= one of its tokens."
+            )
+
+    def encode(self, prompt: Prompt, steps: Sequence[str]) -> StepTokens:
+        """Tokens of a prompt and its steps.
+
+        Args:
+            prompt: text or conversation.
+            steps: at least one, without their separators.
+
+        Raises:
+            UserError: a conversation, and the tokenizer has no chat template.
+        """
+        ids, ends = self._prompt(prompt), []
+        for step in steps:
+            ids = [*ids, *self._ids(step), *self._marker]
+            ends.append(len(ids) - 1)
+        return StepTokens(ids=ids, ends=ends)
+
+    def _prompt(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            begin = getattr(self.tokenizer, "bos_token_id", None)
+            return [*([] if begin is None else [begin]), *self._ids(prompt)]
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(
+                "A prompt is a conversation, and the tokenizer of the process reward model has no chat "
+                "template. Give plain prompts, or set tokenizer.chat_template."
+            )
+        continues = prompt[-1]["role"] == "assistant"
+        text = self.tokenizer.apply_chat_template(
+            list(prompt),
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+        return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: int = 1) -> Tensor:
+    """Log-odds that each step is right, read in one forward pass.
+
+    Args:
+        model: a token classifier with two labels: input_ids and attention_mask to an output with `logits`
+            [b, L, 2]. A causal one judges a step by what stands before; a bidirectional one sees later steps.
+        batch: b texts; padded on the right.
+        right_label: which of the two labels means right.
+
+    Returns:
+        [n] float32, differentiable: the steps of the first text, then those of the second, ...
+
+    Raises:
+        UserError: logits of another shape.
+    """
+    device = next(model.parameters()).device
+    longest = max(len(tokens.ids) for tokens in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+    mask = torch.zeros(len(batch), longest, dtype=torch.int64)
+    for row, tokens in enumerate(batch):
+        ids[row, : len(tokens.ids)] = torch.tensor(tokens.ids)
+        mask[row, : len(tokens.ids)] = 1
+    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+    if logits.shape != (*ids.shape, 2):
+        raise UserError(
+            f"The process reward model gave logits {tuple(logits.shape)} for tokens {tuple(ids.shape)}; "
+            "needed are two per token. Load it as a token classifier with num_labels=2."
+        )
+    rows = torch.tensor([row for row, tokens in enumerate(batch) for _ in tokens.ends], device=device)
+    ends = torch.tensor([end for tokens in batch for end in tokens.ends], device=device)
+    judged = logits[rows, ends].float()
+    return judged[:, right_label] - judged[:, 1 - right_label]
