@@ -185,10 +185,13 @@ def result_files(folder: Path) -> list[str]:
     Args:
         folder: the run's folder.
     """
+    pictures = (folder / "report.html").exists()
     wanted = {
         "report.html": "pictures and numbers, opens in a browser",
-        "lora": "for pipe.load_lora_weights",
-        "model": "for StableDiffusion3Pipeline.from_pretrained",
+        "lora": "for pipe.load_lora_weights" if pictures else "for peft.PeftModel.from_pretrained",
+        "model": f"for {'StableDiffusion3Pipeline' if pictures else 'AutoModelForCausalLM'}.from_pretrained",
+        "summary.json": "the numbers",
+        "metrics.jsonl": "a line per iteration",
     }
     found = [f"{folder / name}  ({what})" for name, what in wanted.items() if (folder / name).exists()]
     return found or [str(folder)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from visalign.config import config_to_yaml, flatten, load_config
 from visalign.errors import UserError
 
-from .build import Records, build_accelerator, heldout_metrics
+from .build import Records, build_accelerator, heldout_metrics, no_loading_bars
 from .flow_grpo_inputs import write_once
 from .interrupted import TrainingInterrupted
 from .job_config import FREE_KEYS
@@ -103,7 +103,8 @@ def _work(config: TextConfig, job: _Job, output: Path, resume: bool) -> dict[str
         raise TrainingInterrupted
     begin = time.perf_counter()
     with job.trainer.ema.applied():
-        job.policy.save(result_folder(config, output))
+        with no_loading_bars():
+            job.policy.save(result_folder(config, output))
         after = job.measure(job.inputs.heldout, config.evaluation.seeds)
     after.save(output / "after.npz")
     evaluating += time.perf_counter() - begin

@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny_models import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, SD3Policy
-from visalign.adapters.lora import add_lora, load_lora, lora_layers, save_lora
+from visalign.adapters.sd3_lora import add_lora, load_lora, save_lora
 from visalign.errors import UserError
 
 
@@ -45,8 +45,7 @@ def test_places_and_sizes():
         f"{i}.{end}" for i in range(2) for end in ("attn.to_q", "ff.net.2")
     }
     sd35 = tiny_sd3_pipeline(sd35=True).transformer
-    add_lora(sd35, LoraSettings(rank=2))
-    assert len(lora_layers(sd35)) == 15 and not any(
+    assert len(add_lora(sd35, LoraSettings(rank=2))) == 15 and not any(
         "attn2" in n and "lora" in n for n, _ in sd35.named_parameters()
     )
 

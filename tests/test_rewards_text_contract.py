@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from visalign.interfaces import Scores
+from visalign.interfaces import Scores, TextReward
 from visalign.rewards import RewardError
 from visalign.rewards.text_callables import TextFunctionReward
 from visalign.rewards.text_catalogue import TEXT_CATALOGUE, load_text_reward
 from visalign.rewards.text_check import check_text_reward
-from visalign.rewards.text_contract import TextReward, read_text_request
+from visalign.rewards.text_contract import read_text_request
 
 ANSWERS = {"completions": ["4", r"\boxed{4}", "5"], "metadata": [{"answer": "4"}, {"answer": "4"}, {}]}
+NEED_A_MODEL = ("reward_model", "process_reward")
 INPUTS = {
     "exact_answer": ({}, ANSWERS),
     "numeric_answer": ({}, ANSWERS),
@@ -35,7 +36,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in TEXT_CATALOGUE if name != "reward_model"])
+@pytest.mark.parametrize("name", [name for name in TEXT_CATALOGUE if name not in NEED_A_MODEL])
 def test_every_entry_of_the_catalogue_keeps_the_contract(name):
     options, inputs = INPUTS[name]
     reward = load_text_reward(name, **options)

@@ -13,9 +13,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from visalign.interfaces import TextReward
 from visalign.rewards import RewardError
 from visalign.rewards.text_check import check_text_reward
-from visalign.rewards.text_contract import TextReward
 from visalign.rewards.text_reward_model import RewardModel
 
 WORDS = ["<pad>", "<unk>", "<end>", "user", "assistant", "good", "bad", "two", "and"]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three claims of papers, measured on the packaged language model.
+
+    python tests/benchmarks/text_claims.py entropy    # GRPO's entropy collapses; three rules hold it up
+    python tests/benchmarks/text_claims.py diversity  # FlowRL keeps more distinct right answers than GRPO
+    python tests/benchmarks/text_claims.py ratio      # GSPO's ratio varies less than GRPO's as answers grow
+
+Sources: Clip-Cov and KL-Cov, arXiv 2505.22617; clip-higher, DAPO, arXiv 2503.14476; FlowRL, arXiv 2509.15207;
+GSPO, arXiv 2507.18071. Each prints its table and writes it to --output as JSON, however it comes out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from visalign.config import load_config
+from visalign.core import ratio_level
+from visalign.data.text_tasks import MANY_ANSWERS, canonical_answer, check_answer, heldout_tasks, text_tasks
+from visalign.flow.noise import sample_seed
+from visalign.pipelines import text_grpo
+from visalign.pipelines.text_build import build_text_policy
+from visalign.pipelines.text_config import TextModelConfig
+from visalign.pipelines.text_grpo import TextGRPOConfig
+from visalign.text import Stop
+from visalign.training.metrics import read_metrics
+
+COMMON = (
+    "rollout.prompts_per_iteration=32",
+    "rollout.group_size=8",
+    "rollout.max_new_tokens=96",
+    "optimiser.lr=1e-4",
+    "optimiser.micro_batch=64",
+    "run.device=cpu",
+)
+ENTROPY = {
+    "grpo": ("objective.algorithm=grpo", "objective.changes={kl: 0.0}"),
+    "clip_higher": (
+        "objective.algorithm=grpo",
+        "objective.changes={kl: 0.0, surrogate_options: {eps_low: 0.2, eps_high: 0.28}}",
+    ),
+    "clip_cov": ("objective.algorithm=clip_cov",),
+    "kl_cov": ("objective.algorithm=kl_cov",),
+}
+"""Name -> overrides; all without a KL term to the reference."""
+DIVERSITY = {
+    "grpo": ("objective.algorithm=grpo",),
+    "flowrl": ("objective.algorithm=flowrl", "objective.heads_lr=1e-3"),
+}
+BINS = (0, 12, 20, 30, 45, 97)
+"""Tokens of an answer."""
+
+
+def train(overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(summary, metrics) of one run."""
+    config = load_config(TextGRPOConfig, None, [*COMMON, *overrides])
+    return text_grpo.run(config, folder), read_metrics(folder / "metrics.jsonl")
+
+
+def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Entropy and held-out accuracy at the end of equal runs; four updates per iteration, so that ratios
+    leave 1 and a clip can act."""
+    rows = []
+    for name, overrides in ENTROPY.items():
+        runs = []
+        for seed in seeds:
+            more = (f"seed={seed}", f"run.iterations={iterations}", "optimiser.updates_per_iteration=4")
+            summary, records = train([*overrides, *more], folder / f"{name}_{seed}")
+            runs.append((summary, records))
+        first = [r[0]["entropy"] for _, r in runs]
+        last = [float(np.mean([record["entropy"] for record in r[-5:]])) for _, r in runs]
+        rows.append(
+            {
+                "rule": name,
+                "entropy at the start": float(np.mean(first)),
+                "at the end": float(np.mean(last)),
+                "sd": float(np.std(last)),
+                "accuracy before": float(np.mean([s["before"]["accuracy"] for s, _ in runs])),
+                "after": float(np.mean([s["after"]["accuracy"] for s, _ in runs])),
+                "sd after": float(np.std([s["after"]["accuracy"] for s, _ in runs])),
+            }
+        )
+    return rows
+
+
+def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int = 32) -> list[dict[str, Any]]:
+    """Distinct right answers among 32 samples of held-out problems that have many."""
+    records = heldout_tasks(15, tasks=MANY_ANSWERS)
+    tasks = f"data.tasks=[{', '.join(MANY_ANSWERS)}]"
+    rows = [{"policy": "base", **_distinct(None, records, samples)}]
+    for name, overrides in DIVERSITY.items():
+        found = []
+        for seed in seeds:
+            more = (f"seed={seed}", f"run.iterations={iterations}", tasks, "data.size=800")
+            more += ("optimiser.updates_per_iteration=2",)
+            train([*overrides, *more], folder / f"{name}_{seed}")
+            found.append(_distinct(folder / f"{name}_{seed}" / "model", records, samples))
+        keys = found[0]
+        means: dict[str, Any] = {key: float(np.mean([f[key] for f in found])) for key in keys}
+        spread = float(np.std([f["distinct right"] for f in found]))
+        rows.append({"policy": name, **means, "sd": spread})
+    return rows
+
+
+def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples: int) -> dict[str, float]:
+    policy = build_text_policy(
+        TextModelConfig(path="tasks-qwen3" if model is None else str(model)), torch.device("cpu"), 0
+    )
+    prompts = [record["prompt"] for record in records]
+    with torch.no_grad():
+        rollout = policy.generate(
+            prompts, seeds=sample_seed("claims"), num_generations=samples, stop=Stop(max_new_tokens=96)
+        )
+    texts = np.array(rollout.text, dtype=object).reshape(len(records), samples)
+    right, distinct = [], []
+    for record, answers in zip(records, texts, strict=True):
+        good = [text for text in answers if check_answer(text, dict(record))[0]]
+        right.append(len(good) / samples)
+        distinct.append(len({canonical_answer(text, dict(record)) for text in good}))
+    per_right = np.array(distinct)[np.array(right) > 0] / (np.array(right)[np.array(right) > 0] * samples)
+    return {
+        "accuracy": float(np.mean(right)),
+        "distinct right": float(np.mean(distinct)),
+        "distinct per right answer": float(per_right.mean()),
+    }
+
+
+def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Spread of log-ratios by length of the answer, after GRPO steps away from the policy that sampled."""
+    collected: list[tuple[float, float, float]] = []
+    for seed in seeds:
+        more = (f"seed={seed}", f"run.iterations={iterations}", "optimiser.updates_per_iteration=4")
+        train(["objective.algorithm=grpo", *more], folder / f"ratio_{seed}")
+        base = build_text_policy(TextModelConfig(), torch.device("cpu"), 0)
+        moved_to = TextModelConfig(path=str(folder / f"ratio_{seed}" / "model"))
+        moved = build_text_policy(moved_to, torch.device("cpu"), 0)
+        records = text_tasks(400, seed=seed + 1000)
+        with torch.no_grad():
+            rollout = base.generate(
+                [r["prompt"] for r in records], seeds=seed, num_generations=4, stop=Stop(max_new_tokens=96)
+            )
+            log_ratio = moved.log_probs(rollout).log_prob - rollout.log_prob
+        whole = ratio_level(log_ratio, rollout.weight, "sequence")[:, 0]
+        for row, length in enumerate(rollout.weight.sum(1).long().tolist()):
+            tokens = log_ratio[row, :length]
+            collected.append((length, float(tokens.square().mean()), float(whole[row] ** 2)))
+    table = np.array(collected)
+    rows = []
+    for low, high in itertools.pairwise(BINS):
+        part = table[(table[:, 0] > low) & (table[:, 0] <= high)]
+        if len(part) >= 20:
+            token, sequence = np.sqrt(part[:, 1].mean()), np.sqrt(part[:, 2].mean())
+            rows.append(
+                {
+                    "tokens": f"{low + 1}-{high}",
+                    "answers": len(part),
+                    "token ratio, rms of log r (GRPO)": float(token),
+                    "sequence ratio (GSPO)": float(sequence),
+                    "GSPO / GRPO": float(sequence / token),
+                }
+            )
+    return rows
+
+
+CLAIMS = {"entropy": entropy, "diversity": diversity, "ratio": ratio}
+ITERATIONS = {"entropy": 60, "diversity": 50, "ratio": 5}
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The rows as a table."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*keys, title=title)
+    for row in rows:
+        cells = [row.get(key, "") for key in keys]
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells))
+    Console(width=160).print(table)
+
+
+def main() -> None:
+    """Measure one claim."""
+    parser = argparse.ArgumentParser(description="Measure a claim on the packaged language model.")
+    parser.add_argument("claim", choices=list(CLAIMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=None, help="of each run")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=None, help="a new JSON file")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    iterations = given.iterations or ITERATIONS[given.claim]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = CLAIMS[given.claim](Path(folder), iterations, given.seeds)
+    show(f"{given.claim}: {iterations} iterations, seeds {given.seeds}", rows)
+    if given.output is not None:
+        given.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
