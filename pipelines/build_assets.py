@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`visalign build-assets`: trains the embedded models of the shapes world and writes them with their cards.
+"""`visalign build-assets`: trains the embedded models and writes them with their cards.
 
-Stages: autoencoder, generator (with its text encoders), clip. Each saves its state as it goes; `--resume`
-goes on where the last run stopped. Everything is drawn from fixed seeds.
+Stages: autoencoder, generator (with its text encoders), clip, language. Each saves its state as it goes;
+`--resume` goes on where the last run stopped. Everything is drawn from fixed seeds.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ class Plan:
     generator_batch: int = 192
     clip_steps: int = 1000
     clip_batch: int = 192
+    language_steps: int = 1200
+    language_batch: int = 128
+    language_per_task: int = 15
+    """Held-out problems of each kind that the language model's card is measured on."""
     seed: int = 1
 
 
-STAGES = ("autoencoder", "generator", "clip")
+STAGES = ("autoencoder", "generator", "clip", "language")
 
 
 def main(output: Path, only: str | None = None, resume: bool = False, plan: Plan | None = None) -> None:
     """Train what is missing and write the model folders into `output`.
 
     Args:
-        output: gets `shapes-sd3`, `shapes-clip`, and `.build` with the resumable state.
+        output: gets `shapes-sd3`, `shapes-clip`, `tasks-qwen3`, and `.build` with the resumable state.
         only: one of STAGES; the others must have been trained before where it needs them.
         resume: go on from saved states; without it, existing ones are an error.
         plan: lengths of the stages.
@@ -121,7 +125,24 @@ def _clip(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     write_clip_card(output, work, plan)
 
 
-_RUN = {"autoencoder": _autoencoder, "generator": _generator, "clip": _clip}
+def _language(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from .assets_language import NAME, language_card, save_language, train_language
+
+    steps, batch, per_task = plan.language_steps, plan.language_batch, plan.language_per_task
+    model = _timed(
+        work,
+        "language",
+        lambda: train_language(
+            work, steps=steps, batch=batch, seed=plan.seed + 3, resume=resume, check_per_task=min(5, per_task)
+        ),
+    )
+    save_language(model, output / NAME)
+    seconds = _seconds(work, "language")
+    card = language_card(output / NAME, seconds, steps=steps, batch=batch, per_task=per_task)
+    (output / NAME / "README.md").write_text(card, encoding="utf-8")
+
+
+_RUN = {"autoencoder": _autoencoder, "generator": _generator, "clip": _clip, "language": _language}
 
 
 def write_generator_card(output: Path, work: Path, plan: Plan) -> None:

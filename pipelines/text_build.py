@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,74 @@ def build_written(config: TextConfig, policy: CausalLMPolicy, written: Sequence[
     from visalign.adapters.written_answers import WrittenBatches
 
     return WrittenBatches(policy, written, size=config.data.written_batch, seed=config.seed)
+
+
+class _Process:
+    """A process reward model that reads rollouts of the policy's tokenizer."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    def score_rollout(self, rollout: Any) -> Any:
+        """Judge the steps of every answer."""
+        return self._model.score_rollout(rollout, tokenizer=self._tokenizer)
+
+
+def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
+    """The judge of steps, or None."""
+    process = config.process
+    if process is None:
+        return None
+    from visalign.rewards.process_reward import ProcessRewardModel
+
+    model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
+    return _Process(model, policy.tokenizer)
+
+
+def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
+    """The server that writes the answers, or None.
+
+    Raises:
+        UserError: the environment variable of the key is not set, or an option the generator refuses.
+    """
+    server = config.server
+    if server is None:
+        return None
+    from visalign.adapters.server_generation import ServerGenerator
+
+    key = None if server.api_key_env is None else os.environ.get(server.api_key_env)
+    if server.api_key_env is not None and key is None:
+        raise UserError(
+            f"server.api_key_env is {server.api_key_env}, and there is no such environment variable. Set it "
+            "to the server's key, or leave api_key_env null."
+        )
+    mode: Any = server.logprobs_mode
+    return ServerGenerator.for_policy(
+        policy,
+        server.base_url,
+        server.model,
+        api_key=key,
+        logprobs_mode=mode,
+        max_logprobs=server.max_logprobs,
+        parallel=server.parallel,
+        timeout=server.timeout,
+    )
+
+
+def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path) -> Any:
+    """What hands the adapters to the server after an iteration's update, or None without a server."""
+    server = config.server
+    if server is None:
+        return None
+    folder = output / "server_adapter"
+
+    def sync(iteration: int) -> None:
+        if iteration % server.sync_every == 0:
+            with no_loading_bars():
+                policy.save(folder)
+            generator.sync(folder, server_folder=server.server_folder)
+
+    return sync
 
 
 def result_folder(config: TextConfig, output: Path) -> Path:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from visalign.errors import UserError, suggestion
 from visalign.training.sampler import check_batch_algebra
@@ -113,6 +114,47 @@ class TextEvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """A process reward model that judges the steps of an answer (`visalign.rewards.process_reward`)."""
+
+    model: str
+    """A transformers folder or hub id of a token classifier with two labels."""
+    separator: str = "\n"
+    """What ends a step in an answer."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of `ProcessRewardModel`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """A vLLM (or other OpenAI-compatible) server that writes the answers; see
+    `visalign.adapters.server_generation`."""
+
+    base_url: str
+    """For example http://localhost:8000/v1."""
+    model: str
+    """The model's name on the server."""
+    logprobs_mode: str = "raw_logprobs"
+    """As the server was started; processed_logprobs is needed for any temperature but 1, top-k and top-p."""
+    max_logprobs: int = 20
+    """As the server was started."""
+    api_key_env: str | None = None
+    """Environment variable with the key; a key has no place in a file."""
+    parallel: int = 64
+    """Requests at a time."""
+    timeout: float = 600.0
+    """Seconds for one answer."""
+    sync_every: int = 1
+    """Iterations between two loads of the adapters into the server; above 1 is off-policy on purpose."""
+    server_folder: str | None = None
+    """The run's folder `server_adapter` as the server sees it; null: the same path."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_logprobs", "parallel", "sync_every"):
+            at_least(f"server.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextConfig:
     """What the text jobs share."""
 
@@ -126,6 +168,10 @@ class TextConfig:
     """What is optimised."""
     rollout: TextRolloutSettings = field(default_factory=TextRolloutSettings)
     """How answers are made."""
+    process: ProcessConfig | None = None
+    """Rewards of single steps, for ppo, reinforce_pp and remax; null: none."""
+    server: ServerConfig | None = None
+    """Who writes the answers; null: the model itself."""
     dynamic: DynamicSettings = field(default_factory=DynamicSettings)
     """Dynamic sampling."""
     objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
@@ -156,6 +202,16 @@ class TextConfig:
             raise UserError(
                 f"objective.algorithm={self.objective.algorithm} fits a value function, and model.value is "
                 "none. Set model.value to shared (a head on the policy) or separate (a network of its own)."
+            )
+        if self.server is not None and self.model.lora is None:
+            raise UserError(
+                "server loads adapters between two iterations, and model.lora is null: whole models cannot "
+                "be handed over. Set model.lora={rank: 16, alpha: 32}, or leave server out."
+            )
+        if self.server is not None and objective.correction is None:
+            raise UserError(
+                "server: another engine's log-probs differ a little from the policy's, and nothing corrects "
+                "for it. Set objective.changes={correction: {level: token, mode: truncate, high: 2.0}}."
             )
         if objective.ptx and self.data.written is None:
             raise UserError(

@@ -21,11 +21,14 @@ from .run_folder import check_run_folder
 from .text_build import (
     TextInputs,
     build_log_partition,
+    build_process,
+    build_server,
     build_text_policy,
     build_value_model,
     build_written,
     prepare,
     result_folder,
+    syncing,
 )
 from .text_config import TextConfig
 
@@ -155,6 +158,7 @@ def _build(config: TextConfig, output: Path) -> _Job:
     inputs = prepare(config)
     policy = build_text_policy(config.model, accelerator.device, config.seed)
     measure = _evaluator(config, policy, inputs)
+    generator = build_server(config, policy)
     trainer = TextTrainer(
         policy,
         inputs.reward,
@@ -175,8 +179,11 @@ def _build(config: TextConfig, output: Path) -> _Job:
         ),
         seed=config.seed,
         accelerator=accelerator,
+        generator=generator,
+        after_update=syncing(config, policy, generator, output),
         value_model=build_value_model(config.model, accelerator.device),
         log_partition=build_log_partition(config, policy),
+        process=build_process(config, policy),
         written=build_written(config, policy, inputs.written),
         evaluate=lambda _: heldout_metrics(measure(inputs.some, config.evaluation.seeds[:1])),
         progress=TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds),

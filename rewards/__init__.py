@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from .contract import RewardError, make_scores, read_request
     from .failure import failure_reasons
     from .images import ImageBatch, load_images, to_pil
+    from .implicit_process_reward import ImplicitProcessReward
+    from .process_reward import ProcessRewardModel
     from .text_answers import VerifiableAnswer
     from .text_callables import TextFunctionReward
     from .text_catalogue import TEXT_CATALOGUE, load_text_reward
     from .text_check import check_text_reward
-    from .text_contract import TextReward
+    from .text_compose import WeightedTextSum
     from .text_format import JsonFormat, TextFormat
     from .text_length import LengthReward, RepetitionPenalty
     from .text_reward_model import RewardModel
@@ -30,16 +32,18 @@ __all__ = [
     "CodeTests",
     "FunctionReward",
     "ImageBatch",
+    "ImplicitProcessReward",
     "JsonFormat",
     "LengthReward",
+    "ProcessRewardModel",
     "RepetitionPenalty",
     "RewardError",
     "RewardModel",
     "TextFormat",
     "TextFunctionReward",
-    "TextReward",
     "VerifiableAnswer",
     "WeightedSum",
+    "WeightedTextSum",
     "check_reward",
     "check_text_reward",
     "failure_reasons",
@@ -56,17 +60,19 @@ _HOME = {
     "CodeTests": "code_tests",
     "FunctionReward": "callables",
     "ImageBatch": "images",
+    "ImplicitProcessReward": "implicit_process_reward",
     "JsonFormat": "text_format",
     "LengthReward": "text_length",
+    "ProcessRewardModel": "process_reward",
     "RepetitionPenalty": "text_length",
     "RewardError": "contract",
     "RewardModel": "text_reward_model",
     "TEXT_CATALOGUE": "text_catalogue",
     "TextFormat": "text_format",
     "TextFunctionReward": "text_callables",
-    "TextReward": "text_contract",
     "VerifiableAnswer": "text_answers",
     "WeightedSum": "compose",
+    "WeightedTextSum": "text_compose",
     "check_reward": "check",
     "check_text_reward": "text_check",
     "failure_reasons": "failure",

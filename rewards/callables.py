@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from visalign.interfaces import Metadata, Scores
 
 from .contract import Request, RewardError, make_scores, read_request, scatter
 from .failure import Naming
+from .function_calls import Parameters, pick_arguments, read_numbers, read_signature, unjudged
 from .images import to_pil, to_uint8
 
 _IMAGE_NAMES = ("images", "completions")
@@ -95,15 +95,7 @@ class FunctionReward:
         columns = _columns(self.name, answer, len(rows))
         value = columns.pop("value")
         for row, number in zip(rows, value, strict=True):
-            if not math.isfinite(number):
-                reasons[row] = (
-                    f"{self.name} returned {'None or NaN' if math.isnan(number) else number} for it"
-                )
-            elif not self.range[0] <= number <= self.range[1]:
-                raise RewardError(
-                    f"Reward {self.name!r} returned {number:g}, outside its declared range {self.range}; "
-                    "correct the function or declare the true range."
-                )
+            reasons[row] = unjudged(self.name, number, self.range)
         parts = {key: scatter(part, rows, len(request)) for key, part in columns.items()}
         return make_scores(scatter(value, rows, len(request)), reasons, self.unit, parts=parts)
 
@@ -130,7 +122,7 @@ class FunctionReward:
         return torch.stack(images) if same else [image.clone() for image in images]
 
     def _unwrap_factory(self, function: Callable[..., Any], device: str) -> Callable[..., Any]:
-        names = set(_signature(self.name, function).parameters)
+        names = set(_signature(self.name, function))
         if names - {"device"}:
             return function
         with Naming(self.name):
@@ -144,26 +136,13 @@ class FunctionReward:
         return made
 
 
-def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
-    if not callable(function):
-        raise TypeError(
-            f"Reward {name!r} is a {type(function).__name__}, not a function. Allowed: {_CALL_FORMS}."
-        )
-    if inspect.iscoroutinefunction(function):
-        raise TypeError(
-            f"Reward {name!r} is a coroutine function; wrap it: lambda images, ...: asyncio.run(...)."
-        )
-    try:
-        return inspect.signature(function)
-    except ValueError as error:
-        raise TypeError(
-            f"Reward {name!r} has no readable signature; wrap it into a Python function {_CALL_FORMS}."
-        ) from error
+def _signature(name: str, function: Callable[..., Any]) -> Parameters:
+    return read_signature(name, function, forms=_CALL_FORMS, wrapped="lambda images, ...: asyncio.run(...)")
 
 
 def _is_positional(name: str, function: Callable[..., Any]) -> bool:
     """True for flow_grpo's order under other names; refuses signatures that give no image to the function."""
-    parameters = _signature(name, function).parameters.values()
+    parameters = _signature(name, function).values()
     names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or names & set(_IMAGE_NAMES):
         return False
@@ -189,24 +168,7 @@ def _arguments(
         key: [record.get(key) if record else None for record in records] for key in keys
     }
     offered |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return offered
-    chosen = {p.name: offered[p.name] for p in parameters if p.name in offered}
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is p.empty
-        and p.name not in chosen
-        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    if missing:
-        raise RewardError(
-            f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of {', '.join(_KNOWN)} nor "
-            f"a key of the metadata (keys: {', '.join(keys) or 'none'}). Rename the parameter, give it a "
-            "default, or put the key into the prompts' metadata."
-        )
-    return chosen
+    return pick_arguments(name, inspect.signature(function).parameters, offered, _KNOWN)
 
 
 def _columns(name: str, answer: Any, size: int) -> dict[str, list[float]]:
@@ -214,38 +176,17 @@ def _columns(name: str, answer: Any, size: int) -> dict[str, list[float]]:
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
         answer = answer[0]
     if not isinstance(answer, Mapping):
-        return {"value": _numbers(name, answer, size)}
+        return {"value": _read(name, answer, size)}
     main = "avg" if "avg" in answer else next(iter(answer)) if len(answer) == 1 else None
     if main is None:
         raise RewardError(
             f"Reward {name!r} returned a mapping with the keys {', '.join(map(str, answer)) or '(none)'}; it "
             'cannot be told which is the reward. Add the key "avg", as flow_grpo does.'
         )
-    parts = {str(key): _numbers(name, column, size) for key, column in answer.items() if key != main}
-    return {**parts, "value": _numbers(name, answer[main], size)}
+    parts = {str(key): _read(name, column, size) for key, column in answer.items() if key != main}
+    return {**parts, "value": _read(name, answer[main], size)}
 
 
-def _numbers(name: str, answer: Any, size: int) -> list[float]:
-    if isinstance(answer, Tensor | np.ndarray):
-        answer = answer.tolist() if answer.ndim == 1 else [answer.tolist()]
-    if isinstance(answer, str) or not isinstance(answer, Sequence):
-        raise RewardError(
-            f"Reward {name!r} returned a {type(answer).__name__}; needed is a list of {size} numbers, one "
-            "per image."
-        )
-    numbers = []
-    for index, item in enumerate(answer):
-        if isinstance(item, Tensor | np.ndarray | np.generic) and item.ndim == 0:
-            item = item.item()
-        if item is not None and not isinstance(item, int | float):
-            raise RewardError(
-                f"Reward {name!r} returned {item!r} ({type(item).__name__}) at position {index}; needed is a "
-                "number, or None for an image that it could not judge."
-            )
-        numbers.append(math.nan if item is None else float(item))
-    if len(numbers) != size:
-        raise RewardError(
-            f"Reward {name!r} returned {len(numbers)} scores for {size} images; return one number per image, "
-            "None where it could not judge."
-        )
-    return numbers
+def _read(name: str, answer: Any, size: int) -> list[float]:
+    """Numbers of the readable images; a position counts these alone."""
+    return read_numbers(name, answer, size, noun="image", place="at position")

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from .failure import Naming, failure_reasons
 from .images import as_contract
 
 Normalise = str | Mapping[str, tuple[float, float]]
+Noun = Literal["image", "completion"]
 
 
 class WeightedSum:
@@ -54,9 +55,50 @@ class WeightedSum:
         Raises:
             ValueError: no rewards, a bad weight, an unknown normalisation, or different units summed raw.
         """
-        _check_weights(rewards)
         self.name = name
+        self._terms = WeightedTerms(
+            name, rewards, normalise=normalise, allow_mixed_units=allow_mixed_units, noun="image"
+        )
+        self.rewards, self.unit, self.range = self._terms.rewards, self._terms.unit, self._terms.range
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Judge with every reward and add up; images are read once for all of them."""
+        request = read_request(self.name, images, prompts, metadata)
+        usable = [row for row, _ in request.images.readable()]
+        loaded = as_contract([image for _, image in request.images.readable()])
+        texts = [request.prompts[row] for row in usable]
+        records = [request.metadata[row] for row in usable]
+        return self._terms.add_up(
+            lambda reward: reward.score(loaded, list(texts), list(records)), usable, request.images.reasons
+        )
+
+
+class WeightedTerms:
+    """The terms of a weighted sum, of whatever the rewards judge: `WeightedSum` says what is added.
+
+    Args:
+        name: of the sum, for messages.
+        rewards: label -> (reward, weight).
+        normalise: as in `WeightedSum`.
+        allow_mixed_units: as in `WeightedSum`.
+        noun: what a sample is, "image" or "completion".
+
+    Raises:
+        ValueError: as `WeightedSum`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rewards: Mapping[str, tuple[Any, float]],
+        *,
+        normalise: Normalise,
+        allow_mixed_units: bool,
+        noun: Noun,
+    ) -> None:
+        _check_weights(rewards)
         self.rewards = dict(rewards)
+        self._noun: Noun = noun
         self._normalise = dict(normalise) if isinstance(normalise, Mapping) else normalise
         _check_normalise(self._normalise, [label for label, (_, weight) in rewards.items() if weight])
         units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
@@ -70,20 +112,29 @@ class WeightedSum:
         self.unit = _unit(self._normalise, units)
         self.range = self._total_range()
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Judge with every reward and add up; images are read once for all of them."""
-        request = read_request(self.name, images, prompts, metadata)
-        usable = [row for row, _ in request.images.readable()]
-        loaded = as_contract([image for _, image in request.images.readable()])
-        total = torch.zeros(len(request), dtype=torch.float64)
-        reasons = list(request.images.reasons)
-        texts = [request.prompts[row] for row in usable]
-        records = [request.metadata[row] for row in usable]
+    def add_up(
+        self, judge: Callable[[Any], Any], usable: list[int], unusable: Sequence[str | None]
+    ) -> Scores:
+        """Judge with every reward and add up.
+
+        Args:
+            judge: asks one reward for its scores of the usable samples.
+            usable: rows that are judged, n of them.
+            unusable: [B] why a row is not judged; None where it is.
+
+        Returns:
+            Scores of all B samples, with the parts of `WeightedSum`.
+
+        Raises:
+            RewardError: a reward raised, or did not return one score per sample; by its label.
+        """
+        total = torch.zeros(len(unusable), dtype=torch.float64)
+        reasons = list(unusable)
         parts: dict[str, Tensor] = {}
         for label, (reward, weight) in self.rewards.items():
             with Naming(label):
-                answer = reward.score(loaded, list(texts), list(records))
-            scores = _spread(_checked(label, answer, len(usable)), usable, len(request))
+                answer = judge(reward)
+            scores = _spread(_checked(label, answer, len(usable), self._noun), usable, len(reasons))
             parts[label] = scores.value
             parts |= {f"{label}.{key}": part for key, part in scores.parts.items()}
             if not weight:
@@ -132,23 +183,24 @@ def _standardise(value: Tensor, valid: Tensor) -> Tensor:
     return (value - known.mean()) / spread
 
 
-def _checked(label: str, answer: Any, size: int) -> Scores:
-    """What a reward returned, refused by its label when it is not one score per image."""
+def _checked(label: str, answer: Any, size: int, noun: Noun) -> Scores:
+    """What a reward returned, refused by its label when it is not one score per sample."""
     if not isinstance(answer, Scores):
+        check = "check_reward" if noun == "image" else "check_text_reward"
         raise RewardError(
             f"Reward {label!r} returned a {type(answer).__name__}; it must return a "
             "visalign.interfaces.Scores, or be a plain function that returns numbers. "
-            "visalign.rewards.check_reward(reward) finds the fault."
+            f"visalign.rewards.{check}(reward) finds the fault."
         )
     if len(answer) != size:
         raise RewardError(
-            f"Reward {label!r} returned {len(answer)} scores for {size} images; it must return one each."
+            f"Reward {label!r} returned {len(answer)} scores for {size} {noun}s; it must return one each."
         )
     for name, part in answer.parts.items():
         if not isinstance(part, Tensor) or part.shape != (size,):
             shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
             raise RewardError(
-                f"Reward {label!r} returned the part {name!r} as {shape} for {size} images; it must be a "
+                f"Reward {label!r} returned the part {name!r} as {shape} for {size} {noun}s; it must be a "
                 f"tensor of shape ({size},)."
             )
     if answer.valid.dtype != torch.bool:
@@ -190,7 +242,7 @@ def _unit(normalise: str | dict[str, tuple[float, float]], units: dict[str, str]
     return "batch standard deviations" if normalise == "batch" else "reference standard deviations"
 
 
-def _check_weights(rewards: Mapping[str, tuple[PointwiseReward, float]]) -> None:
+def _check_weights(rewards: Mapping[str, tuple[Any, float]]) -> None:
     if not rewards:
         raise ValueError("A weighted sum of no rewards; give at least one as {label: (reward, weight)}.")
     for label, (_, weight) in rewards.items():

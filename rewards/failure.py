@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong in a reward: its name for what it raised, a reason for each image it could not judge."""
+"""What went wrong in a reward: its name for what it raised, a reason for each sample it could not judge."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ class Naming:
         if isinstance(error, Exception) and not isinstance(error, RewardError | UserError):
             raise RewardError(
                 f"Reward {self.name!r} raised {type(error).__name__}: {error}. See the cause above for the "
-                "line; for an image that cannot be judged return None (a function) or valid=False (a class) "
+                "line; for a sample that cannot be judged return None (a function) or valid=False (a class) "
                 "instead of raising."
             ) from error

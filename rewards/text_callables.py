@@ -19,16 +19,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from visalign.interfaces import Metadata, Scores
 
 from .contract import RewardError
+from .function_calls import Parameters, pick_arguments, read_number, read_numbers, read_signature, unjudged
 from .probes import Attempt
 from .text_contract import Prompt, TextRequest, Verdict, read_text_request, text_scores
 
 _FORMS = "fn(prompts, completions, **columns) with lists, or fn(completion) with one text"
+_WRAPPED = "lambda prompts, completions, **columns: asyncio.run(...)"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -74,7 +73,7 @@ class TextFunctionReward:
         self._as_messages = completions_as == "messages"
         self._mask = on_error == "mask"
         self._function = function
-        self._parameters = _parameters(self.name, function)
+        self._parameters = read_signature(self.name, function, forms=_FORMS, wrapped=_WRAPPED)
         self._batched = _takes_lists(self.name, self._parameters)
 
     def score(
@@ -97,14 +96,13 @@ class TextFunctionReward:
         size = len(request)
         columns = {key: request.column(key) for key in _keys(request)}
         given = [self._shown(completion) for completion in request.completions]
-        arguments = self._arguments(
-            columns | {"prompts": list(request.prompts), "completions": given}, "prompts, completions"
-        )
+        offered = columns | {"prompts": list(request.prompts), "completions": given}
+        arguments = pick_arguments(self.name, self._parameters, offered, ("prompts", "completions"))
         with Attempt() as attempt:
             answer = self._function(**arguments)
         if attempt.error is not None:
             return [self._failed(attempt.error)] * size
-        return _numbers(self.name, answer, size)
+        return [*read_numbers(self.name, answer, size, noun="completion", place="for completion")]
 
     def _each(self, request: TextRequest) -> list[float | str]:
         """One number per sample from a call each."""
@@ -119,35 +117,18 @@ class TextFunctionReward:
                 if only is not None and self._parameters[only].kind in _POSITIONAL:
                     answer = self._function(offered["completion"])
                 else:
-                    answer = self._function(**self._arguments(offered, "prompt, completion"))
+                    known = ("prompt", "completion")
+                    answer = self._function(**pick_arguments(self.name, self._parameters, offered, known))
             if isinstance(attempt.error, RewardError):
                 raise attempt.error
             if attempt.error is not None:
                 answers.append(self._failed(attempt.error))
             else:
-                answers.append(_number(self.name, answer, row))
+                answers.append(read_number(self.name, answer, f"for completion {row}"))
         return answers
 
     def _shown(self, completion: str) -> Any:
         return [{"role": "assistant", "content": completion}] if self._as_messages else completion
-
-    def _arguments(self, offered: dict[str, Any], known: str) -> dict[str, Any]:
-        """What the signature asks for out of what there is."""
-        if any(one.kind is one.VAR_KEYWORD for one in self._parameters.values()):
-            return offered
-        missing = [
-            key
-            for key, one in self._parameters.items()
-            if key not in offered and one.default is one.empty and one.kind is not one.VAR_POSITIONAL
-        ]
-        if missing:
-            keys = [key for key in offered if key not in known.split(", ")]
-            raise RewardError(
-                f"Reward {self.name!r} asks for {', '.join(missing)}, which is neither one of {known} nor a "
-                f"key of the metadata (keys: {', '.join(keys) or 'none'}). Rename the parameter, give it a "
-                "default, or put the key into the prompts' metadata."
-            )
-        return {key: offered[key] for key in self._parameters if key in offered}
 
     def _failed(self, error: Exception) -> str:
         """The reason of a masked call, or the error that names the reward."""
@@ -161,41 +142,15 @@ class TextFunctionReward:
     def _verdict(self, answer: float | str) -> Verdict:
         if isinstance(answer, str):
             return Verdict(reason=answer)
-        if not math.isfinite(answer):
-            return Verdict(
-                reason=f"{self.name} returned {'None or NaN' if math.isnan(answer) else answer} for it"
-            )
-        if not self.range[0] <= answer <= self.range[1]:
-            raise RewardError(
-                f"Reward {self.name!r} returned {answer:g}, outside its declared range {self.range}; correct "
-                "the function or declare the true range."
-            )
-        return Verdict(value=answer)
+        reason = unjudged(self.name, answer, self.range)
+        return Verdict(value=answer) if reason is None else Verdict(reason=reason)
 
 
 def _keys(request: TextRequest) -> list[str]:
     return list(dict.fromkeys(key for record in request.metadata if record for key in record))
 
 
-def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    if not callable(function):
-        raise TypeError(f"Reward {name!r} is a {type(function).__name__}, not a function. Allowed: {_FORMS}.")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  # the method of an object, not whether there is one
-    ):
-        raise TypeError(
-            f"Reward {name!r} is a coroutine function; wrap it: lambda prompts, completions, **columns: "
-            "asyncio.run(...)."
-        )
-    try:
-        return dict(inspect.signature(function).parameters)
-    except ValueError as error:
-        raise TypeError(
-            f"Reward {name!r} has no readable signature; wrap it into a Python function: {_FORMS}."
-        ) from error
-
-
-def _takes_lists(name: str, parameters: dict[str, inspect.Parameter]) -> bool:
+def _takes_lists(name: str, parameters: Parameters) -> bool:
     """Whether the function is called once for all samples; refuses signatures that fit no form."""
     if {"completions", "prompts"} & set(parameters):
         return True
@@ -208,30 +163,3 @@ def _takes_lists(name: str, parameters: dict[str, inspect.Parameter]) -> bool:
         f"Reward {name!r} has the parameters ({', '.join(parameters)}) and it cannot be told which is the "
         f"completion. Allowed: {_FORMS}; rename them."
     )
-
-
-def _numbers(name: str, answer: Any, size: int) -> list[float | str]:
-    if isinstance(answer, Tensor | np.ndarray):
-        answer = answer.tolist() if answer.ndim == 1 else [answer.tolist()]
-    if isinstance(answer, str) or not isinstance(answer, Sequence):
-        raise RewardError(
-            f"Reward {name!r} returned a {type(answer).__name__}; needed is a list of {size} numbers, one "
-            "per completion."
-        )
-    if len(answer) != size:
-        raise RewardError(
-            f"Reward {name!r} returned {len(answer)} scores for {size} completions; return one number per "
-            "completion, None where it could not judge."
-        )
-    return [_number(name, item, index) for index, item in enumerate(answer)]
-
-
-def _number(name: str, item: Any, index: int) -> float:
-    if isinstance(item, Tensor | np.ndarray | np.generic) and item.ndim == 0:
-        item = item.item()
-    if item is not None and not isinstance(item, int | float):
-        raise RewardError(
-            f"Reward {name!r} returned {item!r} ({type(item).__name__}) for completion {index}; needed is a "
-            "number, or None for one that it could not judge."
-        )
-    return math.nan if item is None else float(item)

@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from visalign.interfaces import TextReward
+
 from .catalogue import check_options, find_target, nearest_name
 from .contract import RewardError
-from .text_contract import TextReward
 
 _ANSWERS = "visalign.rewards.text_answers:VerifiableAnswer"
 
@@ -26,10 +27,12 @@ TEXT_CATALOGUE: dict[str, tuple[str, Mapping[str, Any]]] = {
     "list_answer": (_ANSWERS, {"compare": "list", "extract": "last_line", "name": "list_answer"}),
     "text_format": ("visalign.rewards.text_format:TextFormat", {}),
     "json_format": ("visalign.rewards.text_format:JsonFormat", {}),
+    "task_answer": ("visalign.rewards.text_tasks:TaskAnswer", {}),
     "length": ("visalign.rewards.text_length:LengthReward", {}),
     "repetition": ("visalign.rewards.text_length:RepetitionPenalty", {}),
     "code_tests": ("visalign.rewards.code_tests:CodeTests", {}),
     "reward_model": ("visalign.rewards.text_reward_model:RewardModel", {}),
+    "process_reward": ("visalign.rewards.process_reward:ProcessRewardModel", {}),
 }
 """name -> (module:class, its options, which a caller's override). A module is imported at its first use."""
 
@@ -39,7 +42,7 @@ def load_text_reward(name: str, **options: Any) -> TextReward:
 
     Args:
         name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
-            name a class or an object with the contract (`visalign.rewards.text_contract.TextReward`), or a
+            name a class or an object with the contract (`visalign.interfaces.TextReward`), or a
             function in one of the forms of `visalign.rewards.text_callables`.
         **options: arguments of the class; for a function those of `TextFunctionReward` (unit, range, ...).
 
@@ -88,7 +91,7 @@ def _checked(name: str, found: Any) -> TextReward:
     if missing := [key for key in needed if not hasattr(found, key)]:
         raise RewardError(
             f"{name!r} is a {type(found).__name__} without {', '.join(missing)}, so it is no text reward. "
-            "Add these (visalign.rewards.text_contract.TextReward says what they are), or name a function."
+            "Add these (visalign.interfaces.TextReward says what they are), or name a function."
         )
     if next(iter(inspect.signature(found.score).parameters), "") == "images":
         raise RewardError(

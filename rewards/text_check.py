@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, Scores, TextReward
 
 from .contract import RewardError
 from .contract_checks import declaration_problems, form_problems
 from .probes import Attempt
-from .text_contract import Prompt, TextReward
+from .text_contract import Prompt
 
 _COMPLETIONS = ("The answer is 4.", "", "\\boxed{4} 🙂\n", "<think>2+2</think><answer>4</answer>")
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from visalign.interfaces import Metadata, Scores
 
 from .contract import RewardError
+from .text_classifier import check_counts, load_classifier, load_tokenizer, longest_text, spelled_out
 from .text_contract import Prompt, Verdict, read_text_request, text_scores
-
-UNBOUNDED = 10**9
-"""Tokenizers without a limit give a huge number as model_max_length."""
 
 
 class RewardModel:
@@ -62,27 +60,19 @@ class RewardModel:
             RewardError: the model cannot be loaded, has no trained head or not one output, or the tokenizer
                 lacks the pad token or the template that is needed.
         """
-        kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        if precision not in kinds:
-            raise ValueError(f"{name}: precision is {precision!r}; allowed are {', '.join(kinds)}.")
-        for key, number in (("batch_size", batch_size), ("max_length", max_length)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(f"{name}: {key} is {number!r}; allowed are whole numbers from 1.")
+        check_counts(name, batch_size=batch_size, max_length=max_length)
         self.name = name
         self.device = torch.device(device)
         self.batch_size = batch_size
-        loaded = model if isinstance(model, torch.nn.Module) else _load_model(name, model, kinds[precision])
-        self.model: Any = loaded.to(self.device, kinds[precision]).eval()
-        if isinstance(model, torch.nn.Module) and tokenizer is None:
-            raise ValueError(f"{name}: a module has no tokenizer; give tokenizer=.")
-        source = model if tokenizer is None else tokenizer
-        self.tokenizer: Any = _load_tokenizer(name, source) if isinstance(source, str | Path) else source
+        self.model: Any = load_classifier(
+            name, model, AutoModelForSequenceClassification, "sequence", precision, self.device
+        )
+        self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
         self._check(name, template)
         self._template = (
             bool(getattr(self.tokenizer, "chat_template", None)) if template is None else template
         )
-        self.max_length = _longest(self.model.config, self.tokenizer, max_length)
-        self._special = [token for token in self.tokenizer.all_special_tokens if token]
+        self.max_length = longest_text(self.model, self.tokenizer, max_length)
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
@@ -96,9 +86,8 @@ class RewardModel:
         verdicts = [Verdict()] * len(request)
         encoded: dict[int, list[int]] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
-            forged = next((token for token in self._special if token in completion), None)
-            if forged is not None:
-                verdicts[row] = Verdict(reason=f"the completion spells out the special token {forged!r}")
+            if (forged := spelled_out(self.tokenizer, completion)) is not None:
+                verdicts[row] = Verdict(reason=forged)
                 continue
             tokens = self._encode(prompt, completion)
             if not 1 <= len(tokens) <= self.max_length:
@@ -166,36 +155,3 @@ class RewardModel:
         if self.tokenizer.pad_token_id is not None:
             # The head reads the last token that is not this one.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
-
-
-def _load_model(name: str, model: str | Path, dtype: torch.dtype) -> torch.nn.Module:
-    try:
-        loaded, report = AutoModelForSequenceClassification.from_pretrained(
-            str(model), dtype=dtype, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise RewardError(
-            f"{name}: {model} cannot be loaded as a sequence classification model ({error}). Give a folder "
-            "that save_pretrained wrote, or a hub name."
-        ) from error
-    if absent := sorted(report["missing_keys"]):
-        raise RewardError(
-            f"{name}: {model} has no weights for {', '.join(absent[:3])}, which would be random. Give a "
-            "model that was trained as a reward model, with its head."
-        )
-    return loaded
-
-
-def _load_tokenizer(name: str, source: str | Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(str(source))
-    except (OSError, ValueError) as error:
-        raise RewardError(
-            f"{name}: no tokenizer can be loaded from {source} ({error}). Give tokenizer=."
-        ) from error
-
-
-def _longest(config: Any, tokenizer: Any, given: int | None) -> int:
-    """Tokens that model and tokenizer read at most, and no more than asked for."""
-    limits = [given, getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
-    return int(min(limit for limit in [*limits, UNBOUNDED] if limit is not None and limit > 0))

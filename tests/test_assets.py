@@ -107,7 +107,7 @@ def test_clip_is_as_good_as_its_card_says() -> None:
 
 
 def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no stage 'vae'\. Stages: autoencoder, generator, clip"):
+    with pytest.raises(ValueError, match=r"no stage 'vae'\. Stages: autoencoder, generator, clip, language"):
         build_assets.main(tmp_path, only="vae")
     with pytest.raises(ValueError, match="train the stage 'autoencoder' first"):
         build_assets.main(tmp_path, only="generator")
@@ -164,6 +164,9 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
         generator_batch=4,
         clip_steps=2,
         clip_batch=8,
+        language_steps=2,
+        language_batch=4,
+        language_per_task=1,
     )
     build_assets.main(tmp_path, plan=plan)
     pipe: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "shapes-sd3", dtype=torch.float32)

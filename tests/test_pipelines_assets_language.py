@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from visalign.data.assets import resolve_model
 from visalign.data.text_tasks import TASKS, check_answer, heldout_tasks, task_record
 from visalign.pipelines import assets_language, assets_language_data
 from visalign.pipelines.assets_cards import size_of
@@ -34,7 +37,7 @@ from visalign.pipelines.assets_language_data import (
     new_tokenizer,
     pack,
 )
-from visalign.pipelines.assets_stage import Stage
+from visalign.pipelines.assets_stage import Average, Stage
 
 TOKENIZER: Any = new_tokenizer()
 
@@ -206,3 +209,26 @@ def test_accuracy_and_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "| all | 1.000 | 0.250 | 0.500 |" in card and card.count("\n| ") == len(TASKS) + 2
     assert f"{MISREAD_SHARE:.0%} of the solutions" in card
     assert assets_language_data.MAX_TOKENS == TOKENIZER.model_max_length
+
+
+def test_the_packaged_model_is_as_good_as_its_card_says() -> None:
+    """Measured again on fewer samples; the base that reinforcement learning starts from is half right."""
+    folder = resolve_model("tasks-qwen3")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    found = accuracy(model.eval(), AutoTokenizer.from_pretrained(folder), heldout_tasks(8), samples=2, seed=7)
+    card = (Path(folder) / "README.md").read_text(encoding="utf-8")
+    row = re.search(r"\| all \| ([0-9.]+) \| ([0-9.]+) \|", card)
+    assert row is not None
+    greedy, sampled = (float(value) for value in row.groups())
+    assert 0.3 <= sampled <= 0.6
+    assert found.greedy == pytest.approx(greedy, abs=0.08)
+    assert found.sampled == pytest.approx(sampled, abs=0.08)
+
+
+def test_the_average_follows_both_names_of_tied_weights() -> None:
+    module = new_language(new_tokenizer())
+    average = Average(module, 0.0)
+    with torch.no_grad():
+        module.model.embed_tokens.weight.fill_(1.0)
+    average.update(module)
+    assert bool((average.values["lm_head.weight"] == average.values["model.embed_tokens.weight"]).all())

@@ -27,6 +27,13 @@ INPUTS = {
     "list_answer": ({}, ANSWERS),
     "text_format": ({}, {}),
     "json_format": ({}, {}),
+    "task_answer": (
+        {},
+        {
+            "completions": [r"2 + 2 = 4. \boxed{4}", r"\boxed{5}", "4"],
+            "metadata": [{"task": "add", "problem": [2, 2], "answer": "4"}] * 2 + [None],
+        },
+    ),
     "length": ({"max_length": 4, "cache": 2}, {}),
     "repetition": ({}, {}),
     "code_tests": (

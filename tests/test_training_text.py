@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from tests.text_toy import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
+from tests.tiny_language_models import tiny_model, tiny_tokenizer
+from tests.tiny_text_server import serving
+from visalign.adapters.causal_lm import CausalLMPolicy
+from visalign.adapters.causal_lm_lora import text_lora
+from visalign.adapters.server_generation import ServerGenerator
 from visalign.errors import UserError
+from visalign.text import Stop
 from visalign.training.collect import RewardFailure
 from visalign.training.metrics import METRICS, check_keys, read_metrics, without_times
 from visalign.training.text_settings import TextObjectiveSettings, TextRolloutSettings
@@ -176,6 +182,40 @@ def test_a_separate_value_network_learns(tmp_path):
     assert len(names) > 10
 
 
+def test_rewards_of_single_steps_are_learnt(tmp_path):
+    """The answer as a whole is worth nothing, a token "z" is worth 1, answers with a "y" are invalid."""
+    policy = toy_policy()
+    z, y = (policy.tokenizer.convert_tokens_to_ids(letter) for letter in "zy")
+
+    class Judged:
+        def __init__(self, rollout):
+            self.valid = ~(rollout.completion_ids == y).any(1)
+            self.reward = (rollout.completion_ids == z) * rollout.weight * self.valid[:, None]
+
+        def tokens(self, place="last"):
+            return self.reward
+
+    class Judge:
+        def score_rollout(self, rollout):
+            return Judged(rollout)
+
+    trainer = toy_text_trainer(
+        tmp_path, "reinforce_pp", policy=policy, reward=Letters("%"), process=Judge(), optimiser={"lr": 1e-2}
+    )
+    prompts = [record["prompt"] for record in trainer.team.records]
+
+    def share():
+        rollout = policy.generate(prompts, seeds=5, num_generations=40, stop=Stop(max_new_tokens=5))
+        return float(((rollout.completion_ids == z) * rollout.weight).sum() / rollout.weight.sum())
+
+    before = share()
+    records = [trainer.iterate() for _ in range(15)]
+    assert share() > before + 0.2
+    assert min(record["trained_share"] for record in records) < 1  # answers with a "y" are left out
+    with pytest.raises(UserError, match="grpo has one advantage per answer"):
+        toy_text_trainer(tmp_path, "grpo", process=Judge())
+
+
 def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):
     used = {}
     for target in (1e-9, 1e3):
@@ -214,6 +254,48 @@ def test_another_engines_log_probs_are_corrected(tmp_path):
         moves.append(weights_of(trainer) - before)
     ratio = float((moves[0] * moves[1]).sum() / moves[0].square().sum())
     assert ratio == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
+def test_a_server_writes_the_answers_and_follows_the_weights(tmp_path):
+    """The server holds its own copy of the model; after each update it loads the adapters."""
+
+    def built():
+        return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer(), lora=text_lora(rank=4))
+
+    policy = built()
+    with serving(built()) as server:
+        generator = ServerGenerator.for_policy(policy, server.url, "tiny")
+
+        def sync(_iteration):
+            policy.save(tmp_path / "adapter")
+            generator.sync(tmp_path / "adapter")
+
+        trainer = toy_text_trainer(
+            tmp_path,
+            policy=policy,
+            generator=generator,
+            after_update=sync,
+            objective={"changes": {"kl": 0.0, "correction": TRUNCATE}},
+            optimiser={"lr": 2e-2},
+        )
+        start = weights_of(trainer)
+        records = [trainer.iterate() for _ in range(3)]
+        assert len(server.adapters) == 1 and not torch.equal(start, weights_of(trainer))
+        assert all(record["engine_gap"] < 1e-4 for record in records)
+        assert all(record["ratio_std"] > 0 for record in records)
+        trainer.after_update = None
+        with pytest.raises(UserError, match="the server still has other weights"):
+            for _ in range(3):
+                trainer.iterate()
+
+
+def test_an_engine_that_is_far_off_stops_the_run(tmp_path):
+    policy = toy_policy()
+    trainer = toy_text_trainer(
+        tmp_path, policy=policy, generator=OtherEngine(policy, 0.7), rollout={"recompute": True}
+    )
+    with pytest.raises(UserError, match=r"are 0\.7 nats per token away from the policy's, allowed 0\.5"):
+        trainer.iterate()
 
 
 def test_another_engine_needs_recomputed_log_probs(tmp_path):

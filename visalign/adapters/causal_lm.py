@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any transformers causal language model as a `TextPolicy`, with LoRA or full fine-tuning."""
+"""Any transformers causal language model as a `TextPolicy`, with LoRA or full fine-tuning; some see."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from visalign.errors import UserError
 from visalign.text import (
@@ -31,15 +31,18 @@ from .causal_lm_loading import (
     context_length,
     end_tokens,
     load_causal_lm,
+    longest_prompt,
     pad_id,
 )
 from .causal_lm_lora import add_text_lora, load_text_lora
 from .causal_lm_network import CausalNetwork, enable_recomputation, recomputed_layers
 from .causal_lm_replay import scored_sampling, token_output
 from .chat import PromptEncoder
-from .lora import LoraSettings, lora_disabled
+from .lora import LoraSettings
 from .value_head import ValueHead
-from .weights import swapped_weights
+from .vision_language import QwenSight
+from .vision_language_prompts import encoder_of
+from .weights import TrainedWeights
 
 
 class CausalLMPolicy:
@@ -48,12 +51,15 @@ class CausalLMPolicy:
     Dropout is always off, so that a token's log-prob is one number: at the first update the ratio is 1 up to
     rounding. With LoRA the model is frozen but for float32 adapters, and the reference is the model without
     them. Without, all of it is trained, and the reference is a copy of it (one more model in memory).
+
+    A vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL) reads pictures in its prompts when it is given
+    with its processor; LoRA is then put into its language part alone.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         lora: LoraSettings | None = None,
         prompts: PromptEncoder | None = None,
@@ -69,10 +75,10 @@ class CausalLMPolicy:
 
         Args:
             model: on its device, in its dtype.
-            tokenizer: of the model. A pad token is not needed.
+            tokenizer: of the model; a pad token is not needed. Or the processor of a model that sees.
             lora: adapters to add and train (`text_lora()`); None trains the whole model.
-            prompts: how prompts become tokens; by default the tokenizer's own chat template for conversations
-                and plain tokenization for texts.
+            prompts: how prompts become tokens; by default the tokenizer's (or processor's) own chat template
+                for conversations and plain tokenization for texts.
             value_head: a head on this model's hidden states; a separate network is a `ValueModel`.
             max_prompt_tokens: longest prompt; None is what the model's context leaves for one token more.
             long_prompts: a longer prompt is an error ("refuse"), or gives samples of weight 0 with the stop
@@ -85,31 +91,31 @@ class CausalLMPolicy:
         Raises:
             UserError: if model and tokenizer do not fit, or an argument is out of range.
         """
-        check_causal_lm(model, tokenizer)
+        self.processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
+        own: Any = tokenizer if self.processor is None else getattr(tokenizer, "tokenizer", None)
+        check_causal_lm(model, own)
         check_options(generate_batch, score_batch, max_prompt_tokens, long_prompts)
-        self.model, self.tokenizer, self.lora = model.eval(), tokenizer, lora
+        self.model, self.tokenizer, self.lora = model.eval(), own, lora
+        sight = None if self.processor is None else QwenSight(model)
         self.prompts = prompts or PromptEncoder(tokenizer)
+        self._encoder = encoder_of(model, self.prompts, self.processor)
         self.long_prompts, self.generate_batch, self.score_batch = long_prompts, generate_batch, score_batch
         self.context_length = context_length(model)
-        room = None if self.context_length is None else self.context_length - 1
-        limits = [limit for limit in (max_prompt_tokens, room) if limit is not None]
-        self.max_prompt_tokens = min(limits) if limits else None
-        self._lora_layers = [] if lora is None else add_text_lora(model, lora)
+        self.max_prompt_tokens = longest_prompt(self.context_length, max_prompt_tokens)
+        adapters = None if lora is None else add_text_lora(model, lora, getattr(sight, "language", None))
         if lora is None:
             model.requires_grad_(True)
         self._checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             enable_recomputation(model)
-        self._network = CausalNetwork(model, autocast=autocast)
+        self._network = CausalNetwork(model, autocast=autocast, sight=sight)
         if value_head is not None and self._network.head is None:
             raise UserError(
                 f"The output head of {type(model).__name__} is no linear layer, so its hidden states cannot "
                 "be shared with a value head. Use a separate ValueModel."
             )
         self.value_head = None if value_head is None else value_head.to(model.device)
-        self._trainable = [p for p in model.parameters() if p.requires_grad]
-        self._original = [p.detach().clone() for p in self._trainable] if lora is None else []
-        self._reference_depth = 0
+        self._trained = TrainedWeights(model, adapters)
 
     @classmethod
     def from_pretrained(
@@ -120,7 +126,7 @@ class CausalLMPolicy:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> CausalLMPolicy:
-        """Load a model with its tokenizer from a folder or the hub and make it a policy.
+        """Load a model with its tokenizer or processor from a folder or the hub and make it a policy.
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
@@ -166,33 +172,33 @@ class CausalLMPolicy:
         float rounding alone. Where the context ends first, the answer ends there with the reason "length".
 
         Args:
-            prompts: P texts or conversations.
+            prompts: P texts or conversations; the parts {"type": "image"} of a conversation stand for
+                pictures, and may hold them as "image".
             seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
             num_generations: G, at least 1.
             sampling: how tokens are drawn; by default from the model itself.
             stop: what ends an answer.
             group: P labels of the prompts; by default 0 to P-1.
-            images: pictures in the prompts; this policy reads text alone and refuses them.
+            images: P lists of pictures, for the image parts that hold none: PIL images, or tensors [3, H, W],
+                uint8 or float in [0, 1].
 
         Raises:
-            UserError: no prompts, counts that do not fit, a prompt that cannot be encoded or is too long, or
-                no end token.
+            UserError: no prompts, counts that do not fit, a prompt that cannot be encoded or is too long,
+                pictures for a policy that reads text alone or that cannot be read, or no end token.
             ValueError: logits that are NaN.
         """
-        if images is not None:
-            raise UserError(
-                f"{type(self.model).__name__} is used as a text policy and reads no images. Leave images out."
-            )
         count = check_counts(prompts, num_generations, seeds, group)
-        stop, ids = stop or Stop(), self.prompts.encode(prompts)
+        stop, encoded = stop or Stop(), self._encoder.encode(prompts, images)
         if self.long_prompts == "refuse":
-            check_lengths(ids, self.max_prompt_tokens, self.context_length)
+            check_lengths(encoded.ids, self.max_prompt_tokens, self.context_length, encoded.pictures)
         batch = PromptBatch(
             prompts=prompts,
-            ids=ids,
+            ids=encoded.ids,
             group=list(range(len(prompts))) if group is None else list(group),
             generations=num_generations,
             seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
+            pictures=encoded.pictures,
+            images=encoded.images,
         )
         ends = end_tokens(self.model, self.tokenizer, stop)
         return generate_rollout(
@@ -242,42 +248,29 @@ class CausalLMPolicy:
                 rollout,
                 chosen,
                 sampling=sampling,
+                encoder=self._encoder,
                 value=self.value_head,
                 batch=None if grad else self.score_batch,
             )
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
+    def reference(self) -> AbstractContextManager[None]:
         """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
-        self._reference_depth += 1
-        try:
-            if self._reference_depth > 1:
-                yield
-            elif self.lora is not None:
-                with lora_disabled(self._lora_layers):
-                    yield
-            else:
-                with swapped_weights(self._trainable, self._original):
-                    yield
-        finally:
-            self._reference_depth -= 1
+        return self._trained.reference()
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters that the optimiser moves: the model's, then "value_head.…"."""
-        wanted = {id(parameter) for parameter in self._trainable}  # not requires_grad: reference() moves it
-        named = [(n, p) for n, p in self.model.named_parameters() if id(p) in wanted]
         head = [] if self.value_head is None else list(self.value_head.named_parameters())
-        return [*named, *((f"value_head.{name}", parameter) for name, parameter in head)]
+        return [*self._trained.named(), *((f"value_head.{name}", parameter) for name, parameter in head)]
 
     def save(self, folder: Path) -> None:
-        """Write what was trained, the tokenizer, and the value head where there is one.
+        """Write what was trained, the tokenizer or processor, and the value head where there is one.
 
         Args:
             folder: with LoRA it gets the adapter as `peft.PeftModel.from_pretrained(base, folder)` reads it;
-                without, the whole model for `AutoModelForCausalLM.from_pretrained(folder)`.
+                without, the whole model for `from_pretrained` of this class or of transformers.
         """
         self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        (self.processor or self.tokenizer).save_pretrained(folder)
         if self.value_head is not None:
             self.value_head.save(Path(folder))
 

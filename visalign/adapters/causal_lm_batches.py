@@ -22,8 +22,9 @@ from visalign.text import (
     sample_uniforms,
 )
 
-from .causal_lm_generation import Answers, Ending, generate_answers, left_pad
+from .causal_lm_generation import Answers, Ending, generate_answers
 from .causal_lm_network import CausalNetwork
+from .causal_lm_prompts import EncodedPrompt, Picture, left_pad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class PromptBatch:
     """P prompts that are to be answered G times each."""
 
     prompts: Sequence[Prompt]
-    ids: Sequence[list[int]]
+    ids: Sequence[Sequence[int]]
     """P lists of tokens."""
     group: Sequence[Hashable]
     """P labels."""
@@ -39,6 +40,15 @@ class PromptBatch:
     """G."""
     seeds: Sequence[int]
     """P·G."""
+    pictures: Sequence[Sequence[Picture]] | None = None
+    """P lists; None without pictures."""
+    images: Sequence[Sequence[Any]] | None = None
+    """The pictures as they were given."""
+
+    def encoded(self) -> list[EncodedPrompt]:
+        """P prompts as the network reads them."""
+        shown = [()] * len(self.ids) if self.pictures is None else self.pictures
+        return [EncodedPrompt(tuple(ids), tuple(row)) for ids, row in zip(self.ids, shown, strict=True)]
 
 
 def check_counts(
@@ -67,23 +77,32 @@ def check_counts(
     return count
 
 
-def check_lengths(ids: Sequence[Sequence[int]], longest: int | None, context: int | None) -> None:
+def check_lengths(
+    ids: Sequence[Sequence[int]],
+    longest: int | None,
+    context: int | None,
+    pictures: Sequence[Sequence[Picture]] | None = None,
+) -> None:
     """Refuse prompts that are too long to be answered.
 
     Args:
         ids: P prompts.
         longest: tokens of a prompt at most, or None.
         context: of the model, for the message.
+        pictures: P lists, for the message.
 
     Raises:
         UserError: naming the first such prompt, its length and the limit.
     """
     long = [place for place, tokens in enumerate(ids) if longest is not None and len(tokens) > longest]
     if long:
+        shown = [] if pictures is None else [picture.tokens for picture in pictures[long[0]]]
+        of_them = f" ({sum(shown)} of them for its {len(shown)} pictures)" if shown else ""
+        smaller = ", show smaller pictures" if shown else ""
         raise UserError(
-            f"Prompt {long[0]} has {len(ids[long[0]])} tokens, and at most {longest} are allowed (the "
-            f"model's context is {context}); {len(long)} of {len(ids)} prompts are too long. Shorten or drop "
-            'them, or set long_prompts="mask" to give their samples no weight.'
+            f"Prompt {long[0]} has {len(ids[long[0]])} tokens{of_them}, and at most {longest} are allowed "
+            f"(the model's context is {context}); {len(long)} of {len(ids)} prompts are too long. Shorten or "
+            f'drop them{smaller}, or set long_prompts="mask" to give their samples no weight.'
         )
 
 
@@ -124,10 +143,10 @@ def generate_rollout(
         context: tokens of prompt and answer together, or None.
         longest_prompt: longer ones are not answered.
         chunk: samples that grow together.
-
     """
     source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
     fits = [longest_prompt is None or len(ids) <= longest_prompt for ids in batch.ids]
+    encoded = batch.encoded()
     todo = [sample for sample, place in enumerate(source) if fits[place]]
     count = len(source)
     found = _Collected(
@@ -138,10 +157,10 @@ def generate_rollout(
     )
     for start in range(0, len(todo), chunk):
         samples = todo[start : start + chunk]
-        prompts = [batch.ids[source[sample]] for sample in samples]
+        prompts = [encoded[source[sample]] for sample in samples]
         limit = [
-            min(stop.max_new_tokens, stop.max_new_tokens if context is None else context - len(ids))
-            for ids in prompts
+            min(stop.max_new_tokens, stop.max_new_tokens if context is None else context - len(prompt.ids))
+            for prompt in prompts
         ]
         answers = generate_answers(
             network,
@@ -208,6 +227,7 @@ def _rollout(
         seed=list(batch.seeds),
         sampling=sampling,
         kept=TokenSets.from_lists(found.kept, length) if sampling.truncates else None,
+        images=None if batch.images is None else [batch.images[place] for place in source],
     )
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from visalign.errors import UserError
 from visalign.text import (
     Sampling,
     StopReason,
@@ -26,7 +24,8 @@ from visalign.text import (
     log_distribution,
 )
 
-from .causal_lm_network import CausalNetwork
+from .causal_lm_network import CausalNetwork, PromptCache
+from .causal_lm_prompts import EncodedPrompt, left_pad
 
 COMPACT_BELOW = 0.8
 """Ended answers leave the cache when fewer than this share of its rows is still growing."""
@@ -61,7 +60,7 @@ class Answers:
 @torch.no_grad()
 def generate_answers(
     network: CausalNetwork,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[EncodedPrompt],
     uniform: Tensor,
     *,
     sampling: Sampling,
@@ -72,7 +71,7 @@ def generate_answers(
 
     Args:
         network: the model.
-        prompts: b lists of ids.
+        prompts: b of them.
         uniform: [b, T] float64 in [0, 1), the numbers that decide the tokens.
         sampling: how tokens are drawn.
         ending: what ends an answer.
@@ -100,7 +99,7 @@ def generate_answers(
             break
         if int(growing.sum()) < COMPACT_BELOW * len(rows):
             still = growing.nonzero()[:, 0]
-            cache.reorder_cache(still)
+            cache.reorder(still)
             rows, mask, token, growing = rows[still], mask[still], token[still], growing[still]
         # masked tokens of ended answers do not move their position, so none walks past the context's end
         mask[:, width + step] = growing
@@ -109,25 +108,6 @@ def generate_answers(
         )
         logits = network.logits(features[:, -1])
     return answers
-
-
-def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts of different length as one block.
-
-    Args:
-        prompts: b lists of ids.
-        pad_id: what fills the left.
-
-    Returns:
-        (ids [b, L] int64, mask [b, L] int64).
-    """
-    width = max(len(ids) for ids in prompts)
-    ids = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(list(prompt), dtype=torch.int64)
-        mask[row, width - len(prompt) :] = 1
-    return ids, mask
 
 
 def _empty(count: int, longest: int, device: torch.device) -> Answers:
@@ -143,20 +123,19 @@ def _empty(count: int, longest: int, device: torch.device) -> Answers:
 
 
 def _first_pass(
-    network: CausalNetwork, prompts: Sequence[Sequence[int]], longest: int, pad_id: int
-) -> tuple[Tensor, Any, Tensor]:
+    network: CausalNetwork, prompts: Sequence[EncodedPrompt], longest: int, pad_id: int
+) -> tuple[Tensor, PromptCache, Tensor]:
     """Logits after each prompt, the cache of the prompts, and a mask with room for the answers."""
-    different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
-    place = {prompt: number for number, prompt in enumerate(different)}
-    ids, mask = (block.to(network.model.device) for block in left_pad(different, pad_id))
-    features, cache = network.features(ids, mask, caching=True)
-    if not hasattr(cache, "reorder_cache"):
-        raise UserError(
-            f"{type(network.model).__name__} returned no key-value cache that answers can share and leave. "
-            "Generate with a server for this model, or choose a model with attention."
-        )
-    index = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=ids.device)
-    cache.reorder_cache(index)
+    place: dict[EncodedPrompt, int] = {}
+    for prompt in prompts:
+        place.setdefault(prompt, len(place))
+    padded = left_pad([prompt.ids for prompt in place], pad_id)
+    ids, mask = (block.to(network.model.device) for block in padded)
+    pictures = [prompt.pictures for prompt in place]
+    features, cache = network.features(ids, mask, pictures=pictures, caching=True)
+    cache.check(type(network.model).__name__)
+    index = torch.tensor([place[prompt] for prompt in prompts], device=ids.device)
+    cache.reorder(index)
     room = torch.zeros(len(prompts), longest, dtype=mask.dtype, device=mask.device)
     return network.logits(features[:, -1])[index], cache, torch.cat((mask[index], room), 1)
 

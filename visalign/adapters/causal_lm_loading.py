@@ -11,18 +11,24 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from visalign.errors import UserError
 from visalign.text import Stop
 
+VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types whose pictures are read."""
+
 
 def load_causal_lm(
     folder_or_id: str | Path, *, dtype: torch.dtype
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
     """Load both.
 
     Args:
@@ -30,11 +36,11 @@ def load_causal_lm(
         dtype: of all weights.
 
     Returns:
-        (model on the CPU, tokenizer).
+        (model on the CPU, its tokenizer, or its processor if it sees).
 
     Raises:
         FileNotFoundError: if the folder or a part of it is missing.
-        UserError: if it holds no causal language model.
+        UserError: if it holds no causal language model, or one that sees and no processor.
     """
     folder = Path(folder_or_id)
     name = str(folder_or_id)
@@ -55,14 +61,35 @@ def load_causal_lm(
             "model.save_pretrained wrote; for a LoRA alone give its base model here and load() it after."
         )
     config: Any = AutoConfig.from_pretrained(name)
+    if config.model_type in VISION_LANGUAGE:
+        processor = _load_processor(name, config.model_type)
+        seeing: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
+        return seeing, processor
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"{name} is a {config.model_type}, which is no causal language model. Choose a model that "
-            "AutoModelForCausalLM loads."
+            f"AutoModelForCausalLM loads, or one that sees: {', '.join(VISION_LANGUAGE)}."
         )
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     tokenizer: Any = AutoTokenizer.from_pretrained(name)
     return model, tokenizer
+
+
+def _load_processor(name: str, kind: str) -> ProcessorMixin:
+    """The processor of a model that sees."""
+    reason = ""
+    try:
+        # without its files this falls back to the tokenizer
+        found: Any = AutoProcessor.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        found, reason = None, f" ({error})"
+    if not isinstance(found, ProcessorMixin):
+        raise UserError(
+            f"{name} is a {kind} without its processor: preprocessor_config.json or processor_config.json is "
+            f"missing or not complete{reason}. Save it there from the model it came from: "
+            "AutoProcessor.from_pretrained(original).save_pretrained(folder)."
+        )
+    return found
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop: Stop) -> tuple[int, ...]:
@@ -122,6 +149,17 @@ def context_length(model: PreTrainedModel) -> int | None:
     """Tokens that prompt and answer may have together, or None where the model names no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def longest_prompt(context: int | None, wanted: int | None) -> int | None:
+    """Tokens of a prompt at most: as many as are wanted, and leave room in the context for an answer.
+
+    Args:
+        context: from `context_length`.
+        wanted: the user's limit, or None.
+    """
+    limits = [*(() if wanted is None else (wanted,)), *(() if context is None else (context - 1,))]
+    return min(limits) if limits else None
 
 
 def check_causal_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

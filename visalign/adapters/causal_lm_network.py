@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from visalign.core import fused_log_prob_entropy
 from visalign.core.fused_head import LogProbEntropy
+from visalign.errors import UserError
+
+from .causal_lm_prompts import Picture
 
 STRIP = 16384
 """Rows of a 16-bit head that are lifted to float32 at a time."""
@@ -70,21 +73,79 @@ class LinearHead:
         )
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Prompts with their pictures, as the language part of a model takes them."""
+
+    inputs: dict[str, Any]
+    """In place of token ids and positions."""
+    offset: Tensor
+    """[b, 1] how far the position of a later token is from the number of tokens before it."""
+
+
+class Sight(Protocol):
+    """The part of a model that sees."""
+
+    language: nn.Module
+    """The part that reads what was seen, and text alone: the trunk."""
+
+    def see(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Seen:
+        """Tokens [b, S] from the beginning, with a mask of them and b lists of pictures."""
+        ...
+
+
+@dataclass
+class PromptCache:
+    """Keys and values of the tokens so far, which samples share and leave."""
+
+    keys: Any
+    """Of transformers."""
+    offset: Tensor | None = None
+    """See `Seen`; None where positions count tokens."""
+
+    def reorder(self, index: Tensor) -> None:
+        """Keep the rows `index` [n], in place; repeats allowed."""
+        self.keys.reorder_cache(index)
+        self.offset = None if self.offset is None else self.offset[index]
+
+    def check(self, name: str) -> None:
+        """Refuse the cache of a model whose samples cannot share it.
+
+        Args:
+            name: of the model.
+        """
+        if not hasattr(self.keys, "reorder_cache"):
+            raise UserError(
+                f"{name} returned no key-value cache that answers can share and leave. Generate with a "
+                "server for this model, or choose a model with attention."
+            )
+
+
 class CausalNetwork:
     """Forward passes of a causal model; `features` are last hidden states, or logits where `head` is None.
 
     Args:
         model: a transformers causal language model, on its device.
         autocast: run the trunk under autocast in this dtype.
+        sight: of a model that reads pictures.
+
+    Raises:
+        UserError: a model that sees and whose head is no linear layer.
     """
 
-    def __init__(self, model: PreTrainedModel, *, autocast: torch.dtype | None = None) -> None:
-        self.model = model
-        self.autocast = autocast
-        trunk = model.base_model
-        self._takes_positions = "position_ids" in inspect.signature(trunk.forward).parameters
+    def __init__(
+        self, model: PreTrainedModel, *, autocast: torch.dtype | None = None, sight: Sight | None = None
+    ) -> None:
+        self.model, self.autocast, self._sight = model, autocast, sight
+        self._trunk: nn.Module = model.base_model if sight is None else sight.language
+        self._takes_positions = "position_ids" in inspect.signature(self._trunk.forward).parameters
         self.head: LinearHead | None = None
         self.head = self._linear_head()
+        if sight is not None and self.head is None:
+            raise UserError(
+                f"The language part of this {type(model).__name__} and its output head do not give the "
+                "model's own logits, so it cannot be used with pictures. Give the tokenizer alone for text."
+            )
 
     @property
     def vocabulary(self) -> int:
@@ -93,32 +154,44 @@ class CausalNetwork:
         return embedding.weight.shape[0]
 
     def features(
-        self, ids: Tensor, mask: Tensor, *, cache: Any = None, caching: bool = False
-    ) -> tuple[Tensor, Any]:
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
+        cache: PromptCache | None = None,
+        caching: bool = False,
+    ) -> tuple[Tensor, PromptCache]:
         """Features of tokens, after those in the cache.
 
         Args:
             ids: [b, S] the tokens.
             mask: [b, past + S], 0 for padding anywhere.
+            pictures: b lists, where the tokens are the first ones and some rows have pictures.
             cache: of the past tokens.
-            caching: whether to return a cache.
+            caching: whether to fill a cache.
 
         Returns:
-            ([b, S, H] hidden states or [b, S, V] logits, the cache or None).
+            ([b, S, H] hidden states or [b, S, V] logits, the cache, empty without `caching`).
         """
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": caching}
+        inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": caching}
+        offset = None
         if cache is not None:
-            inputs["past_key_values"] = cache
-        if self._takes_positions:
-            # Positions count real tokens, so padding on the left moves nothing.
-            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            inputs["past_key_values"], offset = cache.keys, cache.offset
         context = torch.autocast(ids.device.type, self.autocast) if self.autocast else nullcontext()
         with context:
-            if self.head is None:
-                out = self.model(**inputs)
-                return out.logits.float(), out.get("past_key_values")
-            out = self.model.base_model(**inputs)
-        return out.last_hidden_state, out.get("past_key_values")
+            if self._sight is not None and pictures is not None and any(len(row) for row in pictures):
+                seen = self._sight.see(ids, mask, pictures)
+                inputs, offset = {**inputs, **seen.inputs}, seen.offset
+            else:
+                inputs["input_ids"] = ids
+                if self._takes_positions:
+                    # Positions count real tokens, so padding on the left moves nothing.
+                    count = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+                    inputs["position_ids"] = count if offset is None else count + offset
+            out: Any = (self.model if self.head is None else self._trunk)(**inputs)
+        features = out.logits.float() if self.head is None else out.last_hidden_state
+        return features, PromptCache(out.get("past_key_values"), offset)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [*N, V] float32 of features."""
@@ -127,7 +200,7 @@ class CausalNetwork:
     def _linear_head(self) -> LinearHead | None:
         """The head, if logits made from it are the model's own."""
         layer = self.model.get_output_embeddings()
-        if type(layer) is not nn.Linear or self.model.base_model is self.model:
+        if type(layer) is not nn.Linear or self._trunk is self.model:
             return None
         config = self.model.config.get_text_config()
         ids = torch.arange(min(8, self.vocabulary), device=self.model.device)[None]

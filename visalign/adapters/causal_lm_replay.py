@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets, sampled_log_prob
 
 from .causal_lm_network import CausalNetwork
+from .causal_lm_prompts import Encoder, Picture
 
 LOGIT_NUMBERS = 1 << 24
 """Logits alive at a time where top-k or top-p need them: 64 MB of float32, computed again in the backward."""
@@ -97,6 +98,7 @@ def token_output(
     chosen: Tensor,
     *,
     sampling: Sampling,
+    encoder: Encoder,
     value: Callable[[Tensor], Tensor] | None = None,
     batch: int | None = None,
 ) -> TokenOutput:
@@ -107,6 +109,7 @@ def token_output(
         rollout: B samples.
         chosen: [b] which of them; those without weight cost nothing.
         sampling: from `scored_sampling`.
+        encoder: of the prompts, for their pictures.
         value: [n, H] last hidden states to [n].
         batch: samples per forward pass, sorted by length; None takes all together.
 
@@ -127,7 +130,8 @@ def token_output(
             break
         packed = pack(rollout, chosen[part])
         kept = rollout.kept.rows(chosen[part]) if rollout.kept is not None and sampling.truncates else None
-        terms = replay(network, packed, sampling=sampling, kept=kept, value=value)
+        pictures = _pictures(encoder, rollout, chosen[part])
+        terms = replay(network, packed, pictures, sampling=sampling, kept=kept, value=value)
         place = part[packed.row].to(device), packed.column.to(device)
         found = (terms.chosen.log_prob, terms.chosen.entropy, terms.value)
         outputs = [
@@ -135,6 +139,15 @@ def token_output(
             for blank, new in zip(outputs, found, strict=True)
         ]
     return TokenOutput(log_prob=outputs[0], entropy=outputs[1], value=outputs[2] if value else None)
+
+
+def _pictures(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[Picture]] | None:
+    """Of some samples, or None where the rollout has none."""
+    if rollout.images is None:
+        return None
+    samples = rows.tolist()
+    ids = [rollout.prompt_ids[sample, rollout.prompt_weight[sample] != 0].tolist() for sample in samples]
+    return encoder.pictures([rollout.images[sample] for sample in samples], ids, samples)
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,7 @@ class TokenTerms:
 def replay(
     network: CausalNetwork,
     packed: Packed,
+    pictures: Sequence[Sequence[Picture]] | None = None,
     *,
     sampling: Sampling,
     kept: TokenSets | None = None,
@@ -160,6 +174,7 @@ def replay(
     Args:
         network: the model.
         packed: from `pack`.
+        pictures: lists of the packed samples.
         sampling: what the tokens were drawn with; without truncation for the full vocabulary.
         kept: the sets of the packed samples, where `sampling` truncates.
         value: [n, H] last hidden states to [n].
@@ -168,7 +183,7 @@ def replay(
         n numbers each, differentiable.
     """
     device = network.model.device
-    features, _ = network.features(packed.ids.to(device), packed.mask.to(device))
+    features, _ = network.features(packed.ids.to(device), packed.mask.to(device), pictures=pictures)
     states = features[packed.row.to(device), packed.before.to(device)]
     target = packed.target.to(device)
     values = None if value is None else value(states)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from visalign.errors import UserError, suggestion
 from visalign.text import Prompt
@@ -17,13 +17,25 @@ from visalign.text import Prompt
 _JINJA = re.compile(r"\{[{%]")
 
 
+def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
+    """The parts {"type": "image", …} of a conversation, in order; none of a text.
+
+    Args:
+        prompt: text or conversation.
+    """
+    messages = () if isinstance(prompt, str) else prompt
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+
+
 class PromptEncoder:
     """Turns prompts into token ids, and says which prompt cannot be turned and why.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model, or its processor.
         chat_template: the Jinja text of a template, or the name of one of the tokenizer's; None is the
-            tokenizer's own.
+            processor's or the tokenizer's own.
         template_options: more variables of the template, e.g. {"enable_thinking": False}.
         plain_as_chat: wrap a plain text as the message of a user; False tokenizes it as it stands.
         system: put this message before conversations that have none of the role "system".
@@ -34,18 +46,20 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         plain_as_chat: bool = False,
         system: str | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        given: Any = tokenizer
+        own: Any = given.tokenizer if isinstance(given, ProcessorMixin) else given
+        self.tokenizer: PreTrainedTokenizerBase = own
         self.plain_as_chat = plain_as_chat
         self.system = system
         self._options = dict(template_options or {})
-        self._template = _find_template(tokenizer, chat_template)
+        self._template = _find_template(given.chat_template or own.chat_template, chat_template)
         if self._template is None and (plain_as_chat or system is not None):
             raise UserError(
                 "plain_as_chat and system need a chat template, and this tokenizer has none (a base model). "
@@ -119,9 +133,8 @@ class PromptEncoder:
         return str(rendered)
 
 
-def _find_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str | None:
+def _find_template(own: Any, given: str | None) -> str | None:
     """The Jinja text that is meant; None where there is none and none was asked for."""
-    own = tokenizer.chat_template
     named: dict[str, str] = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
     if given is None:
         if named and "default" not in named:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a diffusers transformer: settings, a start that depends on its seed alone, on and off, save and
-load.
+"""LoRA on any model: settings, a start that depends on its seed alone, on and off, a check of saved ones.
 
 Source: LoRA, arXiv 2106.09685: W x + (α / r) B A x, with A random and B = 0, so that training starts at the
     model.
@@ -9,17 +8,16 @@ Source: LoRA, arXiv 2106.09685: W x + (α / r) B A x, with A random and B = 0, s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig
 from peft.tuners.lora import Linear
-from torch import nn
+from torch import Tensor
 
 from visalign.errors import UserError
 
@@ -37,9 +35,7 @@ ATTENTION_PROJECTIONS = (
 Flow-GRPO."""
 
 ADAPTER = "default"
-"""Name of our adapter inside the transformer."""
-WEIGHT_FILE = "pytorch_lora_weights.safetensors"
-"""The file that diffusers' `load_lora_weights` looks for."""
+"""Name of our adapter inside the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,49 +63,95 @@ class LoraSettings:
             )
 
 
-def add_lora(transformer: SD3Transformer2DModel, settings: LoraSettings) -> None:
-    """Freeze the transformer and put trainable float32 adapters into it, in place.
+def check_bare(model: Any, merging: str) -> None:
+    """Refuse a model that carries adapters: the reference would lose them.
 
     Args:
-        transformer: a diffusers transformer without adapters.
-        settings: what to add.
+        model: of transformers or diffusers.
+        merging: the code that merges adapters of this library into the weights, for the message.
 
     Raises:
-        UserError: if a target names no linear layer, or the transformer has adapters already.
+        UserError: naming the adapters.
     """
-    present = sorted(getattr(transformer, "peft_config", {}))
+    present = sorted(getattr(model, "peft_config", {}))
     if present:
         raise UserError(
-            f"The transformer already carries the adapters {present}, and the reference would lose them. "
-            "Merge them into the model first: pipe.fuse_lora(); pipe.unload_lora_weights()."
+            f"The {type(model).__name__} already carries the adapters {present}, and the reference would "
+            f"lose them. Merge them into the weights first ({merging}) and use the result."
         )
-    _check_targets(transformer, settings.target_modules)
-    transformer.requires_grad_(False)
+
+
+def insert_adapters(
+    model: Any, settings: LoraSettings, targets: list[str], *, task: str | None = None
+) -> list[Linear]:
+    """Freeze a model and put trainable float32 adapters into it, in place.
+
+    Args:
+        model: of transformers or diffusers, as `check_bare` lets it pass.
+        settings: what to add.
+        targets: names of linear layers, or ends of them.
+        task: peft's name of what the model does.
+
+    Returns:
+        The layers that carry adapters, for `lora_disabled`.
+    """
+    model.requires_grad_(False)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides, so a float is as good
-        target_modules=list(settings.target_modules),
+        target_modules=targets,
         lora_dropout=settings.dropout,
+        task_type=task,
     )
     with torch.random.fork_rng(devices=[]):
-        transformer.add_adapter(config, adapter_name=ADAPTER)
+        model.add_adapter(config, adapter_name=ADAPTER)
     generator = torch.Generator().manual_seed(settings.seed)
-    for name, weight in transformer.named_parameters():
+    for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
         weight.data = weight.data.float()
         if ".lora_A." in name:
             bound = 1 / math.sqrt(weight[0].numel())
             weight.data.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
+    return [module for module in model.modules() if isinstance(module, Linear)]
 
 
-def lora_layers(transformer: SD3Transformer2DModel) -> list[Linear]:
-    """The layers of the transformer that carry adapters.
+def adapter_config(model: Any) -> LoraConfig:
+    """The settings of our adapter as peft holds them.
 
     Args:
-        transformer: the model, not wrapped.
+        model: with the adapter.
     """
-    return [module for module in transformer.modules() if isinstance(module, Linear)]
+    return model.peft_config[ADAPTER]
+
+
+def check_same_kind(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    alpha: float,
+    own_alpha: float,
+) -> None:
+    """Refuse saved adapters of another rank, scale or place.
+
+    Args:
+        folder: where they were read, for the message.
+        state: what was read.
+        own: of the model, under the same names.
+        alpha: α that they were saved with.
+        own_alpha: α of the model.
+
+    Raises:
+        UserError: naming the first difference.
+    """
+    shapes, own_shapes = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, own))
+    if shapes != own_shapes or alpha != own_alpha:
+        differing = sorted(n for n in {*shapes, *own_shapes} if shapes.get(n) != own_shapes.get(n))
+        example = "".join(f"; {n} {shapes.get(n)} there, {own_shapes.get(n)} here" for n in differing[:1])
+        raise UserError(
+            f"The LoRA in {folder} is not of this model's kind: alpha {alpha} there, {own_alpha} "
+            f"here{example}. Build the policy with the LoraSettings it was trained with."
+        )
 
 
 @contextmanager
@@ -117,7 +159,7 @@ def lora_disabled(layers: list[Linear]) -> Iterator[None]:
     """Switch adapters off inside the block; which weights are trainable is the same before and after.
 
     Args:
-        layers: from `lora_layers`; they are inside the wrapped model too, so this works under DDP.
+        layers: from `insert_adapters`; they are inside the wrapped model too, so this works under DDP.
     """
     flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
     try:
@@ -129,67 +171,3 @@ def lora_disabled(layers: list[Linear]) -> Iterator[None]:
             layer.enable_adapters(True)
         for weight, trainable in flags:
             weight.requires_grad_(trainable)
-
-
-def save_lora(transformer: SD3Transformer2DModel, folder: Path) -> None:
-    """Write the adapters so that `pipe.load_lora_weights(folder)` restores them with their rank and alpha.
-
-    Args:
-        transformer: the model, not wrapped.
-        folder: gets `pytorch_lora_weights.safetensors`; made if need be.
-    """
-    metadata = _config(transformer).to_dict()
-    StableDiffusion3Pipeline.save_lora_weights(
-        save_directory=folder,
-        transformer_lora_layers={**get_peft_model_state_dict(transformer, adapter_name=ADAPTER)},
-        transformer_lora_adapter_metadata={
-            key: sorted(value) if isinstance(value, set) else value for key, value in metadata.items()
-        },
-    )
-
-
-def load_lora(transformer: SD3Transformer2DModel, folder: Path) -> None:
-    """Read adapters that `save_lora` (or diffusers) wrote into the ones that the transformer has.
-
-    Args:
-        transformer: the model with adapters of the same rank, alpha and places.
-        folder: with `pytorch_lora_weights.safetensors`.
-
-    Raises:
-        FileNotFoundError: without that file.
-        UserError: if rank, alpha or places differ.
-    """
-    if not (Path(folder) / WEIGHT_FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
-    state, metadata = StableDiffusion3Pipeline.lora_state_dict(str(folder), return_lora_metadata=True)
-    state = {name.removeprefix("transformer."): weight for name, weight in state.items()}
-    own = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
-    config = _config(transformer)
-    alpha = (metadata or {}).get("transformer.lora_alpha", config.lora_alpha)
-    shapes, own_shapes = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, own))
-    if shapes != own_shapes or alpha != config.lora_alpha:
-        differing = sorted(n for n in {*shapes, *own_shapes} if shapes.get(n) != own_shapes.get(n))
-        example = "".join(f"; {n} {shapes.get(n)} there, {own_shapes.get(n)} here" for n in differing[:1])
-        raise UserError(
-            f"The LoRA in {folder} is not of this model's kind: alpha {alpha} there, {config.lora_alpha} "
-            f"here{example}. Build the policy with the LoraSettings it was trained with."
-        )
-    set_peft_model_state_dict(transformer, state, adapter_name=ADAPTER)
-
-
-def _config(transformer: SD3Transformer2DModel) -> LoraConfig:
-    """The settings of our adapter as peft holds them."""
-    configs: Any = transformer.peft_config
-    return configs[ADAPTER]
-
-
-def _check_targets(transformer: SD3Transformer2DModel, targets: tuple[str, ...]) -> None:
-    """Each target must name at least one linear layer."""
-    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-    unknown = [t for t in targets if not any(n == t or n.endswith("." + t) for n in linear)]
-    if unknown:
-        ends = sorted({".".join(n.split(".")[2:]) for n in linear if n.startswith("transformer_blocks.")})
-        raise UserError(
-            f"The LoRA targets {unknown} name no linear layer of this transformer. Allowed are ends of layer "
-            f"names, in its blocks: {', '.join(ends)}."
-        )

@@ -7,8 +7,8 @@ Source: SD3, arXiv 2403.03206; guidance, arXiv 2207.12598: v = v(∅) + w (v(pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from visalign.interfaces import Condition, ForwardCount
 
 from .joint_attention import use_weighted_attention
 from .loading import check_parts, load_sd3_pipeline
-from .lora import LoraSettings, add_lora, load_lora, lora_disabled, lora_layers, save_lora
+from .lora import LoraSettings
 from .sd3_grid import latent_shape, sampling_sigmas
+from .sd3_lora import add_lora, load_lora, save_lora
 from .sd3_text import SD3Condition, SD3TextEncoders
-from .weights import swapped_weights
+from .weights import TrainedWeights
 
 
 class SD3Policy:
@@ -84,15 +85,10 @@ class SD3Policy:
         if collapse_null_tokens:
             use_weighted_attention(self.transformer)
         self.lora = lora
+        self._lora_layers = None if lora is None else add_lora(self.transformer, lora)
         if lora is None:
             self.transformer.requires_grad_(True)
-        else:
-            add_lora(self.transformer, lora)
-        self._lora_layers = lora_layers(self.transformer)
-        trainable = [(n, p) for n, p in self.transformer.named_parameters() if p.requires_grad]
-        self._trainable_names = [name for name, _ in trainable]
-        self._original = [p.detach().clone() for _, p in trainable] if lora is None else []
-        self._reference_depth = 0
+        self._trained = TrainedWeights(self.transformer, self._lora_layers)
         self._forward_count = ForwardCount()
 
     @classmethod
@@ -218,26 +214,13 @@ class SD3Policy:
         """
         return sampling_sigmas(self.pipe, steps, grid=grid, shape=self.latent_shape)
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
+    def reference(self) -> AbstractContextManager[None]:
         """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
-        self._reference_depth += 1
-        try:
-            if self._reference_depth > 1:
-                yield
-            elif self.lora is not None:
-                with lora_disabled(self._lora_layers):
-                    yield
-            else:
-                with swapped_weights([p for _, p in self.trainable_parameters()], self._original):
-                    yield
-        finally:
-            self._reference_depth -= 1
+        return self._trained.reference()
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters that the optimiser moves, in the order of the transformer."""
-        parameters = dict(self.transformer.named_parameters())
-        return [(name, parameters[name]) for name in self._trainable_names]
+        return self._trained.named()
 
     def save(self, folder: Path) -> None:
         """Write what was trained.

@@ -118,7 +118,15 @@ class ValueModel(nn.Module):
 
         Returns:
             [b, T] float32, differentiable; 0 where the weight is 0.
+
+        Raises:
+            UserError: for prompts with pictures.
         """
+        if rollout.images is not None:
+            raise UserError(
+                "A separate ValueModel reads text alone, and this rollout has pictures. Give the policy a "
+                "ValueHead, which reads its hidden states."
+            )
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
         device, live = self.trunk.device, (rollout.weight[chosen] != 0).any(1).nonzero()[:, 0]
         blank = torch.zeros(len(chosen), rollout.weight.shape[1], device=device)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of full fine-tuning: a second set of weights, put in place for the length of a block."""
+"""What training moves, and the way back: the reference is the model as it was."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from peft.tuners.lora import Linear
 from torch import Tensor, nn
+
+from .lora import lora_disabled
 
 
 @contextmanager
@@ -27,3 +30,39 @@ def swapped_weights(parameters: Sequence[nn.Parameter], stored: Sequence[Tensor]
     finally:
         for parameter, own in zip(parameters, current, strict=True):
             parameter.data = own
+
+
+class TrainedWeights:
+    """The parameters that the optimiser moves, and the model before it did.
+
+    Args:
+        model: with `requires_grad` set where it is trained.
+        adapters: the layers of a LoRA, which the reference does without; None where the model's own weights
+            are trained, and a copy of them is kept (one more model in memory).
+    """
+
+    def __init__(self, model: nn.Module, adapters: list[Linear] | None) -> None:
+        self._named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        self._adapters = adapters
+        self._original = [w.detach().clone() for _, w in self._named] if adapters is None else []
+        self._depth = 0
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters, in the order of the model, also inside `reference`."""
+        return list(self._named)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the model is what it was before training; may be nested. Call backward outside of it."""
+        self._depth += 1
+        try:
+            if self._depth > 1:
+                yield
+            elif self._adapters is not None:
+                with lora_disabled(self._adapters):
+                    yield
+            else:
+                with swapped_weights([weight for _, weight in self._named], self._original):
+                    yield
+        finally:
+            self._depth -= 1

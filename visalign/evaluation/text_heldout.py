@@ -76,13 +76,11 @@ def evaluate_text(
     metadata = [record for record in records for _ in seeds]
     scored = {name: _score(name, reward, rollout, metadata) for name, reward in rewards.items()}
     right, judged, reasons = _verdicts(rewards, scored, correctness, len(metadata))
-    values = {name: _masked(scores) for name, scores in scored.items()}
-    extra = {}
-    if measures:
-        extra = _measured(rollout, right, judged, len(seeds))
-        if correctness is not None:
-            greedy = _greedy(policy, rewards[correctness], records, stop)
-            extra[GREEDY] = np.repeat(greedy, len(seeds)).astype(np.float32)
+    extra = _measured(rollout, right, judged, len(seeds)) if measures else {}
+    if measures and correctness is not None:
+        greedy = _greedy(policy, rewards[correctness], records, stop)
+        extra[GREEDY] = np.repeat(greedy, len(seeds)).astype(np.float32)
+    better = {name: reward.higher_is_better for name, reward in rewards.items()}
     return HeldoutResult(
         prompts=tuple(name for name in names for _ in seeds),
         tags=tuple(str(r.get("tag", r.get("task", "untagged"))) for r in metadata),
@@ -90,10 +88,9 @@ def evaluate_text(
         correct=right,
         judged=judged,
         reasons=tuple(reasons),
-        scores={**values, **extra},
+        scores={name: _masked(scores) for name, scores in scored.items()} | extra,
         units={n: r.unit for n, r in rewards.items()} | {n: _MEASURES[n][0] for n in extra},
-        higher_is_better={n: r.higher_is_better for n, r in rewards.items()}
-        | {n: _MEASURES[n][1] for n in extra},
+        higher_is_better=better | {name: _MEASURES[name][1] for name in extra},
         images=np.zeros((0, 1, 1, 3), dtype=np.uint8),
         image_index=np.zeros(0, dtype=np.int64),
     )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from visalign.errors import UserError
+from visalign.interfaces import Prompt
 
-from .rollout import Prompt
 from .steps import StepReading
 
 

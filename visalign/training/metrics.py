@@ -31,6 +31,7 @@ METRICS: dict[str, str] = {
     "length_mean": "mean length of the iteration's answers, tokens",
     "truncated_share": "share of answers that met the length limit, 0 to 1",
     "entropy": "mean entropy of the distribution that each token was drawn from, nats",
+    "engine_gap": "mean |log π_old - log μ| per token between the policy and who wrote the answers, nats",
     "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
     "wrong or without spread, and surplus",
     "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "

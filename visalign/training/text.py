@@ -37,8 +37,9 @@ from .runtime import PhaseClock
 from .sampler import PromptSampler
 from .settings import OptimiserSettings
 from .state import restore_tensors, tensors_of
-from .text_collect import Generates, LogPartition, TextTeam, ValueFunction, collect
+from .text_collect import collect
 from .text_settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+from .text_team import Generates, LogPartition, ProcessJudge, TextTeam, ValueFunction, check_parts
 from .text_update import WrittenAnswers, optimise
 from .update import Progressed
 
@@ -83,6 +84,7 @@ class TextTrainer:
         generator: who writes the answers; None is the policy.
         value_model: a value network of its own, for PPO; None where the policy has a value head.
         log_partition: log Z of FlowRL.
+        process: judges the steps of an answer; its rewards are added to that of the answer's end.
         written: given answers for PPO-ptx.
         strata: label per record, see `PromptSampler`.
         evaluate: called with the iteration while the averaged weights are in place; logged as `heldout/...`.
@@ -110,6 +112,7 @@ class TextTrainer:
         generator: Generates | None = None,
         value_model: ValueFunction | None = None,
         log_partition: LogPartition | None = None,
+        process: ProcessJudge | None = None,
         written: WrittenAnswers | None = None,
         strata: Sequence[str] | None = None,
         evaluate: Evaluate | None = None,
@@ -132,10 +135,17 @@ class TextTrainer:
             records=records,
             value_model=value_model,
             log_partition=log_partition,
+            process=process,
             clock=self.clock,
             seed=seed,
         )
-        self._check_parts()
+        check_parts(
+            self.team,
+            self.objective,
+            name=objective.algorithm,
+            recomputed=rollout.recompute or self.objective.correction is not None,
+            has_written=written is not None,
+        )
         self.sampler = PromptSampler(
             len(records), rollout.prompts_per_iteration, rollout.group_size, seed, strata=strata
         )
@@ -259,31 +269,6 @@ class TextTrainer:
             eps=pace.eps,
             weight_decay=pace.weight_decay,
         )
-
-    def _check_parts(self) -> None:
-        """Refuse an algorithm whose parts were not given."""
-        name, objective = self.settings.algorithm, self.objective
-        has_value = (
-            self.team.value_model is not None or getattr(self.team.policy, "value_head", None) is not None
-        )
-        if objective.advantage == "gae" and not has_value:
-            raise UserError(
-                f"objective.algorithm={name} needs a value function: give the policy a value head, or a "
-                "value model (model.value in a configuration)."
-            )
-        if objective.surrogate == "flow_balance" and self.team.log_partition is None:
-            raise UserError(f"objective.algorithm={name} needs a log-partition head, and none was given.")
-        if objective.ptx and self.written is None:
-            raise UserError(
-                f"objective.algorithm={name} has a ptx term (γ = {objective.ptx:g}) and no text for it. Give "
-                "records with prompt and completion (data.written in a configuration), or set ptx to 0."
-            )
-        if self.team.generator is not self.team.policy and not self.rollout.recompute:
-            raise UserError(
-                "Another engine writes the answers, so its log-probs are not the policy's. Set "
-                "rollout.recompute=true, and a correction in objective.changes for what is left between the "
-                "two."
-            )
 
 
 def _groups(dynamic: DynamicSettings | None, rollout: TextRolloutSettings) -> DynamicGroups | None:

@@ -1,86 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One iteration's answers: sample, judge, keep groups with signal, ask policy and reference about them."""
+"""One iteration's answers: sample, judge, keep the groups with signal."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from visalign.core import Objective, Trajectories, filter_overlong
+from visalign.core import Objective, Trajectories
 from visalign.flow.noise import sample_seed
-from visalign.interfaces import Scores, TextReward
-from visalign.text import Prompt, Sampling, Stop, TextPolicy, TextRollout, join_rollouts
+from visalign.interfaces import Scores
+from visalign.text import TextRollout, join_rollouts
 
 from .collect import check_failures, judge
 from .dynamic_groups import DynamicGroups
-from .runtime import PhaseClock
 from .sampler import PromptSampler
 from .text_settings import TextRolloutSettings
-
-Records = Sequence[Mapping[str, Any]]
-
-
-class Generates(Protocol):
-    """Who writes the answers: the policy itself, or a server with its weights."""
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        num_generations: int = 1,
-        sampling: Sampling | None = None,
-        stop: Stop | None = None,
-        group: Sequence[Hashable] | None = None,
-    ) -> TextRollout:
-        """Answer P prompts G times each, as `TextPolicy.generate`."""
-        ...
-
-
-class ValueFunction(Protocol):
-    """A value network of its own (`visalign.adapters.value_head.ValueModel`)."""
-
-    def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-        """V before each token, [b, T], differentiable."""
-        ...
-
-    def named_parameters(self) -> Any:
-        """Names and parameters."""
-        ...
-
-
-class LogPartition(Protocol):
-    """FlowRL's learned log Z of a prompt."""
-
-    def features(self, rollout: TextRollout) -> Tensor:
-        """[B, H] of the prompts, without gradient."""
-        ...
-
-    @property
-    def head(self) -> nn.Module:
-        """[b, H] -> [b] log Z."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextTeam:
-    """What all phases of a run work with."""
-
-    policy: TextPolicy
-    generator: Generates
-    """Writes the answers; the policy itself unless a server does."""
-    reward: TextReward
-    """Higher is better."""
-    records: Records
-    """Each has "prompt"; they are handed to the reward as metadata."""
-    value_model: ValueFunction | None
-    log_partition: LogPartition | None
-    clock: PhaseClock
-    seed: int
+from .text_team import Records, TextTeam
+from .text_trajectories import engine_gap, trajectories_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +71,7 @@ def collect(
 
     Raises:
         RewardFailure: the reward returned something else than scores, or failed too often.
+        UserError: who wrote the answers is too far from the policy.
         BudgetSpent: dynamic sampling with when_spent "stop".
     """
     if groups is None:
@@ -152,8 +92,10 @@ def collect(
         return None, made
     rollout, reward, valid = kept
     with team.clock.phase("replay"), torch.no_grad():
-        trajectories = _trajectories(team, rollout, reward, valid, iteration, settings, objective)
+        trajectories = trajectories_of(team, rollout, reward, valid, iteration, settings, objective)
         features = None if team.log_partition is None else team.log_partition.features(rollout)
+    if trajectories.rollout_log_prob is not None:
+        made.metrics["engine_gap"] = engine_gap(trajectories, settings.allowed_gap)
     return TextExperience(rollout=rollout, trajectories=trajectories, features=features), made
 
 
@@ -203,64 +145,6 @@ def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> tuple[TextRollout
         torch.cat([group.rewards for group in taken]),
         torch.cat([group.valid for group in taken]),
     )
-
-
-def _trajectories(
-    team: TextTeam,
-    rollout: TextRollout,
-    reward: Tensor,
-    valid: Tensor,
-    iteration: int,
-    settings: TextRolloutSettings,
-    objective: Objective,
-) -> Trajectories:
-    """The rollout as the core takes it, with whatever the objective asks for."""
-    policy, more = team.policy, {}
-    if objective.kl or objective.kl_in_reward or objective.surrogate == "flow_balance":
-        with policy.reference():
-            more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
-    recompute = settings.recompute or objective.correction is not None
-    if recompute or (objective.value and team.value_model is None):
-        now = policy.log_probs(rollout)
-        if recompute:
-            more["old_log_prob"] = now.log_prob.cpu()
-            more["entropy"] = now.entropy.cpu()
-        if objective.value and now.value is not None:
-            more["value"] = now.value.cpu()
-    if objective.value and team.value_model is not None:
-        more["value"] = team.value_model.values(rollout).cpu()
-    if objective.advantage == "remax":
-        more["greedy_reward"] = _greedy_reward(team, rollout, settings)
-    if objective.selection == "clip_cov":
-        generator = torch.Generator().manual_seed(sample_seed(team.seed, "uniform", iteration))
-        more["uniform"] = torch.rand(rollout.weight.shape, generator=generator)
-    if settings.truncated == "mask":
-        more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
-    return rollout.trajectories(reward, valid=valid, **more)
-
-
-def _greedy_reward(team: TextTeam, rollout: TextRollout, settings: TextRolloutSettings) -> Tensor:
-    """[B] reward of the likeliest answer to each sample's prompt; NaN where it could not be judged."""
-    first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
-    places = list(first.values())
-    by_prompt = {_key(record["prompt"]): record for record in team.records}
-    records = [by_prompt[_key(rollout.prompt[i])] for i in places]
-    greedy = team.generator.generate(
-        [rollout.prompt[i] for i in places],
-        seeds=[0] * len(places),
-        num_generations=1,
-        sampling=Sampling(temperature=0.0),
-        stop=settings.stopping(),
-        group=list(first),
-    )
-    scores = judge(team.reward, list(greedy.text), records, what="answers")
-    value = torch.where(scores.valid, scores.value, torch.nan).float().cpu()
-    found = dict(zip(first, value.tolist(), strict=True))
-    return torch.tensor([found[label] for label in rollout.group])
-
-
-def _key(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else repr([dict(message) for message in prompt])
 
 
 def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:

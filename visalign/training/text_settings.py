@@ -37,8 +37,11 @@ class TextRolloutSettings:
     """What becomes of answers that met the length limit: keep, or mask (overlong filtering of DAPO: they
     keep their place in the group's statistics and leave the loss)."""
     recompute: bool = False
-    """Compute the old log-probs anew instead of taking the sampler's; needed for the off-policy correction,
-    and on wherever a server generates."""
+    """Compute the old log-probs anew instead of taking the sampler's. Always so with an off-policy
+    correction, which a server needs."""
+    allowed_gap: float = 0.5
+    """Largest mean |log π_old − log μ| per token, nats, between the policy and another engine: beyond it the
+    engine has other weights or reports other log-probs, and the run stops."""
     max_failure_rate: float = 0.1
     """Share of answers that may go unjudged before the run stops."""
 

@@ -19,8 +19,9 @@ from visalign.text import TextRollout
 
 from .ema import EMA
 from .settings import OptimiserSettings
-from .text_collect import TextExperience, TextTeam
+from .text_collect import TextExperience
 from .text_settings import TextObjectiveSettings
+from .text_team import TextTeam
 from .update import Progressed
 
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts as a network takes them: token ids, and the pictures that stand among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from visalign.errors import UserError
+from visalign.text import Prompt
+
+from .chat import PromptEncoder, image_parts
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture cut into patches; two are equal if their pixels are."""
+
+    digest: str
+    """Of the pixels as they were given."""
+    grid: tuple[int, int, int] = field(compare=False)
+    """(frames, rows, columns) of patches."""
+    tokens: int = field(compare=False)
+    """Places that it takes in the prompt."""
+    patches: Tensor = field(compare=False, repr=False)
+    """[rows · columns, numbers of a patch] float32, on the CPU."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """What a network reads before it answers; equal prompts are read once."""
+
+    ids: tuple[int, ...]
+    """The tokens, with as many image tokens as the pictures take."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order of their tokens."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """P prompts."""
+
+    ids: Sequence[Sequence[int]]
+    """P lists of tokens."""
+    pictures: Sequence[Sequence[Picture]] | None = None
+    """P lists; None where no prompt has any."""
+    images: Sequence[Sequence[Any]] | None = None
+    """The pictures as they were given."""
+
+
+class Encoder(Protocol):
+    """Turns prompts into what a network reads."""
+
+    def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
+        """Tokens and pictures.
+
+        Args:
+            prompts: P texts or conversations.
+            images: P lists of pictures, or None.
+
+        Raises:
+            UserError: naming the prompt and what is wrong with it.
+        """
+        ...
+
+    def pictures(
+        self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
+    ) -> list[list[Picture]]:
+        """Pictures of prompts that were encoded before.
+
+        Args:
+            images: b lists, as `EncodedPrompts.images`.
+            ids: their b prompts.
+            samples: their numbers, for messages.
+
+        Raises:
+            UserError: if they are not the pictures of these prompts.
+        """
+        ...
+
+
+class TextPrompts:
+    """Prompts of a model that reads text alone.
+
+    Args:
+        prompts: texts to tokens.
+        name: of the model, for messages.
+        mend: what to do instead of giving pictures.
+    """
+
+    def __init__(self, prompts: PromptEncoder, name: str, mend: str) -> None:
+        self._prompts, self._name, self._mend = prompts, name, mend
+
+    def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
+        """See `Encoder`."""
+        if images is not None or any(image_parts(prompt) for prompt in prompts):
+            raise self._refusal()
+        return EncodedPrompts(self._prompts.encode(prompts))
+
+    def pictures(
+        self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
+    ) -> list[list[Picture]]:
+        """See `Encoder`."""
+        if any(len(row) for row in images):
+            raise self._refusal()
+        return [[] for _ in images]
+
+    def _refusal(self) -> UserError:
+        return UserError(f"{self._name} is used as a text policy and reads no images. {self._mend}")
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Prompts of different length as one block.
+
+    Args:
+        prompts: b lists of ids.
+        pad_id: what fills the left.
+
+    Returns:
+        (ids [b, L] int64, mask [b, L] int64).
+    """
+    width = max(len(ids) for ids in prompts)
+    ids = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(list(prompt), dtype=torch.int64)
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New weights for a vLLM server: a LoRA adapter under a name that is made from its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from visalign.errors import UserError
+
+from .server_protocol import ServerConnection, ServerError
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def adapter_files(folder: Path) -> tuple[Path, Path]:
+    """The config and the weights of an adapter.
+
+    Args:
+        folder: as peft's `save_pretrained` writes it.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    weights = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
+    if not (folder / _CONFIG).is_file() or not weights:
+        raise UserError(
+            f"{folder} holds no LoRA adapter ({_CONFIG} and {' or '.join(_WEIGHTS)}). Give the folder that "
+            "policy.save wrote of a policy with lora=text_lora(). A whole model cannot be sent while the "
+            "server runs: restart the server on the saved folder."
+        )
+    return folder / _CONFIG, weights[0]
+
+
+def adapter_name(folder: Path) -> str:
+    """A name that two adapters share only if their bytes are the same.
+
+    vLLM's prefix cache goes by the adapter's name: under one name for all it would hand out what it computed
+    with the weights before (vllm-project/vllm, issues 30931 and 42125). A resumed run finds its own again.
+
+    Args:
+        folder: of the adapter.
+
+    Raises:
+        UserError: a folder without an adapter.
+    """
+    digest = hashlib.sha256()
+    for file in adapter_files(folder):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return f"visalign-{digest.hexdigest()[:16]}"
+
+
+def load_adapter(connection: ServerConnection, name: str, where: str) -> None:
+    """Let the server load an adapter.
+
+    Args:
+        connection: of the server.
+        name: for the adapter; one that is loaded already under it has the same bytes and stays.
+        where: the folder as the server sees it.
+
+    Raises:
+        ServerError: the server refused.
+    """
+    try:
+        connection.tell("load_lora_adapter", {"lora_name": name, "lora_path": where})
+    except ServerError as error:
+        if error.status == 400 and name in served_models(connection):
+            return
+        raise ServerError(
+            f"{error} vLLM takes adapters at run time if it was started with --enable-lora, a "
+            "--max-lora-rank of at least the adapter's and the environment variable "
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and if it can read {where}.",
+            status=error.status,
+        ) from error
+
+
+def unload_adapter(connection: ServerConnection, name: str) -> None:
+    """Let the server forget an adapter; one that it has forgotten already is no error.
+
+    Args:
+        connection: of the server.
+        name: of the adapter.
+
+    Raises:
+        ServerError: the server refused.
+    """
+    try:
+        connection.tell("unload_lora_adapter", {"lora_name": name})
+    except ServerError as error:
+        if error.status not in (400, 404):
+            raise
+
+
+def served_models(connection: ServerConnection) -> dict[str, dict[str, object]]:
+    """What /v1/models lists, by name; empty for a server without such a list.
+
+    Args:
+        connection: of the server.
+
+    Raises:
+        ServerError: the server cannot be reached, or answers otherwise.
+    """
+    try:
+        listed = connection.get("models").get("data")
+    except ServerError as error:
+        if error.status in (404, 405):
+            return {}
+        raise
+    cards = listed if isinstance(listed, list) else []
+    return {card["id"]: card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)}

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training a process reward model from labels of steps: a token classifier learns which steps are right.
+
+A record is {"prompt": text or conversation, "steps": [text, …], "labels": [1, 0, …]}. A label is right (1,
+True), wrong (0, False), between them the share of continuations that reach the answer (the soft labels of
+Math-Shepherd), or None where nobody judged. Each step is judged at the last token of the separator that
+follows it (`visalign.text.step_tokens`). The loss of a batch is the mean over its labelled steps, so that a
+text counts by its number of steps, as in TRL's PRMTrainer.
+
+Sources: Lightman et al., "Let's verify step by step", arXiv 2305.20050; Wang et al., Math-Shepherd, arXiv
+    2312.08935, eqs. 2-4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from visalign.errors import UserError
+from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
+from visalign.text.steps import StepReading
+
+from .label_fit import FitSettings, Judged, LabelReport, fit_labels, report_labels
+
+StepRecord = Mapping[str, Any]
+"""{"prompt", "steps", "labels"}, as above."""
+
+
+def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy of a step's label: ℓ = −y ln σ(z) − (1 − y) ln σ(−z).
+
+    Args:
+        odds: [n] z, log-odds that the step is right; differentiable. Of a classifier with two logits it is
+            their difference, so that this is its cross-entropy.
+        label: [n] y in [0, 1]; NaN where there is none, with loss and gradient 0.
+
+    Returns:
+        Loss per step [n], to be averaged over the labelled steps.
+
+    Wang et al., Math-Shepherd, arXiv 2312.08935, eq. 2.
+    """
+    known = torch.isfinite(label)
+    target = torch.where(known, label, 0.5).to(odds.dtype)
+    value = torch.where(known, odds, 0.0)
+    return torch.where(known, binary_cross_entropy_with_logits(value, target, reduction="none"), 0.0)
+
+
+def train_process_reward(
+    model: nn.Module,
+    tokenizer: Any,
+    records: Sequence[StepRecord],
+    *,
+    settings: FitSettings | None = None,
+    reading: StepReading | None = None,
+    max_length: int | None = None,
+    right_label: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[LabelReport]:
+    """Fit a token classifier to labels of steps; it is changed in place.
+
+    With a seed the run is the same every time. Dropout is that of the model and is off again afterwards if it
+    was before.
+
+    Args:
+        model: a token classifier with two labels (`AutoModelForTokenClassification`, num_labels=2);
+            parameters that do not require a gradient stay.
+        tokenizer: of the model.
+        records: labelled texts; those without any label are left out.
+        settings: epochs, batches, learning rate, seed.
+        reading: separator, and marker if the model reads another.
+        max_length: longest text in tokens; the model's own limit when None.
+        right_label: which of the two labels means right.
+        optimizer: one to go on with, in place of a new AdamW.
+
+    Returns:
+        Loss and accuracy of each epoch.
+
+    Raises:
+        UserError: a record that cannot be used, by its number.
+    """
+    texts = _encode_records(model, tokenizer, records, reading, max_length)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    was_training = model.training
+    model.train()
+    try:
+        return fit_labels(
+            lambda rows: _judge(model, [texts[row] for row in rows], right_label),
+            [row for row, (_, label) in enumerate(texts) if torch.isfinite(label).any()],
+            parameters,
+            settings or FitSettings(),
+            optimizer=optimizer,
+        )
+    finally:
+        model.train(was_training)
+
+
+@torch.no_grad()
+def evaluate_process_reward(
+    model: nn.Module,
+    tokenizer: Any,
+    records: Sequence[StepRecord],
+    *,
+    reading: StepReading | None = None,
+    max_length: int | None = None,
+    right_label: int = 1,
+    batch_size: int = 16,
+) -> LabelReport:
+    """Loss and accuracy on labelled texts, without dropout.
+
+    Args:
+        model: as in `train_process_reward`.
+        tokenizer: of the model.
+        records: labelled texts.
+        reading: as in training.
+        max_length: as in training.
+        right_label: as in training.
+        batch_size: texts in one forward pass.
+
+    Raises:
+        UserError: a record that cannot be used, by its number.
+    """
+    texts = _encode_records(model, tokenizer, records, reading, max_length)
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row][0].ids))
+    was_training = model.training
+    model.eval()
+    try:
+        judged = [
+            _judge(model, [texts[row] for row in order[start : start + batch_size]], right_label)
+            for start in range(0, len(order), batch_size)
+        ]
+    finally:
+        model.train(was_training)
+    return report_labels(judged)
+
+
+Labelled = tuple[StepTokens, Tensor]
+"""Tokens of a text, and the labels [n_steps] of its steps."""
+
+
+def _judge(model: nn.Module, texts: Sequence[Labelled], right_label: int) -> Judged:
+    odds = step_logits(model, [tokens for tokens, _ in texts], right_label=right_label)
+    label = torch.cat([label for _, label in texts]).to(odds.device)
+    return Judged(odds=odds, label=label, loss=step_label_loss(odds, label))
+
+
+def _encode_records(
+    model: nn.Module,
+    tokenizer: Any,
+    records: Sequence[StepRecord],
+    reading: StepReading | None,
+    max_length: int | None,
+) -> list[Labelled]:
+    """Tokens and labels of every record."""
+    encoder = StepEncoder(tokenizer, reading or StepReading())
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    longest = min(bound for bound in (max_length, limit, math.inf) if bound is not None)
+    texts = []
+    for number, record in enumerate(records):
+        steps, labels = _read_record(number, record, encoder.reading)
+        tokens = encoder.encode(record["prompt"], steps)
+        if len(tokens.ids) > longest:
+            raise UserError(
+                f"Record {number} has {len(tokens.ids)} tokens; the model reads at most {longest}. Drop it, "
+                "or cut whole steps off its end."
+            )
+        texts.append((tokens, torch.tensor(labels)))
+    return texts
+
+
+def _read_record(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
+    """Steps without separators, and labels as numbers, NaN for None."""
+    if missing := [key for key in ("prompt", "steps", "labels") if key not in record]:
+        raise UserError(
+            f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}. "
+            'Needed are "prompt", "steps" and "labels" (TRL calls the steps "completions").'
+        )
+    steps, labels = record["steps"], record["labels"]
+    if isinstance(steps, str) or not len(steps):
+        raise UserError(f"Record {number} has the steps {steps!r}; needed is a list of at least one text.")
+    if len(steps) != len(labels):
+        raise UserError(
+            f"Record {number} has {len(steps)} steps and {len(labels)} labels; give one label per step, None "
+            "where nobody judged."
+        )
+    read = []
+    for place, step in enumerate(steps):
+        pieces = reading.split(step)
+        if len(pieces) != 1:
+            what = "is empty" if not pieces else f"holds the separator {reading.separator!r} in its middle"
+            raise UserError(
+                f"Step {place} of record {number} {what}, so a completion with it would be cut otherwise. "
+                "Join or split the steps with their labels, or choose another separator."
+            )
+        read += pieces
+    return read, [_read_label(number, place, label) for place, label in enumerate(labels)]
+
+
+def _read_label(number: int, place: int, label: Any) -> float:
+    if label is None:
+        return math.nan
+    if isinstance(label, str) or not 0 <= label <= 1:
+        raise UserError(
+            f"Label {place} of record {number} is {label!r}; allowed are 1 (right), 0 (wrong), a share "
+            "between them, or None."
+        )
+    return float(label)
