@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,13 +65,10 @@ def evaluate_text(
     _check(rewards, records, seeds, correctness)
     prompts = [record["prompt"] for record in records]
     names = [_text(prompt) for prompt in prompts]
+    drawn = [sample_seed("heldout", name, int(s)) for name in names for s in seeds]
     with torch.no_grad():
         rollout = policy.generate(
-            prompts,
-            seeds=[sample_seed("heldout", name, int(s)) for name in names for s in seeds],
-            num_generations=len(seeds),
-            sampling=sampling,
-            stop=stop,
+            prompts, seeds=drawn, num_generations=len(seeds), sampling=sampling, stop=stop
         )
     metadata = [record for record in records for _ in seeds]
     scored = {name: _score(name, reward, rollout, metadata) for name, reward in rewards.items()}
@@ -80,7 +77,6 @@ def evaluate_text(
     if measures and correctness is not None:
         greedy = _greedy(policy, rewards[correctness], records, stop)
         extra[GREEDY] = np.repeat(greedy, len(seeds)).astype(np.float32)
-    better = {name: reward.higher_is_better for name, reward in rewards.items()}
     return HeldoutResult(
         prompts=tuple(name for name in names for _ in seeds),
         tags=tuple(str(r.get("tag", r.get("task", "untagged"))) for r in metadata),
@@ -90,10 +86,14 @@ def evaluate_text(
         reasons=tuple(reasons),
         scores={name: _masked(scores) for name, scores in scored.items()} | extra,
         units={n: r.unit for n, r in rewards.items()} | {n: _MEASURES[n][0] for n in extra},
-        higher_is_better=better | {name: _MEASURES[name][1] for name in extra},
+        higher_is_better={n: r.higher_is_better for n, r in rewards.items()} | _directions(extra),
         images=np.zeros((0, 1, 1, 3), dtype=np.uint8),
         image_index=np.zeros(0, dtype=np.int64),
     )
+
+
+def _directions(measured: Iterable[str]) -> dict[str, bool]:
+    return {name: _MEASURES[name][1] for name in measured}
 
 
 def _text(prompt: Any) -> str:

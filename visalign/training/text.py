@@ -119,11 +119,7 @@ class TextTrainer:
         after_update: AfterUpdate | None = None,
         progress: TrainingProgress | None = None,
     ) -> None:
-        if accelerator.num_processes > 1:
-            raise UserError(
-                f"Text policies train in one process, and {accelerator.num_processes} were started. Start "
-                "the command without accelerate launch or torchrun."
-            )
+        _one_process(accelerator)
         self.rollout, self.settings, self.optimiser, self.keeping = rollout, objective, optimiser, keeping
         self.objective = objective.build(max_new_tokens=rollout.max_new_tokens)
         self.clock, self.written = PhaseClock(), written
@@ -268,6 +264,14 @@ class TextTrainer:
             betas=(pace.betas[0], pace.betas[1]),
             eps=pace.eps,
             weight_decay=pace.weight_decay,
+        )
+
+
+def _one_process(accelerator: Accelerator) -> None:
+    if accelerator.num_processes > 1:
+        raise UserError(
+            f"Text policies train in one process, and {accelerator.num_processes} were started. Start the "
+            "command without accelerate launch or torchrun."
         )
 
 

@@ -101,12 +101,9 @@ def optimise(
     prepared = objective.prepare_steps(t, steps)
     now, rows, terms = before, [], []
     for rows_of, step, answers in zip(steps, prepared, given, strict=True):
-        if answers is not None:
-            step = replace(step, ptx_counts=count_step(answers.weight))
+        step = step if answers is None else replace(step, ptx_counts=count_step(answers.weight))
         lr = pace.lr_at(now.updates)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("scale", 1.0)
-        optimizer.zero_grad(set_to_none=True)
+        _begin(optimizer, lr)
         sums, losses = _accumulate(team, experience, objective, step, rows_of, answers, pace.micro_batch)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = float(nn.utils.clip_grad_norm_(parameters, pace.max_grad_norm))
@@ -122,6 +119,13 @@ def optimise(
         terms.append(losses)
     optimizer.zero_grad(set_to_none=True)
     return now, _metrics(rows, terms, now) | _signal(t.weight, prepared, len(steps) // settings.epochs)
+
+
+def _begin(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rates of a step and clear its gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("scale", 1.0)
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _parts(group: Any, epochs: int, parts: int, seed: int, iteration: int) -> Iterator[Tensor]:
