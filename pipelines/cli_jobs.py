@@ -17,6 +17,8 @@ PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo:FlowGRPOConfig",
     "text_grpo": "visalign.pipelines.text_grpo:TextGRPOConfig",
     "text_ppo": "visalign.pipelines.text_ppo:TextPPOConfig",
+    "text_sample": "visalign.pipelines.text_sample:TextSampleConfig",
+    "text_sft": "visalign.pipelines.text_sft:TextSFTConfig",
 }
 """`pipeline:` in a file -> module:dataclass; the module offers run(config, output, resume), plan(config)."""
 

@@ -117,8 +117,16 @@ def _sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
     )
 
 
-def build_text_policy(model: TextModelConfig, device: torch.device, seed: int) -> CausalLMPolicy:
+def build_text_policy(
+    model: TextModelConfig, device: torch.device, seed: int, *, reference: bool = True
+) -> CausalLMPolicy:
     """The language model on its device, with its adapters and its value head.
+
+    Args:
+        model: the configuration's section.
+        device: where it goes.
+        seed: of new weights.
+        reference: keep what `reference()` needs.
 
     Raises:
         UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
@@ -149,6 +157,7 @@ def build_text_policy(model: TextModelConfig, device: torch.device, seed: int) -
         long_prompts=model.long_prompts,  # type: ignore[arg-type]  # checked by TextModelConfig
         autocast=None if model.autocast is None else getattr(torch, model.autocast),
         gradient_checkpointing=model.gradient_checkpointing,
+        reference=reference,
         generate_batch=model.generate_batch,
         score_batch=model.score_batch,
     )

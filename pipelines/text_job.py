@@ -153,10 +153,14 @@ def _build(config: TextConfig, output: Path) -> _Job:
     from visalign.training.loop import Keeping
     from visalign.training.progress import TrainingProgress
     from visalign.training.text import TextTrainer
+    from visalign.training.text_trajectories import needs_reference
 
     accelerator = build_accelerator(config.run, output)
     inputs = prepare(config)
-    policy = build_text_policy(config.model, accelerator.device, config.seed)
+    objective = config.objective.build(max_new_tokens=config.rollout.max_new_tokens)
+    policy = build_text_policy(
+        config.model, accelerator.device, config.seed, reference=needs_reference(objective)
+    )
     measure = _evaluator(config, policy, inputs)
     generator = build_server(config, policy)
     trainer = TextTrainer(

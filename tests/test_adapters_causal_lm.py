@@ -351,3 +351,12 @@ def test_bad_options_are_refused(options, message) -> None:
 
 def test_the_tiny_configuration_is_a_qwen3() -> None:
     assert tiny_config().model_type == "qwen3"
+
+
+def test_without_a_reference_no_copy_is_kept_and_asking_for_it_is_refused():
+    policy = CausalLMPolicy(tiny_model(), tiny_tokenizer(), reference=False)
+    with pytest.raises(UserError, match="made with reference=False"), policy.reference():
+        pass
+    adapted = CausalLMPolicy(tiny_model(), tiny_tokenizer(), reference=False, lora=text_lora(rank=2))
+    with adapted.reference():  # adapters are switched off: nothing had to be kept
+        pass

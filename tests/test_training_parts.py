@@ -84,7 +84,7 @@ def test_ema_refuses():
 
 def test_unlisted_metrics_are_refused(tmp_path):
     check_keys({"reward_mean": 1.0, "reward_part/anything.at/all": 0.0, "heldout/accuracy": 1})
-    for key in ("reward", "loss/extra", "heldout"):
+    for key in ("reward", "gain/extra", "heldout"):
         with pytest.raises(KeyError, match=r"is not in visalign\.training\.metrics\.METRICS"):
             MetricsFile(tmp_path / "m.jsonl").write({"iteration": 1, key: 0.0})
     assert read_metrics(tmp_path / "m.jsonl") == []
@@ -295,3 +295,17 @@ def test_settings_defaults_are_the_published_ones():
     falling = OptimiserSettings(lr=1.0, decay_updates=4, lr_end=0.2)
     assert [falling.lr_at(i) for i in range(6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
     assert all(dataclasses.fields(kind) for kind in (RolloutSettings, ObjectiveSettings, OptimiserSettings))
+
+
+def test_an_average_that_is_the_parameters_stores_nothing() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    ema = EMA([("w", parameter)], decay=0.0, every=1)
+    with torch.no_grad():
+        parameter.add_(1.0)
+    ema.update(1)
+    assert ema.state()["w"].tolist() == [2.0] * 3 and ema._average == {}
+    with ema.applied():
+        assert parameter.tolist() == [2.0] * 3
+    ema.load({"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match="another model's state"):
+        ema.load({"v": torch.zeros(3)})

@@ -68,6 +68,7 @@ class CausalLMPolicy:
         long_prompts: Literal["refuse", "mask"] = "refuse",
         autocast: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
+        reference: bool = True,
         generate_batch: int = 64,
         score_batch: int = 16,
     ) -> None:
@@ -85,6 +86,8 @@ class CausalLMPolicy:
                 reason "prompt too long" ("mask").
             autocast: run the model under autocast in this dtype; log-probs stay float32.
             gradient_checkpointing: compute activations again in the backward pass, for memory.
+            reference: keep a copy of the weights for `reference()` in full fine-tuning; False saves that
+                memory where no KL is asked for.
             generate_batch: answers that grow together; memory and speed only.
             score_batch: samples per forward pass where no gradient is wanted.
 
@@ -115,7 +118,7 @@ class CausalLMPolicy:
                 "be shared with a value head. Use a separate ValueModel."
             )
         self.value_head = None if value_head is None else value_head.to(model.device)
-        self._trained = TrainedWeights(model, adapters)
+        self._trained = TrainedWeights(model, adapters, reference=reference)
 
     @classmethod
     def from_pretrained(

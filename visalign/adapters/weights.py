@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
+from visalign.errors import UserError
+
 from .lora import lora_disabled
 
 
@@ -39,12 +41,14 @@ class TrainedWeights:
         model: with `requires_grad` set where it is trained.
         adapters: the layers of a LoRA, which the reference does without; None where the model's own weights
             are trained, and a copy of them is kept (one more model in memory).
+        reference: keep that copy; without it `reference` is refused.
     """
 
-    def __init__(self, model: nn.Module, adapters: list[Linear] | None) -> None:
+    def __init__(self, model: nn.Module, adapters: list[Linear] | None, *, reference: bool = True) -> None:
         self._named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._adapters = adapters
-        self._original = [w.detach().clone() for _, w in self._named] if adapters is None else []
+        copied = reference and adapters is None
+        self._original = [w.detach().clone() for _, w in self._named] if copied else None
         self._depth = 0
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -61,6 +65,11 @@ class TrainedWeights:
             elif self._adapters is not None:
                 with lora_disabled(self._adapters):
                     yield
+            elif self._original is None:
+                raise UserError(
+                    "The policy was made with reference=False, so the model before training was not kept. "
+                    "Make it with reference=True, which takes one more model in memory, or train adapters."
+                )
             else:
                 with swapped_weights([weight for _, weight in self._named], self._original):
                     yield

@@ -17,6 +17,8 @@ class EMA:
     ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that short runs are not dominated by the
     starting point.
 
+    With decay 0 and every 1 the average is the parameters themselves: nothing is stored or copied.
+
     Args:
         parameters: names and parameters, in a fixed order.
         decay: d in [0, 1); 0 makes the average equal to the parameters.
@@ -41,7 +43,9 @@ class EMA:
             raise ValueError(f"EMA every is {every}; it must be at least 1 update.")
         self.decay, self.every, self.warmup = decay, every, warmup
         self._parameters = list(parameters)
-        self._average = {name: p.detach().float().clone() for name, p in self._parameters}
+        self._follows = decay == 0 and every == 1
+        kept = [] if self._follows else self._parameters
+        self._average = {name: p.detach().float().clone() for name, p in kept}
 
     def decay_at(self, n: int) -> float:
         """The decay of average number n = 1, 2, ..."""
@@ -50,7 +54,7 @@ class EMA:
     @torch.no_grad()
     def update(self, updates: int) -> None:
         """Take in the parameters after `updates` optimiser updates (1, 2, ...)."""
-        if updates % self.every:
+        if self._follows or updates % self.every:
             return
         decay = self.decay_at(updates // self.every)
         for name, parameter in self._parameters:
@@ -60,6 +64,9 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """Inside the block the parameters hold the average; afterwards their own values again, bit for
         bit."""
+        if self._follows:
+            yield
+            return
         kept = [p.detach().clone() for _, p in self._parameters]
         try:
             with torch.no_grad():
@@ -73,6 +80,8 @@ class EMA:
 
     def state(self) -> dict[str, Tensor]:
         """Name -> average, float32 (not copied)."""
+        if self._follows:
+            return {name: p.detach().float() for name, p in self._parameters}
         return dict(self._average)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -81,8 +90,9 @@ class EMA:
         Raises:
             ValueError: names that differ.
         """
-        if state.keys() != self._average.keys():
-            odd = sorted(state.keys() ^ self._average.keys())
+        names = {name for name, _ in self._parameters}
+        if state.keys() != names:
+            odd = sorted(state.keys() ^ names)
             raise ValueError(
                 f"EMA state and parameters differ in the names {odd[:5]}; it is another model's state."
             )

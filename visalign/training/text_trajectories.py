@@ -16,6 +16,11 @@ from .text_settings import TextRolloutSettings
 from .text_team import TextTeam
 
 
+def needs_reference(objective: Objective) -> bool:
+    """Whether a loss asks for the policy before training."""
+    return bool(objective.kl or objective.kl_in_reward or objective.surrogate == "flow_balance")
+
+
 def trajectories_of(
     team: TextTeam,
     rollout: TextRollout,
@@ -40,7 +45,7 @@ def trajectories_of(
         RewardFailure: ReMax's greedy answers came back with another number of scores.
     """
     policy, more = team.policy, {}
-    if objective.kl or objective.kl_in_reward or objective.surrogate == "flow_balance":
+    if needs_reference(objective):
         with policy.reference():
             more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
     recompute = settings.recompute or objective.correction is not None

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two sides of `text_step.py`, each in a process of its own: our text trainer and TRL's GRPOTrainer.
+
+A side loads the model folder, notes its resident memory, builds its trainer and says that it is ready. Then
+it makes one step for each line that it is sent, and answers with what the step took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import transformers
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from visalign.adapters.causal_lm import CausalLMPolicy
+from visalign.adapters.chat import PromptEncoder
+from visalign.data.text_tasks import text_tasks
+from visalign.interfaces import Scores
+from visalign.rewards.text_tasks import TaskAnswer
+from visalign.training.loop import Keeping
+from visalign.training.sampler import PromptSampler
+from visalign.training.settings import OptimiserSettings
+from visalign.training.text import TextTrainer
+from visalign.training.text_settings import TextObjectiveSettings, TextRolloutSettings
+
+SEED = 0
+INSTALL = "pip install trl==1.16.0"
+Records = Sequence[Mapping[str, Any]]
+
+
+class AlternatingReward:
+    """1 for every other answer: each group has signal, whatever the model writes."""
+
+    name, unit, range, higher_is_better = "alternating", "1 = odd place", (0.0, 1.0), True
+
+    def score(self, completions: Sequence[str], prompts: Sequence[Any], metadata: Any = None) -> Scores:
+        """Score B completions, [B]."""
+        value = torch.arange(len(completions)) % 2
+        return Scores(value=value.float(), valid=torch.ones(len(value), dtype=torch.bool), unit=self.unit)
+
+
+REWARDS: dict[str, Callable[[], Any]] = {"task": TaskAnswer, "alternating": AlternatingReward}
+
+
+class Meter:
+    """Seconds and memory of this process, step by step, over a channel that nothing else writes to."""
+
+    def __init__(self, channel: TextIO) -> None:
+        self.channel = channel
+        self.tokens, self.generation = 0, 0.0
+        self._wall = self._cpu = self._baseline = 0.0
+
+    def say(self, answer: Mapping[str, Any]) -> None:
+        """Send one answer."""
+        print(json.dumps(answer), file=self.channel, flush=True)
+
+    def loaded(self) -> None:
+        """The model is there: what comes on top of this is the trainer's."""
+        Path("/proc/self/clear_refs").write_text("5")
+        self._baseline = _status("VmRSS")
+
+    def ready(self, prompts: Sequence[Sequence[int]]) -> None:
+        """The trainer is there; `prompts` are the token ids of all steps."""
+        read = hashlib.sha256(json.dumps([list(map(int, ids)) for ids in prompts]).encode()).hexdigest()
+        self.say({"ready": True, "prompts": read})
+
+    def wait(self) -> bool:
+        """Wait for a line and start the clocks; False when there is none any more."""
+        going = bool(sys.stdin.readline())
+        self.tokens, self.generation = 0, 0.0
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return going
+
+    def report(self, **more: float) -> None:
+        """Stop the clocks and send what they say."""
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        found = {"seconds": wall, "cpu": cpu, "generation": self.generation, "tokens": self.tokens}
+        self.say({**found, "memory": _status("VmHWM") - self._baseline, **more})
+
+
+def _status(name: str) -> float:
+    """Bytes: `VmRSS` now or `VmHWM` at the peak (what ru_maxrss gives, but it can be reset)."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def records_in_order(options: argparse.Namespace) -> tuple[Records, list[int]]:
+    """All records, and the P of them that each step asks, one step after the other."""
+    records = text_tasks(512, seed=SEED)
+    sampler = PromptSampler(len(records), options.prompts, options.group, SEED)
+    steps = range(options.warmup + options.rounds)
+    return records, [i for n in steps for i in sampler.batch(n).prompt_index[:: options.group].tolist()]
+
+
+def load(options: argparse.Namespace, meter: Meter) -> tuple[Any, Any]:
+    """Model and tokenizer of the folder, float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    meter.loaded()
+    return model, tokenizer
+
+
+def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
+    """Our trainer, step by step; its line of metrics.jsonl is made and not written."""
+    model, tokenizer = load(options, meter)
+    records, order = records_in_order(options)
+    answers = options.prompts * options.group
+    prompts = PromptEncoder(tokenizer, plain_as_chat=True)
+    trainer = TextTrainer(
+        CausalLMPolicy(model, tokenizer, prompts=prompts, generate_batch=answers, score_batch=options.micro),
+        REWARDS[options.reward](),
+        records,
+        rollout=TextRolloutSettings(
+            prompts_per_iteration=options.prompts,
+            group_size=options.group,
+            max_new_tokens=options.max_new_tokens,
+        ),
+        objective=TextObjectiveSettings(algorithm="grpo", changes={"kl": options.beta}),
+        optimiser=OptimiserSettings(
+            lr=options.lr,
+            weight_decay=0.0,
+            updates_per_iteration=options.updates,
+            micro_batch=options.micro,
+            ema_decay=0.0,
+            ema_every=1,
+        ),
+        keeping=Keeping(folder=folder, iterations=len(order), config={}),
+        seed=SEED,
+        accelerator=Accelerator(cpu=True),
+    )
+    meter.ready(prompts.encode([records[i]["prompt"] for i in order]))
+    made = 0
+    while meter.wait():
+        record = trainer.iterate()
+        meter.tokens, made = record["tokens"] - made, record["tokens"]
+        meter.generation = record["seconds/rollout"]
+        meter.report(signal=record["signal_share"])
+
+
+class Pace(TrainerCallback):
+    """Holds TRL's loop between two steps; a step is a generation and the updates that it serves."""
+
+    def __init__(self, meter: Meter, updates: int, begin: Callable[[], None]) -> None:
+        self.meter, self.updates, self.begin = meter, updates, begin
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Say so, and wait for the first step."""
+        self.begin()
+        control.should_training_stop = not self.meter.wait()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Report, and wait for the next step."""
+        if state.global_step % self.updates == 0:
+            self.meter.report()
+            if state.global_step < state.max_steps:
+                control.should_training_stop = not self.meter.wait()
+
+
+def trl_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What GRPOConfig has to be told to do what our trainer does, and to write nothing."""
+    answers = options.prompts * options.group
+    return {
+        "output_dir": str(folder),
+        "num_generations": options.group,
+        "max_completion_length": options.max_new_tokens,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": options.beta,
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+        "per_device_train_batch_size": options.micro,
+        "gradient_accumulation_steps": answers // (options.updates * options.micro),
+        "generation_batch_size": answers,
+        "max_steps": options.updates * (options.warmup + options.rounds),
+        "learning_rate": options.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "shuffle_dataset": False,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": SEED,
+    }
+
+
+def trl(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
+    """TRL's trainer in its own loop, held between two steps."""
+    try:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        meter.say({"error": f"{error}; to install: {INSTALL}"})
+        return
+    model, tokenizer = load(options, meter)
+    records, order = records_in_order(options)
+    reward = REWARDS[options.reward]()
+
+    def judge(completions: Any, completion_ids: Any, index: Any, **_: Any) -> list[float]:
+        meter.tokens += sum(map(len, completion_ids))
+        chosen = [records[i] for i in index]
+        texts = [turns[0]["content"] for turns in completions]
+        return reward.score(texts, [record["prompt"] for record in chosen], chosen).value.tolist()
+
+    asked = [[{"role": "user", "content": records[i]["prompt"]}] for i in order]
+    trainer: Any = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=judge,
+        args=GRPOConfig(**trl_settings(options, folder)),
+        train_dataset=Dataset.from_dict({"prompt": asked, "index": order}),
+    )
+    generate = trainer._generate
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        begun = time.perf_counter()
+        found = generate(*arguments, **named)
+        meter.generation += time.perf_counter() - begun
+        return found
+
+    def begin() -> None:
+        meter.ready(trainer._tokenize_prompts(asked)[0])
+
+    trainer._generate = timed
+    trainer.add_callback(Pace(meter, options.updates, begin))
+    trainer.train()
+
+
+SIDES: dict[str, Callable[[argparse.Namespace, Meter, Path], None]] = {"visalign": ours, "TRL": trl}
+
+
+def serve(options: argparse.Namespace, channel: TextIO) -> None:
+    """Be one side until no more lines come.
+
+    Args:
+        options: of `text_step.py`, with `side` and the folder `model`.
+        channel: where answers go.
+    """
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        SIDES[options.side](options, Meter(channel), Path(folder))
