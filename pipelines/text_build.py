@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from visalign.data.answer_files import load_answers, with_completion
 from visalign.data.assets import resolve_model
 from visalign.data.text_tasks import TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
@@ -67,10 +68,7 @@ def prepare(config: TextConfig) -> TextInputs:
     PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, config.seed)
     written = None
     if data.written is not None:
-        written = [
-            {**r, "completion": r["solution"]} if "solution" in r and "completion" not in r else r
-            for r in _records(data.written, "data.written", data, config.seed)
-        ]
+        written = _written(data.written, data, config.seed)
     return TextInputs(
         records=records,
         heldout=heldout,
@@ -97,6 +95,17 @@ def _records(source: str, field: str, data: TextDataConfig, seed: int) -> Record
             "else is a .jsonl file."
         )
     return build_records(source, field)
+
+
+def _written(source: str, data: TextDataConfig, seed: int) -> Records:
+    """Given answers; a file may hold several for a prompt."""
+    if source.startswith("tasks:"):
+        records = _records(source, "data.written", data, seed)
+        return [with_completion(r, f"data.written: record {i}", "solution") for i, r in enumerate(records)]
+    try:
+        return load_answers(source, "completion")
+    except UserError as error:
+        raise UserError(f"data.written: {error}") from error
 
 
 def _terms(terms: Mapping[str, RewardTerm]) -> dict[str, Any]:
@@ -267,8 +276,3 @@ def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: 
             generator.sync(folder, server_folder=server.server_folder)
 
     return sync
-
-
-def result_folder(config: TextConfig, output: Path) -> Path:
-    """Where a run leaves what it trained: the adapters, or the whole model."""
-    return output / ("model" if config.model.lora is None else "lora")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -95,12 +94,3 @@ def _text_inputs(config: TextSFTConfig, *, train: str) -> TextInputs:
 def prompt_keys(records: Records) -> set[str]:
     """The different prompts of some records, as text."""
     return {json.dumps(record["prompt"], sort_keys=True) for record in records}
-
-
-def fingerprints(inputs: SFTInputs) -> dict[str, str]:
-    """SHA-256 of what was read."""
-    read = {"data.train": inputs.answers, "data.heldout": inputs.heldout}
-    return {
-        name: hashlib.sha256(json.dumps(list(given), sort_keys=True, default=str).encode()).hexdigest()
-        for name, given in read.items()
-    }
