@@ -95,7 +95,7 @@ def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
 
 def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int = 32) -> list[dict[str, Any]]:
     """Distinct right answers among 32 samples of held-out problems that have many."""
-    records = heldout_tasks(15, tasks=MANY_ANSWERS)
+    records = heldout_tasks(15, tasks=tuple(MANY_ANSWERS))
     tasks = f"data.tasks=[{', '.join(MANY_ANSWERS)}]"
     rows = [{"policy": "base", **_distinct(None, records, samples)}]
     for name, overrides in DIVERSITY.items():
