@@ -101,7 +101,7 @@ def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int 
     for name, overrides in DIVERSITY.items():
         found = []
         for seed in seeds:
-            more = (f"seed={seed}", f"run.iterations={iterations}", tasks, "data.size=800")
+            more = (f"seed={seed}", f"run.iterations={iterations}", tasks, "data.size=640")
             more += ("optimiser.updates_per_iteration=2",)
             train([*overrides, *more], folder / f"{name}_{seed}")
             found.append(_distinct(folder / f"{name}_{seed}" / "model", records, samples))
