@@ -206,7 +206,12 @@ def build_written(config: TextConfig, policy: CausalLMPolicy, written: Sequence[
     if written is None:
         return None
     from visalign.adapters.written_answers import WrittenBatches
+    from visalign.adapters.written_lengths import fitting_answers
 
+    try:
+        fitting_answers(policy, written, too_long="refuse")
+    except UserError as error:
+        raise UserError(f"data.written: {error}") from error
     return WrittenBatches(policy, written, size=config.data.written_batch, seed=config.seed)
 
 
@@ -269,8 +274,11 @@ def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: 
         return None
     folder = output / "server_adapter"
 
+    last: list[int] = []
+
     def sync(iteration: int) -> None:
-        if iteration % server.sync_every == 0:
+        if not last or iteration - last[0] >= server.sync_every:
+            last[:] = [iteration]
             with no_loading_bars():
                 policy.save(folder)
             generator.sync(folder, server_folder=server.server_folder)

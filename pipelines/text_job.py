@@ -84,7 +84,8 @@ def plan(config: TextConfig) -> dict[str, Any]:
     updates = config.objective.epochs * pace.updates_per_iteration
     objective = config.objective.build(max_new_tokens=rollout.max_new_tokens)
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
-    asked = 2 * len(inputs.heldout) + visits * len(inputs.some) // max(1, len(config.evaluation.seeds))
+    greedy = int(config.evaluation.correctness is not None)
+    whole = 2 * len(inputs.heldout) * (len(config.evaluation.seeds) + greedy)
     return {
         "batch": {
             "training_prompts": len(inputs.records),
@@ -99,6 +100,6 @@ def plan(config: TextConfig) -> dict[str, Any]:
         "evaluation": {
             "heldout_prompts": len(inputs.heldout),
             "evaluations_on_the_way": visits,
-            "answers": asked * (len(config.evaluation.seeds) + 1),
+            "answers": whole + visits * len(inputs.some) * (1 + greedy),
         },
     }

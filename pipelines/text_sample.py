@@ -135,7 +135,7 @@ def _policy(config: TextSampleConfig) -> Any:
     import torch
 
     cuda = config.run.device == "auto" and torch.cuda.is_available()
-    return build_text_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed)
+    return build_text_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed, reference=False)
 
 
 def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place: int, path: Path) -> None:

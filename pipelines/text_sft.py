@@ -31,7 +31,7 @@ def _build(config: TextSFTConfig, output: Path) -> TextJob:
 
     inputs = prepare_sft(config)
     accelerator = build_accelerator(config.run, output)
-    policy = build_text_policy(config.model, accelerator.device, config.seed)
+    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
     try:
         fitting = fitting_answers(policy, inputs.answers, too_long=config.data.too_long)
     except UserError as error:

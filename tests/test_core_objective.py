@@ -284,3 +284,37 @@ def test_numbers_that_are_none_are_named_with_their_row() -> None:
 def test_shapes_are_named(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(step()[0], **changes)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-9])
+def test_a_masked_answer_keeps_its_reward_in_its_group(beta: float) -> None:
+    """Overlong filtering takes an answer's tokens out of the loss; the others are still compared with it."""
+    weight = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+    trajectories = Trajectories(
+        weight=weight,
+        old_log_prob=torch.zeros(4, 2),
+        ref_log_prob=torch.zeros(4, 2),
+        group=[0, 0, 0, 0],
+        reward=torch.tensor([1.0, 1.0, 0.0, 0.0]),
+    )
+    found = named_objective("rloo", kl_in_reward=beta).prepare(trajectories).advantage[:, 0]
+    assert found[[0, 2, 3]].tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3])
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "remax", "grpo", "opo"])
+def test_an_invalid_answers_number_changes_nothing(name: str) -> None:
+    made = []
+    for number in (math.nan, 0.0, 9.0):
+        trajectories = Trajectories(
+            weight=torch.ones(4, 3),
+            old_log_prob=torch.zeros(4, 3),
+            ref_log_prob=torch.zeros(4, 3),
+            value=torch.zeros(4, 3),
+            greedy_reward=torch.zeros(4),
+            group=[0, 0, 0, 0],
+            reward=torch.tensor([1.0, 0.0, 0.5, number]),
+            valid=torch.tensor([True, True, True, False]),
+        )
+        made.append(named_objective(name).prepare(trajectories).advantage)
+    assert bool((made[0][:3] != 0).any()) and bool((made[0][3] == 0).all())
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])

@@ -113,5 +113,18 @@ def test_a_reward_that_cannot_say_right_or_wrong_is_no_judge():
         range = (0.0, 10.0)
 
     check_text_judge("letters", Letters(), RECORDS[0])
+    with pytest.raises(UserError, match=r"cannot judge the first held-out record \(unreadable\)"):
+        check_text_judge("letters", Letters(fail=lambda text, record: True), RECORDS[0])
     with pytest.raises(UserError, match="cannot say correct or wrong"):
         check_text_judge("grade", Grade(), RECORDS[0])
+
+
+def test_a_prompt_that_was_too_long_has_no_verdict():
+    policy = toy_policy(max_prompt_tokens=3, long_prompts="mask")
+    found = evaluate_text(
+        policy, {"vowel": HasVowel()}, RECORDS, seeds=[0], sampling=Sampling(), stop=STOP, correctness="vowel"
+    )
+    long = np.array([len(prompt) > 3 for prompt in found.prompts])
+    assert long.sum() == 2 and not found.judged[long].any() and found.judged[~long].any()
+    assert {found.reasons[i] for i in np.flatnonzero(long)} == {"prompt too long"}
+    assert np.isnan(found.scores["length"][long]).all() and np.isnan(found.scores["greedy"][long]).all()

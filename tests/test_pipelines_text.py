@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from visalign.config import list_configs, load_config
 from visalign.data.assets import resolve_model
 from visalign.errors import ConfigError, UserError
+from visalign.flow.noise import sample_seed
 from visalign.pipelines import text_grpo, text_ppo
 from visalign.pipelines.cli import app
 from visalign.pipelines.cli_jobs import load_job
@@ -69,16 +70,27 @@ def test_a_run_leaves_numbers_and_a_model_that_transformers_loads(finished):
 
 
 def test_the_accuracy_is_the_checkers(finished):
-    """The mean of the verdicts, counted again from the saved evaluation and its greedy answers."""
+    """The held-out problems are answered and checked again, without the evaluation."""
+    from visalign.data.text_tasks import check_answer
     from visalign.evaluation import load_heldout
+    from visalign.pipelines.text_build import build_text_policy
+    from visalign.text import Stop
 
     output, summary = finished
     before = load_heldout(output / "before.npz")
     assert len(before) == 6 * 2 and before.judged.all()
     assert summary["before"]["accuracy"] == pytest.approx(before.scores["task_answer"].mean())
+    config = _grpo()
+    policy, records = build_text_policy(config.model, torch.device("cpu"), 0), prepare(config).heldout
+    seeds = [sample_seed("heldout", record["prompt"], s) for record in records for s in (0, 1)]
+    prompts = [record["prompt"] for record in records]
+    again = policy.generate(prompts, seeds=seeds, num_generations=2, stop=Stop(max_new_tokens=48))
+    asked = [dict(record) for record in records for _ in (0, 1)]
+    right = [check_answer(text, record)[0] for text, record in zip(again.text, asked, strict=True)]
+    assert before.correct.tolist() == right
     by_prompt = before.scores["any_of_samples"].reshape(6, 2)
-    right = before.correct.reshape(6, 2).any(1)
-    assert (by_prompt[:, 0] == right).all() and (by_prompt[:, 0] == by_prompt[:, 1]).all()
+    some = before.correct.reshape(6, 2).any(1)
+    assert (by_prompt[:, 0] == some).all() and (by_prompt[:, 0] == by_prompt[:, 1]).all()
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch):
@@ -192,4 +204,5 @@ def test_text_ppo_refuses_an_algorithm_without_a_value_function():
 def test_dry_run_says_what_would_be_done():
     found = CliRunner().invoke(app, ["train", "text_grpo", "--dry-run", *SMALL])
     assert found.exit_code == 0, found.output
+    assert re.search("answers +│ 36 ", found.output), found.output  # 2 × 6 problems × (2 seeds + greedy)
     assert "answers per iteration" in found.output and "2402.03300" in found.output

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -16,10 +17,11 @@ from visalign.adapters.causal_lm import CausalLMPolicy
 from visalign.adapters.causal_lm_lora import text_lora
 from visalign.adapters.server_generation import ServerGenerator
 from visalign.errors import UserError
+from visalign.interfaces import Scores
 from visalign.text import Stop
 from visalign.training.collect import RewardFailure
 from visalign.training.metrics import METRICS, check_keys, read_metrics, without_times
-from visalign.training.text_settings import TextObjectiveSettings, TextRolloutSettings
+from visalign.training.text_settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 
 LEARNERS = [
     "grpo",
@@ -93,24 +95,88 @@ def test_answers_without_signal_are_not_sent_through_the_model(tmp_path, monkeyp
     assert 0 < live < 24 and sum(seen) == live
 
 
-def test_a_failed_reward_leaves_the_group_and_the_loss(tmp_path):
-    """One answer in a group fails: the update is that of the group without it."""
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "ppo", "rloo"])
+def test_a_failed_answer_counts_nowhere_whatever_its_number(algorithm, tmp_path):
+    """A judge that fails on some answers may leave any value there: the update is the same."""
 
     def fails(text, record):
-        return record["prompt"] == "g" and text.startswith("b")
+        return "b" in text or "e" in text
+
+    class Leaves(Letters):
+        def __init__(self, value):
+            super().__init__("a", fails)
+            self.value = value
+
+        def score(self, completions, prompts, metadata=None):
+            found = super().score(completions, prompts, metadata)
+            return replace(found, value=torch.where(found.valid, found.value, self.value))
 
     ends = []
-    for reward in (Letters(fail=fails), Letters()):
-        trainer = toy_text_trainer(tmp_path, reward=reward, rollout={"max_failure_rate": 0.9})
+    for value in (math.nan, 0.0, 50.0):
+        trainer = toy_text_trainer(
+            tmp_path, algorithm, reward=Leaves(value), rollout={"max_failure_rate": 0.9}
+        )
+        start = weights_of(trainer)
         record = trainer.iterate()
-        ends.append((record["valid_share"], weights_of(trainer)))
-    assert ends[1][0] == 1.0
-    if ends[0][0] < 1.0:
-        assert not torch.equal(ends[0][1], ends[1][1])
+        assert 0 < record["valid_share"] < 1 and record["trained_share"] < 1
+        ends.append(weights_of(trainer))
+    assert not torch.equal(start, ends[0])
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+
+
+def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
     trainer = toy_text_trainer(tmp_path, reward=Letters(fail=lambda text, record: record["prompt"] == "g"))
     with pytest.raises(RewardFailure, match=r"could not judge 6 of 24 samples; .*unreadable \(6×\)"):
         for _ in range(3):
             trainer.iterate()
+
+
+def test_prompts_that_are_too_long_are_left_out_and_blamed_on_nobody(tmp_path):
+    policy = toy_policy(max_prompt_tokens=3, long_prompts="mask")
+    trainer = toy_text_trainer(tmp_path, policy=policy, keeping={"iterations": 1})
+    records = [trainer.iterate() for _ in range(3)]
+    assert min(record["valid_share"] for record in records) < 1  # "d e f" and "k l m" have five tokens
+    assert all(record["updates"] > 0 for record in records)
+
+
+def test_remax_compares_with_the_greedy_answer_to_the_same_record(tmp_path):
+    """Two records share a prompt and want different letters: each sample meets its own record's judge."""
+    seen = []
+
+    class PerRecord(Letters):
+        def score(self, completions, prompts, metadata=None):
+            wanted = [record["letter"] if record else "" for record in metadata or ()]
+            seen.append(wanted)
+            value = [float(w in text) for w, text in zip(wanted, completions, strict=True)]
+            return Scores(value=torch.tensor(value), valid=torch.ones(len(value)).bool(), unit="share")
+
+    trainer = toy_text_trainer(tmp_path, "remax", reward=PerRecord(), rollout={"prompts_per_iteration": 2})
+    trainer.team = replace(
+        trainer.team, records=[{"prompt": "g", "letter": x} for x in ("a", "b", "a", "b", "a", "b")]
+    )
+    trainer.iterate()
+    sampled, greedy = seen
+    assert sorted(greedy) == sorted(sampled[::6]) == ["a", "b"]
+
+
+def test_a_clip_is_seen_beside_a_kl_term(tmp_path):
+    """The KL's gradient flows through clipped tokens too; the share that was clipped is the policy's."""
+    shares = []
+    for kl in (0.0, 0.1):
+        trainer = toy_text_trainer(
+            tmp_path, objective={"epochs": 4, "changes": {"kl": kl}}, optimiser={"lr": 2e-2}
+        )
+        record = trainer.iterate()
+        shares.append(record["clip_low"] + record["clip_high"])
+        assert ("kl" in record) == (kl > 0)
+    assert min(shares) > 0.01
+
+
+def test_whoever_writes_is_told_of_the_weights_after_a_resume(tmp_path):
+    toy_text_trainer(tmp_path, keeping={"iterations": 2}).train()
+    told = []
+    trainer = toy_text_trainer(tmp_path, keeping={"iterations": 2}, after_update=told.append)
+    assert trainer.resume() and told == [2]
 
 
 def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
@@ -217,9 +283,15 @@ def test_rewards_of_single_steps_are_learnt(tmp_path):
 
 
 def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):
+    """Measured after the update: with one step per iteration the KL before it is 0."""
     used = {}
     for target in (1e-9, 1e3):
-        trainer = toy_text_trainer(tmp_path, "ppo_kl", objective={"target_kl": target})
+        trainer = toy_text_trainer(
+            tmp_path,
+            "ppo_kl",
+            objective={"target_kl": target},
+            optimiser={"updates_per_iteration": 1},
+        )
         used[target] = [trainer.iterate()["penalty"] for _ in range(3)]
     assert used[1e-9] == [1.0, 2.0, 4.0] and used[1e3] == [1.0, 0.5, 0.25]
 
@@ -376,3 +448,16 @@ def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
     check_keys(record)
     families = {key.split("/", 1)[0] + "/*" for key in record if "/" in key}
     assert families <= set(METRICS) and {"loss/*", "groups/*", "seconds/*"} <= families
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rule": "sprad"}, "^dynamic: .*sprad"),
+        ({"rule": "accuracy"}, "dynamic.right_at is null"),
+        ({"max_rounds": 0}, "^dynamic: "),
+    ],
+)
+def test_dynamic_settings_are_refused_at_once(settings, message):
+    with pytest.raises(UserError, match=message):
+        DynamicSettings(**settings)

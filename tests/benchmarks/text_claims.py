@@ -44,15 +44,15 @@ COMMON = (
     "run.device=cpu",
 )
 ENTROPY = {
-    "grpo": ("objective.algorithm=grpo", "objective.changes={kl: 0.0}"),
+    "grpo": ("objective.algorithm=grpo", "objective.changes={kl: 0.0, aggregation: token_mean}"),
     "clip_higher": (
         "objective.algorithm=grpo",
-        "objective.changes={kl: 0.0, surrogate_options: {eps_low: 0.2, eps_high: 0.28}}",
+        "objective.changes={kl: 0.0, aggregation: token_mean, surrogate_options: {eps_high: 0.28}}",
     ),
     "clip_cov": ("objective.algorithm=clip_cov",),
     "kl_cov": ("objective.algorithm=kl_cov",),
 }
-"""Name -> overrides; all without a KL term to the reference."""
+"""Name -> overrides; all token means without a KL term to the reference."""
 DIVERSITY = {
     "grpo": ("objective.algorithm=grpo",),
     "flowrl": ("objective.algorithm=flowrl", "objective.heads_lr=1e-3"),

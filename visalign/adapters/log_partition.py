@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visalign.errors import UserError
 from visalign.text import TextRollout
 
 from .causal_lm import CausalLMPolicy
@@ -70,7 +71,15 @@ class PromptLogPartition:
 
         Returns:
             [B, H] float32, without gradient.
+
+        Raises:
+            UserError: prompts with pictures.
         """
+        if rollout.images is not None:
+            raise UserError(
+                "log Z reads the prompt's text alone, and this rollout has pictures in its prompts. Use "
+                "another algorithm than FlowRL for them."
+            )
         rows = torch.cat([rollout.prompt_weight.long(), rollout.prompt_ids], 1)
         unique, place = torch.unique(rows, dim=0, return_inverse=True)
         width = rollout.prompt_ids.shape[1]

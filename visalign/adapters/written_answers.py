@@ -110,6 +110,7 @@ class WrittenBatches:
                 )
         self._policy, self._records, self._field = policy, records, field
         self.size, self._seed = size, seed
+        self._orders: dict[int, Any] = {}
 
     def batch(self, number: int) -> TextRollout:
         """Batch 0, 1, 2, ... as a rollout."""
@@ -118,7 +119,7 @@ class WrittenBatches:
 
     def _at(self, visit: int) -> int:
         epoch, place = divmod(visit, len(self._records))
-        order = np.random.default_rng(sample_seed(self._seed, "written", epoch)).permutation(
-            len(self._records)
-        )
-        return int(order[place])
+        if epoch not in self._orders:
+            draw = np.random.default_rng(sample_seed(self._seed, "written", epoch))
+            self._orders = {epoch: draw.permutation(len(self._records))}
+        return int(self._orders[epoch][place])

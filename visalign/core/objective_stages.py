@@ -41,7 +41,8 @@ def sample_reward(t: Trajectories, beta: float) -> Tensor:
     """[B] reward of each sample: the weighted sum, plus process rewards, minus β Σ_t k1."""
     if beta == 0 and t.process_reward is None:
         return _scalar(t)
-    return decision_reward(t, beta).sum(1)
+    scalar = _scalar(t)  # an answer whose every decision is masked keeps its reward
+    return scalar + (decision_reward(t, beta) - place_terminal(scalar, t.weight)).sum(1)
 
 
 def decision_reward(t: Trajectories, beta: float) -> Tensor:
@@ -58,14 +59,22 @@ def decision_reward(t: Trajectories, beta: float) -> Tensor:
 def _scalar(t: Trajectories) -> Tensor:
     if t.reward is None:
         raise ValueError("this advantage needs Trajectories.reward, [B] or [B, M]; got None.")
-    return weighted_sum(t.reward, t.reward_weights) if t.reward.ndim == 2 else t.reward
+    return _known(t, weighted_sum(t.reward, t.reward_weights) if t.reward.ndim == 2 else t.reward)
 
 
 def _matrix(t: Trajectories) -> Tensor:
     if t.reward is None or t.reward.ndim != 2:
         given = "None" if t.reward is None else f"shape {tuple(t.reward.shape)}"
         raise ValueError(f"this advantage needs Trajectories.reward [B, M] of several rewards; got {given}.")
-    return t.reward
+    return _known(t, t.reward)
+
+
+def _known(t: Trajectories, reward: Tensor) -> Tensor:
+    """NaN, which takes no part in anything, where a sample is not valid."""
+    if t.valid is None:
+        return reward
+    valid = t.valid.to(reward.device).bool()
+    return torch.where(valid if reward.ndim == 1 else valid[:, None], reward, torch.nan)
 
 
 Advantages = tuple[Tensor, Tensor | None]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,7 @@ def evaluate_text(
         )
     metadata = [record for record in records for _ in seeds]
     scored = {name: _score(name, reward, rollout, metadata) for name, reward in rewards.items()}
+    scored = {name: _answered(scores, rollout.generated) for name, scores in scored.items()}
     right, judged, reasons = _verdicts(rewards, scored, correctness, len(metadata))
     extra = _measured(rollout, right, judged, len(seeds)) if measures else {}
     if measures and correctness is not None:
@@ -112,6 +114,15 @@ def _score(
     return scores
 
 
+def _answered(scores: Scores, generated: Tensor) -> Scores:
+    """The scores, invalid where a prompt was too long to be answered."""
+    if bool(generated.all()):
+        return scores
+    reason = list(scores.reason or [None] * len(scores))
+    reason = [r if g else "prompt too long" for r, g in zip(reason, generated.tolist(), strict=True)]
+    return replace(scores, valid=scores.valid.cpu() & generated, reason=reason)
+
+
 def _masked(scores: Scores) -> NDArray[np.float32]:
     value = scores.value.detach().cpu().float()
     return torch.where(_valid(scores), value, torch.tensor(torch.nan)).numpy()
@@ -138,7 +149,7 @@ def _verdicts(
 def _measured(
     rollout: TextRollout, right: NDArray[np.bool_], judged: NDArray[np.bool_], samples: int
 ) -> dict[str, NDArray[np.float32]]:
-    length = rollout.weight.sum(1)
+    length = torch.where(rollout.generated, rollout.weight.sum(1), torch.nan)
     entropy = (rollout.entropy * rollout.weight).sum(1) / length.clamp(min=1)
     found = {LENGTH: length.float().numpy(), ENTROPY: entropy.float().numpy()}
     if judged.any():
@@ -155,7 +166,7 @@ def _greedy(policy: TextPolicy, judge: Any, records: Sequence[Mapping[str, Any]]
         rollout = policy.generate(
             [record["prompt"] for record in records], seeds=0, sampling=Sampling(temperature=0.0), stop=stop
         )
-    scores = _score(judge.name, judge, rollout, records)
+    scores = _answered(_score(judge.name, judge, rollout, records), rollout.generated)
     right = verdict(judge.name, judge, scores).float()
     return torch.where(_valid(scores), right, torch.nan).numpy()
 
@@ -181,8 +192,8 @@ def _check(
 def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -> None:
     """Refuse a reward that cannot say right or wrong, before anything is sampled.
 
-    A range of (0, 1) is enough; otherwise the reward is shown one short answer and must give the part
-    `correct`.
+    The reward is shown one short answer to one record. It must be able to judge it, and say right or wrong:
+    by a range of (0, 1) or the part `correct`.
 
     Args:
         name: of the reward.
@@ -190,10 +201,14 @@ def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -
         record: a prompt record.
 
     Raises:
-        UserError: it returned a score without the part.
+        UserError: it cannot.
     """
-    if tuple(reward.range) == (0.0, 1.0):
-        return
     scores = reward.score(["1"], [record["prompt"]], [record])
-    if PART not in scores.parts and bool(scores.valid.any()):
+    if not bool(scores.valid.any()):
+        why = (scores.reason or [None])[0] or "no reason given"
+        raise UserError(
+            f"Reward '{name}' cannot judge the first held-out record ({why}), so no accuracy can be "
+            "measured. Set evaluation.correctness to a reward that reads these records, or to null."
+        )
+    if tuple(reward.range) != (0.0, 1.0) and PART not in scores.parts:
         verdict(name, reward, scores)  # raises

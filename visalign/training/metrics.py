@@ -36,7 +36,8 @@ METRICS: dict[str, str] = {
     "wrong or without spread, and surplus",
     "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "
     "entropy, ptx",
-    "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens, nats",
+    "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens as they were trained, nats; with a "
+    "target, over all tokens after the last step",
     "penalty": "coefficient of PPO-KL's penalty in the iteration",
     "value_explained": "share of the returns' variance that the value function explained before the update",
     "loss": "loss of the iteration's updates, mean over updates; includes the KL term",

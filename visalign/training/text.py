@@ -219,6 +219,8 @@ class TextTrainer:
         self.state = TextState(**loaded.state)
         if self.groups is not None and self.state.groups is not None:
             self.groups.load_state_dict(self.state.groups)
+        if self.after_update is not None:  # whoever writes the answers still has other weights
+            self.after_update(self.state.iteration)
 
     def _present_objective(self) -> Objective:
         """The objective with the present coefficient of PPO-KL."""
@@ -276,12 +278,5 @@ def _one_process(accelerator: Accelerator) -> None:
 
 
 def _groups(dynamic: DynamicSettings | None, rollout: TextRolloutSettings) -> DynamicGroups | None:
-    if dynamic is None or not dynamic.enabled:
-        return None
-    return DynamicGroups(
-        rollout.prompts_per_iteration,
-        rule=dynamic.rule,
-        right_at=dynamic.right_at,
-        max_rounds=dynamic.max_rounds,
-        when_spent=dynamic.when_spent,
-    )
+    is_on = dynamic is not None and dynamic.enabled
+    return dynamic.groups(rollout.prompts_per_iteration) if is_on and dynamic is not None else None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,10 +93,12 @@ def collect(
         return None, made
     rollout, reward, valid = kept
     with team.clock.phase("replay"), torch.no_grad():
-        trajectories = trajectories_of(team, rollout, reward, valid, iteration, settings, objective)
+        asked = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
+        trajectories = trajectories_of(team, rollout, reward, valid, iteration, settings, objective, asked)
         features = None if team.log_partition is None else team.log_partition.features(rollout)
     if trajectories.rollout_log_prob is not None:
         made.metrics["engine_gap"] = engine_gap(trajectories, settings.allowed_gap)
+        made.metrics["entropy"] = _mean_entropy(trajectories)  # the policy's: another engine may not say
     return TextExperience(rollout=rollout, trajectories=trajectories, features=features), made
 
 
@@ -120,7 +123,8 @@ def _round(team: TextTeam, sampler: PromptSampler, number: int, settings: TextRo
     with team.clock.phase("reward"):
         scores = judge(team.reward, list(rollout.text), records, what="answers")
     made = _Round(rollout=rollout, scores=scores, records=records)
-    check_failures(scores, _valid(made), settings.max_failure_rate, team.reward.name)
+    skipped = ~rollout.generated  # a prompt that was too long is no failure of the reward
+    check_failures(scores, _valid(made) | skipped, settings.max_failure_rate, team.reward.name)
     return made
 
 
@@ -145,6 +149,11 @@ def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> tuple[TextRollout
         torch.cat([group.rewards for group in taken]),
         torch.cat([group.valid for group in taken]),
     )
+
+
+def _mean_entropy(trajectories: Trajectories) -> float:
+    entropy, weight = trajectories.entropy, trajectories.weight
+    return math.nan if entropy is None else float((entropy * weight).sum() / weight.sum().clamp(min=1))
 
 
 def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:

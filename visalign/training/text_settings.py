@@ -12,6 +12,8 @@ from visalign.core import Objective, named_objective
 from visalign.errors import UserError
 from visalign.text import Sampling, Stop
 
+from .dynamic_groups import DynamicGroups
+
 TRUNCATED = ("keep", "mask")
 
 
@@ -83,6 +85,31 @@ class DynamicSettings:
     """A reward of at least this is right; for the rule accuracy and the counts."""
     when_spent: str = "take"
     """What happens when the rounds are used up: take (train on what there is), fill or stop."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.groups(1)
+        except UserError as error:
+            raise UserError(f"dynamic: {error}") from error
+        if self.rule != "spread" and self.right_at is None:
+            raise UserError(
+                f"dynamic.rule={self.rule} asks which answers are right, and dynamic.right_at is null. Set "
+                "it to the reward of a right answer, for example 1.0."
+            )
+
+    def groups(self, wanted: int) -> DynamicGroups:
+        """The collector of a run.
+
+        Args:
+            wanted: groups per iteration.
+        """
+        return DynamicGroups(
+            wanted,
+            rule=self.rule,
+            right_at=self.right_at,
+            max_rounds=self.max_rounds,
+            when_spent=self.when_spent,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from visalign.core import Objective, Trajectories, filter_overlong
 from visalign.errors import UserError
 from visalign.flow.noise import sample_seed
-from visalign.text import Prompt, Sampling, TextRollout
+from visalign.text import Sampling, TextRollout
 
 from .collect import judge
 from .text_settings import TextRolloutSettings
@@ -29,6 +32,7 @@ def trajectories_of(
     iteration: int,
     settings: TextRolloutSettings,
     objective: Objective,
+    records: Mapping[Hashable, Mapping[str, Any]],
 ) -> Trajectories:
     """The rollout as the core takes it, with whatever the objective asks for.
 
@@ -40,6 +44,7 @@ def trajectories_of(
         iteration: iterations finished, for the draws of Clip-Cov.
         settings: how the answers were made.
         objective: says what is needed.
+        records: group label -> prompt record, for ReMax's greedy answers.
 
     Raises:
         RewardFailure: ReMax's greedy answers came back with another number of scores.
@@ -48,18 +53,19 @@ def trajectories_of(
     if needs_reference(objective):
         with policy.reference():
             more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
+    has_value = bool(objective.value) or objective.advantage == "gae"
     recompute = settings.recompute or objective.correction is not None
-    if recompute or (objective.value and team.value_model is None):
+    if recompute or (has_value and team.value_model is None):
         now = policy.log_probs(rollout)
         if recompute:
             more["old_log_prob"] = now.log_prob.cpu()
             more["entropy"] = now.entropy.cpu()
-        if objective.value and now.value is not None:
+        if has_value and now.value is not None:
             more["value"] = now.value.cpu()
-    if objective.value and team.value_model is not None:
+    if has_value and team.value_model is not None:
         more["value"] = team.value_model.values(rollout).cpu()
     if objective.advantage == "remax":
-        more["greedy_reward"] = _greedy_reward(team, rollout, settings)
+        more["greedy_reward"] = _greedy_reward(team, rollout, records, settings)
     if objective.selection == "clip_cov":
         generator = torch.Generator().manual_seed(sample_seed(team.seed, "uniform", iteration))
         more["uniform"] = torch.rand(rollout.weight.shape, generator=generator)
@@ -94,12 +100,16 @@ def engine_gap(trajectories: Trajectories, allowed: float) -> float:
     return gap
 
 
-def _greedy_reward(team: TextTeam, rollout: TextRollout, settings: TextRolloutSettings) -> Tensor:
+def _greedy_reward(
+    team: TextTeam,
+    rollout: TextRollout,
+    records: Mapping[Hashable, Mapping[str, Any]],
+    settings: TextRolloutSettings,
+) -> Tensor:
     """[B] reward of the likeliest answer to each sample's prompt; NaN where it could not be judged."""
     first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
     places = list(first.values())
-    by_prompt = {_key(record["prompt"]): record for record in team.records}
-    records = [by_prompt[_key(rollout.prompt[i])] for i in places]
+    asked = [records[label] for label in first]
     greedy = team.generator.generate(
         [rollout.prompt[i] for i in places],
         seeds=[0] * len(places),
@@ -108,11 +118,7 @@ def _greedy_reward(team: TextTeam, rollout: TextRollout, settings: TextRolloutSe
         stop=settings.stopping(),
         group=list(first),
     )
-    scores = judge(team.reward, list(greedy.text), records, what="answers")
+    scores = judge(team.reward, list(greedy.text), asked, what="answers")
     value = torch.where(scores.valid, scores.value, torch.nan).float().cpu()
     found = dict(zip(first, value.tolist(), strict=True))
     return torch.tensor([found[label] for label in rollout.group])
-
-
-def _key(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else repr([dict(message) for message in prompt])

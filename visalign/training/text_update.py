@@ -37,6 +37,8 @@ class WrittenAnswers(Protocol):
 class _Sums:
     """Sums over the decisions of one optimiser step."""
 
+    samples: float = 0.0
+    """Answers with a present decision."""
     decisions: float = 0.0
     shift: float = 0.0
     """Σ (r − 1)."""
@@ -51,7 +53,7 @@ class _Sums:
     moved: float = 0.0
     """Σ (r − 1 − log r): KL(π_old‖π), k3."""
     reference: float = 0.0
-    """Σ k3 of KL(π‖π_ref)."""
+    """Σ k3 of KL(π‖π_ref); NaN without a reference."""
 
     def plus(self, other: _Sums) -> _Sums:
         mine, theirs = vars(self), vars(other)
@@ -118,7 +120,20 @@ def optimise(
         rows.append((sums, norm, lr))
         terms.append(losses)
     optimizer.zero_grad(set_to_none=True)
-    return now, _metrics(rows, terms, now) | _signal(t.weight, prepared, len(steps) // settings.epochs)
+    asked = settings.epochs * len(t.weight)
+    found = _metrics(rows, terms, now, asked) | _signal(prepared[: len(steps) // settings.epochs])
+    if settings.target_kl is not None:
+        found["kl_old"] = _moved(team, experience)
+    return now, found
+
+
+@torch.no_grad()
+def _moved(team: TextTeam, experience: TextExperience) -> float:
+    """KL(π_old‖π) per token after the last step, k3."""
+    t = experience.trajectories
+    log_ratio = (team.policy.log_probs(experience.rollout).log_prob.cpu() - t.old_log_prob).double()
+    present = t.weight != 0
+    return float((log_ratio.expm1() - log_ratio)[present].mean())
 
 
 def _begin(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -164,14 +179,15 @@ def _accumulate(
     index = index[torch.argsort((step.weight[index] != 0).sum(1), stable=True, descending=True)]
     parts = list(index.split(micro_batch)) or [index]
     answers = [None] * len(parts) if written is None else torch.arange(len(written)).chunk(len(parts))
-    sums, terms = _Sums(), {}
+    sums: _Sums | None = None
+    terms: dict[str, float] = {}
     for i, part in enumerate(parts):
         own = answers[i] if i < len(answers) else None
         if len(part) or own is not None:
             more, loss = _backward(team, experience, objective, step.rows(part), chosen[part], written, own)
-            sums = sums.plus(more)
+            sums = more if sums is None else sums.plus(more)
             terms = {name: terms.get(name, 0.0) + value for name, value in loss.items()}
-    return sums, terms
+    return sums or _Sums(reference=math.nan), terms
 
 
 def _backward(
@@ -199,27 +215,30 @@ def _backward(
         more["ptx_weight"] = written.weight[answers].to(device)
     rows = rows.to(device)
     loss = objective.loss(rows, PolicyOutput(**{**leaves, **more}))
+    policy_term, leaf = loss.terms["policy"], leaves["log_prob"]
+    (own,) = torch.autograd.grad(policy_term, [leaf], retain_graph=True, allow_unused=True)
     loss.total.backward()
     pairs = [(attached[k], leaf.grad) for k, leaf in leaves.items() if leaf.grad is not None]
     live = [(tensor, grad) for tensor, grad in pairs if tensor is not None and tensor.requires_grad]
     if live:
         torch.autograd.backward([tensor for tensor, _ in live], [grad for _, grad in live])
     terms = {name: float(term.detach()) for name, term in loss.terms.items()}
-    return _sums_of(rows, leaves["log_prob"]), terms
+    return _sums_of(rows, leaf.detach(), torch.zeros_like(leaf) if own is None else own), terms
 
 
 @torch.no_grad()
-def _sums_of(rows: Prepared, log_prob: Tensor) -> _Sums:
+def _sums_of(rows: Prepared, log_prob: Tensor, gradient: Tensor) -> _Sums:
+    """Sums of a micro-batch; `gradient` is that of the policy's term alone, so a KL term hides no clip."""
     present = rows.weight != 0
-    log_ratio = torch.where(present, log_prob.detach() - rows.old_log_prob, 0.0).double()
+    log_ratio = torch.where(present, log_prob - rows.old_log_prob, 0.0).double()
     shift = log_ratio.expm1()
-    gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
     dead = present & (gradient == 0)
-    reference = 0.0
+    reference = math.nan
     if rows.ref_log_prob is not None:
-        away = torch.where(present, rows.ref_log_prob - log_prob.detach(), 0.0).double()
+        away = torch.where(present, rows.ref_log_prob - log_prob, 0.0).double()
         reference = float((away.expm1() - away).sum())
     return _Sums(
+        samples=float(present.any(1).sum()),
         decisions=float(present.sum()),
         shift=float(shift.sum()),
         square=float(shift.square().sum()),
@@ -232,10 +251,10 @@ def _sums_of(rows: Prepared, log_prob: Tensor) -> _Sums:
 
 
 def _metrics(
-    rows: list[tuple[_Sums, float, float]], terms: list[Mapping[str, float]], now: Progressed
+    rows: list[tuple[_Sums, float, float]], terms: list[Mapping[str, float]], now: Progressed, asked: int
 ) -> dict[str, float]:
-    total = _Sums()
-    for sums, _, _ in rows:
+    total = rows[0][0]
+    for sums, _, _ in rows[1:]:
         total = total.plus(sums)
     count = total.decisions or math.nan
     norms = [norm for _, norm, _ in rows if math.isfinite(norm)]
@@ -252,27 +271,27 @@ def _metrics(
         "ratio_floor": rows[0][0].largest,
         "clip_low": total.dead_low / count,
         "clip_high": total.dead_high / count,
-        "kl": total.reference / count,
+        "trained_share": total.samples / max(asked, 1),
+        **({} if math.isnan(total.reference) else {"kl": total.reference / count}),
         "kl_old": total.moved / count,
         "grad_norm": float(np.mean(norms)) if norms else math.nan,
         "lr": rows[-1][2],
     }
 
 
-def _signal(weight: Tensor, prepared: list[Prepared], steps: int) -> dict[str, float]:
-    """What the first epoch's advantages say, over all samples that were handed in."""
-    advantage = torch.cat([p.advantage for p in prepared[:steps]])
+def _signal(prepared: list[Prepared]) -> dict[str, float]:
+    """What the advantages of an epoch's steps say, over all samples that were handed in."""
+    advantage = torch.cat([p.advantage for p in prepared])
     live = (advantage != 0).any(1)
-    present = torch.cat([p.weight for p in prepared[:steps]]) != 0
+    present = torch.cat([p.weight for p in prepared]) != 0
     found = {
         "signal_share": float(live.double().mean()),
         "advantage_abs": float(advantage[present].double().abs().mean()) if bool(present.any()) else 0.0,
-        "trained_share": float(present.any(1).double().mean()) if len(weight) else 0.0,
     }
     first = prepared[0]
-    if first.returns is not None and first.value is not None:
-        returns = torch.cat([p.returns for p in prepared[:steps] if p.returns is not None])[present].double()
-        value = torch.cat([p.value for p in prepared[:steps] if p.value is not None])[present].double()
+    if first.returns is not None and first.value is not None and bool(present.any()):
+        returns = torch.cat([p.returns for p in prepared if p.returns is not None])[present].double()
+        value = torch.cat([p.value for p in prepared if p.value is not None])[present].double()
         spread = float(returns.var(correction=0))
         error = float((returns - value).var(correction=0))
         found["value_explained"] = 1 - error / spread if spread else math.nan
