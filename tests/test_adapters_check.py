@@ -129,10 +129,10 @@ class NoReference(SD3Policy):
 class FlatReference(SD3Policy):
     @contextmanager
     def reference(self):
-        for layer in self._lora_layers:
+        for layer in self._lora_layers or []:
             layer.enable_adapters(False)
         yield
-        for layer in self._lora_layers:
+        for layer in self._lora_layers or []:
             layer.enable_adapters(True)
 
 
