@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visalign.config import config_to_yaml, flatten, load_config
-from visalign.errors import UserError
+from visalign.config import config_to_yaml, flatten
 from visalign.interfaces import DiffusionPolicy
 
 from .build import build_accelerator, build_evaluator, build_policy, evenly, heldout_metrics
@@ -21,7 +20,7 @@ from .flow_grpo_plan import plan
 from .flow_grpo_report import costs_of, result_folder, write_results
 from .interrupted import TrainingInterrupted
 from .job_config import FREE_KEYS
-from .run_folder import check_run_folder
+from .run_folder import check_same_run
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
@@ -58,7 +57,7 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str,
     import torch
 
     output = Path(output)
-    _check_folder(config, output, resume)
+    check_same_run(config, output, resume=resume, free=FREE_KEYS)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     job = _build(config, output)
@@ -106,25 +105,6 @@ def _work(config: FlowGRPOConfig, job: _Job, output: Path, resume: bool) -> dict
         summary = write_results(config, output, before, after, costs, heldout=heldout, seen=seen)
     job.trainer.accelerator.wait_for_everyone()
     return summary
-
-
-def _check_folder(config: FlowGRPOConfig, output: Path, resume: bool) -> None:
-    """Refuse a folder that would be overwritten, or that holds another run.
-
-    Raises:
-        UserError: it is not empty (without resume), or holds no run or one of another configuration (with
-            it).
-    """
-    from visalign.training.checkpoint import check_same_config
-
-    check_run_folder(output, resume=resume)
-    if resume and any(output.iterdir()):
-        if not (output / "config.yaml").is_file():
-            raise UserError(
-                f"There is no run in '{output}' to resume: it has no config.yaml. Give the folder of a run."
-            )
-        saved = load_config(FlowGRPOConfig, output / "config.yaml")
-        check_same_config(asdict(saved), asdict(config), free=FREE_KEYS, where=f"the run in '{output}'")
 
 
 def _build(config: FlowGRPOConfig, output: Path) -> _Job:

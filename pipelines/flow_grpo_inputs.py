@@ -101,15 +101,21 @@ def _prompts(records: Records) -> set[str]:
 
 def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:
     """SHA-256 of the prompt records, and of the files of the user's own rewards."""
-    found = {
-        name: hashlib.sha256(json.dumps(list(given), sort_keys=True, default=str).encode()).hexdigest()
-        for name, given in (("data.train", records), ("data.heldout", heldout))
-    }
+    found = {name: fingerprint(given) for name, given in (("data.train", records), ("data.heldout", heldout))}
     for label, term in {**config.evaluation.rewards, **config.rewards.terms}.items():
         file = Path((term.name or label).rpartition(":")[0])
         if file.suffix == ".py":
             found[f"reward {label}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found
+
+
+def fingerprint(records: Records) -> str:
+    """SHA-256 of prompt records.
+
+    Args:
+        records: JSON values.
+    """
+    return hashlib.sha256(json.dumps(list(records), sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:

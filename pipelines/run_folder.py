@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from visalign.config import load_config
 from visalign.errors import UserError
 
 
@@ -66,3 +70,28 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
             f"The output folder '{folder}' is not empty, and nothing is overwritten. Give another --output, "
             "or continue its run with --resume."
         )
+
+
+def check_same_run(config: Any, output: Path, *, resume: bool, free: Collection[str]) -> None:
+    """Refuse a folder that would be overwritten, or that holds another run.
+
+    Args:
+        config: the configuration, a dataclass.
+        output: the run's folder.
+        resume: whether its run is to be continued.
+        free: dotted keys that may differ on resume.
+
+    Raises:
+        UserError: it is not empty (without resume), or holds no run or one of another configuration (with
+            it).
+    """
+    from visalign.training.checkpoint import check_same_config
+
+    check_run_folder(output, resume=resume)
+    if resume and any(output.iterdir()):
+        if not (output / "config.yaml").is_file():
+            raise UserError(
+                f"There is no run in '{output}' to resume: it has no config.yaml. Give the folder of a run."
+            )
+        saved = load_config(type(config), output / "config.yaml")
+        check_same_config(asdict(saved), asdict(config), free=free, where=f"the run in '{output}'")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -11,14 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visalign.config import config_to_yaml, flatten, load_config
-from visalign.errors import UserError
+from visalign.config import config_to_yaml, flatten
 
 from .build import Records, no_loading_bars
-from .flow_grpo_inputs import FINGERPRINTS, check_unchanged, write_once
+from .flow_grpo_inputs import FINGERPRINTS, check_unchanged, fingerprint, write_once
 from .interrupted import TrainingInterrupted
 from .job_config import FREE_KEYS
-from .run_folder import check_run_folder
+from .run_folder import check_same_run
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
@@ -64,11 +62,11 @@ def run_text(
     import torch
 
     output = Path(output)
-    _check_folder(config, output, resume)
+    check_same_run(config, output, resume=resume, free=FREE_KEYS)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     job = build(config, output)
-    prints = {name: _fingerprint(records) for name, records in job.read.items()}
+    prints = {name: fingerprint(records) for name, records in job.read.items()}
     if resume:
         check_unchanged(output, prints)
     write_once(output / "config.yaml", f"pipeline: {pipeline}\n" + config_to_yaml(config))
@@ -81,10 +79,6 @@ def run_text(
         return _work(config, job, output, resume)
     finally:
         accelerator.end_training()
-
-
-def _fingerprint(records: Records) -> str:
-    return hashlib.sha256(json.dumps(list(records), sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _work(config: Any, job: TextJob, output: Path, resume: bool) -> dict[str, Any]:
@@ -144,20 +138,6 @@ def _work(config: Any, job: TextJob, output: Path, resume: bool) -> dict[str, An
 def result_folder(config: Any, output: Path) -> Path:
     """Where a run leaves what it trained: the adapters, or the whole model."""
     return output / ("model" if config.model.lora is None else "lora")
-
-
-def _check_folder(config: Any, output: Path, resume: bool) -> None:
-    """Refuse a folder that would be overwritten, or that holds another run."""
-    from visalign.training.checkpoint import check_same_config
-
-    check_run_folder(output, resume=resume)
-    if resume and any(output.iterdir()):
-        if not (output / "config.yaml").is_file():
-            raise UserError(
-                f"There is no run in '{output}' to resume: it has no config.yaml. Give the folder of a run."
-            )
-        saved = load_config(type(config), output / "config.yaml")
-        check_same_config(asdict(saved), asdict(config), free=FREE_KEYS, where=f"the run in '{output}'")
 
 
 def keeping_of(config: Any, output: Path) -> Keeping:

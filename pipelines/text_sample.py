@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from visalign.config import config_to_yaml, load_config
+from visalign.config import config_to_yaml
 from visalign.data.answer_files import answers_jsonl
 from visalign.errors import UserError
 from visalign.evaluation.atomic import write_atomic
@@ -23,8 +22,8 @@ from visalign.training.answer_statistics import failure_reasons, may_be_chosen
 from visalign.training.collect import check_failures
 
 from .build import Records
-from .flow_grpo_inputs import FINGERPRINTS, check_unchanged, write_once
-from .run_folder import check_run_folder
+from .flow_grpo_inputs import FINGERPRINTS, check_unchanged, fingerprint, write_once
+from .run_folder import check_same_run
 from .text_build import build_text_policy, prepare
 from .text_config import TextConfig, TextDataConfig, TextEvaluationConfig
 from .text_sample_config import TextSampleConfig
@@ -66,29 +65,15 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> dict[st
     import torch
 
     begin, output = time.perf_counter(), Path(output)
-    _check_folder(config, output, resume)
+    check_same_run(config, output, resume=resume, free=FREE_KEYS)
     inputs = _prepare(config)
-    prints = _fingerprints(inputs.records)
+    prints = {"data.train": fingerprint(inputs.records)}
     if resume:
         check_unchanged(output, prints)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     answers = _sample(config, inputs, output, prints)
     return _select(config, inputs, answers, output, begin)
-
-
-def _check_folder(config: TextSampleConfig, output: Path, resume: bool) -> None:
-    """Refuse a folder that would be overwritten, or that holds another run."""
-    from visalign.training.checkpoint import check_same_config
-
-    check_run_folder(output, resume=resume)
-    if resume and any(output.iterdir()):
-        if not (output / "config.yaml").is_file():
-            raise UserError(
-                f"There is no run in '{output}' to resume: it has no config.yaml. Give the folder of a run."
-            )
-        saved = load_config(TextSampleConfig, output / "config.yaml")
-        check_same_config(asdict(saved), asdict(config), free=FREE_KEYS, where=f"the run in '{output}'")
 
 
 def _prepare(config: TextSampleConfig) -> _Inputs:
@@ -135,7 +120,9 @@ def _policy(config: TextSampleConfig) -> Any:
     import torch
 
     cuda = config.run.device == "auto" and torch.cuda.is_available()
-    return build_text_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed, reference=False)
+    return build_text_policy(
+        config.model, torch.device("cuda" if cuda else "cpu"), config.seed, reference=False
+    )
 
 
 def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place: int, path: Path) -> None:
@@ -205,11 +192,6 @@ def _select(
     text = json.dumps(finite(summary), indent=2, allow_nan=False, ensure_ascii=False)
     write_atomic(output / "summary.json", (text + "\n").encode("utf-8"))
     return json.loads(text)
-
-
-def _fingerprints(records: Records) -> dict[str, str]:
-    text = json.dumps(list(records), sort_keys=True, default=str)
-    return {"data.train": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def plan(config: TextSampleConfig) -> dict[str, Any]:

@@ -112,11 +112,7 @@ class CausalLMPolicy:
         if gradient_checkpointing:
             enable_recomputation(model)
         self._network = CausalNetwork(model, autocast=autocast, sight=sight)
-        if value_head is not None and self._network.head is None:
-            raise UserError(
-                f"The output head of {type(model).__name__} is no linear layer, so its hidden states cannot "
-                "be shared with a value head. Use a separate ValueModel."
-            )
+        _check_value_head(value_head, self._network)
         self.value_head = None if value_head is None else value_head.to(model.device)
         self._trained = TrainedWeights(model, adapters, reference=reference)
 
@@ -290,3 +286,11 @@ class CausalLMPolicy:
             self.model.load_state_dict(saved.state_dict())
         if self.value_head is not None:
             self.value_head.load(Path(folder))
+
+
+def _check_value_head(value_head: ValueHead | None, network: CausalNetwork) -> None:
+    if value_head is not None and network.head is None:
+        raise UserError(
+            f"The output head of {type(network.model).__name__} is no linear layer, so its hidden states "
+            "cannot be shared with a value head. Use a separate ValueModel."
+        )

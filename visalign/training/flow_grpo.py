@@ -14,7 +14,7 @@ Where this deviates from the published code, always on purpose:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from .checkpoint import Checkpoint
 from .collect import Team, collect, oriented
 from .ema import EMA
-from .loop import Keeping, Loop, TrainResult
+from .loop import Evaluate, Keeping, Loop, TrainResult
 from .loss import ReplayModule, step_weights
 from .progress import TrainingProgress
 from .runtime import PhaseClock
@@ -34,8 +34,6 @@ from .sampler import PromptSampler
 from .settings import ObjectiveSettings, OptimiserSettings, RolloutSettings
 from .state import RunState, restore_tensors, tensors_of
 from .update import Progressed, optimise
-
-Evaluate = Callable[[int], Mapping[str, float]]
 
 
 class FlowGRPOTrainer:
@@ -171,7 +169,7 @@ class FlowGRPOTrainer:
         state.iteration += 1
         state.images += images
         state.forward_equivalents += passes
-        heldout = self._evaluated()
+        heldout = self.loop.evaluated(self.evaluate, self.ema)
         return {
             "iteration": state.iteration,
             "images": state.images,
@@ -181,15 +179,3 @@ class FlowGRPOTrainer:
             **heldout,
             **self.loop.timed(images),
         }
-
-    def _evaluated(self) -> dict[str, float]:
-        every = self.keeping.evaluate_every
-        if self.evaluate is None or not every or self.state.iteration % every:
-            return {}
-        found: Mapping[str, float] = {}
-        with self.clock.phase("evaluation"):
-            if self.accelerator.is_main_process:
-                with self.ema.applied():
-                    found = self.evaluate(self.state.iteration)
-            self.accelerator.wait_for_everyone()
-        return {f"heldout/{name}": value for name, value in found.items()}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +13,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from . import checkpoint
+from .ema import EMA
 from .metrics import MetricsFile
 from .progress import TrainingProgress
 from .runtime import InterruptFlag, PhaseClock
+
+Evaluate = Callable[[int], Mapping[str, float]]
+"""Iterations finished -> name -> number."""
 
 
 class Algorithm(Protocol):
@@ -182,6 +186,28 @@ class Loop:
         self.progress.go_on(self.algorithm.state.iteration, self.algorithm.state.seconds)
         self.progress.note(f"Resumed from {folder} after iteration {loaded.step}.")
         return True
+
+    def evaluated(self, evaluate: Evaluate | None, ema: EMA) -> dict[str, float]:
+        """The evaluation on the way, where the iteration just finished is due for one; in the main process
+        alone, for which the others wait.
+
+        Args:
+            evaluate: called with the iterations finished.
+            ema: the averages that are in place meanwhile.
+
+        Returns:
+            `heldout/...`, empty in the other processes and where none is due.
+        """
+        every, iteration = self.keeping.evaluate_every, self.algorithm.state.iteration
+        if evaluate is None or not every or iteration % every:
+            return {}
+        found: Mapping[str, float] = {}
+        with self.clock.phase("evaluation"):
+            if self.accelerator.is_main_process:
+                with ema.applied():
+                    found = evaluate(iteration)
+            self.accelerator.wait_for_everyone()
+        return {f"heldout/{name}": value for name, value in found.items()}
 
     def timed(self, samples: int) -> dict[str, float]:
         """Seconds of the iteration that ends now, in all and by phase; they are added to the counters.

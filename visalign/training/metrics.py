@@ -67,6 +67,22 @@ METRICS: dict[str, str] = {
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 
+TEXT_ONLY = (
+    "samples",
+    "tokens",
+    "length_mean",
+    "truncated_share",
+    "entropy",
+    "engine_gap",
+    "groups/*",
+    "loss/*",
+    "kl_old",
+    "penalty",
+    "value_explained",
+    "perplexity",
+)
+"""Keys that only trainers of text policies log."""
+
 TIMES = ("seconds", "samples_per_second")
 """Families that differ between two runs of the same seed; every other value is reproducible on CPU."""
 

@@ -11,7 +11,6 @@ uninterrupted one; nothing here is drawn at random.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +25,12 @@ from visalign.text import TextPolicy, TextRollout
 
 from .checkpoint import Checkpoint
 from .ema import EMA
-from .loop import Keeping, Loop, TrainResult
+from .loop import Evaluate, Keeping, Loop, TrainResult
 from .progress import TrainingProgress
 from .runtime import PhaseClock
 from .settings import OptimiserSettings
 from .state import restore_tensors, tensors_of
 from .text_update import WrittenAnswers
-
-Evaluate = Callable[[int], Mapping[str, float]]
 
 
 @dataclass(kw_only=True)
@@ -142,7 +139,7 @@ class SFTTrainer:
             "grad_norm": float(np.mean(norms)) if norms else math.nan,
             "lr": steps[-1].lr,
         }
-        return {**record, **self._evaluated(), **self.loop.timed(samples)}
+        return {**record, **self.loop.evaluated(self.evaluate, self.ema), **self.loop.timed(samples)}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: weights, averages, AdamW's moments."""
@@ -174,14 +171,6 @@ class SFTTrainer:
         else:
             state.skipped += 1
         return _Step(loss=loss, norm=norm, lr=lr, samples=len(batch), tokens=int((batch.weight != 0).sum()))
-
-    def _evaluated(self) -> dict[str, float]:
-        every = self.keeping.evaluate_every
-        if self.evaluate is None or not every or self.state.iteration % every:
-            return {}
-        with self.clock.phase("evaluation"), self.ema.applied():
-            found = self.evaluate(self.state.iteration)
-        return {f"heldout/{name}": value for name, value in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from .checkpoint import Checkpoint
 from .collect import oriented
 from .dynamic_groups import DynamicGroups
 from .ema import EMA
-from .loop import Keeping, Loop, TrainResult
+from .loop import Evaluate, Keeping, Loop, TrainResult
 from .progress import TrainingProgress
 from .runtime import PhaseClock
 from .sampler import PromptSampler
@@ -43,7 +43,6 @@ from .text_team import Generates, LogPartition, ProcessJudge, TextTeam, ValueFun
 from .text_update import WrittenAnswers, optimise
 from .update import Progressed
 
-Evaluate = Callable[[int], Mapping[str, float]]
 AfterUpdate = Callable[[int], None]
 
 
@@ -203,7 +202,7 @@ class TextTrainer:
         if self.after_update is not None and experience is not None:
             with self.clock.phase("sync"):
                 self.after_update(state.iteration)
-        return {**record, **self._evaluated(), **self.loop.timed(made.samples)}
+        return {**record, **self.loop.evaluated(self.evaluate, self.ema), **self.loop.timed(made.samples)}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: weights, averages, AdamW's moments."""
@@ -237,14 +236,6 @@ class TextTrainer:
         moved = updated.get("kl_old", float("nan"))
         self.state.beta = float(penalty_kl_coefficient(used, moved, target=self.settings.target_kl))
         return {"penalty": used}
-
-    def _evaluated(self) -> dict[str, float]:
-        every = self.keeping.evaluate_every
-        if self.evaluate is None or not every or self.state.iteration % every:
-            return {}
-        with self.clock.phase("evaluation"), self.ema.applied():
-            found = self.evaluate(self.state.iteration)
-        return {f"heldout/{name}": value for name, value in found.items()}
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         named = list(self.team.policy.trainable_parameters())

@@ -80,7 +80,7 @@ def optimise(
         team: policy and heads.
         experience: what is learnt from.
         objective: the loss.
-        settings: epochs and the bound of the ratio check.
+        settings: epochs, the bound of the ratio check, PPO-KL's target.
         optimizer: its parameter groups may carry "scale", a factor of the learning rate.
         ema: averaged after each step.
         pace: learning rate, steps per iteration, micro-batches.
@@ -104,27 +104,23 @@ def optimise(
     now, rows, terms = before, [], []
     for rows_of, step, answers in zip(steps, prepared, given, strict=True):
         step = step if answers is None else replace(step, ptx_counts=count_step(answers.weight))
-        lr = pace.lr_at(now.updates)
-        _begin(optimizer, lr)
+        lr = _begin(optimizer, pace.lr_at(now.updates))
         sums, losses = _accumulate(team, experience, objective, step, rows_of, answers, pace.micro_batch)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = float(nn.utils.clip_grad_norm_(parameters, pace.max_grad_norm))
         if not now.checked and sums.decisions:
             check_log_ratio(torch.tensor([sums.largest]), bound=settings.ratio_bound)
             now = replace(now, checked=True)
-        finite = math.isfinite(norm)
-        if finite:
+        if finite := math.isfinite(norm):
             optimizer.step()
             ema.update(now.updates + 1)
         now = replace(now, updates=now.updates + 1, skipped=now.skipped + (not finite))
         rows.append((sums, norm, lr))
         terms.append(losses)
     optimizer.zero_grad(set_to_none=True)
-    asked = settings.epochs * len(t.weight)
-    found = _metrics(rows, terms, now, asked) | _signal(prepared[: len(steps) // settings.epochs])
-    if settings.target_kl is not None:
-        found["kl_old"] = _moved(team, experience)
-    return now, found
+    found = _metrics(rows, terms, now, asked=settings.epochs * len(t.weight))
+    moved = {} if settings.target_kl is None else {"kl_old": _moved(team, experience)}
+    return now, found | _signal(prepared[: len(steps) // settings.epochs]) | moved
 
 
 @torch.no_grad()
@@ -136,11 +132,12 @@ def _moved(team: TextTeam, experience: TextExperience) -> float:
     return float((log_ratio.expm1() - log_ratio)[present].mean())
 
 
-def _begin(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rates of a step and clear its gradients."""
+def _begin(optimizer: torch.optim.Optimizer, lr: float) -> float:
+    """Set the rates of a step and clear its gradients; returns the rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
     optimizer.zero_grad(set_to_none=True)
+    return lr
 
 
 def _parts(group: Any, epochs: int, parts: int, seed: int, iteration: int) -> Iterator[Tensor]:
