@@ -119,8 +119,16 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
     records, order = records_in_order(options)
     answers = options.prompts * options.group
     prompts = PromptEncoder(tokenizer, plain_as_chat=True)
+    policy = CausalLMPolicy(
+        model,
+        tokenizer,
+        prompts=prompts,
+        reference=bool(options.beta),
+        generate_batch=answers,
+        score_batch=options.micro,
+    )
     trainer = TextTrainer(
-        CausalLMPolicy(model, tokenizer, prompts=prompts, generate_batch=answers, score_batch=options.micro),
+        policy,
         REWARDS[options.reward](),
         records,
         rollout=TextRolloutSettings(
