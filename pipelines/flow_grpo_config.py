@@ -5,11 +5,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError
 from visalign.training.sampler import check_batch_algebra
 from visalign.training.settings import ObjectiveSettings, OptimiserSettings, RolloutSettings
 
-from .job_config import LoraConfig, RewardsConfig, RewardTerm, RunConfig, at_least, check_dtype
+from .job_config import (
+    LoraConfig,
+    RewardsConfig,
+    RewardTerm,
+    RunConfig,
+    at_least,
+    check_correctness,
+    check_dtype,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +123,4 @@ class FlowGRPOConfig:
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         at_least("seed", self.seed, 0)
-        known = {**self.rewards.terms, **self.evaluation.rewards}
-        judge = self.evaluation.correctness
-        if judge is not None and judge not in known:
-            raise UserError(
-                f"evaluation.correctness is {judge!r}, which is no label of rewards.terms or "
-                f"evaluation.rewards. {suggestion(judge, known)}Labels: {', '.join(known)}; or null."
-            )
+        check_correctness(self.evaluation.correctness, self.rewards, self.evaluation.rewards)

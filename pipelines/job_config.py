@@ -103,6 +103,16 @@ class RunConfig:
             )
 
 
+def check_correctness(judge: str | None, trained: RewardsConfig, reported: dict[str, RewardTerm]) -> None:
+    """Refuse a judge of correctness that is no label of the rewards; None passes."""
+    known = {**trained.terms, **reported}
+    if judge is not None and judge not in known:
+        raise UserError(
+            f"evaluation.correctness is {judge!r}, which is no label of rewards.terms or "
+            f"evaluation.rewards. {suggestion(judge, known)}Labels: {', '.join(known)}; or null."
+        )
+
+
 FREE_KEYS = (
     "run.iterations",
     "run.max_seconds",

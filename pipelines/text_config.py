@@ -11,7 +11,15 @@ from visalign.training.sampler import check_batch_algebra
 from visalign.training.settings import OptimiserSettings
 from visalign.training.text_settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 
-from .job_config import LoraConfig, RewardsConfig, RewardTerm, RunConfig, at_least, check_dtype
+from .job_config import (
+    LoraConfig,
+    RewardsConfig,
+    RewardTerm,
+    RunConfig,
+    at_least,
+    check_correctness,
+    check_dtype,
+)
 
 CHATS = ("auto", "plain", "chat")
 VALUES = ("none", "shared", "separate")
@@ -190,13 +198,7 @@ class TextConfig:
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         at_least("seed", self.seed, 0)
-        known = {**self.rewards.terms, **self.evaluation.rewards}
-        judge = self.evaluation.correctness
-        if judge is not None and judge not in known:
-            raise UserError(
-                f"evaluation.correctness is {judge!r}, which is no label of rewards.terms or "
-                f"evaluation.rewards. {suggestion(judge, known)}Labels: {', '.join(known)}; or null."
-            )
+        check_correctness(self.evaluation.correctness, self.rewards, self.evaluation.rewards)
         objective = self.objective.build(max_new_tokens=self.rollout.max_new_tokens)
         if objective.value and self.model.value == "none":
             raise UserError(

@@ -176,6 +176,7 @@ def test_the_paper_table_names_every_function_of_the_core() -> None:
 
 @pytest.mark.parametrize("block", [b for b in blocks_of(CORE_TEXT) if b.language == "python"], ids=str)
 def test_core_readme_python(block: Block) -> None:
+    assert "\nassert " in block.code, "the block shows a result and checks none"
     exec(compile("\n" * (block.line - 1) + block.code, str(CORE_README), "exec"), {"__name__": "core"})
 
 

@@ -413,6 +413,7 @@ def test_ptx_without_texts_is_refused(tmp_path):
         ({"epochs": 0}, "epochs is 0"),
         ({"heads_lr": 0.0}, "heads_lr is 0.0"),
         ({"target_kl": 0.1}, "adapts the penalty of the surrogate ppo_kl, and grpo has ppo_clip"),
+        ({"algorithm": "flow_dppo"}, "which denoising steps have and tokens do not"),
         ({"algorithm": "gdpo"}, "normalises several rewards one by one"),
     ],
 )

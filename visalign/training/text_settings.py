@@ -142,6 +142,12 @@ class TextObjectiveSettings:
                 f"objective.target_kl adapts the penalty of the surrogate ppo_kl, and {self.algorithm} has "
                 f"{objective.surrogate}. Set objective.algorithm=ppo_kl, or leave target_kl null."
             )
+        if objective.surrogate_options.get("divergence") == "exact":
+            raise UserError(
+                f"objective.algorithm={self.algorithm} needs the exact divergence of each decision, which "
+                "denoising steps have and tokens do not. Use dppo, or changes {surrogate_options: "
+                "{divergence: tv}}."
+            )
         if objective.advantage in MATRIX_ADVANTAGES:
             raise UserError(
                 f"objective.algorithm={self.algorithm} normalises several rewards one by one "
