@@ -145,8 +145,7 @@ class TextObjectiveSettings:
         if objective.surrogate_options.get("divergence") == "exact":
             raise UserError(
                 f"objective.algorithm={self.algorithm} needs the exact divergence of each decision, which "
-                "denoising steps have and tokens do not. Use dppo, or changes {surrogate_options: "
-                "{divergence: tv}}."
+                "denoising steps have and tokens do not. Use dppo_tv or dppo_kl."
             )
         if objective.advantage in MATRIX_ADVANTAGES:
             raise UserError(
