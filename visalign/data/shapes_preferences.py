@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs, votes and quality scores of the shapes world: data to train and to test judges, with known truth.
+
+A picture has a utility for a prompt: u = 2·[all checks hold] + (partial credit) + ½·richness + quality, with
+richness and quality in [0, 1] (`Scene`). An annotator does not see u but u + s·ε, with ε standard normal and
+s = 0.15 + 1.2·(1 − quality): of a degraded picture it is harder to say how good it is. So votes disagree for
+a reason that can be seen in the pictures, and a judge's standard deviation can be right or wrong.
+
+Source of the vote model: Thurstone, "A law of comparative judgment", 1927, case III (unequal variances).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .neighbours import Neighbours
+from .prompts import CATEGORIES, Record, heldout_prompts, train_prompts
+from .render import render
+from .scenes import DISTORTIONS, STYLES, Scene, sample_scene
+from .verifier import verify_scene
+
+SPLITS = ("train", "heldout")
+KINDS = ("alignment", "quality", "richness", "mixed")
+"""What the pictures of a pair differ in; "mixed" draws everything freely."""
+
+CLEAR = 0.3
+"""From this difference of utility on, the truth of a pair counts as clear."""
+
+_BASE_NOISE, _QUALITY_NOISE = 0.15, 1.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapesPair:
+    """Two pictures of one prompt, their true utilities, and the votes of annotators."""
+
+    record: Record
+    left: Scene
+    right: Scene
+    kind: str
+    utility: tuple[float, float]
+    """Of left and right."""
+    noise: tuple[float, float]
+    """Standard deviation with which an annotator sees each."""
+    votes: tuple[int, int]
+    """For left and for right."""
+
+    @property
+    def prompt(self) -> str:
+        return self.record["prompt"]
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the utilities differ by at least `CLEAR`."""
+        return abs(self.utility[0] - self.utility[1]) >= CLEAR
+
+    @property
+    def prob(self) -> float:
+        """True probability that an annotator prefers the left: Φ((u_l − u_r) / √(s_l² + s_r²))."""
+        spread = math.hypot(*self.noise) * math.sqrt(2)
+        return 0.5 * (1 + math.erf((self.utility[0] - self.utility[1]) / spread))
+
+    def pictures(self) -> tuple[np.ndarray, np.ndarray]:
+        """uint8 [64, 64, 3] of left and right."""
+        return render(self.left), render(self.right)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapesQuality:
+    """One picture and how annotators rate its quality from 1 to 5."""
+
+    scene: Scene
+    mos: float
+    """Mean opinion score, 1 + 4·quality plus the error of the mean of the ratings."""
+    std: float
+    """Standard deviation of the ratings."""
+
+
+def utility(scene: Scene, record: Record) -> float:
+    """How good a picture is for a prompt, in [0, 4.5]."""
+    verdict = verify_scene(scene, record)
+    return 2.0 * verdict.correct + verdict.score + 0.5 * scene.richness + scene.quality
+
+
+def annotator_noise(scene: Scene) -> float:
+    """Standard deviation with which an annotator sees a picture's utility."""
+    return _BASE_NOISE + _QUALITY_NOISE * (1.0 - scene.quality)
+
+
+class ShapesPreferences:
+    """Endless pairs and rated pictures; number n is a function of (seed, split, n) alone.
+
+    Args:
+        seed: of all draws.
+        split: "train" or "heldout", whose prompts have no combination in common.
+        annotators: votes per pair.
+        kinds: what pairs differ in, each equally often; any of KINDS.
+
+    Raises:
+        ValueError: an unknown split or kind, or no annotators.
+    """
+
+    def __init__(
+        self, seed: int = 0, *, split: str = "train", annotators: int = 9, kinds: Sequence[str] = KINDS
+    ) -> None:
+        if split not in SPLITS or not kinds or not set(kinds) <= set(KINDS):
+            raise ValueError(
+                f"split is {split!r} and kinds are {list(kinds)}; allowed are one of {SPLITS} and "
+                f"any of {KINDS}."
+            )
+        if annotators < 1:
+            raise ValueError(f"annotators is {annotators}; a pair needs at least one vote.")
+        records = train_prompts() if split == "train" else heldout_prompts()
+        self._groups = [[r for r in records if r["tag"] == name] for name in CATEGORIES]
+        self._neighbours = Neighbours(records)
+        self._seed = (seed, SPLITS.index(split))
+        self._annotators, self._kinds = annotators, tuple(kinds)
+
+    def pair(self, number: int) -> ShapesPair:
+        """Pair `number`."""
+        rng = np.random.default_rng([*self._seed, 0, number])
+        record = self.record(rng)
+        kind = self._kinds[int(rng.integers(len(self._kinds)))]
+        left, right = self._scenes(record, kind, rng)
+        if rng.random() < 0.5:
+            left, right = right, left
+        values = utility(left, record), utility(right, record)
+        noise = annotator_noise(left), annotator_noise(right)
+        seen = rng.normal(values, noise, size=(self._annotators, 2))
+        won = int((seen[:, 0] > seen[:, 1]).sum())
+        return ShapesPair(
+            record=record,
+            left=left,
+            right=right,
+            kind=kind,
+            utility=values,
+            noise=noise,
+            votes=(won, self._annotators - won),
+        )
+
+    def quality(self, number: int) -> ShapesQuality:
+        """Rated picture `number`."""
+        rng = np.random.default_rng([*self._seed, 1, number])
+        scene = degraded(sample_scene(self.record(rng), rng), rng)
+        ratings = rng.normal(1.0 + 4.0 * scene.quality, 2 * annotator_noise(scene), self._annotators).clip(
+            1, 5
+        )
+        spread = float(ratings.std(ddof=1)) if len(ratings) > 1 else 0.0
+        return ShapesQuality(scene=scene, mos=float(ratings.mean()), std=spread)
+
+    def record(self, rng: np.random.Generator) -> Record:
+        """A prompt record of the split, each category equally often."""
+        group = self._groups[int(rng.integers(len(self._groups)))]
+        return group[int(rng.integers(len(group)))]
+
+    def near(self, record: Record, rng: np.random.Generator) -> Record:
+        """A record of the split whose prompt differs in one word."""
+        return self._neighbours.near(record, rng)
+
+    def _scenes(self, record: Record, kind: str, rng: np.random.Generator) -> tuple[Scene, Scene]:
+        if kind == "alignment":
+            style = str(rng.choice(STYLES))
+            return sample_scene(record, rng, style=style), sample_scene(
+                self.near(record, rng), rng, style=style
+            )
+        if kind == "quality":
+            scene = sample_scene(record, rng)
+            return scene, degraded(scene, rng)
+        if kind == "richness":
+            poor, rich = sorted(rng.choice(len(STYLES), size=2, replace=False))
+            return (
+                sample_scene(record, rng, style=STYLES[rich]),
+                sample_scene(record, rng, style=STYLES[poor]),
+            )
+        first, second = (
+            sample_scene(record if rng.random() < 0.5 else self.near(record, rng), rng) for _ in range(2)
+        )
+        return degraded(first, rng), degraded(second, rng)
+
+
+def degraded(scene: Scene, rng: np.random.Generator) -> Scene:
+    """The scene with a distortion of random kind and severity; every fifth keeps none."""
+    kind = str(rng.choice(DISTORTIONS))
+    return scene.distorted(kind, 0.0 if kind == "none" else float(rng.uniform(0.1, 1.0)))
+
+
+def pair_row(pair: ShapesPair) -> dict[str, Any]:
+    """A pair without its pictures as plain values, for files and tables."""
+    return {
+        "prompt": pair.prompt,
+        "category": pair.record["tag"],
+        "kind": pair.kind,
+        "votes_left": pair.votes[0],
+        "votes_right": pair.votes[1],
+        "utility_left": pair.utility[0],
+        "utility_right": pair.utility[1],
+        "style_left": pair.left.style,
+        "style_right": pair.right.style,
+        "distortion_left": pair.left.distortion.kind,
+        "distortion_right": pair.right.distortion.kind,
+    }
