@@ -63,8 +63,25 @@ class Preferences:
     valid: Tensor
     """[B] bool."""
     std: Tensor | None = None
-    """[B] float32, or None."""
+    """[B] float32 standard deviation of `prob`, or None when the judge gives none."""
+    log_odds: Tensor | None = None
+    """[B] float32, ln(p / (1 − p)) where the judge knows it finer than `prob` can say; NaN as `prob`."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """name -> [B] float32: the log-odds of each order, the mass left over, the scores of both images."""
+    text: Sequence[str] | None = None
+    """Explanation per pair, if the judge writes one."""
     reason: Sequence[str | None] | None = None
+    """Why a pair is invalid; None for the valid ones."""
+
+    def __post_init__(self) -> None:
+        if self.prob.ndim != 1 or self.prob.shape != self.valid.shape:
+            raise ValueError(
+                f"Preferences need prob [B] and valid [B]; got {tuple(self.prob.shape)} and "
+                f"{tuple(self.valid.shape)}."
+            )
+
+    def __len__(self) -> int:
+        return self.prob.shape[0]
 
 
 @runtime_checkable
@@ -105,8 +122,10 @@ class PairwiseReward(Protocol):
 
     name: str
 
-    def compare(self, left: Any, right: Any, prompts: Sequence[str]) -> Preferences:
-        """Compare B pairs of images."""
+    def compare(
+        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> Preferences:
+        """Compare B pairs of images; what is said of a pair does not depend on its neighbours."""
         ...
 
 
