@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`visalign build-assets`: trains the embedded models and writes them with their cards.
 
-Stages: autoencoder, generator (with its text encoders), clip, language. Each saves its state as it goes;
-`--resume` goes on where the last run stopped. Everything is drawn from fixed seeds.
+Stages: autoencoder, generator (with its text encoders), clip, language, judge (vision-language). Each
+saves its state as it goes; `--resume` goes on where the last run stopped. Everything is drawn from fixed
+seeds.
 """
 
 from __future__ import annotations
@@ -34,17 +35,23 @@ class Plan:
     language_batch: int = 128
     language_per_task: int = 15
     """Held-out problems of each kind that the language model's card is measured on."""
+    judge_vision_steps: int = 900
+    judge_steps: int = 1800
+    judge_batch: int = 48
+    judge_check: int = 1000
+    """Held-out pictures and pairs that the vision-language model's card is measured on."""
     seed: int = 1
 
 
-STAGES = ("autoencoder", "generator", "clip", "language")
+STAGES = ("autoencoder", "generator", "clip", "language", "judge")
 
 
 def main(output: Path, only: str | None = None, resume: bool = False, plan: Plan | None = None) -> None:
     """Train what is missing and write the model folders into `output`.
 
     Args:
-        output: gets `shapes-sd3`, `shapes-clip`, `tasks-qwen3`, and `.build` with the resumable state.
+        output: gets `shapes-sd3`, `shapes-clip`, `tasks-qwen3`, `shapes-vlm`, and `.build` with the
+            resumable state.
         only: one of STAGES; the others must have been trained before where it needs them.
         resume: go on from saved states; without it, existing ones are an error.
         plan: lengths of the stages.
@@ -142,7 +149,26 @@ def _language(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     (output / NAME / "README.md").write_text(card, encoding="utf-8")
 
 
-_RUN = {"autoencoder": _autoencoder, "generator": _generator, "clip": _clip, "language": _language}
+def _judge(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from .assets_judge import train_judge
+    from .assets_judge_card import NAME, judge_card, save_judge
+
+    sizes = {"vision_steps": plan.judge_vision_steps, "steps": plan.judge_steps, "batch": plan.judge_batch}
+    model = _timed(
+        work, "judge", lambda: train_judge(work, **sizes, seed=plan.seed + 4, resume=resume, save_every=150)
+    )
+    save_judge(model, output / NAME)
+    card = judge_card(output / NAME, _seconds(work, "judge"), **sizes, check=plan.judge_check)
+    (output / NAME / "README.md").write_text(card, encoding="utf-8")
+
+
+_RUN = {
+    "autoencoder": _autoencoder,
+    "generator": _generator,
+    "clip": _clip,
+    "language": _language,
+    "judge": _judge,
+}
 
 
 def write_generator_card(output: Path, work: Path, plan: Plan) -> None:
