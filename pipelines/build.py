@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from visalign.data.assets import resolve_model
 from visalign.data.prompt_files import load_prompts
 from visalign.errors import UserError
-from visalign.interfaces import DiffusionPolicy, PointwiseReward
+from visalign.interfaces import DiffusionPolicy, PairwiseReward, PointwiseReward
 
 from .flow_grpo_config import EvaluationConfig, ModelConfig
 from .job_config import RewardsConfig, RewardTerm, RunConfig
@@ -114,15 +114,37 @@ def no_loading_bars() -> Iterator[None]:
             module.enable_progress_bar()
 
 
-def build_terms(terms: Mapping[str, RewardTerm]) -> dict[str, PointwiseReward]:
-    """The rewards of a section, by label.
+def build_judges(terms: Mapping[str, RewardTerm]) -> dict[str, PointwiseReward | PairwiseReward]:
+    """The judges of a section, by label: those that score, and those that only compare.
 
     Raises:
         RewardError: an unknown reward, or options that it does not take.
     """
-    from visalign.rewards.catalogue import load_reward
+    from visalign.rewards.catalogue import load_judge
 
-    return {label: load_reward(term.name or label, **term.options) for label, term in terms.items()}
+    return {label: load_judge(term.name or label, **term.options) for label, term in terms.items()}
+
+
+def pointwise_only(
+    judges: Mapping[str, PointwiseReward | PairwiseReward], *, needed: Iterable[str] = ()
+) -> dict[str, PointwiseReward]:
+    """Those that judge one picture by itself.
+
+    Args:
+        judges: label -> judge.
+        needed: labels that must be among them.
+
+    Raises:
+        UserError: a needed one only compares.
+    """
+    found = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
+    if missing := [label for label in needed if label not in found]:
+        raise UserError(
+            f"{', '.join(missing)} only compare{'s' if len(missing) == 1 else ''} pictures and give"
+            f"{'s' if len(missing) == 1 else ''} no score. Train on win rates with 'pipeline: pref_grpo', or "
+            "choose a reward that scores."
+        )
+    return found
 
 
 def build_reward(config: RewardsConfig, rewards: Mapping[str, PointwiseReward]) -> PointwiseReward:

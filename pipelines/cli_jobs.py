@@ -15,6 +15,7 @@ from visalign.errors import ConfigError, suggestion
 
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo:FlowGRPOConfig",
+    "pref_grpo": "visalign.pipelines.pref_grpo:PrefGRPOConfig",
     "text_grpo": "visalign.pipelines.text_grpo:TextGRPOConfig",
     "text_ppo": "visalign.pipelines.text_ppo:TextPPOConfig",
     "text_sample": "visalign.pipelines.text_sample:TextSampleConfig",

@@ -39,13 +39,16 @@ class _Job:
     inputs: Inputs
 
 
-def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str, Any]:
+def run(
+    config: FlowGRPOConfig, output: Path, resume: bool = False, *, pipeline: str = "flow_grpo"
+) -> dict[str, Any]:
     """Run the job; nothing is written before everything that can be checked has been.
 
     Args:
         config: the configuration.
         output: run folder; new or empty, or with `resume` that of the run to continue.
         resume: continue from the newest whole checkpoint. The result is that of an uninterrupted run.
+        pipeline: name under which the run's own copy of the configuration can be run again.
 
     Returns:
         The content of summary.json; empty in all processes but the first.
@@ -65,7 +68,7 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str,
         check_unchanged(output, job.inputs.fingerprints)
     accelerator = job.trainer.accelerator
     if accelerator.is_main_process:
-        write_once(output / "config.yaml", "pipeline: flow_grpo\n" + config_to_yaml(config))
+        write_once(output / "config.yaml", f"pipeline: {pipeline}\n" + config_to_yaml(config))
         write_once(output / FINGERPRINTS, json.dumps(job.inputs.fingerprints, indent=1) + "\n")
     accelerator.wait_for_everyone()
     if not config.run.trackers:

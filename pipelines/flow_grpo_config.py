@@ -9,6 +9,7 @@ from visalign.errors import UserError
 from visalign.training.sampler import check_batch_algebra
 from visalign.training.settings import ObjectiveSettings, OptimiserSettings, RolloutSettings
 
+from .comparison import ComparisonConfig
 from .job_config import (
     LoraConfig,
     RewardsConfig,
@@ -109,6 +110,8 @@ class FlowGRPOConfig:
     """The prompts."""
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     """What is optimised."""
+    comparison: ComparisonConfig | None = None
+    """Optimise win rates inside each group instead of scores (the pipeline pref_grpo); null: the scores."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """How samples are made."""
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)

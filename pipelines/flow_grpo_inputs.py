@@ -19,7 +19,8 @@ from visalign.training.checkpoint import check_same_config
 from visalign.training.loss import step_weights
 from visalign.training.sampler import PromptSampler, check_batch_algebra
 
-from .build import Records, build_records, build_reward, build_terms
+from .build import Records, build_judges, build_records, build_reward, pointwise_only
+from .comparison import build_win_rates, check_whole_groups
 from .flow_grpo_config import FlowGRPOConfig
 
 FINGERPRINTS = "inputs.json"
@@ -33,7 +34,7 @@ class Inputs:
     records: Records
     heldout: Records
     rewards: Mapping[str, PointwiseReward]
-    """label -> reward, those that are trained on and those that are only reported."""
+    """label -> reward to report on held-out pictures: all that can judge one picture by itself."""
     reward: PointwiseReward
     """The sum that is optimised."""
     strata: list[str] | None
@@ -67,8 +68,13 @@ def prepare(config: FlowGRPOConfig, world: int) -> Inputs:
         )
     records = build_records(data.train, "data.train")
     heldout = build_records(data.heldout, "data.heldout")
-    rewards = build_terms({**config.evaluation.rewards, **config.rewards.terms})
-    reward = build_reward(config.rewards, rewards)
+    judges = build_judges({**config.evaluation.rewards, **config.rewards.terms})
+    rewards = pointwise_only(judges, needed=config.evaluation.rewards)
+    if config.comparison is None:
+        reward = build_reward(config.rewards, pointwise_only(judges, needed=config.rewards.terms))
+    else:
+        check_whole_groups(rollout.prompts_per_iteration, world)
+        reward = build_reward(config.rewards, build_win_rates(config.comparison, config.rewards, judges))
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     PromptSampler(
         len(records),
