@@ -11,11 +11,13 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+import PIL
 import torch
 
 from visalign.interfaces import Metadata, Scores
 
 from .contract import make_scores, read_request, scatter
+from .identity import Identity
 from .images import to_pil
 
 
@@ -45,6 +47,9 @@ class JpegSize:
             raise ValueError(f"jpeg_size: prefer is {prefer!r}; allowed are 'larger' and 'smaller'.")
         self.quality = quality
         self.higher_is_better = prefer == "larger"
+        self.identity = Identity(
+            judge=self.name, model="PIL", options={"quality": quality, "pillow": PIL.__version__}
+        )
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Encode each image and count its bytes; prompts and metadata are not looked at."""

@@ -11,6 +11,7 @@ import torch
 from visalign.interfaces import Metadata, Scores
 
 from .contract import make_scores, read_request, scatter
+from .identity import Identity
 
 SIDE = 64
 """Height and width of the shapes world's pictures."""
@@ -42,6 +43,7 @@ class ShapesVerifier:
                 f"shapes_verifier: mode is {mode!r}; allowed are 'correct', 'partial' and 'mixed'."
             )
         self.mode = mode
+        self.identity = Identity(judge=self.name, model="rules of GenEval", options={"mode": mode})
         self.unit = {"correct": "1 = correct", "partial": "share of checks", "mixed": "1 = correct"}[mode]
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

@@ -13,6 +13,7 @@ from torch import Tensor
 from visalign.interfaces import Metadata, Scores
 
 from .contract import make_scores, read_request, scatter
+from .identity import Identity
 
 LUMA = (0.299, 0.587, 0.114)
 """ITU-R BT.601 weights of red, green and blue."""
@@ -43,6 +44,7 @@ class Sharpness:
     range = (0.0, 1020.0**2)
     """The upper end is a checkerboard of single black and white pixels: ∇²Y = ±4·255."""
     higher_is_better = True
+    identity = Identity(judge="sharpness", model="variance of the Laplacian")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Measure each image; prompts and metadata are not looked at. Images below 3×3 are invalid."""
