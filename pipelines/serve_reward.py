@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign serve-reward`: one judge behind HTTP, in a process of its own."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from visalign.errors import UserError
+
+
+def serve_reward(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_env: str | None = None,
+    max_batch: int = 64,
+    max_wait: float = 0.005,
+    timeout: float = 120.0,
+    threads: int | None = None,
+) -> None:
+    """Serve until interrupted.
+
+    Args:
+        name: of the judge, for `visalign.rewards.load_judge`.
+        options: of the judge.
+        host: address to listen on; one that others can reach needs a token.
+        port: to listen on.
+        token_env: environment variable that holds the token.
+        max_batch: images judged together.
+        max_wait: seconds that the first request of a batch waits for others.
+        timeout: seconds that a batch may take.
+        threads: CPU threads of the judge's process.
+
+    Raises:
+        UserError: no token where one is needed, or uvicorn is not installed.
+        RewardError: the judge cannot be loaded.
+    """
+    token = _token(host, token_env)
+    try:
+        import uvicorn
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
+        ) from error
+    from visalign.rewards.judge_server import Limits, judge_server
+    from visalign.rewards.judge_worker import JudgeWorker
+
+    worker = JudgeWorker(name, options, threads=threads)
+    try:
+        app = judge_server(
+            worker,
+            worker.card,
+            token=token,
+            limits=Limits(timeout=timeout),
+            max_batch=max_batch,
+            max_wait=max_wait,
+        )
+        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_keep_alive=30)
+    finally:
+        worker.close()
+
+
+def _token(host: str, token_env: str | None) -> str | None:
+    if token_env is not None:
+        token = os.environ.get(token_env)
+        if not token:
+            raise UserError(
+                f"--token-env names {token_env}, which is empty or not set. Set it: export {token_env}=…"
+            )
+        return token
+    if not _is_loopback(host):
+        raise UserError(
+            f"--host is {host}, which other machines can reach, and there is no token. Put one into an "
+            "environment variable and name it with --token-env, or listen on 127.0.0.1."
+        )
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

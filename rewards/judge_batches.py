@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of many clients joined into full batches, and each answer handed back to its own sender."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from visalign.interfaces import Preferences, Scores
+
+from .contract import RewardError
+from .judge_worker import WorkerDied, WorkerTimeout
+from .wire import JudgeRequest, rows_of
+
+
+class Asked(Protocol):
+    """What answers a batch: `JudgeWorker`, or anything like it."""
+
+    def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences: ...
+
+
+class QueueFull(RuntimeError):
+    """Too many images wait already."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    request: JudgeRequest
+    answer: asyncio.Future[Scores | Preferences]
+    attempts: int = 0
+
+
+@dataclass(kw_only=True)
+class BatchCounts:
+    """What a batcher has done."""
+
+    requests: int = 0
+    images: int = 0
+    batches: int = 0
+    failed: int = 0
+    given_up: int = 0
+    """Requests whose client went away before they were judged."""
+    largest: int = field(default=0)
+
+
+class Batcher:
+    """Collects requests until a batch is full or its oldest has waited long enough, then has it judged.
+
+    While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is asked again
+    request by request, so that only the one at fault fails.
+
+    Args:
+        judge: answers a batch; called in a thread, one batch at a time.
+        max_batch: rows in a batch; a larger single request is its own batch.
+        max_wait: seconds that the first request of a batch waits for others.
+        max_waiting: rows that may wait in all.
+        timeout: seconds for one batch.
+    """
+
+    def __init__(
+        self,
+        judge: Asked,
+        *,
+        max_batch: int = 64,
+        max_wait: float = 0.005,
+        max_waiting: int = 4096,
+        timeout: float | None = 120.0,
+    ) -> None:
+        self._judge = judge
+        self.max_batch, self.max_wait, self.max_waiting = max_batch, max_wait, max_waiting
+        self.timeout = timeout
+        self.counts = BatchCounts()
+        self._queue: list[_Waiting] = []
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait."""
+        return sum(len(item.request) for item in self._queue)
+
+    async def submit(self, request: JudgeRequest) -> Scores | Preferences:
+        """Judge a request.
+
+        Raises:
+            QueueFull: too much waits already; nothing was queued.
+            RewardError: what the judge raised of this request.
+            WorkerDied, WorkerTimeout: the judge died of this request, or was too slow for it.
+        """
+        if self._queue and self.waiting + len(request) > self.max_waiting:
+            raise QueueFull(f"{self.waiting} images wait already; at most {self.max_waiting} may")
+        if self._task is None:
+            self._task = asyncio.create_task(self._work())
+        item = _Waiting(request, asyncio.get_running_loop().create_future())
+        self.counts.requests += 1
+        self.counts.images += len(request)
+        self._queue.append(item)
+        self._arrived.set()
+        try:
+            return await item.answer
+        except asyncio.CancelledError:
+            self.counts.given_up += 1
+            if item in self._queue:
+                self._queue.remove(item)
+            raise
+
+    async def close(self) -> None:
+        """Stop; what waits is cancelled."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for item in self._queue:
+            item.answer.cancel()
+        self._queue.clear()
+
+    async def _work(self) -> None:
+        while True:
+            self._arrived.clear()
+            if not self._queue:
+                await self._arrived.wait()
+            if self.max_wait and self.waiting < self.max_batch:
+                await asyncio.sleep(self.max_wait)
+            batch = self._take()
+            if batch:
+                await self._answer(batch)
+
+    def _take(self) -> list[_Waiting]:
+        """The oldest requests of one kind (scores or pairs) that fit into a batch; one that was asked alone
+        stays alone."""
+        batch: list[_Waiting] = []
+        rows = 0
+        for item in list(self._queue):
+            if item.answer.done():
+                self._queue.remove(item)
+                continue
+            if batch and (
+                (item.request.right is None) != (batch[0].request.right is None)
+                or rows + len(item.request) > self.max_batch
+                or item.attempts
+                or batch[0].attempts
+            ):
+                break
+            batch.append(item)
+            rows += len(item.request)
+            self._queue.remove(item)
+        return batch
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        joined = _join([item.request for item in batch])
+        self.counts.batches += 1
+        self.counts.largest = max(self.counts.largest, len(joined))
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await loop.run_in_executor(None, self._judge.ask, joined, self.timeout)
+        except (RewardError, WorkerDied, WorkerTimeout, ValueError, TypeError) as error:
+            self._refused(batch, error)
+            return
+        start = 0
+        for item in batch:
+            end = start + len(item.request)
+            if not item.answer.done():
+                item.answer.set_result(rows_of(answer, slice(start, end)))
+            start = end
+
+    def _refused(self, batch: list[_Waiting], error: Exception) -> None:
+        """Ask again one by one; what was alone has failed by itself, but a death is tried once more."""
+        again = []
+        for item in batch:
+            item.attempts += 1
+            limit = 2 if isinstance(error, WorkerDied) else 1
+            if len(batch) > 1 or item.attempts < limit:
+                again.append(item)
+            elif not item.answer.done():
+                self.counts.failed += 1
+                item.answer.set_exception(error)
+        self._queue[:0] = again
+        self._arrived.set()
+
+
+def _join(requests: list[JudgeRequest]) -> JudgeRequest:
+    if len(requests) == 1:
+        return requests[0]
+    right: list[Any] | None = None
+    if requests[0].right is not None:
+        right = [image for request in requests for image in request.right or ()]
+    return JudgeRequest(
+        images=[image for request in requests for image in request.images],
+        prompts=[prompt for request in requests for prompt in request.prompts],
+        metadata=[record for request in requests for record in request.metadata],
+        right=right,
+    )
