@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
+
+from visalign.vision.pixels import first_frame_upright, over_white
 
 SLACK = 1e-6
 """How far float rounding may put a value outside [0, 1]; such values are clamped."""
@@ -45,7 +47,6 @@ _DECODE_ERRORS = (
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )
-_ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
 _DEEP_MODES = {"I;16": 65535.0, "I;16L": 65535.0, "I;16B": 65535.0, "I;16N": 65535.0, "I": 65535.0, "F": 1.0}
 """Modes deeper than 8 bits, with the value that counts as white."""
 
@@ -175,25 +176,11 @@ def _from_pil(image: Image.Image) -> Tensor:
         raise ValueError(f"it has no pixels: {width}×{height}")
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
-    frame = image.tell() if getattr(image, "n_frames", 1) > 1 else 0
-    if frame:
-        image.seek(0)
-    upright = ImageOps.exif_transpose(image)
-    if frame:
-        image.seek(frame)
+    upright = first_frame_upright(image)
     if upright.mode in _DEEP_MODES:
         return _from_deep(upright)
-    array = np.array(_to_rgb(upright))
+    array = np.array(over_white(upright))
     return torch.from_numpy(array).permute(2, 0, 1).to(torch.float32) / 255
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """Mode RGB; transparency composited over white."""
-    if image.mode in _ALPHA_MODES or "transparency" in image.info:
-        straight = image.convert("LA") if image.mode == "La" else image
-        rgba = straight.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    return image.convert("RGB")
 
 
 def _from_deep(image: Image.Image) -> Tensor:

@@ -1,84 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resizing on tensors that equals PIL's, bit for bit: the score of a tensor is the score of its PNG.
-
-PIL resizes 8-bit images in two passes with fixed-point weights and rounds after each. Here the width always
-comes first, as in Pillow up to 12, with which the published models were trained; Pillow 13 begins with the
-height where it shrinks much (pull request 9549), which moves hard edges of tall pictures by a few levels. The
-passes are matrix products, because `torch.nn.functional.interpolate(antialias=True)` on the CPU gives wrong
-pixels for some layouts (torch 2.15: pictures of width 1, by up to 166 levels).
-"""
+"""Pictures as CLIP-type models take them: resized by open_clip's rules, cropped, padded where too small."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visalign.vision.resize import resize_like_pil, resize_weights
+
+__all__ = [
+    "MAX_GROWTH",
+    "checked_shape",
+    "model_levels",
+    "model_pixels",
+    "resize_like_pil",
+    "resize_smoothly",
+    "resize_weights",
+    "resized_shape",
+    "target_shape",
+]
+
+
 MAX_GROWTH = 64
 """A picture may be resized to at most this many times the pixels that the model sees."""
-
-_ONE = float(2**22)
-"""PIL's fixed-point 1."""
-
-
-def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
-    """Antialiased resize of 8-bit levels, the width first, as `PIL.Image.resize` does it.
-
-    Args:
-        levels: [N, C, H, W], whole numbers from 0 to 255 in any float dtype.
-        size: height and width of the result.
-        interpolation: "bicubic" or "bilinear".
-
-    Returns:
-        [N, C, *size] float32 whole numbers from 0 to 255.
-    """
-    height, width = size
-    levels = levels.double()  # holds the integer sums exactly
-    if levels.shape[3] != width:
-        across = resize_weights(levels.shape[3], width, interpolation).to(levels.device)
-        levels = _to_levels(levels @ across.T)
-    if levels.shape[2] != height:
-        down = resize_weights(levels.shape[2], height, interpolation).to(levels.device)
-        levels = _to_levels(down @ levels)
-    return levels.float()
-
-
-def _to_levels(sums: Tensor) -> Tensor:
-    """Fixed-point sums rounded to levels, halves upwards."""
-    return ((sums + _ONE / 2) / _ONE).floor().clamp(0, 255)
-
-
-@lru_cache(maxsize=64)
-def resize_weights(source: int, target: int, interpolation: str) -> Tensor:
-    """The matrix W of a one-dimensional antialiased resize y = W x, in units of 2⁻²².
-
-    W_ij ∝ k((j + ½ − c_i) / s) with c_i = (i + ½)·source/target and s = max(source/target, 1), rows summing
-    to 1; k is the triangle ("bilinear") or Keys' cubic with a = −½ ("bicubic"), as PIL has them.
-
-    Args:
-        source: number of pixels given.
-        target: number of pixels wanted.
-        interpolation: "bicubic" or "bilinear".
-
-    Returns:
-        [target, source] float64 whole numbers.
-
-    Source: Keys, "Cubic convolution interpolation for digital image processing", IEEE TASSP 1981, eq. 15.
-    """
-    scale = source / target
-    centre = (torch.arange(target, dtype=torch.float64) + 0.5) * scale
-    x = ((torch.arange(source, dtype=torch.float64) + 0.5 - centre[:, None]) / max(scale, 1.0)).abs()
-    if interpolation == "bilinear":
-        kernel = (1 - x).clamp(min=0)
-    else:
-        near = (1.5 * x - 2.5) * x * x + 1
-        far = ((-0.5 * x + 2.5) * x - 4) * x + 2
-        kernel = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
-    return (kernel / kernel.sum(1, keepdim=True) * _ONE).round()
 
 
 def resized_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:
@@ -114,35 +62,112 @@ def target_shape(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """One image as the 8-bit levels that the model sees: resized, centre-cropped, padded where too small.
+    """One image as the levels that the model sees: resized, centre-cropped, padded where too small.
 
     Args:
         image: [3, H, W] in [0, 1].
-        config: open_clip's preprocess_cfg.
+        config: open_clip's preprocess_cfg, and of ours: `crop_rounding` ("nearest" as torchvision has it, or
+            "down" as transformers has it) and `resampling`: "pil" (8-bit levels, rounded after each pass),
+            "float" (antialiased, never rounded or clipped, as torchvision resizes tensors), or "aliased" (as
+            torchvision up to 0.16 resized tensors unless told otherwise).
 
     Returns:
-        [3, height, width] float32, whole numbers from 0 to 255.
+        [3, height, width] float32, from 0 to 255; whole numbers with "pil".
 
     Raises:
-        ValueError: the picture is so elongated that the resized one would not fit into memory.
+        ValueError: the picture is so elongated that the resized one would not fit into memory; or unknown
+            resampling.
     """
-    shape = resized_shape(image.shape[1], image.shape[2], config)
+    shape = checked_shape(image.shape[1], image.shape[2], config)
+    levels = image[None].mul(255).round()
+    resampling = config.get("resampling", "pil")
+    interpolation = _interpolation(config)
+    if resampling == "pil":
+        levels = resize_like_pil(levels, shape, interpolation)
+    elif resampling == "float":
+        levels = resize_smoothly(levels, shape, interpolation)
+    elif resampling == "aliased":
+        levels = F.interpolate(levels.float(), shape, mode=interpolation, align_corners=False)
+    else:
+        raise ValueError(f"resampling is {resampling!r}; allowed are 'pil', 'float' and 'aliased'.")
+    return _centre(levels, config)[0]
+
+
+def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """What `model_levels` gives, for images of one size and with a gradient with respect to their pixels.
+
+    The values are exactly those of `model_levels`; the gradient is that of the resize without rounding and
+    clipping (straight through both).
+
+    Args:
+        images: [B, 3, H, W] in [0, 1], on any device.
+        config: as for `model_levels`.
+
+    Returns:
+        [B, 3, height, width] float32 in levels / 255.
+
+    Raises:
+        ValueError: as `model_levels`.
+    """
+    shape = checked_shape(images.shape[2], images.shape[3], config)
+    with torch.no_grad():
+        exact = torch.stack([model_levels(image.float(), config) for image in images]) / 255
+    if config.get("resampling") == "aliased":
+        smooth = F.interpolate(images.float(), shape, mode=_interpolation(config), align_corners=False)
+    else:
+        smooth = resize_smoothly(images.float(), shape, _interpolation(config))
+    smooth = _centre(smooth, config)
+    return smooth + (exact - smooth).detach()
+
+
+def resize_smoothly(images: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
+    """Antialiased resize y = W_H x W_Wᵀ with PIL's weights, never rounded or clipped; differentiable.
+
+    Args:
+        images: [N, C, H, W] of any range.
+        size: height and width of the result.
+        interpolation: "bicubic" or "bilinear".
+
+    Returns:
+        [N, C, *size] in the dtype given.
+    """
+    for axis, target in ((3, size[1]), (2, size[0])):
+        source = images.shape[axis]
+        if source != target:
+            weights = resize_weights(source, target, interpolation)
+            weights = (weights / weights.sum(1, keepdim=True)).to(images.device, images.dtype)
+            images = images @ weights.T if axis == 3 else weights @ images
+    return images
+
+
+def checked_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:
+    """`resized_shape`, refused where it would not fit into memory.
+
+    Raises:
+        ValueError: the picture is too elongated; or unknown resize mode.
+    """
+    shape = resized_shape(height, width, config)
     target = target_shape(config)
     if shape[0] * shape[1] > MAX_GROWTH * target[0] * target[1]:
         raise ValueError(
-            f"a picture of {image.shape[2]}×{image.shape[1]} is too elongated to be resized for this model "
+            f"a picture of {width}×{height} is too elongated to be resized for this model "
             f"({shape[1]}×{shape[0]} before the crop); crop it first"
         )
-    interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
-    levels = resize_like_pil(image[None].mul(255).round(), shape, interpolation)[0]
-    return _centre(levels, target, float(config.get("fill_color") or 0))
+    return shape
 
 
-def _centre(levels: Tensor, target: tuple[int, int], fill: float) -> Tensor:
-    """Pad evenly to at least the target (the odd pixel after), then crop its centre."""
-    missing = [max(0, want - have) for want, have in zip(target, levels.shape[1:], strict=True)]
+def _interpolation(config: Mapping[str, Any]) -> str:
+    return "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
+
+
+def _centre(levels: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """Pad evenly to at least the target (the odd pixel after), then crop the centre, of [N, C, H, W]."""
+    target, fill = target_shape(config), float(config.get("fill_color") or 0)
+    missing = [max(0, want - have) for want, have in zip(target, levels.shape[2:], strict=True)]
     tall, wide = missing
     padding = (wide // 2, (wide + 1) // 2, tall // 2, (tall + 1) // 2)
     levels = F.pad(levels, padding, value=fill) if any(missing) else levels
-    top, left = (round((have - want) / 2) for want, have in zip(target, levels.shape[1:], strict=True))
-    return levels[:, top : top + target[0], left : left + target[1]]
+    down = config.get("crop_rounding") == "down"
+    spare = [have - want for want, have in zip(target, levels.shape[2:], strict=True)]
+    top, left = (left_over // 2 if down else round(left_over / 2) for left_over in spare)
+    return levels[:, :, top : top + target[0], left : left + target[1]]

@@ -18,11 +18,11 @@ from visalign.adapters.causal_lm import CausalLMPolicy
 from visalign.adapters.causal_lm_lora import text_lora
 from visalign.adapters.server_answers import Asked, Completion, first_end
 from visalign.adapters.server_generation import ServerGenerator
-from visalign.adapters.server_protocol import ServerError
 from visalign.adapters.server_requests import check_processed
 from visalign.adapters.server_rollout import rescored
 from visalign.core import PolicyOutput, named_objective
 from visalign.errors import UserError
+from visalign.remote import ServerError
 from visalign.text import Sampling, Stop, TextRollout, join_rollouts
 
 PROMPTS = ["a", "hello there you", [{"role": "user", "content": "hi"}], "1+2="]

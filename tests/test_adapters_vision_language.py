@@ -24,9 +24,9 @@ from tests.tiny_vision_language_models import (
     user,
 )
 from visalign.adapters.causal_lm import CausalLMPolicy
-from visalign.adapters.causal_lm_prompts import Picture
-from visalign.adapters.vision_language import rotary_positions
 from visalign.text import Sampling, Stop, draw_seeds, join_rollouts
+from visalign.vision.pictures import Picture
+from visalign.vision.positions import rotary_positions
 
 SAMPLINGS = [Sampling(), NUCLEUS, Sampling(temperature=1.4, top_k=9)]
 

@@ -31,8 +31,9 @@ from tests.tiny_vision_language_models import (
 from visalign.adapters.causal_lm import CausalLMPolicy
 from visalign.adapters.chat import PromptEncoder
 from visalign.adapters.value_head import ValueModel
-from visalign.adapters.vision_language_pictures import PictureProcessor, read_pixels
+from visalign.adapters.vision_language_pictures import PictureProcessor
 from visalign.errors import UserError
+from visalign.vision.pixels import read_pixels
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from visalign.remote import ServerError
+
     from .causal_lm import CausalLMPolicy
     from .causal_lm_lora import text_lora
     from .chat import PromptEncoder
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from .sd3 import SD3Policy
     from .sd3_text import SD3Condition
     from .server_generation import ServerGenerator
-    from .server_protocol import ServerError
     from .server_rollout import Rescored, rescored
     from .value_head import ValueHead, ValueModel
     from .written_answers import WrittenBatches, written_rollout
@@ -57,7 +58,7 @@ _HOME = {
     "Rescored": "server_rollout",
     "SD3Condition": "sd3_text",
     "SD3Policy": "sd3",
-    "ServerError": "server_protocol",
+    "ServerError": "server_generation",
     "ServerGenerator": "server_generation",
     "ValueHead": "value_head",
     "ValueModel": "value_head",

@@ -21,10 +21,11 @@ from visalign.text import (
     TokenSets,
     sample_uniforms,
 )
+from visalign.vision.pictures import Picture
 
 from .causal_lm_generation import Answers, Ending, generate_answers
 from .causal_lm_network import CausalNetwork
-from .causal_lm_prompts import EncodedPrompt, Picture, left_pad
+from .causal_lm_prompts import EncodedPrompt, left_pad
 
 
 @dataclass(frozen=True, kw_only=True)

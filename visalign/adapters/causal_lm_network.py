@@ -23,8 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from visalign.core import fused_log_prob_entropy
 from visalign.core.fused_head import LogProbEntropy
 from visalign.errors import UserError
-
-from .causal_lm_prompts import Picture
+from visalign.vision.pictures import Picture
 
 STRIP = 16384
 """Rows of a 16-bit head that are lifted to float32 at a time."""

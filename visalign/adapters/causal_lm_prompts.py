@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,22 +12,9 @@ from torch import Tensor
 
 from visalign.errors import UserError
 from visalign.text import Prompt
+from visalign.vision.pictures import Picture
 
 from .chat import PromptEncoder, image_parts
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture cut into patches; two are equal if their pixels are."""
-
-    digest: str
-    """Of the pixels as they were given."""
-    grid: tuple[int, int, int] = field(compare=False)
-    """(frames, rows, columns) of patches."""
-    tokens: int = field(compare=False)
-    """Places that it takes in the prompt."""
-    patches: Tensor = field(compare=False, repr=False)
-    """[rows · columns, numbers of a patch] float32, on the CPU."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from visalign.core.fused_head import LogProbEntropy
 from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets, sampled_log_prob
+from visalign.vision.pictures import Picture
 
 from .causal_lm_network import CausalNetwork
-from .causal_lm_prompts import Encoder, Picture
+from .causal_lm_prompts import Encoder
 
 LOGIT_NUMBERS = 1 << 24
 """Logits alive at a time where top-k or top-p need them: 64 MB of float32, computed again in the backward."""

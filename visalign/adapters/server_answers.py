@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from visalign.remote import ServerError
 from visalign.text import StopReason, StopStrings
-
-from .server_protocol import ServerError
 
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 _IMPOSSIBLE = -9000.0

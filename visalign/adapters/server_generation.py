@@ -25,6 +25,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from visalign.errors import UserError, suggestion
+from visalign.remote import ServerConnection, ServerError
 from visalign.text import Prompt, Sampling, Stop, TextRollout, check_seeds, draw_seeds
 
 from .causal_lm import CausalLMPolicy
@@ -32,7 +33,6 @@ from .causal_lm_batches import PromptBatch, check_counts, check_lengths
 from .causal_lm_loading import check_options, end_tokens
 from .chat import PromptEncoder
 from .server_answers import Asked, Completion, read_completion
-from .server_protocol import ServerConnection, ServerError
 from .server_requests import LogprobsMode, check_processed, check_sampling, needs_processed, request_body
 from .server_rollout import server_rollout
 from .server_weights import adapter_name, load_adapter, served_models, unload_adapter

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from visalign.errors import UserError
+from visalign.remote import ServerConnection, ServerError
 from visalign.text import Sampling, Stop
 
 from .server_answers import Asked
-from .server_protocol import ServerConnection, ServerError
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """vLLM's names. "raw_logprobs": of the logits as the model gives them. "processed_logprobs": after

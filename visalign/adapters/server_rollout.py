@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from visalign.remote import ServerError
 from visalign.text import Sampling, Stop, StopReason, TextPolicy, TextRollout, TokenOutput, TokenSets
 
 from .causal_lm_batches import PromptBatch
 from .causal_lm_generation import left_pad
 from .server_answers import Asked, Completion, first_end
-from .server_protocol import ServerError
 
 
 def server_rollout(

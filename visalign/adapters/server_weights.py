@@ -7,8 +7,7 @@ import hashlib
 from pathlib import Path
 
 from visalign.errors import UserError
-
-from .server_protocol import ServerConnection, ServerError
+from visalign.remote import ServerConnection, ServerError
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

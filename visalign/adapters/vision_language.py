@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from visalign.errors import UserError
+from visalign.vision.pictures import Picture, insert_features, tower_features
+from visalign.vision.positions import rotary_positions
 
 from .causal_lm_loading import VISION_LANGUAGE
 from .causal_lm_network import Seen
-from .causal_lm_prompts import Picture
 
 
 class QwenSight:
@@ -68,18 +69,9 @@ class QwenSight:
         shown = [picture for row in pictures for picture in row]
         places = self._places(ids, mask, pictures)
         different = list(dict.fromkeys(shown))
-        found = self._trunk.get_image_features(
-            torch.cat([picture.patches for picture in different]).to(ids.device),
-            torch.tensor([picture.grid for picture in different], device=ids.device),
-            return_dict=True,
-        )
+        features = dict(zip(different, tower_features(self._trunk, different), strict=True))
         embeds = self._trunk.get_input_embeddings()(ids)
-        patches = _in_order(found.pooler_output, different, shown).to(embeds.dtype)
-        inputs = {"inputs_embeds": embeds.masked_scatter(places[..., None], patches)}
-        deeper = getattr(found, "deepstack_features", None)
-        if deeper is not None:
-            inputs["visual_pos_masks"] = places
-            inputs["deepstack_visual_embeds"] = [_in_order(layer, different, shown) for layer in deeper]
+        inputs = insert_features(embeds, places, [features[picture] for picture in shown])
         positions, offset = rotary_positions(places.cpu(), mask.cpu(), pictures, self._merge)
         inputs["position_ids"] = positions.to(ids.device)
         return Seen(inputs, offset.to(ids.device))
@@ -96,53 +88,3 @@ class QwenSight:
                 f"{int(wanted[row])}. Encode prompt and pictures with one processor."
             )
         return places
-
-
-def rotary_positions(
-    places: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]], merge: int
-) -> tuple[Tensor, Tensor]:
-    """Positions of tokens on three axes.
-
-    Text moves on by one on all axes at once. A picture of r × c tokens that begins at position s has the axes
-    (s, s + its row, s + its column), and the text behind it goes on at s + max(r, c).
-
-    Args:
-        places: bool [b, S], True for the tokens that stand for pictures.
-        mask: [b, S], 0 for padding, whose positions are 0.
-        pictures: b lists, in the order of their tokens.
-        merge: patches that become one token, on each side.
-
-    Returns:
-        (positions [3, b, S] int64, offset [b, 1]: a later token that has n before it is at n + offset).
-
-    Source: Qwen2-VL, arXiv 2409.12191, section 2.1.
-    """
-    positions = torch.zeros(3, *mask.shape, dtype=torch.int64)
-    offset = torch.zeros(len(mask), 1, dtype=torch.int64)
-    for row, shown in enumerate(pictures):
-        real = mask[row].nonzero()[:, 0]
-        marks = places[row, real].nonzero()[:, 0]
-        parts, start, done, used = [], 0, 0, 0
-        for picture in shown:
-            text = int(marks[used]) - done
-            frames, rows, columns = picture.grid[0], picture.grid[1] // merge, picture.grid[2] // merge
-            grid = torch.cartesian_prod(*(torch.arange(n) for n in (frames, rows, columns)))
-            parts += [_steps(text, start), grid.T + start + text]
-            start += text + max(rows, columns)
-            done += text + picture.tokens
-            used += picture.tokens
-        parts.append(_steps(len(real) - done, start))
-        positions[:, row, real] = torch.cat(parts, 1)
-        offset[row] = start - done
-    return positions, offset
-
-
-def _steps(count: int, start: int) -> Tensor:
-    """[3, count] positions of text."""
-    return (torch.arange(count) + start).expand(3, -1)
-
-
-def _in_order(features: Sequence[Tensor], different: list[Picture], shown: list[Picture]) -> Tensor:
-    """Features [n, H] of the pictures as they are shown, from those of each different one."""
-    of = dict(zip(different, features, strict=True))
-    return torch.cat([of[picture] for picture in shown])

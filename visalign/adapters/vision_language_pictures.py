@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as users have them, read into 8-bit pixels and cut into patches by the model's image processor.
-
-EXIF orientation is applied, transparency is laid over white, of an animation the first frame is taken.
-Float pixels are rounded to 8 bits: a picture then means the same as a tensor and as a file.
-"""
+"""Pictures cut into patches by the model's image processor, and remembered."""
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections import OrderedDict
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from visalign.errors import UserError
-
-from .causal_lm_prompts import Picture
+from visalign.vision.pictures import Picture, pixel_digest
+from visalign.vision.pixels import read_pixels
 
 MEMORY = 1 << 28
 """Bytes of patches that are remembered: pictures are met again at each update of a rollout."""
-
-_DEEP_MODES = ("I", "F")
-_ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
-_DECODING = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Image.DecompressionBombError)
-"""What PIL raises for files that are broken."""
 
 
 class PictureProcessor:
@@ -53,8 +39,7 @@ class PictureProcessor:
             UserError: naming the picture and why it cannot be read.
         """
         pixels = read_pixels(image, where)
-        shape = f"{tuple(pixels.shape)}".encode()
-        digest = hashlib.blake2b(shape + pixels.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+        digest = pixel_digest(pixels)
         if digest not in self._known:
             self._remember(self._cut(pixels, digest, where))
         self._known.move_to_end(digest)
@@ -82,72 +67,3 @@ class PictureProcessor:
         while self._bytes > MEMORY and len(self._known) > 1:
             _, oldest = self._known.popitem(last=False)
             self._bytes -= oldest.patches.nbytes
-
-
-def read_pixels(image: Any, where: str) -> Tensor:
-    """A picture's pixels.
-
-    Args:
-        image: PIL image, uint8 tensor [3, H, W], or float tensor [3, H, W] in [0, 1].
-        where: which one it is, for messages.
-
-    Returns:
-        uint8 [3, H, W] on the CPU.
-
-    Raises:
-        UserError: naming the picture and why it cannot be read.
-    """
-    if isinstance(image, Tensor):
-        pixels = _from_tensor(image, where)
-    elif isinstance(image, Image.Image):
-        pixels = _from_pil(image, where)
-    else:
-        raise UserError(
-            f"{where} is a {type(image).__name__}; give a PIL image or a tensor [3, H, W]. A file is opened "
-            "with PIL.Image.open(path)."
-        )
-    if pixels.numel() == 0:
-        raise UserError(f"{where} has no pixels: shape {tuple(pixels.shape)}. Leave it out.")
-    return pixels
-
-
-def _from_tensor(image: Tensor, where: str) -> Tensor:
-    if image.ndim != 3 or image.shape[0] != 3:
-        hint = " Use image.permute(2, 0, 1)." if image.ndim == 3 and image.shape[-1] == 3 else ""
-        hint = " Give the pictures of a batch as a list." if image.ndim == 4 else hint
-        raise UserError(f"{where} has shape {tuple(image.shape)}; a picture is [3, H, W].{hint}")
-    pixels = image.detach().cpu()
-    if pixels.dtype == torch.uint8 or pixels.numel() == 0:
-        return pixels.to(torch.uint8)
-    if not pixels.is_floating_point():
-        raise UserError(f"{where} has dtype {image.dtype}; allowed are uint8, or floats in [0, 1].")
-    low, high = (float(end) for end in pixels.float().aminmax())
-    if not (low >= -1e-6 and high <= 1 + 1e-6):
-        mend = "divide by 255 or pass uint8" if high > 2 else "use (image / 2 + 0.5).clamp(0, 1)"
-        mend = "NaN or infinite pixels are a fault of what made it" if not math.isfinite(low + high) else mend
-        raise UserError(f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: {mend}.")
-    return pixels.float().mul(255).round().clamp(0, 255).to(torch.uint8)
-
-
-def _from_pil(image: Image.Image, where: str) -> Tensor:
-    if image.mode in _DEEP_MODES or image.mode.startswith("I;16"):
-        raise UserError(
-            f"{where} is of PIL mode {image.mode}, deeper than 8 bits, and it is not known which value is "
-            "white. Rescale it to a float tensor [3, H, W] in [0, 1]."
-        )
-    try:
-        frame = image.tell() if getattr(image, "n_frames", 1) > 1 else 0
-        if frame:
-            image.seek(0)
-        upright = ImageOps.exif_transpose(image)
-        if frame:
-            image.seek(frame)
-        if upright.mode in _ALPHA_MODES or "transparency" in upright.info:
-            rgba = (upright.convert("LA") if upright.mode == "La" else upright).convert("RGBA")
-            upright = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-        return torch.from_numpy(np.array(upright.convert("RGB"))).permute(2, 0, 1).contiguous()
-    except _DECODING as error:
-        raise UserError(
-            f"{where} cannot be decoded ({type(error).__name__}: {error}). Give a PNG, JPEG or WebP that PIL "
-            "opens, or leave the prompt out."
-        ) from error

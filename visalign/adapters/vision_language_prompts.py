@@ -11,9 +11,10 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from visalign.errors import UserError
 from visalign.text import Prompt
+from visalign.vision.pictures import Picture
 
 from .causal_lm_loading import VISION_LANGUAGE
-from .causal_lm_prompts import EncodedPrompts, Encoder, Picture, TextPrompts
+from .causal_lm_prompts import EncodedPrompts, Encoder, TextPrompts
 from .chat import PromptEncoder, image_parts
 from .vision_language_pictures import PictureProcessor
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches cut from tensors: sizes and pixels as the library's processor and PIL have them."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as own_smart_resize
+
+from visalign.vision.patches import PatchCutter, smart_resize
+
+
+def picture(height: int, width: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(3, 1 + height // 6, 1 + width // 6, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse[None], (height, width), mode="nearest")[0]
+    noisy = smooth + 0.2 * torch.randn(smooth.shape, generator=generator)
+    return noisy.clamp(0, 1).mul(255).round().to(torch.uint8)
+
+
+def test_sizes_are_those_of_the_library() -> None:
+    chance = random.Random(0)
+    for _ in range(3000):
+        height, width = chance.randint(1, 900), chance.randint(1, 900)
+        factor = chance.choice((8, 28, 32))
+        least = chance.choice((factor**2, 56 * 56, 200704))
+        most = chance.choice((least, 4 * least, 1003520))
+        if max(height, width) > 200 * min(height, width):
+            continue
+        sizes = smart_resize(height, width, factor, least, max(least, most))
+        assert sizes == own_smart_resize(height, width, factor, least, max(least, most))
+
+
+def test_halves_round_to_even_and_little_pictures_grow() -> None:
+    assert smart_resize(42, 70, 28, 1, 10**6) == (56, 56)  # 1.5 -> 2 and 2.5 -> 2
+    # 0 · 588 is too little, and 600 · √(3136 / 1800) = 792 grows to 29 · 28
+    assert smart_resize(3, 600, 28, 3136, 10**6) == (28, 812)
+    assert smart_resize(448, 448, 28, 200704, 200704) == (448, 448)
+    # 258.66 and 775.97 grow to whole tokens where the picture was less, and shrink where it was more
+    assert smart_resize(100, 300, 28, 200704, 200704) == (280, 784)
+    assert smart_resize(1000, 3000, 28, 200704, 200704) == (252, 756)
+
+
+@pytest.mark.parametrize("size", [(1, 201), (201, 1), (0, 5)])
+def test_stripes_are_refused(size) -> None:
+    with pytest.raises(ValueError, match=f"{size[1]}×{size[0]} pixels: one side may be at most 200 times"):
+        smart_resize(size[0], size[1], 28, 3136, 10**6)
+
+
+def test_pixels_are_within_one_level_of_pil_and_the_processor_on_500_sizes() -> None:
+    processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600})
+    cutter = PatchCutter.of(processor)
+    std = torch.tensor(cutter.std).view(3, 1, 1, 1)
+    chance, worst, differing, count = random.Random(1), 0.0, 0, 0
+    for number in range(500):
+        height, width = chance.randint(3, 120), chance.randint(3, 120)
+        pixels = picture(height, width, number)
+        levels = cutter.levels(pixels)
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        # the width first, as Pillow up to 12 has it
+        for size in ((levels.shape[2], height), (levels.shape[2], levels.shape[1])):
+            image = image.resize(size, Image.Resampling.BICUBIC)
+        pil = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+        differing += int((pil != levels).sum())
+        count += levels.numel()
+        worst = max(worst, float((pil - levels).abs().max()))
+        own = processor(images=[pixels], return_tensors="pt", input_data_format="channels_first")
+        assert tuple(own["image_grid_thw"][0].tolist()) == cutter.grid(height, width)
+        found = cutter.cut(pixels)
+        assert found.shape == own["pixel_values"].shape
+        apart = (found - own["pixel_values"]).view(len(found), 3, 2, -1).transpose(0, 1) * std
+        assert float(apart.abs().max()) <= 1.001 / 255 + 1e-6
+    assert worst <= 1 and differing / count < 1e-3, (worst, differing / count)
+
+
+def test_patches_of_a_picture_that_fits_equal_the_processors() -> None:
+    processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 4096})
+    pixels = picture(40, 24, 3)
+    own = processor(images=[pixels], return_tensors="pt", input_data_format="channels_first")["pixel_values"]
+    torch.testing.assert_close(PatchCutter.of(processor).cut(pixels), own, rtol=0, atol=1e-6)
+
+
+def test_settings_that_are_not_done_here_are_refused() -> None:
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        with pytest.raises(ValueError, match=f"has {name}=False"):
+            changed: Any = {name: False}
+            PatchCutter.of(Qwen2VLImageProcessor(**changed))
+    with pytest.raises(ValueError, match=r"scales by 0\.5 and resamples by bicubic"):
+        PatchCutter.of(Qwen2VLImageProcessor(rescale_factor=0.5))
+    with pytest.raises(ValueError, match="resamples by 0; known are"):
+        PatchCutter.of(Qwen2VLImageProcessor(resample=0))
+    cutter = PatchCutter.of(Qwen2VLImageProcessor(), min_pixels=200704, max_pixels=200704)
+    assert cutter.settings()["min_pixels"] == cutter.max_pixels == 200704 and cutter.patch == 14

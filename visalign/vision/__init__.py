@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures, as policies that see and judges that see share them: pixels, resizing, patches, positions."""

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches of a picture cut from its tensor, as the Qwen-VL family takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .resize import resize_like_pil
+
+LONGEST = 200
+"""Longer side by shorter side at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchCutter:
+    """Resizes as PIL does (bicubic, antialiased), normalises and cuts; each picture by itself."""
+
+    patch: int
+    """Pixels of a patch, on each side."""
+    merge: int
+    """Patches that become one token, on each side."""
+    frames: int
+    """Times that a still picture is repeated."""
+    min_pixels: int
+    """Of the resized picture."""
+    max_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    resample: str = "bicubic"
+
+    @classmethod
+    def of(cls, processor: Any, **changes: Any) -> PatchCutter:
+        """The settings of an image processor of transformers.
+
+        Args:
+            processor: of the Qwen-VL family.
+            **changes: fields that are to differ.
+
+        Raises:
+            ValueError: it does something to pictures that is not done here.
+        """
+        size = {**processor.size} if isinstance(processor.size, Mapping) else vars(processor.size)
+        settings = {
+            "patch": processor.patch_size,
+            "merge": processor.merge_size,
+            "frames": processor.temporal_patch_size,
+            "min_pixels": size["shortest_edge"],
+            "max_pixels": size["longest_edge"],
+            "mean": tuple(processor.image_mean),
+            "std": tuple(processor.image_std),
+            "resample": {2: "bilinear", 3: "bicubic"}.get(int(processor.resample), str(processor.resample)),
+        }
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            if not getattr(processor, name):
+                raise ValueError(f"The image processor has {name}=False; pictures are judged with it on.")
+        scale = processor.rescale_factor
+        if not math.isclose(scale, 1 / 255, rel_tol=1e-6) or settings["resample"] not in (
+            "bilinear",
+            "bicubic",
+        ):
+            raise ValueError(
+                f"The image processor scales by {scale:g} and resamples by {settings['resample']}; known are "
+                "1/255 and bilinear (2) or bicubic (3)."
+            )
+        return cls(**{**settings, **changes})
+
+    def settings(self) -> dict[str, Any]:
+        """For the identity of a judge."""
+        return asdict(self)
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """(1, rows, columns) of patches of a picture.
+
+        Raises:
+            ValueError: its sides are too different.
+        """
+        tall, wide = smart_resize(height, width, self.patch * self.merge, self.min_pixels, self.max_pixels)
+        return 1, tall // self.patch, wide // self.patch
+
+    def tokens(self, grid: tuple[int, int, int]) -> int:
+        """Places that a picture takes in the prompt."""
+        return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def levels(self, pixels: Tensor) -> Tensor:
+        """The resized picture, float32 [3, h, w] of whole numbers from 0 to 255.
+
+        Args:
+            pixels: uint8 [3, H, W].
+        """
+        _, rows, columns = self.grid(pixels.shape[1], pixels.shape[2])
+        size = (rows * self.patch, columns * self.patch)
+        if tuple(pixels.shape[1:]) == size:
+            return pixels.float()
+        return resize_like_pil(pixels[None].float(), size, self.resample)[0]
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """Patches [rows · columns, 3 · frames · patch²] float32; those of one token stand together.
+
+        Args:
+            pixels: uint8 [3, H, W].
+        """
+        mean, std = (torch.tensor(of, device=pixels.device).view(3, 1, 1) for of in (self.mean, self.std))
+        image = (self.levels(pixels) / 255 - mean) / std
+        side, merge = self.patch, self.merge
+        rows, columns = image.shape[1] // side, image.shape[2] // side
+        parts = image.reshape(3, rows // merge, merge, side, columns // merge, merge, side)
+        parts = parts.permute(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, row, column in a token, 3, side, side]
+        parts = parts.unsqueeze(5).expand(*[-1] * 5, self.frames, -1, -1)
+        return parts.reshape(rows * columns, 3 * self.frames * side * side)
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Height and width that are multiples of `factor`, with about the picture's aspect, within the pixels.
+
+    Halves round to even, as the published processors have it; one multiple at least remains of each side.
+
+    Args:
+        height: of the picture, in pixels.
+        width: of the picture, in pixels.
+        factor: pixels of a token, on each side.
+        min_pixels: of the result; it may end above `max_pixels` where the two leave no room between.
+        max_pixels: of the result.
+
+    Raises:
+        ValueError: one side is more than 200 times the other, or the picture has no pixels.
+
+    Source: Qwen2-VL, arXiv 2409.12191, section 2.1 (dynamic resolution); rounding as in transformers.
+    """
+    if min(height, width) < 1 or max(height, width) > LONGEST * min(height, width):
+        raise ValueError(
+            f"a picture of {width}×{height} pixels: one side may be at most {LONGEST} times the other; crop "
+            "it first"
+        )
+    tall, wide = round(height / factor) * factor, round(width / factor) * factor
+    if tall * wide > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        tall = max(factor, math.floor(height / shrink / factor) * factor)
+        wide = max(factor, math.floor(width / shrink / factor) * factor)
+    elif tall * wide < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        tall = math.ceil(height * grow / factor) * factor
+        wide = math.ceil(width * grow / factor) * factor
+    return tall, wide

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A picture cut into patches, and what the vision tower of a model makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture cut into patches; two are equal if their pixels are."""
+
+    digest: str
+    """Of the pixels as they were given."""
+    grid: tuple[int, int, int] = field(compare=False)
+    """(frames, rows, columns) of patches."""
+    tokens: int = field(compare=False)
+    """Places that it takes in the prompt."""
+    patches: Tensor = field(compare=False, repr=False)
+    """[rows · columns, numbers of a patch] float32, on the CPU."""
+
+
+@dataclass(frozen=True)
+class PictureFeatures:
+    """What a vision tower makes of one picture."""
+
+    embeds: Tensor
+    """[tokens, H], in place of the embeddings of the image tokens."""
+    deeper: tuple[Tensor, ...] = ()
+    """[tokens, H] each, added behind the first layers of the language part (DeepStack)."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.embeds.nbytes + sum(layer.nbytes for layer in self.deeper)
+
+
+def pixel_digest(pixels: Tensor) -> str:
+    """32 hex digits that tell pictures apart.
+
+    Args:
+        pixels: uint8 [3, H, W].
+    """
+    shape = f"{tuple(pixels.shape)}".encode()
+    content = pixels.cpu().contiguous().numpy().tobytes()
+    return hashlib.blake2b(shape + content, digest_size=16).hexdigest()
+
+
+def tower_features(trunk: Any, pictures: Sequence[Picture]) -> list[PictureFeatures]:
+    """Pictures through the vision tower of a Qwen-VL model in one pass; with gradient where the model has it.
+
+    Args:
+        trunk: the model without its language head.
+        pictures: at least one.
+
+    Source of the deeper features: DeepStack, arXiv 2406.04334 (Qwen3-VL).
+    """
+    device = trunk.get_input_embeddings().weight.device
+    found = trunk.get_image_features(
+        torch.cat([picture.patches for picture in pictures]).to(device),
+        torch.tensor([picture.grid for picture in pictures], device=device),
+        return_dict=True,
+    )
+    layers = getattr(found, "deepstack_features", None) or ()
+    return [
+        PictureFeatures(embeds, tuple(layer[place] for layer in layers))
+        for place, embeds in enumerate(found.pooler_output)
+    ]
+
+
+def insert_features(embeds: Tensor, places: Tensor, features: Sequence[PictureFeatures]) -> dict[str, Any]:
+    """Embeddings in which pictures stand, as the language part of a model takes them.
+
+    Args:
+        embeds: [b, S, H] of the tokens.
+        places: bool [b, S], True for the tokens that stand for pictures.
+        features: of all pictures as they are shown, row by row.
+
+    Returns:
+        `inputs_embeds`, and for DeepStack `visual_pos_masks` and `deepstack_visual_embeds`.
+    """
+    if not features:
+        return {"inputs_embeds": embeds}
+    shown = torch.cat([picture.embeds for picture in features]).to(embeds.device, embeds.dtype)
+    inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(places[..., None], shown)}
+    layers = [torch.cat(layer) for layer in zip(*(picture.deeper for picture in features), strict=True)]
+    if layers:
+        inputs |= {"visual_pos_masks": places, "deepstack_visual_embeds": layers}
+    return inputs

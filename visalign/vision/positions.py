@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions of tokens among which pictures stand, for models of the Qwen-VL family.
+
+Source: M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class OnGrid(Protocol):
+    """A picture, as far as positions go."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """(frames, rows, columns) of patches."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Places that it takes in the prompt."""
+        ...
+
+
+def rotary_positions(
+    places: Tensor, mask: Tensor, pictures: Sequence[Sequence[OnGrid]], merge: int
+) -> tuple[Tensor, Tensor]:
+    """Positions of tokens on three axes.
+
+    Text moves on by one on all axes at once. A picture of r × c tokens that begins at position s has the axes
+    (s, s + its row, s + its column), and the text behind it goes on at s + max(r, c).
+
+    Args:
+        places: bool [b, S], True for the tokens that stand for pictures.
+        mask: [b, S], 0 for padding, whose positions are 0.
+        pictures: b lists, in the order of their tokens.
+        merge: patches that become one token, on each side.
+
+    Returns:
+        (positions [3, b, S] int64, offset [b, 1]: a later token that has n before it is at n + offset).
+
+    Source: Qwen2-VL, arXiv 2409.12191, section 2.1.
+    """
+    positions = torch.zeros(3, *mask.shape, dtype=torch.int64)
+    offset = torch.zeros(len(mask), 1, dtype=torch.int64)
+    for row, shown in enumerate(pictures):
+        real = mask[row].nonzero()[:, 0]
+        marks = places[row, real].nonzero()[:, 0]
+        parts, start, done, used = [], 0, 0, 0
+        for picture in shown:
+            text = int(marks[used]) - done
+            frames, rows, columns = picture.grid[0], picture.grid[1] // merge, picture.grid[2] // merge
+            grid = torch.cartesian_prod(*(torch.arange(n) for n in (frames, rows, columns)))
+            parts += [_steps(text, start), grid.T + start + text]
+            start += text + max(rows, columns)
+            done += text + picture.tokens
+            used += picture.tokens
+        parts.append(_steps(len(real) - done, start))
+        positions[:, row, real] = torch.cat(parts, 1)
+        offset[row] = start - done
+    return positions, offset
+
+
+def _steps(count: int, start: int) -> Tensor:
+    """[3, count] positions of text."""
+    return (torch.arange(count) + start).expand(3, -1)
