@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pairs of a group to ask a judge about next: Swiss rounds, or where an answer tells most."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .ranking import RankingFit
+
+Method = Literal["active", "swiss"]
+METHODS = ("active", "swiss")
+CLOSE = 0.7
+"""A pair asked once is asked in the other order only while the likelier winner wins with at most this."""
+
+
+def next_pairs(
+    fit: RankingFit, asked: Tensor, count: int, *, method: Method = "active", both_orders: bool = True
+) -> Tensor:
+    """Choose the next calls: ordered pairs, no image twice in a round while that is possible.
+
+    "active": the pairs with the largest √V_ij · Φ(−|s_i − s_j| / √V_ij), V_ij the variance of s_i − s_j: the
+    probability that the present order of the two is wrong, times the size of the gap that is at stake.
+    "swiss": neighbours in the present order that have not met. A new pair is shown so that each sample
+    stands on the left about as often as on the right, which keeps the position bias apart from the scores. A
+    pair that was asked is asked again only in the other order and only while it is close (`CLOSE`); a call is
+    never repeated.
+
+    Args:
+        fit: of the comparisons so far; of none in the first round.
+        asked: [N, 2] (left, right) so far, failed calls too.
+        count: how many calls to choose.
+        method: how.
+        both_orders: close pairs may be asked in the other order; False for a judge that averages both itself.
+
+    Returns:
+        [M, 2] (left, right), M ≤ count; fewer when nothing is left to ask.
+
+    Raises:
+        ValueError: an unknown method, or a count below 1.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; allowed are {', '.join(METHODS)}.")
+    if count < 1:
+        raise ValueError(f"count is {count}; allowed are whole numbers from 1.")
+    size = len(fit.score)
+    met = torch.zeros(size, size, dtype=torch.bool)
+    lefts = torch.zeros(size, dtype=torch.int64)
+    for left, right in asked.tolist():
+        met[left, right] = True
+        lefts[left] += 1
+        lefts[right] -= 1
+    allowed = _allowed(fit, met, both_orders)
+    gain = _at_stake(fit) if method == "active" else _nearness(fit)
+    return _matching(gain.masked_fill(~allowed, -math.inf), met, lefts, count)
+
+
+def _allowed(fit: RankingFit, met: Tensor, both_orders: bool) -> Tensor:
+    """[n, n] bool, upper triangle: pairs that may still be asked."""
+    win = fit.win_probability()
+    close = (torch.maximum(win, win.T) <= CLOSE) & both_orders
+    once, twice = met | met.T, met & met.T
+    return torch.ones_like(met).triu(1) & ~twice & (~once | close)
+
+
+def _at_stake(fit: RankingFit) -> Tensor:
+    """[n, n] √V_ij Φ(−|s_i − s_j| / √V_ij)."""
+    diagonal = fit.covariance.diagonal()
+    spread = (diagonal[:, None] + diagonal[None, :] - 2 * fit.covariance).clamp(min=1e-12).sqrt()
+    gap = (fit.score[:, None] - fit.score[None, :]).abs()
+    return spread * torch.special.ndtr(-gap / spread)
+
+
+def _nearness(fit: RankingFit) -> Tensor:
+    """[n, n] minus the distance in the present order, ties of the score broken by the number."""
+    place = torch.empty(len(fit.score), dtype=torch.float64)
+    place[fit.score.argsort(descending=True, stable=True)] = torch.arange(len(fit.score)).double()
+    return -(place[:, None] - place[None, :]).abs()
+
+
+def _matching(gain: Tensor, met: Tensor, lefts: Tensor, count: int) -> Tensor:
+    """Greedy: best pair first, each sample once per sweep, until `count` calls or nothing is left."""
+    size = len(gain)
+    order = gain.flatten().argsort(descending=True, stable=True).tolist()
+    flat = gain.flatten().tolist()
+    open_pairs = [(at // size, at % size) for at in order if flat[at] > -math.inf]
+    chosen: list[tuple[int, int]] = []
+    while open_pairs and len(chosen) < count:
+        busy: set[int] = set()
+        later = []
+        for i, j in open_pairs:
+            if len(chosen) == count or i in busy or j in busy:
+                later.append((i, j))
+                continue
+            busy |= {i, j}
+            if met[i, j] or met[j, i]:
+                left, right = (j, i) if met[i, j] else (i, j)
+            else:
+                left, right = (i, j) if lefts[i] <= lefts[j] else (j, i)
+            lefts[left] += 1
+            lefts[right] -= 1
+            chosen.append((left, right))
+        open_pairs = later
+    return torch.tensor(chosen, dtype=torch.int64).reshape(-1, 2)

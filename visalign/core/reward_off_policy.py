@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training a judge on old pairs for a policy that has moved on: relative density ratios as weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+PARTS = ("chosen", "rejected", "ref_chosen", "ref_rejected")
+
+
+def relative_log_density(log_prob: Tensor, ref_log_prob: Tensor, *, alpha: float = 0.1) -> Tensor:
+    """ln of π/(α π + (1 − α) π_ref), the density ratio bounded by 1/α, without leaving log space.
+
+    The released code exponentiates summed log-probabilities, which is 0 for any sentence of usual length.
+
+    Args:
+        log_prob: [*] summed log-probability of an answer, or of a sampling trajectory, under the policy.
+        ref_log_prob: [*] the same under the policy that made the pairs.
+        alpha: α in (0, 1).
+
+    Returns:
+        [*] ≤ ln(1/α), float32 or better.
+
+    Raises:
+        ValueError: shapes that differ, or α outside (0, 1).
+
+    OCRM, arXiv 2507.15507; relative density ratios: Yamada et al., 1106.4729.
+    """
+    if log_prob.shape != ref_log_prob.shape:
+        raise ValueError(
+            "log_prob and ref_log_prob must have one shape; got "
+            f"{tuple(log_prob.shape)} and {tuple(ref_log_prob.shape)}."
+        )
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must lie in (0, 1); got {alpha}.")
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    own, ref = log_prob.to(dtype), ref_log_prob.to(dtype)
+    return own - torch.logaddexp(own + math.log(alpha), ref + math.log1p(-alpha))
+
+
+def off_policy_pair_weights(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    alpha: float = 0.1,
+    multiplier: float = 0.01,
+    normalise: bool = True,
+) -> Tensor:
+    """Weigh old pairs by how likely the policy of today would show them: w = d(chosen)^m · d(rejected)^m.
+
+    Args:
+        chosen: [N] summed log-probabilities of the chosen answers under the policy of today.
+        rejected: [N] of the rejected answers.
+        ref_chosen: [N] under the policy that made the pairs.
+        ref_rejected: [N].
+        alpha: α of the relative density d.
+        multiplier: m ≥ 0; flattens ratios of whole sequences or trajectories, which are huge.
+        normalise: divide by the mean over the N pairs; give the whole data set, not a batch.
+
+    Returns:
+        [N] > 0, no gradient, float32 or better.
+
+    Raises:
+        ValueError: shapes that differ, α or multiplier out of range.
+
+    OCRM, arXiv 2507.15507; released code for m and the mean.
+    """
+    given = (chosen, rejected, ref_chosen, ref_rejected)
+    if chosen.ndim != 1 or len({value.shape for value in given}) > 1:
+        shapes = ", ".join(f"{name} {tuple(v.shape)}" for name, v in zip(PARTS, given, strict=True))
+        raise ValueError(f"All log-probabilities must be [N]; got {shapes}.")
+    if not 0 <= multiplier < math.inf:
+        raise ValueError(f"multiplier must be finite and ≥ 0; got {multiplier}.")
+    both = relative_log_density(chosen.detach(), ref_chosen.detach(), alpha=alpha)
+    both = both + relative_log_density(rejected.detach(), ref_rejected.detach(), alpha=alpha)
+    weight = torch.exp(multiplier * both)
+    return weight / weight.mean() if normalise and weight.numel() else weight
