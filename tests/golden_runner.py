@@ -12,7 +12,7 @@ Plug-in contract: each `tests/golden_families/*.py` is loaded by its path, impor
   Names beyond the expected ones are ignored; expected ones left out are reported as "not compared".
   An exception makes the case FAIL with its message: return None for what is not ours, never guess.
   Gradients (`grad_<input>`) are outputs like any other; their leaf is `case.tensor(name).requires_grad_()`.
-  A key `outputs_*` that names another block of the record is compared with that block.
+  A key `outputs` or `outputs_*` that names another block of the record is compared with that block.
 * `tolerance(case, key) -> tuple[float, float, str] | None`: (rtol, atol, of) for the output `key`; `of` is
   "element" (|ours - theirs| <= atol + rtol |theirs|) or "largest" (<= atol + rtol max|theirs|). None or no
   entry: (1e-6, 1e-8, "element").
@@ -24,6 +24,7 @@ What a `case` offers (read it, change nothing):
     case.params                 dict, as in the file
     case.inputs                 dict of plain Python values ("NaN" already a float), numpy arrays from .npz
     case.expected               dict: `outputs_paper` if there, else `outputs`, else empty
+    case.arrays                 dict: every array of the .npz file under `<case>/`, named in the record or not
     case.record                 the whole JSON record (`outputs_peer`, `notes`, ...)
     case.tensor(name, dtype=torch.float64)   the input `name` as a fresh tensor
 
@@ -69,6 +70,7 @@ class Case:
     params: Mapping[str, Any]
     inputs: Mapping[str, Any]
     expected: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
     record: Mapping[str, Any]
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -164,6 +166,7 @@ def _case(family: str, record: Any, arrays: Mapping[str, np.ndarray]) -> Case:
         params=record["params"],
         inputs=record["inputs"],
         expected=record.get("outputs_paper", record.get("outputs", {})),
+        arrays={key[len(name) + 1 :]: arrays[key] for key in arrays if key.startswith(f"{name}/")},
         record=record,
     )
 
@@ -205,7 +208,7 @@ def run_case(family: Family, case: Case) -> Comparison | None:
 
 
 def _compare(family: Family, case: Case, ours: Mapping[str, Any]) -> Comparison:
-    named = {key: value for key, value in ours.items() if key.startswith("outputs_") and key in case.record}
+    named = {key: value for key, value in ours.items() if key.startswith("outputs") and key in case.record}
     pairs = [({key: value for key, value in ours.items() if key not in named}, case.expected, "")]
     pairs += [(value, case.record[key], f"{key}.") for key, value in named.items()]
     notes: list[str] = []

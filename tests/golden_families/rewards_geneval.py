@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden families of GenEval's rules and of the OCR reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from visalign.rewards.geneval_rules import Detected, box_iou, judge, relative_position
+from visalign.rewards.ocr_rules import text_score
+
+
+def _boxes(case: Any) -> list[tuple[Any, Any]]:
+    return list(zip(case.inputs["box_a"], case.inputs["box_b"], strict=True))
+
+
+def _iou(case: Any) -> dict[str, Any] | None:
+    if case.params:
+        return None
+    return {"iou": [box_iou(a, b) for a, b in _boxes(case)]}
+
+
+def _relations(case: Any) -> dict[str, Any] | None:
+    if set(case.params) != {"position_threshold"}:
+        return None
+    threshold = case.params["position_threshold"]
+    found = [relative_position(a, b, threshold=threshold) for a, b in _boxes(case)]
+    return {"relations": [sorted(names) for names in found]}
+
+
+def _evaluate(case: Any) -> dict[str, Any] | None:
+    if set(case.params) != {"position_threshold"}:
+        return None
+    threshold = case.params["position_threshold"]
+    verdicts = []
+    for objects, record in zip(case.inputs["objects"], case.inputs["metadata"], strict=True):
+        boxes = {
+            kind: [Detected(tuple(item["box"]), item["score"], item["color"]) for item in items]
+            for kind, items in objects.items()
+        }
+        verdicts.append(judge(boxes, record, position_threshold=threshold))
+    return {"correct": [v.correct for v in verdicts], "strict_correct": [v.strict for v in verdicts]}
+
+
+def _ocr(case: Any) -> dict[str, Any] | None:
+    if case.params:
+        return None
+    pairs = list(zip(case.inputs["target"], case.inputs["recognised"], strict=True))
+
+    def column(rule: str, failure: Any) -> list[Any]:
+        scores = [text_score(target, seen, rule=rule) for target, seen in pairs]
+        return [failure if score is None else score for score in scores]
+
+    # flow_grpo divides by the length of an empty target ("error"); ours has no score for it.
+    return {
+        "flow_grpo": column("flow_grpo", "error"),
+        "verl_omni": column("verl_omni", "error"),
+        "outputs_strict": {"without_substring_rule": column("plain", "error")},
+    }
+
+
+def reward_rules(case: Any) -> dict[str, Any] | None:
+    """By what the inputs are: two boxes, objects with records, or texts."""
+    names = set(case.inputs)
+    if names == {"box_a", "box_b"}:
+        return _relations(case) if "position_threshold" in case.params else _iou(case)
+    if {"objects", "metadata"} <= names:
+        return _evaluate(case)
+    if names == {"target", "recognised"}:
+        return _ocr(case)
+    return None
+
+
+FAMILIES = {"G_reward_rules": reward_rules}

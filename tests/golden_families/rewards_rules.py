@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families G_reward_rules and F_pairwise_multireward: judges' texts, P(yes) from a list, checklist, layout.
+
+Our readers refuse what they cannot read; where a record holds a peer's numbers, the peer's filling (0, a
+batch mean) is put in here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from visalign.rewards.checklist_rule import ChecklistRule
+from visalign.rewards.judge_answers import (
+    ASPECTS,
+    LIFT_VALUES,
+    aspect_mean,
+    aspect_scores,
+    final_score,
+    lift_label,
+    quality_score,
+    rational_mean,
+    rational_scores,
+    tagged_score,
+)
+from visalign.rewards.judge_text import AnswerError
+from visalign.rewards.judge_verdicts import flex_answer, verdict
+from visalign.rewards.qwen_vl_layout import current_key, smart_resize
+from visalign.rewards.yes_no_logprobs import read_yes_no
+
+Outputs = dict[str, Any]
+UP_TO_SIX = (0.0, math.nextafter(6.0, 0.0))
+"""Pref-GRPO's pattern takes a first digit of 0 to 5 with any decimals."""
+
+
+def _or(read: Callable[[], Any], failure: Any) -> Any:
+    """What is read, or what stands for a failure."""
+    try:
+        return read()
+    except AnswerError:
+        return failure
+
+
+def _texts(case: Any) -> list[str]:
+    return ["" if text is None else str(text) for text in case.inputs["text"]]
+
+
+def _smart_resize(case: Any) -> Outputs:
+    sizes = case.inputs["height_width"]
+    return {"size": [list(smart_resize(height, width, **case.params)) for height, width in sizes]}
+
+
+def _keys(case: Any) -> Outputs:
+    return {"new": [current_key(key) for key in case.inputs["old"]]}
+
+
+def _quality(case: Any) -> Outputs:
+    low, high = case.params["valid_range"]
+    return {"value": [_or(lambda t=t: quality_score(t, low=low, high=high), math.nan) for t in _texts(case)]}
+
+
+def _yes_no_list(case: Any) -> Outputs:
+    found = [_or(lambda row=row: read_yes_no(row), None) for row in case.inputs["top_logprobs"]]
+    return {
+        "prob": [math.nan if row is None else row.prob for row in found],
+        "log_odds": [math.nan if row is None else row.log_odds for row in found],
+        "mass": [0.0 if row is None else row.mass for row in found],
+    }
+
+
+def _checklist(case: Any) -> Outputs:
+    rule = ChecklistRule.from_dict(case.params)
+    return {"score": rule.score(case.tensor("answers_yes"), case.tensor("alignment"))}
+
+
+def _unified(case: Any) -> Outputs:
+    """The record holds peers' numbers alone."""
+    texts = _texts(case)
+    verl = [aspect_scores(text, limits=None, lenient=True) for text in texts]
+    means = [_or(lambda scores=scores: aspect_mean(scores), (0.0, 0.0)) for scores in verl]
+    named = [aspect_scores(text, published_form=True, limits=None, lenient=True) for text in texts]
+    return {
+        "outputs_peer": {
+            "verl_omni_scores": verl,
+            "verl_omni_normalised": [normalised for _, normalised in means],
+            "verl_omni_raw": [raw for raw, _ in means],
+            "pref_grpo_dims": {name.title(): _filled([row.get(name) for row in named]) for name in ASPECTS},
+            "flow_grpo_final": [_or(lambda t=t: final_score(t), 0.0) for t in texts],
+            "flow_grpo_qwen": [
+                _or(lambda t=t: tagged_score(t, low=0, high=math.inf) / 5, 0.0) for t in texts
+            ],
+        }
+    }
+
+
+def _filled(column: list[float | None]) -> list[float]:
+    """Pref-GRPO's column of an aspect: the mean of the readable scores where one is missing."""
+    low, high = UP_TO_SIX
+    kept = [score if score is not None and low <= score <= high else None for score in column]
+    known = [score for score in kept if score is not None]
+    mean = sum(known) / len(known) if known else 0.0
+    return [mean if score is None else score for score in kept]
+
+
+def _lift(case: Any) -> Outputs:
+    return {"score": [_or(lambda t=t: LIFT_VALUES[lift_label(t)], math.nan) for t in _texts(case)]}
+
+
+def _rational(case: Any) -> Outputs:
+    parsed = [rational_scores(text) for text in _texts(case)]
+    return {"parsed": parsed, "reward": [_or(lambda p=p: rational_mean(p), "error") for p in parsed]}
+
+
+def _judge_strings(case: Any) -> Outputs:
+    options = case.params["sentences"]
+    return {"verdict": [_or(lambda t=t: verdict(t, options=options), None) for t in _texts(case)]}
+
+
+def _flex_strings(case: Any) -> Outputs:
+    """A tie is no winner there."""
+    return {"winner": [_or(lambda t=t: flex_answer(t).winner, None) or None for t in _texts(case)]}
+
+
+Row = tuple[str, Callable[[Any], Outputs], tuple[str, ...], tuple[str, ...]]
+
+RULES: tuple[Row, ...] = (
+    ("smart_resize", _smart_resize, ("factor", "min_pixels", "max_pixels"), ("height_width",)),
+    ("state_dict_keys", _keys, (), ("old",)),
+    ("answer_parsing", _quality, ("valid_range",), ("text",)),
+    ("p_yes_top_logprobs", _yes_no_list, (), ("top_logprobs",)),
+    (
+        "visionreward_checklist",
+        _checklist,
+        ("mask_questions", "masked_features", "coef", "intercept"),
+        ("answers_yes", "alignment"),
+    ),
+    ("unifiedreward_parse", _unified, (), ("text",)),
+    ("lift_labels", _lift, (), ("text",)),
+    ("rational_rewards_parse", _rational, (), ("text",)),
+)
+PAIRS: tuple[Row, ...] = (
+    ("flex_winner_strings", _flex_strings, (), ("text",)),
+    ("judge_strings", _judge_strings, ("sentences",), ("text",)),
+)
+
+
+def _family(rows: tuple[Row, ...]) -> Callable[[Any], Outputs | None]:
+    """The first row whose name is in the variant's and whose params and inputs are exactly the case's."""
+
+    def run(case: Any) -> Outputs | None:
+        for name, function, params, inputs in rows:
+            if name in case.variant:
+                known = set(params) == set(case.params) and set(inputs) == set(case.inputs)
+                return function(case) if known else None
+        return None
+
+    return run
+
+
+FAMILIES = {"G_reward_rules": _family(RULES), "F_pairwise_multireward": _family(PAIRS)}
