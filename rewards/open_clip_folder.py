@@ -159,6 +159,12 @@ def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
     return end
 
 
+def open_clip_place(folder_or_name: str | Path) -> Path | None:
+    """The folder that `load_open_clip` reads, or None where open_clip fetches the model itself."""
+    name, _ = _source(folder_or_name)
+    return Path(name.removeprefix("local-dir:")) if name.startswith("local-dir:") else None
+
+
 def _source(folder_or_name: str | Path) -> tuple[str, str | None]:
     """open_clip's model name and tag for what the user gave."""
     path = Path(str(folder_or_name).removeprefix("local-dir:"))

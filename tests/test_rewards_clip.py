@@ -59,7 +59,8 @@ def test_value_equals_open_clip_by_hand(folder, reward, images):
     torch.testing.assert_close(scores.value, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_score_does_not_depend_on_the_batch(reward, images):
+def test_score_does_not_depend_on_the_batch(folder, images):
+    reward = ClipScore(folder, cache_bytes=0)
     together = reward.score(images, PROMPTS).value
     alone = torch.cat([reward.score(images[[row]], [PROMPTS[row]]).value for row in range(5)])
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
@@ -72,14 +73,16 @@ def test_batch_size_changes_nothing(folder, reward, images):
     )
 
 
-def test_each_unique_image_and_prompt_is_encoded_once(reward, images, monkeypatch):
+def test_each_unique_image_and_prompt_is_encoded_once(folder, images, monkeypatch):
+    reward = ClipScore(folder)
     seen = {"image": 0, "text": 0}
-    encode_image, encode_text = reward.model.encode_image, reward.model.encode_text
+    encoder = reward.towers.encoder
+    encode_image, encode_text = encoder.encode_image, encoder.encode_text
     monkeypatch.setattr(
-        reward.model, "encode_image", lambda x: seen.update(image=seen["image"] + len(x)) or encode_image(x)
+        encoder, "encode_image", lambda x: seen.update(image=seen["image"] + len(x)) or encode_image(x)
     )
     monkeypatch.setattr(
-        reward.model, "encode_text", lambda x: seen.update(text=seen["text"] + len(x)) or encode_text(x)
+        encoder, "encode_text", lambda x: seen.update(text=seen["text"] + len(x)) or encode_text(x)
     )
     scores = reward.score(
         images[[0, 1, 0, 0]], ["a red circle", "two circles", "two circles", "a red circle"]
@@ -108,7 +111,7 @@ def test_long_prompts_keep_the_end_token_and_say_that_they_are_cut(reward, image
     scores = reward.score(images[[0, 0, 0]], ["a red circle", fits, fits + " blue square"])
     assert list(scores.text) == ["", "", f"the prompt was cut to {CONTEXT} tokens"]
     assert scores.value[1] == scores.value[2]
-    assert reward.tokenizer([fits + " blue"])[0, -1] == reward._end
+    assert reward.towers.parts.tokenizer([fits + " blue"])[0, -1] == reward.towers.parts.end
 
 
 def test_prompt_with_the_end_token_is_invalid(reward, images):
@@ -187,9 +190,9 @@ def test_end_token_of_other_poolings(reward):
     with pytest.raises(
         RewardError, match=r"pools at token 2 .text_cfg.eos_id., the tokenizer's end token is 14"
     ):
-        check_end_token(Pooled(), reward.tokenizer)
+        check_end_token(Pooled(), reward.towers.parts.tokenizer)
     Pooled.text_pool_type = "last"
-    assert check_end_token(Pooled(), reward.tokenizer) is None
+    assert check_end_token(Pooled(), reward.towers.parts.tokenizer) is None
 
 
 def test_end_token_of_open_clips_own_tokenizer():
@@ -207,7 +210,7 @@ def packaged(folder, monkeypatch):
 
 
 def test_default_model_is_the_packaged_one(packaged):
-    assert load_reward("clip_score").preprocess["mean"] == [0.5, 0.4, 0.3]  # type: ignore[attr-defined]
+    assert load_reward("clip_score").towers.preprocess["mean"] == [0.5, 0.4, 0.3]  # type: ignore[attr-defined]
 
 
 def test_unknown_names(packaged):

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From images and prompts to the towers' features: read, deduplicated, batched, cached, or with gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .clip_encoder import ClipEncoder, ClipParts
+from .clip_loading import load_clip
+from .contract import Request
+from .feature_cache import FeatureCache, encode_once, image_key, text_key
+from .identity import fingerprint
+from .resize import checked_shape, model_levels, model_pixels
+
+IMAGE_CACHE_BYTES = 64 << 20
+"""Default limit of stored image features: 16,384 embeddings of 1024 numbers."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Cosines of those rows that could be judged, and what is to be said of all rows."""
+
+    cosine: Tensor
+    """[n] float32 in [-1, 1] of the rows in `rows`."""
+    rows: list[int]
+    reasons: list[str | None]
+    notes: list[str]
+
+
+class ClipTowers:
+    """A contrastive model as the judges use it; loaded when it is first needed.
+
+    Equal pictures and equal prompts are encoded once per call, and not again in later calls while their
+    features are in the cache. The cache forgets all when a weight of the model changes.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ClipParts,
+        *,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        batch_size: int = 64,
+        cache_bytes: int = IMAGE_CACHE_BYTES,
+        load: Callable[[], ClipParts] | None = None,
+        preprocess: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Note what is to be loaded.
+
+        Args:
+            model: what `load_clip` takes, or a model that is loaded already.
+            device: where the towers run.
+            precision: of the towers: "fp32", "bf16" or "fp16"; cosines are float32 always.
+            batch_size: images or prompts in one forward pass.
+            cache_bytes: limit of the stored features of images, and again of texts; 0 stores nothing.
+            load: makes the model instead of `load_clip`.
+            preprocess: replaces entries of the model's own preprocessing.
+
+        Raises:
+            ValueError: batch_size below 1, or cache_bytes below 0.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; allowed are whole numbers from 1.")
+        self.source = str(model.place or "") if isinstance(model, ClipParts) else str(model)
+        self.precision = precision
+        self.batch_size = batch_size
+        self.images = FeatureCache(cache_bytes)
+        self.texts = FeatureCache(cache_bytes)
+        self._changes = dict(preprocess or {})
+        self._weights_seen = -1
+        if isinstance(model, ClipParts):
+            self.parts = model
+        else:
+            self._load = load or (lambda: load_clip(model, device=device, precision=precision))
+
+    @cached_property
+    def parts(self) -> ClipParts:
+        """The model with its tokenizer and preprocessing."""
+        return self._load()
+
+    @cached_property
+    def preprocess(self) -> dict[str, Any]:
+        """All that happens between pixels and the model, as `model_levels` reads it."""
+        return {**self.parts.preprocess, **self._changes}
+
+    @property
+    def encoder(self) -> ClipEncoder:
+        """The towers."""
+        return self.parts.encoder
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the weight files; "" where they are not in a folder."""
+        return "" if self.parts.place is None else fingerprint(self.parts.place)
+
+    def clear_cache(self) -> None:
+        """Forget all stored features."""
+        self.images.clear()
+        self.texts.clear()
+
+    def match(self, request: Request) -> Matched:
+        """Cosine of each image and its prompt, where both could be read."""
+        reasons = list(request.images.reasons)
+        notes = self.read_prompts(request.prompts, reasons)
+        rows, picture = self.image_features(request, reasons)
+        if not rows:
+            return Matched(torch.zeros(0), [], reasons, notes)
+        text = self.text_features([request.prompts[row] for row in rows])
+        return Matched(cosine(picture, text), rows, reasons, notes)
+
+    def image_features(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor]:
+        """Embeddings of the images in rows without a reason; notes a reason where a picture is refused.
+
+        Returns:
+            The rows, and [n, D] float32 on the CPU, not normalised.
+        """
+        rows, keys, pictures = [], [], []
+        for row, image in request.images.readable():
+            if reasons[row] is not None:
+                continue
+            try:
+                checked_shape(image.shape[1], image.shape[2], self.preprocess)
+            except ValueError as error:
+                reasons[row] = str(error)
+                continue
+            rows.append(row)
+            keys.append(image_key(image))
+            pictures.append(image)
+        if not rows:
+            return rows, torch.zeros(0)
+
+        def encode(positions: list[int]) -> Tensor:
+            device = self.encoder.device
+            levels = [model_levels(pictures[i], self.preprocess).to(device) for i in positions]
+            return self.encoder.encode_image(self._normalised(torch.stack(levels) / 255)).cpu()
+
+        with self._judging():
+            return rows, encode_once(keys, encode, cache=self.images, batch_size=self.batch_size)
+
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Embeddings [N, D] float32 on the CPU, not normalised, of N prompts."""
+
+        def encode(positions: list[int]) -> Tensor:
+            return self.encoder.encode_text(self.parts.tokenizer([prompts[i] for i in positions])).cpu()
+
+        with self._judging():
+            keys = [text_key(prompt) for prompt in prompts]
+            return encode_once(keys, encode, cache=self.texts, batch_size=self.batch_size)
+
+    def image_features_with_gradient(self, images: Tensor) -> Tensor:
+        """Embeddings of images of one size, differentiable with respect to their pixels and the weights.
+
+        Args:
+            images: [B, 3, H, W] float in [0, 1].
+
+        Returns:
+            [B, D] float32 on the encoder's device, not normalised; the values of `image_features`.
+
+        Raises:
+            ValueError: another shape or dtype, or a picture too elongated.
+        """
+        if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
+            raise ValueError(
+                f"images is {images.dtype} of shape {tuple(images.shape)}; for a gradient give a float "
+                "tensor [B, 3, H, W] in [0, 1]."
+            )
+        return self.encoder.encode_image(self._normalised(model_pixels(images, self.preprocess)))
+
+    def cosine_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] float32 cosines of images [B, 3, H, W] and B prompts, differentiable in the pixels."""
+        if len(images) != len(prompts):
+            raise ValueError(f"{len(images)} images and {len(prompts)} prompts; give one prompt per image.")
+        picture = self.image_features_with_gradient(images)
+        return cosine(picture, self.text_features(prompts).to(picture.device))
+
+    def pixels(self, images: Sequence[Tensor]) -> Tensor:
+        """What the image tower takes, [N, 3, h, w] normalised float32, of N pictures [3, H, W] in [0, 1]."""
+        levels = torch.stack([model_levels(image, self.preprocess) for image in images])
+        return self._normalised(levels / 255)
+
+    def tokens(self, prompts: Sequence[str]) -> Tensor:
+        """What the text tower takes, ids [N, L], of N prompts; too long ones are cut before the end token."""
+        return self.parts.tokenizer(list(prompts))
+
+    def read_prompts(self, prompts: Sequence[str], reasons: list[str | None]) -> list[str]:
+        """Note which prompts are cut; mark the rows whose prompt holds the end token itself."""
+        notes = [""] * len(prompts)
+        end = self.parts.end
+        if end is None or not prompts:
+            return notes
+        unique = list(dict.fromkeys(prompts))
+        tokenizer = self.parts.tokenizer
+        tokens = tokenizer(unique)
+        length = tokens.shape[1]
+        ends = (tokens == end).int().argmax(1).tolist()
+        full = tokenizer(unique, context_length=4 * length)
+        told: dict[str, tuple[str, str | None]] = {}
+        for number, (prompt, at) in enumerate(zip(unique, ends, strict=True)):
+            told[prompt] = ("", None)
+            if at == length - 1:
+                if int((full[number] == end).int().argmax()) > length - 1:
+                    told[prompt] = (f"the prompt was cut to {length} tokens", None)
+            elif len(set(full[number, at + 1 :].tolist())) > 1:
+                told[prompt] = ("", "the prompt spells out the model's end token; remove it from the text")
+        for row, prompt in enumerate(prompts):
+            notes[row], reason = told[prompt]
+            reasons[row] = reasons[row] or reason
+        return notes
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        mean, std = (
+            torch.tensor(self.preprocess[key], device=pixels.device).view(1, 3, 1, 1)
+            for key in ("mean", "std")
+        )
+        return (pixels - mean) / std
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the caches are emptied if a weight changed since they filled."""
+        encoder = self.encoder
+        # Every change in place, an optimiser's step too, counts up the version of its tensor.
+        seen = sum(tensor._version for tensor in (*encoder.parameters(), *encoder.buffers()))
+        if seen != self._weights_seen:
+            self.clear_cache()
+            self._weights_seen = seen
+        in_training = [module for module in encoder.modules() if module.training]
+        encoder.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in in_training:
+                module.training = True
+
+
+def cosine(left: Tensor, right: Tensor) -> Tensor:
+    """[N] float32 cosines of the rows of two tensors [N, D]."""
+    product = F.normalize(left.float(), dim=-1) * F.normalize(right.float(), dim=-1)
+    # A product of two normalised rows may end a rounding error above 1.
+    return product.sum(-1).clamp(-1, 1)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table of units: what each judge's number means, which scales peers give it, and the way between them.
+
+A weight that was tuned on one scale of a CLIP-type score is wrong by up to 100 on another. `SCALES` says what
+peers mean by their number; `convert` goes from one scale to another where the map is affine, and refuses
+where it is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from .affine_head import IMAGEREWARD_MEAN, IMAGEREWARD_STD
+
+Value = TypeVar("Value", float, Tensor)
+
+INFINITE = (float("-inf"), float("inf"))
+
+
+@dataclass(frozen=True)
+class JudgeUnit:
+    """What one judge returns."""
+
+    unit: str
+    range: tuple[float, float]
+    scale: str
+    """The row of `SCALES` that `Scores.value` is on."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One way to write a score: y = slope·x + offset of its family's base x."""
+
+    family: str
+    """Scales of one family are affine to each other."""
+    meaning: str
+    slope: float | None = 1.0
+    """None: exp(logit_scale) of the checkpoint at hand."""
+    offset: float = 0.0
+    divisor: float = 1.0
+    """Divides slope·x + offset."""
+    refusal: str = ""
+    """Why it cannot be converted; "" where it can."""
+
+
+JUDGE_UNITS: dict[str, JudgeUnit] = {
+    "clip_score": JudgeUnit("cosine", (-1.0, 1.0), "cosine"),
+    "pick_score": JudgeUnit("cosine × exp(logit_scale)", INFINITE, "logit"),
+    "hps_v2": JudgeUnit("cosine", (-1.0, 1.0), "cosine"),
+    "ict": JudgeUnit("cosine", (-1.0, 1.0), "cosine"),
+    "hp": JudgeUnit("HP score", INFINITE, "hp"),
+    "ict_hp": JudgeUnit("cosine × HP score", INFINITE, "ict × hp"),
+    "laion_aesthetic": JudgeUnit("rating 1-10", INFINITE, "rating"),
+    "image_reward": JudgeUnit("standard deviations", INFINITE, "image_reward"),
+}
+"""judge -> unit, range and scale of its `Scores.value`. The factor
+exp(logit_scale) is each checkpoint's own, so PickScore has no bound before it is loaded."""
+
+SCALES: dict[str, Scale] = {
+    "cosine": Scale("cosine", "cos(image, text): HPSv2's img_score, ICT, PickScore in Pref-GRPO"),
+    "cosine × 100": Scale("cosine", "percent: torchmetrics above 0, the benchmark tables of HPSv2", 100.0),
+    "logit": Scale("cosine", "cos · exp(logit_scale): PickScore as published, about 17 to 24", None),
+    "logit / 26": Scale("cosine", "PickScore in flow_grpo, verl-omni, Flow-Factory", None, 0.0, 26.0),
+    "(logit − 18) / 8": Scale("cosine", "PickScore in MixGRPO", None, -18.0, 8.0),
+    "clipscore": Scale(
+        "cosine",
+        "2.5 · max(cos, 0): CLIPScore of Hessel et al.",
+        refusal="max(cos, 0) loses all negative cosines",
+    ),
+    "torchmetrics": Scale("cosine", "max(100 cos, 0)", refusal="max(100 cos, 0) loses all negative cosines"),
+    "softmax": Scale(
+        "cosine",
+        "share among the pictures of one prompt: PickScore's demo, ICT-HP in training",
+        refusal="a softmax over a group depends on the other pictures",
+    ),
+    "image_reward": Scale("image_reward", "(r − 0.16717) / 1.03334: ImageReward.score"),
+    "image_reward raw": Scale("image_reward", "r, the head's output", IMAGEREWARD_STD, IMAGEREWARD_MEAN),
+    "hp": Scale("hp", "r, the HP head's output: what the margin of training is on"),
+    "sigmoid(hp)": Scale(
+        "hp", "σ(r): ICTHP's evaluation script", refusal="σ(r) is not affine in r; use IctHp(mode='upstream')"
+    ),
+    "ict × hp": Scale("ict × hp", "cosine times HP score"),
+    "rating": Scale("rating", "mean opinion on 1 to 10, unbounded in the model: LAION aesthetic"),
+    "rating / 10": Scale("rating", "LAION aesthetic in several trainers", 0.1),
+}
+"""name -> meaning and affine map from the family's base."""
+
+
+def convert(value: Value, source: str, target: str, *, logit_scale: float | None = None) -> Value:
+    """A score written on another scale: y = (a_t·x + b_t)/d_t with x = (d_s·value − b_s)/a_s.
+
+    Args:
+        value: number or tensor on the scale `source`.
+        source: a name of `SCALES`.
+        target: a name of `SCALES`.
+        logit_scale: exp(logit_scale) of the checkpoint (`PickScore.logit_scale`), where a scale has it.
+
+    Returns:
+        The same score on the scale `target`.
+
+    Raises:
+        ValueError: an unknown scale, scales that are not affine to each other, or logit_scale missing.
+
+    Example:
+        >>> convert(0.21, "cosine", "logit / 26", logit_scale=100.0)
+        0.8076923076923077
+    """
+    start, end = _scale(source), _scale(target)
+    if source == target:
+        return value
+    for name, scale in ((source, start), (target, end)):
+        if scale.refusal:
+            raise ValueError(f"{name!r} is not affine: {scale.refusal}; compute it from the scores instead.")
+    if start.family != end.family:
+        kin = [name for name, scale in SCALES.items() if scale.family == start.family and not scale.refusal]
+        raise ValueError(
+            f"{source!r} and {target!r} measure different things, so no affine map joins them. From "
+            f"{source!r} one can go to {', '.join(kin)}."
+        )
+    base = (value * start.divisor - start.offset) / _slope(start, logit_scale, source)
+    return (base * _slope(end, logit_scale, target) + end.offset) / end.divisor
+
+
+def _scale(name: str) -> Scale:
+    if name not in SCALES:
+        raise ValueError(f"There is no scale {name!r}; allowed are {', '.join(SCALES)}.")
+    return SCALES[name]
+
+
+def _slope(scale: Scale, logit_scale: float | None, name: str) -> float:
+    if scale.slope is not None:
+        return scale.slope
+    if logit_scale is None or not logit_scale > 0:
+        raise ValueError(
+            f"{name!r} needs logit_scale, the positive factor exp(logit_scale) of the checkpoint; given: "
+            f"{logit_scale}. PickScore(...).logit_scale has it."
+        )
+    return logit_scale
