@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vision-language model with its processor and settings, from a folder, a packaged name or a hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visalign.data.assets import resolve_model
+
+from .contract import RewardError
+from .identity import fingerprint
+from .vlm_template import JudgeSettings
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode, without gradients."""
+
+    model: Any
+    processor: Any
+    settings: JudgeSettings
+    name: str
+    weights: str
+    """Fingerprint of the weight files; "" for a hub id."""
+
+
+def load_seeing_model(
+    folder_or_id: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    adapter: str | Path | None,
+    attention: str,
+    merge: bool = True,
+) -> Loaded:
+    """See `VisionLanguageJudge.from_pretrained`.
+
+    Raises:
+        FileNotFoundError: the folder or a part of it is missing.
+        RewardError: what it holds cannot be used.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    place = find_model(folder_or_id)
+    processor = load_processor(place)
+    try:
+        model: Any = AutoModelForImageTextToText.from_pretrained(
+            str(place), dtype=dtype, attn_implementation=attention
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise RewardError(
+            f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Check that config "
+            "and weights belong together and are complete."
+        ) from error
+    if adapter is not None:
+        model = add_adapter(model, adapter, merge=merge)
+    local = isinstance(place, Path)
+    weights = fingerprint(place) if local else ""
+    if adapter is not None:
+        weights += "+" + fingerprint(adapter)
+    return Loaded(
+        model=model.to(device).eval().requires_grad_(False),
+        processor=processor,
+        settings=JudgeSettings.read(place) if local else JudgeSettings(),
+        name=Path(place).name if local else str(place),
+        weights=weights,
+    )
+
+
+def find_model(folder_or_id: str | Path) -> Path | str:
+    """An existing folder with a config, or a hub id.
+
+    Args:
+        folder_or_id: folder, packaged name, or owner/name.
+
+    Raises:
+        FileNotFoundError: neither.
+    """
+    place = resolve_model(folder_or_id)
+    if isinstance(place, Path):
+        if not (place / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{place} holds no config.json, so it is no transformers model. Give the folder that "
+                "save_pretrained wrote; for a LoRA alone give its base model here and the LoRA as adapter."
+            )
+        return place
+    if place.count("/") != 1 or place[0] in "./~":
+        raise FileNotFoundError(
+            f"There is no model folder {place}. Give a folder with config.json, weights and processor, a "
+            "packaged name, or a hub id owner/name."
+        )
+    return place
+
+
+def load_processor(place: Path | str) -> Any:
+    """The processor of a model that sees.
+
+    Args:
+        place: folder or hub id.
+
+    Raises:
+        RewardError: there is none.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    reason = ""
+    try:
+        found: Any = AutoProcessor.from_pretrained(str(place))
+    except (OSError, ValueError, ImportError) as error:
+        found, reason = None, f" ({error})"
+    if not isinstance(found, ProcessorMixin):
+        raise RewardError(
+            f"{place} has no processor of a model that sees{reason}. Save it there from the model it came "
+            "from: AutoProcessor.from_pretrained(original).save_pretrained(folder)."
+        )
+    return found
+
+
+def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:
+    """A LoRA of peft in a model.
+
+    Args:
+        model: its base.
+        adapter: folder or hub id.
+        merge: add it to the weights; else it stays beside them.
+
+    Raises:
+        FileNotFoundError: there is no adapter in the folder.
+        RewardError: it does not belong to the model.
+    """
+    from peft import PeftModel
+
+    folder = Path(adapter)
+    if not (folder / "adapter_config.json").is_file() and (
+        folder.exists() or str(adapter).count("/") != 1 or str(adapter)[0] in "./~"
+    ):
+        raise FileNotFoundError(f"{adapter} holds no adapter_config.json; give the folder of a peft LoRA.")
+    try:
+        with warnings.catch_warnings():
+            # peft 0.18 reads a property that transformers 5.23 has renamed
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        raise RewardError(
+            f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model."
+        ) from error
+    return wrapped.merge_and_unload() if merge else wrapped.get_base_model()
+
+
+def weights_of(model: Any) -> str:
+    """A fingerprint of a model in memory: 32 hex digits over names and sums of its parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        sums = parameter.detach().double()
+        digest.update(
+            f"{name}:{tuple(sums.shape)}:{sums.sum().item()!r}:{sums.abs().sum().item()!r}".encode()
+        )
+    return digest.hexdigest()[:32]

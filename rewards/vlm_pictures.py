@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of a vision-language judge: each different one goes through the vision tower once, and is kept.
+
+What is kept is found by the pixels, across prompts and calls, up to a limit in bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from visalign.vision.patches import PatchCutter
+from visalign.vision.pictures import Picture, PictureFeatures, pixel_digest, tower_features
+
+PATCHES = 1 << 16
+"""Patches in one pass through the tower."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture that was not cut yet; two are equal if their pixels are."""
+
+    digest: str
+    grid: tuple[int, int, int] = field(compare=False)
+    """(frames, rows, columns) of patches; (tiles, 1, 1) where a model takes tiles."""
+    tokens: int = field(compare=False)
+    """Places that it takes in the prompt."""
+    pixels: Tensor = field(compare=False, repr=False)
+    """uint8 [3, H, W]."""
+
+
+class Eye(Protocol):
+    """How a family of models takes pictures in."""
+
+    merge: int
+    """Patches that become one token, on each side; 0 where positions know no grid."""
+
+    def look(self, pixels: Tensor) -> Shown:
+        """A picture's size in tokens; ValueError with the reason where the model cannot take it."""
+        ...
+
+    def features(self, trunk: Any, shown: Sequence[Shown]) -> list[PictureFeatures]:
+        """Pictures through the tower, in one pass."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """All that happens between pixels and tower, for the identity."""
+        ...
+
+
+class QwenEye:
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of a resized picture.
+
+    Args:
+        image_processor: of the model, for its settings.
+        **changes: fields of `PatchCutter` that are to differ, e.g. min_pixels and max_pixels.
+    """
+
+    def __init__(self, image_processor: Any, **changes: Any) -> None:
+        self.cutter = PatchCutter.of(image_processor, **changes)
+        self.merge = self.cutter.merge
+
+    def look(self, pixels: Tensor) -> Shown:
+        """See `Eye`."""
+        grid = self.cutter.grid(pixels.shape[1], pixels.shape[2])
+        return Shown(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
+
+    def features(self, trunk: Any, shown: Sequence[Shown]) -> list[PictureFeatures]:
+        """See `Eye`."""
+        cut = [Picture(s.digest, s.grid, s.tokens, self.cutter.cut(s.pixels)) for s in shown]
+        return tower_features(trunk, cut)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Eye`."""
+        return self.cutter.settings()
+
+
+class TileEye:
+    """InternVL: tiles of one size, cut by the library's processor; each picture by itself.
+
+    Args:
+        processor: of the model.
+    """
+
+    merge = 0
+
+    def __init__(self, processor: Any) -> None:
+        self._images, self._length = processor.image_processor, int(processor.image_seq_length)
+
+    def look(self, pixels: Tensor) -> Shown:
+        """See `Eye`."""
+        tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
+        return Shown(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
+
+    def features(self, trunk: Any, shown: Sequence[Shown]) -> list[PictureFeatures]:
+        """See `Eye`."""
+        cut = [
+            self._images(
+                images=[s.pixels],
+                crop_to_patches=True,
+                return_tensors="pt",
+                input_data_format="channels_first",
+            )["pixel_values"]
+            for s in shown
+        ]
+        device = trunk.get_input_embeddings().weight.device
+        found = trunk.get_image_features(torch.cat(cut).to(device), return_dict=True).pooler_output
+        parts = found.split([len(tiles) for tiles in cut])
+        return [PictureFeatures(part.flatten(0, 1)) for part in parts]
+
+    def settings(self) -> dict[str, Any]:
+        """See `Eye`."""
+        names = ("size", "image_mean", "image_std", "resample", "min_patches", "max_patches")
+        return {name: str(getattr(self._images, name, None)) for name in names}
+
+
+class FeatureCache:
+    """Features by picture, the least recently used leave first.
+
+    Args:
+        compute: pictures to features, in one pass.
+        limit: bytes of features that are kept.
+    """
+
+    def __init__(
+        self, compute: Callable[[Sequence[Shown]], list[PictureFeatures]], *, limit: int = 1 << 28
+    ) -> None:
+        self._compute, self._limit = compute, limit
+        self._known: OrderedDict[str, PictureFeatures] = OrderedDict()
+        self._bytes = 0
+        self.computed = 0
+        """Pictures that went through the tower so far."""
+
+    def __call__(self, shown: Sequence[Shown]) -> dict[Shown, PictureFeatures]:
+        """Features of pictures; what is not known is computed, without gradient.
+
+        Args:
+            shown: pictures, repeats allowed.
+        """
+        found: dict[Shown, PictureFeatures] = {}
+        missing: list[Shown] = []
+        for picture in dict.fromkeys(shown):
+            if picture.digest in self._known:
+                self._known.move_to_end(picture.digest)
+                found[picture] = self._known[picture.digest]
+            else:
+                missing.append(picture)
+        with torch.no_grad():
+            for part in _by_patches(missing):
+                for picture, features in zip(part, self._compute(part), strict=True):
+                    found[picture] = PictureFeatures(
+                        features.embeds.clone(), tuple(layer.clone() for layer in features.deeper)
+                    )
+                self.computed += len(part)
+        for picture in missing:
+            self._keep(picture.digest, found[picture])
+        return found
+
+    def clear(self) -> None:
+        """Forget all, e.g. after the tower's weights changed."""
+        self._known.clear()
+        self._bytes = 0
+
+    def _keep(self, digest: str, features: PictureFeatures) -> None:
+        self._known[digest] = features
+        self._bytes += features.nbytes
+        while self._bytes > self._limit and self._known:
+            _, oldest = self._known.popitem(last=False)
+            self._bytes -= oldest.nbytes
+
+
+def _by_patches(shown: Sequence[Shown]) -> list[list[Shown]]:
+    """Parts of at most `PATCHES` patches, one picture at least."""
+    parts: list[list[Shown]] = []
+    room = 0
+    for picture in shown:
+        size = picture.grid[0] * picture.grid[1] * picture.grid[2]
+        if not parts or size > room:
+            parts.append([])
+            room = PATCHES
+        parts[-1].append(picture)
+        room -= size
+    return parts
