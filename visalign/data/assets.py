@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PACKAGED = ("shapes-sd3", "shapes-clip", "tasks-qwen3")
+PACKAGED = ("shapes-sd3", "shapes-clip", "tasks-qwen3", "shapes-vlm")
 """The models that come with the package."""
 
 

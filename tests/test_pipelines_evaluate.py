@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign evaluate`: numbers, resumed scoring, failures, the page, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from visalign.data.preference_files import write_rows
+from visalign.data.preference_sources import shapes_pairs, shapes_quality
+from visalign.data.preferences import PreferenceSet
+from visalign.errors import UserError
+from visalign.evaluation.judged_pairs import IntervalSettings
+from visalign.evaluation.preference_evaluation import evaluate_preferences
+from visalign.interfaces import Preferences, Scores
+from visalign.pipelines.cli import app
+from visalign.pipelines.evaluate_columns import column_scores
+from visalign.pipelines.evaluate_reward import EvaluateOptions, evaluate
+from visalign.pipelines.evaluate_scores import Asking, judge_pairs, judge_quality
+from visalign.rewards.contract import RewardError
+from visalign.rewards.identity import Identity
+
+FAST = IntervalSettings(resamples=100)
+
+
+class Brightness:
+    """The mean level of a picture; counts how often it was asked, and can be stopped."""
+
+    name, unit, range, higher_is_better = "brightness", "level", (0.0, 255.0), True
+
+    def __init__(self, *, stop_after: int | None = None, version: int = 1) -> None:
+        self.asked, self.stop_after = 0, stop_after
+        self.identity = Identity(judge=self.name, model="mean", options={"version": version})
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
+        if self.stop_after is not None and self.asked >= self.stop_after:
+            raise KeyboardInterrupt
+        self.asked += len(prompts)
+        values = torch.tensor([float(np.asarray(image).mean()) for image in images])
+        valid = torch.tensor(["cross" not in prompt for prompt in prompts])
+        return Scores(
+            value=torch.where(valid, values, torch.nan),
+            valid=valid,
+            unit=self.unit,
+            reason=[None if ok else "no crosses, please" for ok in valid],
+        )
+
+
+class Sided:
+    """Prefers the brighter picture, and the left side by log-odds of 2."""
+
+    name = "sided"
+
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Any = None) -> Preferences:
+        gap = [float(np.asarray(a).mean() - np.asarray(b).mean()) for a, b in zip(left, right, strict=True)]
+        odds = torch.tensor(gap) / 20 + 2
+        return Preferences(
+            prob=odds.sigmoid(), valid=torch.ones(len(prompts), dtype=torch.bool), log_odds=odds
+        )
+
+
+def table(folder: Path, count: int = 120, **columns: Any) -> Path:
+    """A set of the shapes world with columns of scores."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for pair in shapes_pairs(count).pairs:
+        noise = rng.normal(0, 0.3, 2)
+        scores = {
+            "good_left": pair.extra["utility_left"] + noise[0],
+            "good_right": pair.extra["utility_right"] + noise[1],
+            "coin_prob": float(rng.random()),
+        }
+        pairs.append(replace(pair, extra={**scores, **{key: make(pair) for key, make in columns.items()}}))
+    return write_rows(folder / "set.jsonl", pairs)
+
+
+def test_precomputed_scores_are_measured_and_compared(tmp_path: Path) -> None:
+    source = table(tmp_path)
+    result = evaluate(EvaluateOptions(source=str(source), columns=("good", "coin"), settings=FAST))
+    good, coin = result["judges"]
+    pairs = shapes_pairs(120).pairs
+    found = [json.loads(line) for line in source.read_text().splitlines()]
+    margin = np.array([row["good_left"] - row["good_right"] for row in found])
+    label = np.array([pair.label for pair in pairs])
+    right = np.mean(np.sign(margin) == np.sign(label - 0.5))
+    assert good["agreement"]["half_credit"]["micro"]["estimate"] == pytest.approx(right)
+    assert right > 0.75 and coin["agreement"]["half_credit"]["micro"]["estimate"] < 0.65
+    (comparison,) = result["comparisons"]
+    assert comparison["difference"]["low"] > 0 and comparison["mcnemar"]["p_value"] < 0.01
+    assert {row["name"] for row in good["slices"]["category"]} == {pair.category for pair in pairs}
+    assert sum(row["pairs"] for row in good["slices"]["category"]) == 120
+    assert good["calibration"]["scaled"]["nll"] < coin["calibration"]["nll"]["estimate"]
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_row_without_a_score_is_no_zero(tmp_path: Path) -> None:
+    source = table(
+        tmp_path, gap_left=lambda pair: 1.0, gap_right=lambda pair: "" if "red" in pair.prompt else 0.0
+    )
+    (judge,) = evaluate(EvaluateOptions(source=str(source), columns=("gap",), settings=FAST))["judges"]
+    missing = sum("red" in pair.prompt for pair in shapes_pairs(120).pairs)
+    assert missing and judge["counts"]["failed"] == missing
+    assert judge["counts"]["failures"] == {"no number in the column": missing}
+    assert any("could not be judged" in note for note in judge["notes"])
+
+
+def test_the_same_seed_gives_the_same_intervals(tmp_path: Path) -> None:
+    options = EvaluateOptions(source=str(table(tmp_path)), columns=("good",), settings=FAST)
+    first, second = evaluate(options), evaluate(options)
+    assert first["judges"] == second["judges"]
+    other = evaluate(replace(options, settings=replace(FAST, seed=1)))
+    assert other["judges"] != first["judges"]
+
+
+def test_exchanged_sides_change_no_number(tmp_path: Path) -> None:
+    pairs = shapes_pairs(100)
+    given = PreferenceSet(
+        name="x",
+        pairs=tuple(
+            replace(p, extra={"u_left": p.extra["utility_left"], "u_right": p.extra["utility_right"]})
+            for p in pairs.pairs
+        ),
+    )
+    turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
+    one, two = (evaluate_preferences(part, column_scores(part, "u"), FAST) for part in (given, turned))
+    assert one["slices"] == two["slices"]
+    for part in ("identity_alone", "judge_between", "judge_within", "judge_against"):
+        assert one["generators"][part]["estimate"] == pytest.approx(two["generators"][part]["estimate"])
+    assert one["agreement"]["half_credit"] == two["agreement"]["half_credit"]
+    assert one["calibration"]["ece"]["estimate"] == pytest.approx(two["calibration"]["ece"]["estimate"])
+
+
+def test_a_stopped_scoring_goes_on_where_it_was(tmp_path: Path) -> None:
+    pairs, log = shapes_pairs(40), tmp_path / "scores.jsonl"
+    whole = judge_pairs(pairs, Brightness())
+    stopped = Brightness(stop_after=24)
+    with pytest.raises(KeyboardInterrupt):
+        judge_pairs(pairs, stopped, Asking(log=log, batch_size=8))
+    assert stopped.asked == 24
+    known = sum('"value"' in line for line in log.read_text().splitlines())
+    with log.open("a") as file:
+        file.write('{"key": "cut in the mid')  # what a killed process leaves
+    resumed = Brightness()
+    found = judge_pairs(pairs, resumed, Asking(log=log, batch_size=8))
+    np.testing.assert_array_equal(found.margin, whole.margin)
+    failed = {pair.prompt for pair in pairs.pairs if "cross" in pair.prompt}
+    assert failed and found.failures() == {"no crosses, please": sum(p.prompt in failed for p in pairs.pairs)}
+    assert resumed.asked == 2 * len(pairs) - known
+    again = Brightness()
+    judge_pairs(pairs, again, Asking(log=log))
+    assert again.asked == 2 * sum(p.prompt in failed for p in pairs.pairs)  # only what failed is asked again
+
+
+def test_scores_of_another_version_are_refused(tmp_path: Path) -> None:
+    pairs, log = shapes_pairs(4), tmp_path / "scores.jsonl"
+    judge_pairs(pairs, Brightness(), Asking(log=log))
+    before = log.read_bytes()
+    with pytest.raises(UserError, match=r"another version of it: they differ in options"):
+        judge_pairs(pairs, Brightness(version=2), Asking(log=log))
+    assert log.read_bytes() == before
+    log.write_text("something else\n")
+    with pytest.raises(UserError, match=r"holds no scores of ours"):
+        judge_pairs(pairs, Brightness(), Asking(log=log))
+
+
+def test_a_pairwise_judge_is_asked_in_both_orders() -> None:
+    pairs = shapes_pairs(60)
+    scores = judge_pairs(pairs, Sided())
+    report = evaluate_preferences(pairs, scores, FAST)
+    bright = judge_pairs(pairs, Brightness())
+    known = bright.judged
+    np.testing.assert_allclose(scores.margin[known], bright.margin[known] / 20, atol=1e-5)
+    assert report["swap"]["position_bias"] == pytest.approx(2.0, abs=1e-5)
+    assert report["swap"]["same_winner"] < 1 and report["swap"]["left_share"] > 0.6
+
+
+def test_a_judge_that_always_fails_stops_the_run() -> None:
+    class Broken(Brightness):
+        def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
+            nothing = torch.full((len(prompts),), torch.nan)
+            return Scores(value=nothing, valid=torch.zeros(len(prompts), dtype=torch.bool), unit="level")
+
+    with pytest.raises(RewardError, match=r"above max_failure_rate"):
+        judge_pairs(shapes_pairs(60), Broken())
+    with pytest.raises(ValueError, match=r"judged none of 6 pairs"):
+        evaluate_preferences(shapes_pairs(6), judge_pairs(shapes_pairs(6), Broken()))
+
+
+def test_a_quality_set(tmp_path: Path) -> None:
+    records = shapes_quality(80)
+    rng = np.random.default_rng(0)
+    rows = [replace(r, extra={"q": r.mos + rng.normal(0, 0.3), "off": -r.mos}) for r in records.records]
+    source = write_rows(tmp_path / "q.jsonl", rows)
+    options = EvaluateOptions(
+        source=str(source), columns=("q", "off"), lower_is_better=("off",), settings=FAST
+    )
+    result = evaluate(replace(options, output=tmp_path / "out"))
+    q, off = result["judges"]
+    assert off["correlations"]["srcc"]["estimate"] == pytest.approx(1.0)
+    assert 0.8 < q["correlations"]["srcc"]["low"] < q["correlations"]["srcc"]["estimate"]
+    assert q["correlations"]["plcc_logistic5"]["estimate"] >= q["correlations"]["plcc"]["estimate"] - 1e-9
+    assert result["comparisons"][0]["difference"]["high"] < 0
+    wrong_way = evaluate(replace(options, lower_is_better=()))["judges"][1]
+    assert any("--lower-is-better" in note for note in wrong_way["notes"])
+    with pytest.raises(RewardError, match=r"gives no score of one"):
+        judge_quality(records, Sided())  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"columns": ()}, "Nothing to evaluate"),
+        ({"columns": ("none",)}, "has no scores 'none'.*Found beside the set's own: coin_prob, good_left"),
+        ({"lower_is_better": ("other",)}, "--lower-is-better names other"),
+        ({"settings": IntervalSettings(resamples=10)}, "at least 100"),
+        ({"source": "nowhere.jsonl"}, "There is no set 'nowhere.jsonl'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    given = {"source": str(table(tmp_path, 6)), "columns": ("good",), "settings": FAST} | changes
+    with pytest.raises(UserError, match=message):
+        evaluate(EvaluateOptions(**given))
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "br", "img", "line", "circle", "path", "rect"):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name == "href" and (value or "").startswith("#"):
+                self.links.append((value or "")[1:])
+            elif name in ("href", "src") and not (value or "").startswith("data:"):
+                self.outside.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+
+def test_the_command_writes_a_page_and_refuses_to_overwrite(tmp_path: Path) -> None:
+    given = str(table(tmp_path, 60, **{"<b>_left": lambda p: 1.0, "<b>_right": lambda p: 0.5}))
+    out = tmp_path / "out"
+    arguments = ["evaluate", given, "-s", "good", "-s", "<b>", "--resamples", "100", "-o", str(out)]
+    ran = CliRunner().invoke(app, arguments)
+    assert ran.exit_code == 0, ran.output
+    assert "half_credit (headline)" in ran.output and "which generator?" in ran.output
+    result = json.loads((out / "evaluation.json").read_text())
+    assert result["format"] == "visalign evaluation 1" and len(result["judges"]) == 2
+    page = _Page()
+    text = (out / "evaluation.html").read_text()
+    page.feed(text)
+    assert page.open == [] and page.outside == [] and set(page.links) <= set(page.ids)
+    assert "script" not in page.tags and page.tags.count("svg") == 4 and "<b>" not in text
+    assert len(page.ids) == len(set(page.ids))
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 2 and "nothing is overwritten" in again.output
+    assert CliRunner().invoke(app, [*arguments, "--resume"]).exit_code == 0
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("visalign.pipelines.evaluate_reward.judge_pairs", stop)
+    ran = CliRunner().invoke(
+        app, ["evaluate", "shapes:pairs", "--limit", "4", "-r", "jpeg_size", "-o", str(tmp_path / "o")]
+    )
+    assert ran.exit_code == 130 and "--resume" in ran.output

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pixels of a shapes picture break its prompt: truth for judges that point at what is wrong.
+
+An object is to blame if the verifier's score rises when this object alone is taken away, made into something
+that the prompt asks for, or moved. Of three circles where two are asked for each is to blame; of a missing
+object no pixel is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from .prompts import Record
+from .render import inside_distance
+from .scenes import SIZE, Scene, SceneObject
+from .verifier import verify_scene
+
+_RADIUS = {"small": 7.0, "big": 12.0}
+_FAR = 1000.0
+"""Beyond every object: how far a moved object goes, in pixels."""
+
+
+def blamed(scene: Scene, record: Record) -> list[bool]:
+    """For each object of the scene whether it breaks the prompt.
+
+    Args:
+        scene: the picture.
+        record: what it should show.
+    """
+    verdict = verify_scene(scene, record)
+    if verdict.correct:
+        return [False] * len(scene.objects)
+    found = []
+    for number in range(len(scene.objects)):
+        scores = (verify_scene(other, record).score for other in _changed(scene, number, record))
+        found.append(any(score > verdict.score + 1e-9 for score in scores))
+    return found
+
+
+def wrong_pixels(scene: Scene, record: Record) -> np.ndarray:
+    """[64, 64] float32, 1 on the objects that are to blame, edges graded, 0 elsewhere.
+
+    Args:
+        scene: the picture.
+        record: what it should show.
+    """
+    grid = np.arange(SIZE, dtype=np.float32) + 0.5
+    wrong = np.zeros((SIZE, SIZE), dtype=np.float32)
+    for item, is_wrong in zip(scene.objects, blamed(scene, record), strict=True):
+        if is_wrong:
+            distance = inside_distance(item.shape, grid[None] - item.x, grid[:, None] - item.y, item.radius)
+            wrong = np.maximum(wrong, np.clip(distance + 0.5, 0.0, 1.0))
+    return wrong.astype(np.float32)
+
+
+def _changed(scene: Scene, number: int, record: Record) -> Iterator[Scene]:
+    """The scene with one object taken away, turned into each wanted one, or moved to each side."""
+    objects = scene.objects
+    item = objects[number]
+
+    def with_one(*changed: SceneObject) -> Scene:
+        return replace(scene, objects=(*objects[:number], *changed, *objects[number + 1 :]))
+
+    yield with_one()
+    for entry in record["include"]:
+        radius = _RADIUS.get(entry.get("size", ""), item.radius)
+        yield with_one(
+            replace(item, shape=entry["class"], color=entry.get("color", item.color), radius=radius)
+        )
+    if any("position" in entry for entry in record["include"]):
+        for x, y in ((-_FAR, item.y), (_FAR, item.y), (item.x, -_FAR), (item.x, _FAR)):
+            yield with_one(replace(item, x=x, y=y))

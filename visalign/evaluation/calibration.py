@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a judge's probabilities mean what they say: NLL, Brier, ECE and MCE, temperature scaling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import optimize, special, stats
+
+from .bootstrap import cluster_sums, ratio
+
+Array = NDArray[np.float64]
+
+SMALLEST = 1e-12
+"""Probabilities are kept this far from 0 and 1 in the NLL, so that one certain error costs 27.6 nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliability:
+    """One reliability diagram of `bins` equal-width bins."""
+
+    edges: Array
+    """[bins + 1]."""
+    count: Array
+    """[bins] samples (or their weight) in each."""
+    confidence: Array
+    """[bins] mean probability; NaN in an empty bin."""
+    frequency: Array
+    """[bins] mean outcome; NaN in an empty bin."""
+
+    @property
+    def ece(self) -> float:
+        """Expected calibration error: Σ n_b/N · |frequency − confidence|."""
+        return float(np.nansum(self.count * self._gap(0)) / self.count.sum())
+
+    @property
+    def mce(self) -> float:
+        """Largest gap of a bin that is not empty."""
+        return float(np.nanmax(self._gap(0)))
+
+    @property
+    def overconfidence(self) -> tuple[float, float]:
+        """Expected and largest max(confidence − frequency, 0): a lower bound's fault (ELCE, MLCE)."""
+        return self._one_sided(-1)
+
+    @property
+    def underconfidence(self) -> tuple[float, float]:
+        """Expected and largest max(frequency − confidence, 0): an upper bound's fault (EUCE, MUCE)."""
+        return self._one_sided(1)
+
+    def _one_sided(self, sign: int) -> tuple[float, float]:
+        gap = self._gap(sign)
+        return float(np.nansum(self.count * gap) / self.count.sum()), float(np.nanmax(gap))
+
+    def _gap(self, sign: int) -> Array:
+        gap = self.frequency - self.confidence
+        return np.abs(gap) if sign == 0 else np.maximum(sign * gap, 0.0)
+
+
+def reliability(prob: ArrayLike, outcome: ArrayLike, *, bins: int = 10) -> Reliability:
+    """Sort probabilities into equal-width bins; one that stands on an edge goes into the upper bin.
+
+    Args:
+        prob: [N] in [0, 1].
+        outcome: [N] in [0, 1]: 0 or 1, or the share of votes.
+        bins: How many.
+
+    Returns:
+        The diagram; its properties are the calibration errors.
+
+    Raises:
+        ValueError: Lengths differ, no samples, values outside [0, 1], or fewer than one bin.
+
+    Source: Guo et al., arXiv 1706.04599, eq. 3 and 5.
+    """
+    p, y = _check(prob, outcome)
+    place = bin_index(p, bins)
+    count, confidence, frequency = cluster_sums(np.stack([np.ones_like(p), p, y], axis=1), place, bins).T
+    return Reliability(
+        edges=np.linspace(0.0, 1.0, bins + 1),
+        count=count,
+        confidence=ratio(confidence, count),
+        frequency=ratio(frequency, count),
+    )
+
+
+def bin_index(prob: Array, bins: int) -> NDArray[np.int64]:
+    """[N] number of the equal-width bin of each probability.
+
+    Raises:
+        ValueError: Fewer than one bin.
+    """
+    if bins < 1:
+        raise ValueError(f"bins is {bins}; at least 1 is needed.")
+    return np.digitize(prob, np.linspace(0.0, 1.0, bins + 1)[1:-1])
+
+
+def both_sides(prob: ArrayLike, outcome: ArrayLike) -> tuple[Array, Array]:
+    """Every pair and its mirror image, so that no result depends on which image stands on the left.
+
+    Args:
+        prob: [N] probability that the left image is better.
+        outcome: [N] share of the people who say so.
+
+    Returns:
+        [2N] probabilities and outcomes.
+    """
+    p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
+    return np.concatenate([p, 1 - p]), np.concatenate([y, 1 - y])
+
+
+def nll(prob: ArrayLike, outcome: ArrayLike) -> Array:
+    """−y ln p − (1 − y) ln(1 − p) of each sample, in nats; its mean is the negative log-likelihood.
+
+    Args:
+        prob: [N], clipped to [`SMALLEST`, 1 − `SMALLEST`].
+        outcome: [N] in [0, 1]; with votes this is the cross-entropy to their shares.
+    """
+    p, y = _check(prob, outcome)
+    p = np.clip(p, SMALLEST, 1 - SMALLEST)
+    return -(special.xlogy(y, p) + special.xlog1py(1 - y, -p))
+
+
+def brier(prob: ArrayLike, outcome: ArrayLike) -> Array:
+    """(p − y)² of each sample; its mean is the Brier score.
+
+    Source: Brier, Monthly Weather Review 78 (1950) 1, for two classes, without its factor 2.
+    """
+    p, y = _check(prob, outcome)
+    return (p - y) ** 2
+
+
+def win_probability(
+    margin: ArrayLike, std: ArrayLike | None = None, *, link: str = "logistic", nodes: int = 32
+) -> Array:
+    """Probability that the left image is better, from the means and standard deviations of two scores.
+
+    logistic: P = E σ(m + sε), ε ~ N(0, 1), by Gauss-Hermite quadrature (σ(m) where s = 0);
+    probit: P = Φ(m/s) (Thurstone's case III), a step where s = 0.
+
+    Args:
+        margin: [N] m, left minus right.
+        std: [N] s = √(s_left² + s_right²), or None for 0.
+        link: "logistic" or "probit".
+        nodes: Of the quadrature; 32 are exact to 1e-7 for s ≤ 2.
+
+    Returns:
+        [N].
+
+    Raises:
+        ValueError: Another link, or probit without std.
+
+    Source: HPSv3, arXiv 2508.03789, and PURM, arXiv 2503.22480, for the integral.
+    """
+    m = np.asarray(margin, dtype=np.float64)
+    if link == "probit":
+        if std is None:
+            raise ValueError("the probit link needs the standard deviation of the margin.")
+        s = np.asarray(std, dtype=np.float64)
+        z = np.divide(m, s, out=np.where(m > 0, np.inf, -np.inf), where=s > 0)
+        return np.where((s <= 0) & (m == 0), 0.5, stats.norm.cdf(z))
+    if link != "logistic":
+        raise ValueError(f"link is {link!r}; allowed are 'logistic' and 'probit'.")
+    if std is None:
+        return special.expit(m)
+    x, weight = np.polynomial.hermite_e.hermegauss(nodes)
+    s = np.asarray(std, dtype=np.float64)
+    return special.expit(m[..., None] + s[..., None] * x) @ (weight / weight.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """p = σ(logit / T) with the T that minimises the NLL."""
+
+    value: float
+    """T; above 1 the judge was too sure of itself. Infinity where its logits say nothing or the opposite."""
+    nll: float
+    """Mean NLL at T, in nats."""
+    bounded: bool
+    """True where the best T lies at the end of the range that was searched: 1e-4 to 1e4."""
+
+    def apply(self, logit: ArrayLike) -> Array:
+        """Scaled probabilities [N]."""
+        return special.expit(np.asarray(logit, dtype=np.float64) / self.value)
+
+
+def fit_temperature(logit: ArrayLike, outcome: ArrayLike) -> Temperature:
+    """Temperature scaling of a judge of pairs.
+
+    The NLL is convex in 1/T and the search runs over ln T. Logits whose best inverse temperature is not
+    positive get T = infinity: ½ for everything is better than what they say.
+
+    Args:
+        logit: [N] log-odds or score differences.
+        outcome: [N] in [0, 1].
+
+    Returns:
+        The temperature.
+
+    Raises:
+        ValueError: Lengths differ, no samples, or logits that are not finite.
+
+    Source: Guo et al., arXiv 1706.04599, section 4.2.
+    """
+    z = np.asarray(logit, dtype=np.float64)
+    _, y = _check(np.full(np.shape(z), 0.5), outcome)
+    if not np.isfinite(z).all():
+        raise ValueError("some logits are NaN or infinite; leave out what was not judged.")
+
+    def mean_nll(log_t: float) -> float:
+        scaled = z * math.exp(-log_t)
+        return float(np.mean(np.logaddexp(0.0, scaled) - y * scaled))
+
+    if float(np.mean(z * (y - 0.5))) <= 0:  # the slope of the NLL in 1/T at 0 is not downwards
+        return Temperature(value=math.inf, nll=math.log(2.0), bounded=False)
+    end = math.log(1e4)
+    found: Any = optimize.minimize_scalar(
+        mean_nll, bounds=(-end, end), method="bounded", options={"xatol": 1e-8}
+    )
+    at_end = [log_t for log_t in (-end, end) if mean_nll(log_t) <= float(found.fun) + 1e-12]
+    log_t = at_end[0] if at_end else float(found.x)
+    return Temperature(value=math.exp(log_t), nll=mean_nll(log_t), bounded=bool(at_end))
+
+
+def cross_fitted_temperature(logit: ArrayLike, outcome: ArrayLike, fold: NDArray[np.int64]) -> Array:
+    """Scaled probabilities where each fold gets the temperature of the others: no pair judges itself.
+
+    Args:
+        logit: [N].
+        outcome: [N].
+        fold: [N] numbers; give all pairs of a prompt one fold.
+
+    Returns:
+        [N] probabilities.
+
+    Raises:
+        ValueError: Fewer than two folds.
+    """
+    z, y = np.asarray(logit, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
+    folds = np.unique(fold)
+    if len(folds) < 2:
+        raise ValueError("cross-fitting needs pairs in at least two folds.")
+    found = np.empty_like(z)
+    for number in folds:
+        inside = fold == number
+        found[inside] = fit_temperature(z[~inside], y[~inside]).apply(z[inside])
+    return found
+
+
+def _check(prob: ArrayLike, outcome: ArrayLike) -> tuple[Array, Array]:
+    p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
+    if p.ndim != 1 or p.shape != y.shape or not len(p):
+        raise ValueError(f"needed are two vectors of one length, not empty; got {p.shape} and {y.shape}.")
+    for name, values in (("probabilities", p), ("outcomes", y)):
+        if not ((values >= 0) & (values <= 1)).all():
+            raise ValueError(f"{name} must lie in [0, 1] without NaN; leave out what was not judged.")
+    return p, y
