@@ -14,21 +14,68 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from visalign.interfaces import PointwiseReward
+from visalign.interfaces import PairwiseReward, PointwiseReward
 
 from .contract import RewardError
 
 CATALOGUE = {
     "shapes_verifier": "visalign.rewards.shapes_verifier:ShapesVerifier",
     "clip_score": "visalign.rewards.clip:ClipScore",
+    "pick_score": "visalign.rewards.pick_score:PickScore",
+    "hps_v2": "visalign.rewards.hps_v2:HpsV2",
+    "laion_aesthetic": "visalign.rewards.laion_aesthetic:LaionAesthetic",
+    "image_reward": "visalign.rewards.image_reward:ImageReward",
+    "ict": "visalign.rewards.ict:Ict",
+    "hp": "visalign.rewards.hp:Hp",
+    "ict_hp": "visalign.rewards.ict_hp:IctHp",
+    "brightness": "visalign.rewards.image_statistics:Brightness",
+    "contrast": "visalign.rewards.image_statistics:Contrast",
+    "saturation": "visalign.rewards.image_statistics:Saturation",
+    "colourfulness": "visalign.rewards.image_statistics:Colourfulness",
+    "edge_density": "visalign.rewards.image_statistics:EdgeDensity",
+    "hpsv3": "visalign.rewards.hpsv3:HPSv3",
+    "visual_quality_r1": "visalign.rewards.visual_quality:VisualQuality",
+    "reward_dance": "visalign.rewards.reward_dance:RewardDance",
+    "reward_dance_pairs": "visalign.rewards.reward_dance_pairs:RewardDancePairs",
+    "vision_reward": "visalign.rewards.checklist:VisionReward",
+    "heie": "visalign.rewards.heie:Heie",
+    "geneval": "visalign.rewards.geneval:GenEval",
+    "ocr": "visalign.rewards.ocr:OcrReward",
     "jpeg_size": "visalign.rewards.jpeg:JpegSize",
     "sharpness": "visalign.rewards.sharpness:Sharpness",
+    "remote": "visalign.rewards.remote_reward:RemoteReward",
+    "unified_reward": "visalign.rewards.unified_reward:UnifiedReward",
+    "unified_reward_pairs": "visalign.rewards.unified_reward_pairs:UnifiedRewardPairs",
+    "lift": "visalign.rewards.lift:Lift",
+    "deepseek_grm": "visalign.rewards.grm:DeepSeekGRM",
+    "yes_no_server": "visalign.rewards.yes_no_server:YesNoServer",
 }
 """name -> module:class. A module is imported when its reward is loaded."""
 
 
 def load_reward(name: str, **options: Any) -> PointwiseReward:
-    """The reward of that name, or the user's own.
+    """The reward of that name, or the user's own; it scores one image at a time.
+
+    Arguments, and errors besides the one below, are those of `load_judge`.
+
+    Raises:
+        RewardError: what was found only compares images.
+
+    Example:
+        >>> load_reward("jpeg_size", quality=90).unit
+        'kB'
+    """
+    found = load_judge(name, **options)
+    if isinstance(found, PointwiseReward):
+        return found
+    raise RewardError(
+        f"{name!r} compares two images and gives no score of one. Use it where pairs are judged (compare, "
+        "rank, Pref-GRPO), or score groups by win rates: visalign.rewards.as_pointwise(load_judge(...))."
+    )
+
+
+def load_judge(name: str, **options: Any) -> PointwiseReward | PairwiseReward:
+    """The reward or pairwise judge of that name, or the user's own.
 
     Args:
         name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
@@ -37,14 +84,10 @@ def load_reward(name: str, **options: Any) -> PointwiseReward:
         **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).
 
     Returns:
-        An object with the reward contract.
+        An object with the reward contract, or one that compares (`visalign.interfaces.PairwiseReward`).
 
     Raises:
         RewardError: unknown name, module or attribute; wrong options; or what was found is no reward.
-
-    Example:
-        >>> load_reward("jpeg_size", quality=90).unit
-        'kB'
     """
     if name not in CATALOGUE and ":" not in name:
         nearest = nearest_name(name, CATALOGUE)
@@ -60,7 +103,7 @@ def load_reward(name: str, **options: Any) -> PointwiseReward:
             f"Reward {name!r} is an object already, so it takes no options; given: {', '.join(options)}. "
             "Name its class instead."
         )
-    if isinstance(found, PointwiseReward):
+    if isinstance(found, PointwiseReward | PairwiseReward):
         return found
     missing = [
         key for key in ("name", "unit", "range", "higher_is_better", "score") if not hasattr(found, key)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge behind HTTP: safetensors in and out, limits, a token, batches across clients.
 
-    GET  /health      JSON: the judge's card, limits, counts; no token needed, 503 while it cannot judge
+    GET  /health      JSON: the judge's card, limits, counts; no token needed
     POST /v1/score    images and prompts   -> scores
     POST /v1/compare  pairs and prompts    -> preferences
 
@@ -79,7 +79,7 @@ def judge_server(
         RewardError: FastAPI is not installed.
     """
     try:
-        from fastapi import FastAPI, Request, Response
+        from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse
     except ModuleNotFoundError as error:
         raise RewardError(
@@ -89,42 +89,26 @@ def judge_server(
     batcher = Batcher(
         judge, max_batch=max_batch, max_wait=max_wait, max_waiting=max_waiting, timeout=bounds.timeout
     )
+    desk = _Desk(judge, card, token, bounds, batcher)
 
     @asynccontextmanager
     async def living(app: FastAPI) -> AsyncIterator[None]:
         yield
         await batcher.close()
 
+    async def health() -> Any:
+        return JSONResponse(desk.about())
+
+    async def score(request: Request) -> Any:
+        return await desk.answer(request, is_pair=False)
+
+    async def compare(request: Request) -> Any:
+        return await desk.answer(request, is_pair=True)
+
     app = FastAPI(
         title="visalign reward server", lifespan=living, docs_url=None, redoc_url=None, openapi_url=None
     )
     app.state.batcher = batcher
-
-    async def health() -> Any:
-        about = {"judge": card, "limits": asdict(bounds) | {"max_batch": max_batch}}
-        counts = asdict(batcher.counts) | {
-            "waiting": batcher.waiting,
-            "restarts": getattr(judge, "restarts", 0),
-        }
-        return JSONResponse(about | {"counts": counts, "token": token is not None})
-
-    async def answer(request: Request, is_pair: bool) -> Any:
-        try:
-            _authorise(request.headers.get("authorization"), token)
-            _check_head(request.headers, card, bounds, is_pair)
-            raw = await _receive(request, bounds)
-            return Response(await _judged(batcher, raw, bounds, is_pair), media_type=MEDIA_TYPE)
-        except Refused as refusal:
-            headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
-            headers |= {"Retry-After": "1"} if refusal.status == 503 else {}
-            return JSONResponse({"error": str(refusal)}, refusal.status, headers=headers)
-
-    async def score(request: Request) -> Any:
-        return await answer(request, is_pair=False)
-
-    async def compare(request: Request) -> Any:
-        return await answer(request, is_pair=True)
-
     # annotations are texts in this file, and FastAPI would look for the classes among the module's names
     for function in (score, compare):
         function.__annotations__["request"] = Request
@@ -132,6 +116,44 @@ def judge_server(
     app.add_api_route("/v1/score", score, methods=["POST"], response_model=None)
     app.add_api_route("/v1/compare", compare, methods=["POST"], response_model=None)
     return app
+
+
+@dataclass(frozen=True)
+class _Desk:
+    """What all requests of a server meet."""
+
+    judge: Asked
+    card: dict[str, Any]
+    token: str | None
+    limits: Limits
+    batcher: Batcher
+
+    def about(self) -> dict[str, Any]:
+        """The content of /health."""
+        batcher = self.batcher
+        counts = asdict(batcher.counts) | {"waiting": batcher.waiting}
+        return {
+            "judge": self.card,
+            "limits": asdict(self.limits) | {"max_batch": batcher.max_batch},
+            "counts": counts | {"restarts": getattr(self.judge, "restarts", 0)},
+            "token": self.token is not None,
+        }
+
+    async def answer(self, request: Any, *, is_pair: bool) -> Any:
+        """The answer to a request, or its refusal."""
+        from fastapi import Response
+        from fastapi.responses import JSONResponse
+
+        try:
+            _authorise(request.headers.get("authorization"), self.token)
+            _check_head(request.headers, self.card, self.limits, is_pair)
+            raw = await _receive(request, self.limits)
+            answer = await _judged(self.batcher, raw, self.limits, is_pair)
+            return Response(answer, media_type=MEDIA_TYPE)
+        except Refused as refusal:
+            headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+            headers |= {"Retry-After": "1"} if refusal.status == 503 else {}
+            return JSONResponse({"error": str(refusal)}, refusal.status, headers=headers)
 
 
 def _authorise(given: str | None, token: str | None) -> None:

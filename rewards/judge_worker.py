@@ -14,6 +14,7 @@ from typing import Any
 from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores
 
 from .contract import RewardError
+from .probes import Attempt
 from .wire import JudgeRequest, pack_answer, pack_request, unpack_answer, unpack_request
 
 
@@ -73,22 +74,27 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
 
     if threads is not None:
         torch.set_num_threads(threads)
-    try:
+    judge: Any = None
+    reply = b""
+    with Attempt() as loading:
         judge = load_judge(name, **options)
-        link.send_bytes(b"+" + json.dumps(judge_card(judge)).encode())
-    except Exception as error:  # handed over as text: the caller raises it
-        link.send_bytes(b"-" + f"{type(error).__name__}: {error}".encode())
-        return
-    while True:
+        reply = json.dumps(judge_card(judge)).encode()
+    link.send_bytes(_told(reply, loading))
+    while loading.error is None:
         try:
             request = unpack_request(link.recv_bytes())
         except EOFError:
             return
-        try:
-            reply = b"+" + pack_answer(answer_request(judge, request))
-        except Exception as error:  # one bad request must not end the process; the text goes to its sender
-            reply = b"-" + f"{type(error).__name__}: {error}".encode()
-        link.send_bytes(reply)
+        with Attempt() as judging:  # one bad request must not end the process
+            reply = pack_answer(answer_request(judge, request))
+        link.send_bytes(_told(reply, judging))
+
+
+def _told(reply: bytes, attempt: Attempt) -> bytes:
+    """The reply, or as text what was raised, for the other end to raise."""
+    if attempt.error is None:
+        return b"+" + reply
+    return b"-" + f"{type(attempt.error).__name__}: {attempt.error}".encode()
 
 
 class JudgeWorker:

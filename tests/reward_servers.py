@@ -76,10 +76,8 @@ class Inline:
 
         try:
             return answer_request(self.judge, request)
-        except RewardError:
-            raise
-        except Exception as error:
-            raise RewardError(f"{type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise RewardError(f"ValueError: {error}") from error
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def test_neighbours_differ_in_one_word():
     for record in train_prompts()[::97]:
         for _ in range(5):
             one, two = record["prompt"].split(), near.near(record, rng)["prompt"].split()
-            one, two = ([{"an": "a"}.get(word, word) for word in words] for words in (one, two))
+            one, two = (["a" if word == "an" else word for word in words] for words in (one, two))
             assert len(one) == len(two) and sum(a != b for a, b in zip(one, two, strict=True)) <= 1
             assert record["prompt"] != " ".join(two)
     lonely = Neighbours([parse_prompt("a circle"), parse_prompt("two red squares")])

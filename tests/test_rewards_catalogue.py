@@ -74,7 +74,37 @@ def test_catalogue_names_load_lazily():
     subprocess.run([sys.executable, "-c", code], check=True)
     for name in ("shapes_verifier", "jpeg_size", "sharpness"):
         assert isinstance(load_reward(name), PointwiseReward) and load_reward(name).name == name
-    assert set(CATALOGUE) == {"shapes_verifier", "clip_score", "jpeg_size", "sharpness"}
+    assert set(CATALOGUE) == {
+        "shapes_verifier",
+        "clip_score",
+        "pick_score",
+        "hps_v2",
+        "laion_aesthetic",
+        "image_reward",
+        "ict",
+        "hp",
+        "ict_hp",
+        "brightness",
+        "contrast",
+        "saturation",
+        "colourfulness",
+        "edge_density",
+        "geneval",
+        "ocr",
+        "jpeg_size",
+        "sharpness",
+        "hpsv3",
+        "unified_reward",
+        "unified_reward_pairs",
+        "lift",
+        "deepseek_grm",
+        "yes_no_server",
+        "visual_quality_r1",
+        "reward_dance",
+        "reward_dance_pairs",
+        "vision_reward",
+        "heie",
+    }
 
 
 def test_dotted_paths(tmp_path):

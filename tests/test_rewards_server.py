@@ -37,6 +37,7 @@ from visalign.rewards.wire import (
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 HOME = f"{Path(__file__).with_name('reward_servers.py')}:Habits"
+WIDE = torch.zeros(3, 20, 30, dtype=torch.uint8)
 LEVELS = torch.randint(0, 256, (6, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 
@@ -246,23 +247,22 @@ def test_a_client_that_goes_away_harms_nobody():
 
 
 @pytest.mark.parametrize(
-    ("content", "headers", "status", "message"),
+    ("content", "kind", "status", "message"),
     [
-        (b"{}", {"Content-Type": "application/json"}, 415, "send application/x-safetensors"),
-        (b"\x80\x04.", {"Content-Type": MEDIA_TYPE}, 400, "Unreadable body"),
-        (b"x" * 4001, {"Content-Type": MEDIA_TYPE}, 413, "at most 4000 are allowed"),
-        (pack_request(request([])), {"Content-Type": MEDIA_TYPE}, 400, "The request is empty"),
-        (pack_request(request(["1"] * 5)), {"Content-Type": MEDIA_TYPE}, 413, "5 rows; at most 4"),
-        (pack_request(request(["1"], images=[torch.zeros(3, 20, 30, dtype=torch.uint8)])), {"Content-Type": MEDIA_TYPE}, 413, "600 pixels; at most 500"),
-        (pack_request(request(["x" * 51])), {"Content-Type": MEDIA_TYPE}, 413, "51 characters; at most 50"),
-        (pack_request(request(["1"], right=[LEVELS[1]])), {"Content-Type": MEDIA_TYPE}, 400, "pairs .* to /v1/compare"),
-        (pack_request(request(["raise"])), {"Content-Type": MEDIA_TYPE}, 422, "I cannot stand"),
+        (b"{}", "application/json", 415, "send application/x-safetensors"),
+        (b"\x80\x04.", MEDIA_TYPE, 400, "Unreadable body"),
+        (b"x" * 4001, MEDIA_TYPE, 413, "at most 4000 are allowed"),
+        (pack_request(request([])), MEDIA_TYPE, 400, "The request is empty"),
+        (pack_request(request(["1"] * 5)), MEDIA_TYPE, 413, "5 rows; at most 4"),
+        (pack_request(request(["1"], images=[WIDE])), MEDIA_TYPE, 413, "600 pixels; at most 500"),
+        (pack_request(request(["x" * 51])), MEDIA_TYPE, 413, "51 characters; at most 50"),
+        (pack_request(request(["1"], right=[LEVELS[1]])), MEDIA_TYPE, 400, "to /v1/compare"),
+        (pack_request(request(["raise"])), MEDIA_TYPE, 422, "I cannot stand"),
     ],
-)  # fmt: skip
-def test_refusals(habits: Any, content: bytes, headers: dict[str, str], status: int, message: str):
-    reply = httpx.post(f"{habits[0]}/v1/score", content=content, headers=headers)
-    assert reply.status_code == status
-    assert __import__("re").search(message, reply.json()["error"])
+)
+def test_refusals(habits: Any, content: bytes, kind: str, status: int, message: str):
+    reply = httpx.post(f"{habits[0]}/v1/score", content=content, headers={"Content-Type": kind})
+    assert reply.status_code == status and message in reply.json()["error"]
 
 
 def test_a_body_without_length_is_refused(habits: Any):
@@ -279,8 +279,13 @@ def test_a_slow_body_is_given_up():
     with serving(app_of(Habits(), limits=Limits(receive_timeout=0.2))) as url:
         parts = urlsplit(url)
         with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5) as line:
-            head = f"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Type: {MEDIA_TYPE}\r\nContent-Length: 100\r\n\r\nxx"
-            line.sendall(head.encode())
+            head = (
+                "POST /v1/score HTTP/1.1",
+                "Host: a",
+                f"Content-Type: {MEDIA_TYPE}",
+                "Content-Length: 100",
+            )
+            line.sendall("\r\n".join((*head, "", "xx")).encode())
             assert b" 408 " in line.recv(4096).split(b"\r\n")[0]
         assert RemoteReward(url).score(LEVELS[:1], ["1"]).valid.all()
 

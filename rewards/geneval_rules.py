@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GenEval's evaluation rules as pure functions on boxes: include, exclude, count, colour, position.
+
+Ghosh et al., GenEval, arXiv 2310.11513; the thresholds and the order of the rules are those of its released
+code. A record is {"tag", "include": [{"class", "count", "color"?, "position"?}], "exclude": [{"class",
+"count"}]}; a position is [relation, number of an earlier clause].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+THRESHOLD = 0.3
+"""Confidence that a box needs."""
+COUNTING_THRESHOLD = 0.9
+"""The same for records with the tag "counting"."""
+MAX_OBJECTS = 16
+"""Boxes kept per class."""
+POSITION_THRESHOLD = 0.1
+"""Share of both sizes by which the distance of two centres shrinks before their relation is read."""
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+RELATIONS = ("left of", "right of", "above", "below")
+
+Box = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Detected:
+    """One box of one class."""
+
+    box: tuple[float, float, float, float]
+    """x0, y0, x1, y1 in pixels, y downwards."""
+    score: float
+    color: str | None = None
+    """One of `COLORS`; None where nobody asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the rules say of one image."""
+
+    correct: bool
+    """GenEval's verdict: at least `count` boxes of each included class, the surest `count` of them right."""
+    strict: bool
+    """The same with exactly `count` boxes of each included class."""
+    partial: float
+    """Mean of the checks in [0, 1]; a number (of boxes, of right colours) off by k of n earns 1 − k/n."""
+    checks: dict[str, bool]
+    """Name of the check -> whether it holds, as `correct` reads it."""
+    reason: str
+    """What is wrong, in words; empty when correct."""
+
+
+def box_iou(a: Box, b: Box) -> float:
+    """Intersection over union of two boxes whose last pixel counts: areas (x1 − x0 + 1)(y1 − y0 + 1)."""
+    shared = _area((max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])))
+    union = _area(a) + _area(b) - shared
+    return shared / union if union else 0.0
+
+
+def _area(box: Box) -> float:
+    return max(box[2] - box[0] + 1, 0) * max(box[3] - box[1] + 1, 0)
+
+
+def relative_position(a: Box, b: Box, *, threshold: float = POSITION_THRESHOLD) -> list[str]:
+    """Where a stands relative to b: o' = max(|o| − t (size_a + size_b), 0) sgn(o), (dx, dy) = o'/‖o‖.
+
+    o is the offset of the centres; "left of" for dx < −½, "right of" for dx > ½, "above" for dy < −½, "below"
+    for dy > ½.
+
+    Args:
+        a: x0, y0, x1, y1.
+        b: the other box.
+        threshold: t.
+
+    Returns:
+        The relations that hold; none for boxes too near one another.
+    """
+    offset = [(a[k] + a[k + 2] - b[k] - b[k + 2]) / 2 for k in (0, 1)]
+    reach = [threshold * (abs(a[k + 2] - a[k]) + abs(b[k + 2] - b[k])) for k in (0, 1)]
+    left = [max(abs(o) - r, 0.0) * (1 if o > 0 else -1) for o, r in zip(offset, reach, strict=True)]
+    if max(abs(part) for part in left) < 1e-3:
+        return []
+    length = (offset[0] ** 2 + offset[1] ** 2) ** 0.5
+    dx, dy = (part / length for part in left)
+    holds = (dx < -0.5, dx > 0.5, dy < -0.5, dy > 0.5)
+    return [relation for relation, true in zip(RELATIONS, holds, strict=True) if true]
+
+
+def keep_boxes(
+    boxes: Sequence[Box],
+    scores: Sequence[float],
+    *,
+    threshold: float,
+    max_objects: int = MAX_OBJECTS,
+    nms: float = 1.0,
+) -> list[int]:
+    """Which boxes of one class count, surest first.
+
+    Args:
+        boxes: n boxes.
+        scores: n confidences.
+        threshold: a box needs more than this.
+        max_objects: the surest that are kept, before suppression.
+        nms: a box that overlaps a surer one with at least this IoU is dropped; 1, as published, drops none.
+
+    Returns:
+        Numbers of the kept boxes.
+    """
+    order = sorted((k for k in range(len(boxes)) if scores[k] > threshold), key=lambda k: -scores[k])
+    kept: list[int] = []
+    for k in order[:max_objects]:
+        if nms >= 1 or all(box_iou(boxes[k], boxes[other]) < nms for other in kept):
+            kept.append(k)
+    return kept
+
+
+def record_problem(record: Any) -> str | None:
+    """Why a record cannot be read, or None."""
+    form = 'needed is GenEval\'s layout, include: [{"class": "cat", "count": 1}, ...]'
+    if not isinstance(record, Mapping) or not isinstance(record.get("include"), list | tuple):
+        return f"no metadata with 'include'; {form}"
+    if not record["include"]:
+        return f"the metadata's include is empty; {form}"
+    for part in ("include", "exclude"):
+        clauses = record.get(part) or []
+        if not isinstance(clauses, list | tuple):
+            return f"the metadata's {part} is {clauses!r}; {form}"
+        for number, clause in enumerate(clauses):
+            problem = _clause_problem(clause, number)
+            if problem is not None:
+                return f"{part}[{number}] {problem}; {form}"
+    return None
+
+
+def _clause_problem(clause: Any, number: int) -> str | None:
+    if not isinstance(clause, Mapping) or not isinstance(clause.get("class"), str):
+        return "has no class"
+    count = clause.get("count")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        return f"has the count {count!r}, which must be a whole number from 1"
+    color = clause.get("color")
+    if color is not None and color not in COLORS:
+        return f"has the color {color!r}; allowed are {', '.join(COLORS)}"
+    position = clause.get("position")
+    if position is None:
+        return None
+    if not isinstance(position, list | tuple) or len(position) != 2 or position[0] not in RELATIONS:
+        return f"has the position {position!r}; allowed is [{' | '.join(RELATIONS)}, clause number]"
+    target = position[1]
+    if not isinstance(target, int) or isinstance(target, bool) or not 0 <= target < number:
+        return f"is positioned against clause {target!r}; it must be an earlier one"
+    return None
+
+
+def colored_clauses(objects: Mapping[str, Sequence[Any]], record: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(class, number of boxes) whose colours `judge` will look at: enough boxes, and a colour asked for."""
+    return [
+        (clause["class"], clause["count"])
+        for clause in record["include"]
+        if clause.get("color") is not None and len(objects.get(clause["class"], ())) >= clause["count"]
+    ]
+
+
+def judge(
+    objects: Mapping[str, Sequence[Detected]],
+    record: Mapping[str, Any],
+    *,
+    position_threshold: float = POSITION_THRESHOLD,
+) -> Verdict:
+    """Apply the rules to the boxes of one image.
+
+    Includes are joined by AND, excludes fail with any of them; colours and positions are read on the first
+    `count` boxes of a class; a position fails where its target clause has failed.
+
+    Args:
+        objects: class -> boxes, surest first, with their colours where a clause asks for one.
+        record: a record without `record_problem`.
+        position_threshold: of `relative_position`.
+
+    Returns:
+        The verdict. "partial" follows the soft score of the reward server that flow_grpo uses, but for two
+        things: it cannot go below 0, and a failed position earns 0 (there it earns the mean of 0 and 1).
+    """
+    outcome = _Outcome()
+    for number, clause in enumerate(record["include"]):
+        found = list(objects.get(clause["class"], ()))
+        outcome.add(number, clause, found, position_threshold)
+    for number, clause in enumerate(record.get("exclude") or []):
+        present = len(objects.get(clause["class"], ()))
+        outcome.check(f"exclude[{number}]", present < clause["count"])
+        if present >= clause["count"]:
+            outcome.reasons.append(f"expected {clause['class']}<{clause['count']}, found {present}")
+    return Verdict(
+        correct=all(outcome.checks.values()),
+        strict=outcome.strict,
+        partial=sum(outcome.credit) / len(outcome.credit),
+        checks=outcome.checks,
+        reason="; ".join(outcome.reasons),
+    )
+
+
+class _Outcome:
+    """What the clauses have said so far."""
+
+    def __init__(self) -> None:
+        self.checks: dict[str, bool] = {}
+        self.credit: list[float] = []
+        self.reasons: list[str] = []
+        self.strict = True
+        self._matched: list[list[Detected] | None] = []
+        """Boxes that met each clause, None where it failed."""
+        self._matched_strictly: list[bool] = []
+
+    def check(self, name: str, holds: bool) -> None:
+        self.checks[name] = holds
+
+    def add(self, number: int, clause: Mapping[str, Any], found: list[Detected], threshold: float) -> None:
+        """One include clause."""
+        name, kind, count = f"include[{number}]", clause["class"], clause["count"]
+        used = found[:count]
+        is_met, is_exact = len(used) == count, len(found) == count
+        self.check(f"{name}.count", is_met)
+        self.credit.append(_share(len(found), count))
+        if not is_met:
+            self.reasons.append(f"expected {kind}>={count}, found {len(found)}")
+        if clause.get("color") is not None:
+            right = sum(item.color == clause["color"] for item in used) if is_met else 0
+            self.check(f"{name}.color", right >= count)
+            self.credit.append(_share(right, count) if is_exact else 0.0)
+            if is_met and right < count:
+                seen = ", ".join(str(item.color) for item in used)
+                self.reasons.append(f"expected {clause['color']} {kind}>={count}, found {seen}")
+            is_met = is_met and right >= count
+            is_exact = is_exact and is_met
+        if clause.get("position") is not None:
+            holds, strictly = self._position(clause, used if is_met else None, threshold)
+            self.check(f"{name}.position", holds)
+            self.credit.append(float(is_exact and strictly))
+            is_met, is_exact = is_met and holds, is_exact and strictly
+        self._matched.append(used if is_met else None)
+        self._matched_strictly.append(is_exact)
+        self.strict = self.strict and is_exact
+
+    def _position(
+        self, clause: Mapping[str, Any], used: list[Detected] | None, threshold: float
+    ) -> tuple[bool, bool]:
+        """Whether each box stands so to each box of the target; and whether that target was met strictly."""
+        relation, target = clause["position"]
+        others = self._matched[target]
+        if used is None:
+            return False, False
+        if others is None:
+            self.reasons.append(f"no target for {clause['class']} to be {relation}")
+            return False, False
+        for one in used:
+            for other in others:
+                true = relative_position(one.box, other.box, threshold=threshold)
+                if relation not in true:
+                    seen = " and ".join(true) or "no relation to"
+                    self.reasons.append(f"expected {clause['class']} {relation} target, found {seen} target")
+                    return False, False
+        return True, self._matched_strictly[target]
+
+
+def _share(found: int, count: int) -> float:
+    """1 − |count − found| / count, not below 0."""
+    return max(0.0, 1 - abs(count - found) / count)

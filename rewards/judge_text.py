@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a judge's text is its answer, and which single number that part states.
+
+What a careful reader would call unclear is an `AnswerError` with its reason; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+"""A decimal number with a point; a comma is read neither as a decimal mark nor as a thousands mark."""
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_THINK = re.compile(r"<think>.*?</think>", re.IGNORECASE | re.DOTALL)
+_OPEN_ANSWER = re.compile(r"<answer>(?!.*</answer>)", re.IGNORECASE | re.DOTALL)
+_LIST = re.compile(r"\d\s*,\s*\d")
+_SCALE = re.compile(
+    r"\(\s*\d+(?:\.\d+)?\s*(?:-|–|—|to)\s*\d+(?:\.\d+)?\s*\)"
+    r"|(?:on|from|using)\s+a\s+scale\s+(?:of|from)\s+\d+(?:\.\d+)?\s*(?:-|–|to)\s*\d+(?:\.\d+)?",
+    re.IGNORECASE,
+)
+_OUT_OF = re.compile(
+    rf"(?P<number>{NUMBER})\s*(?:/|out\s+of)\s*(?P<whole>\d+(?:\.\d+)?)(?![\d.]\d)", re.IGNORECASE
+)
+_FREE = re.compile(rf"(?<![\w.]){NUMBER}(?!\w|\.\d)")
+_STATED = re.compile(
+    rf"(?:\b(?:score|rating|grade)\b[\s*_]*(?:is|of|=|:|-(?=\s))?|\brated?\s+(?:(?:it|this)\s+)?(?:at|as|a)?)"
+    rf"[\s*_]*(?P<number>{NUMBER})(?!\w|\.\d)"
+    r"(?!\s*(?:to|or|and|-|–)\s*\d)",
+    re.IGNORECASE,
+)
+
+
+class AnswerError(ValueError):
+    """A judge's text does not say what was asked for; the message is the reason that its sample gets."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """The part of a judge's text that counts."""
+
+    text: str
+    """Without thinking and tags, stripped."""
+    in_block: bool
+    """Whether it stood between <answer> and </answer>."""
+
+
+def statement(text: str) -> Statement:
+    """The last complete <answer> block, or without one the text outside <think>.
+
+    Args:
+        text: what the judge wrote.
+
+    Raises:
+        AnswerError: nothing was written, or it ends inside its thinking or inside its answer.
+    """
+    if not text.strip():
+        raise AnswerError("the judge wrote nothing")
+    blocks = _ANSWER.findall(text)
+    if blocks:
+        body = blocks[-1].strip()
+        if not body:
+            raise AnswerError("the judge's <answer> is empty")
+        return Statement(body, True)
+    if _OPEN_ANSWER.search(text):
+        raise AnswerError("the judge's answer is cut off: <answer> is not closed")
+    rest = _THINK.sub("", text)
+    closing = rest.lower().rfind("</think>")
+    if closing >= 0:  # templates that open the thinking themselves leave only its end in the text
+        rest = rest[closing + len("</think>") :]
+    if "<think>" in rest.lower():
+        raise AnswerError("the judge's text is cut off inside its thinking, before an answer")
+    if not rest.strip():
+        raise AnswerError("the judge thought and gave no answer")
+    return Statement(rest.strip(), False)
+
+
+def check_range(value: float, low: float, high: float) -> float:
+    """`value`, if it is a finite number in [low, high].
+
+    Raises:
+        AnswerError: otherwise.
+    """
+    if not math.isfinite(value) or not low <= value <= high:
+        raise AnswerError(f"the judge's number {value:g} is outside [{low:g}, {high:g}]")
+    return value
+
+
+def single_number(said: Statement, low: float, high: float) -> float:
+    """The one number that a statement gives on a scale.
+
+    "4", "Score: 4.1 / 5", "3.2 out of 5" and "(1-5): 4" are clear. "3,5", "3 or 4", "4/10" on a scale to 5,
+    and text without an <answer> block that holds a number no word calls the score, are not.
+
+    Args:
+        said: from `statement`.
+        low: smallest number of the scale.
+        high: largest.
+
+    Raises:
+        AnswerError: no number, more than one, another scale, or out of range.
+    """
+    body = _SCALE.sub(" ", said.text)
+    if match := _LIST.search(body):
+        raise AnswerError(f"{match[0]!r} may be a decimal comma or a list of numbers")
+    for match in _OUT_OF.finditer(body):
+        if float(match["whole"]) != high:
+            raise AnswerError(f"{match[0]!r} is not on the scale that ends at {high:g}")
+    body = _OUT_OF.sub(lambda match: match["number"], body)
+    stated = {float(match["number"]) for match in _STATED.finditer(body)}
+    numbers = [float(match[0]) for match in _FREE.finditer(body)]
+    if len(stated) == 1:
+        return check_range(stated.pop(), low, high)
+    if not numbers:
+        raise AnswerError("the judge's answer holds no number")
+    if len(set(numbers)) > 1:
+        raise AnswerError(
+            f"the judge's answer holds several numbers ({', '.join(f'{n:g}' for n in numbers)})"
+        )
+    alone = _FREE.fullmatch(body.strip(" \t\r\n*_.`'\""))
+    if not said.in_block and alone is None:
+        raise AnswerError(
+            f"the judge wrote {numbers[0]:g} without an <answer> block and without calling it the score"
+        )
+    return check_range(numbers[0], low, high)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three losses for a judge that says how sure it is, side by side on the same noisy votes.
+
+The packaged vision-language model is frozen; its hidden states at three questions (what the picture shows,
+its quality, its style) are computed once, and one head of HPSv3's kind is trained on them per loss: the
+likelihood by quadrature, Bradley-Terry, and the Monte-Carlo form of HPSv3's released code. Votes of an
+annotator are noisier where a picture is degraded, so a standard deviation can be right or wrong.
+
+    python tests/benchmarks/uncertainty_loss.py --pairs 20000
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from visalign.core.preference_uncertainty import soft_clamp
+from visalign.pipelines.train_reward_batches import pair_images, pair_labels, pair_rows
+from visalign.pipelines.train_reward_examples import ShapesPairs
+from visalign.rewards.hpsv3 import HPSv3
+from visalign.rewards.ranknet_head import RanknetHead
+from visalign.rewards.reward_dance_questions import YES_NO
+from visalign.rewards.visual_quality import RATING
+from visalign.rewards.vlm import Ask, VisionLanguageJudge
+from visalign.training.loop import Keeping
+from visalign.training.reward import RewardTrainer
+from visalign.training.reward_heldout import HeldoutPairs, auroc, judge_pairs, pair_measures
+from visalign.training.reward_settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward_tasks import TASKS, Outputs, RewardBatch
+
+LOSSES = {
+    "uncertainty": "likelihood by quadrature",
+    "bradley_terry": "Bradley-Terry",
+    "upstream_monte_carlo": "Monte Carlo of ln σ(z), as released",
+}
+BATCH, DRAWS = 64, 500
+
+
+@torch.no_grad()
+def features_of(
+    engine: VisionLanguageJudge, pairs: ShapesPairs, chunk: int = 50
+) -> tuple[Tensor, RewardBatch]:
+    """[2 N, D] hidden states (left pictures, then right ones), and the labels of the N pairs.
+
+    Args:
+        engine: frozen.
+        pairs: the set.
+        chunk: pairs at a time.
+    """
+    shows, rating = engine.template("yes_no", YES_NO), engine.template("rating", RATING)
+    style = engine.template("checklist", YES_NO)
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    examples = []
+    for start in range(0, len(pairs), chunk):
+        part = [pairs[n] for n in range(start, min(start + chunk, len(pairs)))]
+        images, prompts = pair_images(part), [example.prompt for example in part] * 2
+        asked = {"question": "Is the background textured?"}
+        columns = [
+            engine.hidden(
+                template,
+                [Ask(images=[i], prompt=p, fields=asked) for i, p in zip(images, prompts, strict=True)],
+            )
+            for template in (shows, rating, style)
+        ]
+        states = torch.cat([column.states for column in columns], 1)
+        for side, rows in zip(sides, states.split(len(part)), strict=True):
+            side.append(rows)
+        examples += [replace(example, images=()) for example in part]
+    labels = pair_labels(examples, heldout=True)
+    batch = RewardBatch(inputs=None, size=len(examples), **pair_rows(len(examples)), **labels)  # type: ignore[arg-type]
+    return torch.cat([*sides[0], *sides[1]]), batch
+
+
+def kept_features(engine: VisionLanguageJudge, pairs: ShapesPairs, file: Path | None) -> FeaturePairs:
+    """Features and labels of pairs, from a file that an earlier call left where there is one.
+
+    Args:
+        engine: frozen.
+        pairs: the set.
+        file: where they are kept; None keeps nothing.
+    """
+    if file is None or not file.is_file():
+        features, labels = features_of(engine, pairs)
+        assert labels.label is not None and labels.votes is not None and labels.clear is not None
+        tensors = {"features": features, "label": labels.label, "votes": labels.votes, "clear": labels.clear}
+        if file is not None:
+            save_file(tensors, file)
+    else:
+        tensors = load_file(file)
+    count = len(tensors["label"])
+    if count != len(pairs):
+        raise SystemExit(f"{file} holds {count} pairs, and {len(pairs)} are asked for; remove it.")
+    labels = RewardBatch(
+        inputs=None, size=count, label=tensors["label"], votes=tensors["votes"], clear=tensors["clear"]
+    )
+    return FeaturePairs(tensors["features"], labels)
+
+
+@torch.no_grad()
+def judged_by(place: str, pairs: ShapesPairs, chunk: int = 100) -> HeldoutPairs:
+    """What a trained judge of HPSv3's kind says of pairs.
+
+    Args:
+        place: its folder or packaged name.
+        pairs: the set.
+        chunk: pairs at a time.
+    """
+    judge, parts = HPSv3(place, feature_bytes=1 << 20), []
+    for start in range(0, len(pairs), chunk):
+        part = [pairs[n] for n in range(start, min(start + chunk, len(pairs)))]
+        found = judge.score(pair_images(part), [example.prompt for example in part] * 2)
+        assert found.std is not None and bool(found.valid.all())
+        said = {"value": found.value, "log_std": found.std.log()}
+        rows, labels = pair_rows(len(part)), pair_labels(part, heldout=True)
+        batch = RewardBatch(inputs=said, size=len(part), **rows, **labels)  # type: ignore[arg-type]
+        parts.append(batch)
+    return judge_pairs(_Said(), parts, TASKS["uncertainty"])
+
+
+class _Said(nn.Module):
+    """A judge that has spoken already."""
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return []
+
+    def forward(self, inputs: Outputs) -> Outputs:
+        return inputs
+
+
+class HeadJudge(nn.Module):
+    """A head on given features."""
+
+    def __init__(self, width: int, mean: Tensor, std: Tensor, seed: int) -> None:
+        super().__init__()
+        self.mean, self.std = mean, std
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.head = RanknetHead(width, hidden=(256, 16))
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.named_parameters())
+
+    def forward(self, inputs: Tensor) -> Outputs:
+        found = self.head((inputs - self.mean) / self.std)
+        return {"value": found[:, 0], "log_std": soft_clamp(found[:, 1])}
+
+
+class FeaturePairs:
+    """Batches of pairs whose features are known."""
+
+    def __init__(self, features: Tensor, labels: RewardBatch, seed: int = 0) -> None:
+        self.features, self.labels, self.seed = features, labels, seed
+
+    def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterator[RewardBatch]:
+        """A draw of pairs without repeats; their votes alone are known."""
+        total = self.labels.size
+        chosen = np.random.default_rng([self.seed, number]).choice(total, BATCH, replace=False)
+        yield self.rows(torch.from_numpy(chosen))
+
+    def rows(self, chosen: Tensor) -> RewardBatch:
+        """These pairs."""
+        assert self.labels.label is not None and self.labels.votes is not None
+        assert self.labels.clear is not None
+        both = torch.cat([self.features[chosen], self.features[chosen + self.labels.size]])
+        rows = pair_rows(len(chosen))
+        return RewardBatch(
+            inputs=both,
+            size=len(chosen),
+            left=rows["left"],
+            right=rows["right"],
+            label=self.labels.label[chosen],
+            votes=self.labels.votes[chosen],
+            clear=self.labels.clear[chosen],
+        )
+
+
+def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: int) -> HeadJudge:
+    """A head trained with one loss; all losses see the same batches from the same start."""
+    features = train.features
+    judge = HeadJudge(features.shape[1], features.mean(0), features.std(0) + 1e-4, seed)
+    updates = int(epochs * train.labels.size / BATCH)
+    with tempfile.TemporaryDirectory() as folder:
+        RewardTrainer(
+            judge,
+            train,
+            objective=RewardObjectiveSettings(task=task, smoothing=0.0, samples=1000),
+            optimiser=RewardOptimiserSettings(
+                lr=lr,
+                warmup_updates=50,
+                decay_updates=updates,
+                updates_per_iteration=updates,
+                weight_decay=1e-3,
+            ),
+            keeping=Keeping(folder=Path(folder), iterations=1, config={}),
+            accelerator=Accelerator(cpu=True),
+            seed=seed,
+        ).train()
+    return judge
+
+
+def auroc_interval(score: Tensor, wrong: Tensor, seed: int = 0) -> tuple[float, float, float]:
+    """AUROC with its 95 % bootstrap interval over pairs."""
+    rng = np.random.default_rng(seed)
+    draws = []
+    for _ in range(DRAWS):
+        rows = torch.from_numpy(rng.integers(len(score), size=len(score)))
+        draws.append(auroc(score[rows], wrong[rows]))
+    low, high = np.nanquantile(draws, [0.025, 0.975])
+    return auroc(score, wrong), float(low), float(high)
+
+
+def row_of(task: str, found: HeldoutPairs) -> str:
+    """One line of the table."""
+    measures = pair_measures(found)
+    cells = [f"{measures[name]:.4f}" for name in ("accuracy", "accuracy_all", "nll", "ece")]
+    if task == "bradley_terry":
+        return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} | – | – | – |"
+    assert found.std is not None
+    lead = torch.sign(found.difference)
+    voted = found.share != 0.5
+    against = {
+        "votes": (voted, lead != torch.sign(found.share - 0.5)),
+        "truth": (found.truth != 0.5, lead != torch.sign(found.truth - 0.5)),
+    }
+    cells.append(f"{measures['std_mean']:.3f}")
+    for kept, wrong in against.values():
+        middle, low, high = auroc_interval(found.std[kept], wrong[kept])
+        cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+    return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Three losses for an uncertain judge.")
+    parser.add_argument("--pairs", type=int, default=20_000)
+    parser.add_argument("--heldout", type=int, default=4_000)
+    parser.add_argument("--epochs", type=float, default=20.0)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--model", default="shapes-vlm")
+    parser.add_argument("--judge", help="also measure this trained judge; with --pairs 0 it alone")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the features")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    engine = VisionLanguageJudge.from_pretrained(
+        given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15
+    )
+    begin = time.perf_counter()
+    cache: list[Path | None] = [None, None]
+    if given.cache is not None:
+        given.cache.mkdir(parents=True, exist_ok=True)
+        cache = [given.cache / f"{name}.safetensors" for name in ("train", "heldout")]
+    train = kept_features(engine, ShapesPairs(given.seed, given.pairs), cache[0])
+    heldout = ShapesPairs(given.seed + 7, given.heldout, split="heldout")
+    held = kept_features(engine, heldout, cache[1])
+    print(
+        f"features of {given.pairs + given.heldout} pairs: {time.perf_counter() - begin:.0f} s\n", flush=True
+    )
+    print(
+        f"{given.pairs} pairs with 9 votes each, {given.epochs:g} epochs; {given.heldout} held-out pairs; "
+        "accuracy against the noise-free truth, likelihood and calibration against the votes.\n"
+    )
+    print(
+        "| loss | accuracy, clear truth | accuracy, all | NLL | ECE | mean σ of a pair | AUROC of σ for "
+        "errors against the votes | against the truth |\n|---|---|---|---|---|---|---|---|"
+    )
+    if given.judge is not None:
+        print(row_of(given.judge, judged_by(given.judge, heldout)), flush=True)
+    for task in LOSSES if given.pairs else ():
+        judge = train_head(task, train, given.epochs, given.lr, given.seed)
+        found = judge_pairs(judge, [held.rows(torch.arange(given.heldout))], TASKS[task])
+        print(row_of(task, found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

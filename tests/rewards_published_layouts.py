@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and shapes of published checkpoints, written down from the references, at any size; random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+
+HEAD_WIDTHS = (1024, 128, 64, 16, 1)
+
+
+def _linear(name: str, outputs: int, inputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _norm(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _transformers_block(name: str, width: int, inner: int) -> Shapes:
+    shapes = _norm(f"{name}.layer_norm1", width) | _norm(f"{name}.layer_norm2", width)
+    for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        shapes |= _linear(f"{name}.self_attn.{part}", width, width)
+    return shapes | _linear(f"{name}.mlp.fc1", inner, width) | _linear(f"{name}.mlp.fc2", width, inner)
+
+
+def transformers_clip(
+    *,
+    text: tuple[int, int, int],
+    vision: tuple[int, int, int],
+    embed: int,
+    vocabulary: int,
+    context: int,
+    patch: int,
+    image: int,
+    position_ids: bool = True,
+) -> Shapes:
+    """`CLIPModel` as transformers 4 saved it (PickScore, ICT, HP); text, vision: width, inner, layers."""
+    (width, inner, layers), (wide, wide_inner, deep) = text, vision
+    positions = (image // patch) ** 2 + 1
+    shapes: Shapes = {
+        "logit_scale": (),
+        "text_model.embeddings.token_embedding.weight": (vocabulary, width),
+        "text_model.embeddings.position_embedding.weight": (context, width),
+        "vision_model.embeddings.class_embedding": (wide,),
+        "vision_model.embeddings.patch_embedding.weight": (wide, 3, patch, patch),
+        "vision_model.embeddings.position_embedding.weight": (positions, wide),
+        "text_projection.weight": (embed, width),
+        "visual_projection.weight": (embed, wide),
+    }
+    if position_ids:
+        shapes["text_model.embeddings.position_ids"] = (1, context)
+        shapes["vision_model.embeddings.position_ids"] = (1, positions)
+    for number in range(layers):
+        shapes |= _transformers_block(f"text_model.encoder.layers.{number}", width, inner)
+    for number in range(deep):
+        shapes |= _transformers_block(f"vision_model.encoder.layers.{number}", wide, wide_inner)
+    # The missing letters of pre_layrnorm are the published name.
+    return (
+        shapes
+        | _norm("text_model.final_layer_norm", width)
+        | _norm("vision_model.pre_layrnorm", wide)
+        | _norm("vision_model.post_layernorm", wide)
+    )
+
+
+def _open_clip_block(name: str, width: int, inner: int) -> Shapes:
+    return (
+        _norm(f"{name}.ln_1", width)
+        | _norm(f"{name}.ln_2", width)
+        | {f"{name}.attn.in_proj_weight": (3 * width, width), f"{name}.attn.in_proj_bias": (3 * width,)}
+        | _linear(f"{name}.attn.out_proj", width, width)
+        | _linear(f"{name}.mlp.c_fc", inner, width)
+        | _linear(f"{name}.mlp.c_proj", width, inner)
+    )
+
+
+def open_clip_vit(
+    *,
+    text: tuple[int, int, int],
+    vision: tuple[int, int, int],
+    embed: int,
+    vocabulary: int,
+    context: int,
+    patch: int,
+    image: int,
+) -> Shapes:
+    """The `state_dict` of HPS_v2_compressed.pt and HPS_v2.1_compressed.pt: open_clip's CLIP."""
+    (width, inner, layers), (wide, wide_inner, deep) = text, vision
+    shapes: Shapes = {
+        "positional_embedding": (context, width),
+        "text_projection": (width, embed),
+        "logit_scale": (),
+        "visual.class_embedding": (wide,),
+        "visual.positional_embedding": ((image // patch) ** 2 + 1, wide),
+        "visual.proj": (wide, embed),
+        "visual.conv1.weight": (wide, 3, patch, patch),
+        "token_embedding.weight": (vocabulary, width),
+    }
+    for number in range(layers):
+        shapes |= _open_clip_block(f"transformer.resblocks.{number}", width, inner)
+    for number in range(deep):
+        shapes |= _open_clip_block(f"visual.transformer.resblocks.{number}", wide, wide_inner)
+    return shapes | _norm("visual.ln_pre", wide) | _norm("visual.ln_post", wide) | _norm("ln_final", width)
+
+
+def head(
+    width: int, widths: tuple[int, ...] = HEAD_WIDTHS, *, relu: bool = False, prefix: str = ""
+) -> Shapes:
+    """The five-layer head of ICTHP, LAION and ImageReward."""
+    shapes: Shapes = {}
+    inputs = width
+    for place, outputs in zip((0, 3, 6, 9, 11) if relu else (0, 2, 4, 6, 7), widths, strict=True):
+        shapes |= _linear(f"{prefix}layers.{place}", outputs, inputs)
+        inputs = outputs
+    return shapes
+
+
+def image_reward(
+    *,
+    text: tuple[int, int, int],
+    vision: tuple[int, int, int],
+    vocabulary: int,
+    context: int,
+    patch: int,
+    image: int,
+    widths: tuple[int, ...] = HEAD_WIDTHS,
+    projection: int = 256,
+) -> Shapes:
+    """ImageReward.pt: BLIP's two towers with its unused projections, and the head."""
+    (width, inner, layers), (wide, wide_inner, deep) = text, vision
+    positions = (image // patch) ** 2 + 1
+    eye, reader = "blip.visual_encoder", "blip.text_encoder"
+    shapes: Shapes = {
+        f"{eye}.cls_token": (1, 1, wide),
+        f"{eye}.pos_embed": (1, positions, wide),
+        f"{eye}.patch_embed.proj.weight": (wide, 3, patch, patch),
+        f"{eye}.patch_embed.proj.bias": (wide,),
+        f"{reader}.embeddings.position_ids": (1, context),
+        f"{reader}.embeddings.word_embeddings.weight": (vocabulary, width),
+        f"{reader}.embeddings.position_embeddings.weight": (context, width),
+    }
+    shapes |= _norm(f"{eye}.norm", wide) | _norm(f"{reader}.embeddings.LayerNorm", width)
+    for number in range(deep):
+        block = f"{eye}.blocks.{number}"
+        shapes |= _norm(f"{block}.norm1", wide) | _norm(f"{block}.norm2", wide)
+        shapes |= _linear(f"{block}.attn.qkv", 3 * wide, wide) | _linear(f"{block}.attn.proj", wide, wide)
+        shapes |= _linear(f"{block}.mlp.fc1", wide_inner, wide) | _linear(
+            f"{block}.mlp.fc2", wide, wide_inner
+        )
+    for number in range(layers):
+        layer = f"{reader}.encoder.layer.{number}"
+        for attention, source in (("attention", width), ("crossattention", wide)):
+            shapes |= _linear(f"{layer}.{attention}.self.query", width, width)
+            shapes |= _linear(f"{layer}.{attention}.self.key", width, source)
+            shapes |= _linear(f"{layer}.{attention}.self.value", width, source)
+            shapes |= _linear(f"{layer}.{attention}.output.dense", width, width)
+            shapes |= _norm(f"{layer}.{attention}.output.LayerNorm", width)
+        shapes |= _linear(f"{layer}.intermediate.dense", inner, width)
+        shapes |= _linear(f"{layer}.output.dense", width, inner) | _norm(f"{layer}.output.LayerNorm", width)
+    shapes |= _linear("blip.vision_proj", projection, wide) | _linear("blip.text_proj", projection, width)
+    return shapes | head(width, widths, prefix="mlp.")
+
+
+def random_state(
+    shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 0.2
+) -> dict[str, Tensor]:
+    """Weights for these shapes: norms near 1, position_ids as they are, the rest N(0, scale²)."""
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, Tensor] = {}
+    for key, shape in shapes.items():
+        if key.endswith("position_ids"):
+            state[key] = torch.arange(shape[1])[None]
+            continue
+        noise = torch.randn(shape, generator=generator) * scale
+        is_norm = key.endswith("weight") and len(shape) == 1
+        state[key] = 1 + noise if is_norm else (torch.tensor(4.6) if key == "logit_scale" else noise)
+    return state
+
+
+CLIP_H14 = {
+    "text": (1024, 4096, 24),
+    "vision": (1280, 5120, 32),
+    "embed": 1024,
+    "vocabulary": 49408,
+    "context": 77,
+    "patch": 14,
+    "image": 224,
+}
+"""laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
+
+IMAGE_REWARD = {
+    "text": (768, 3072, 12),
+    "vision": (1024, 4096, 24),
+    "vocabulary": 30524,
+    "context": 512,
+    "patch": 16,
+    "image": 224,
+}
+"""ImageReward-v1.0: BLIP-large's image tower, BERT-base with cross-attention."""
