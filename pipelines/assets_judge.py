@@ -180,7 +180,7 @@ def train_judge(
     batch: int,
     seed: int,
     resume: bool,
-    questions: int = 12,
+    questions: int = 8,
     save_every: int = 250,
 ) -> Qwen2VLForConditionalGeneration:
     """Train both parts and return the model with averaged weights.
@@ -189,7 +189,7 @@ def train_judge(
         work: folder of the resumable states, `judge_vision.pt` and `judge.pt`.
         vision_steps: steps of the vision part alone, with three times the batch.
         steps: steps of the whole model.
-        batch: pictures with questions per step; half as many pairs come on top.
+        batch: pictures with questions per step; as many pairs come on top.
         seed: of weights and data.
         resume: go on from saved states.
         questions: per picture.
@@ -240,7 +240,7 @@ def question_loss(
     numbers = range(step * batch, (step + 1) * batch)
     scenes = [world.scene(number) for number in numbers]
     asked = [world.about(scene, number, questions) for scene, number in zip(scenes, numbers, strict=True)]
-    pairs = [world.pair(number) for number in range(step * batch // 2, (step + 1) * batch // 2)]
+    pairs = [world.pair(number) for number in numbers]
     shown = [*scenes, *(scene for pair in pairs for scene in pair[:2])]
     with torch.autocast("cpu", torch.bfloat16):
         features = see(learner.model, render_many(shown))
@@ -250,7 +250,7 @@ def question_loss(
             learner.model, pack_questions(tokenizer, [pair[2] for pair in pairs], 2, TOKENS), both
         )
         cells = learner.cells(features[:batch], scenes)
-    return (single[0] + double[0]) / (single[1] + double[1]) + 0.1 * cells
+    return single[0] / single[1] + double[0] / double[1] + 0.1 * cells
 
 
 def _optimizers(learner: Learner) -> list[torch.optim.Optimizer]:

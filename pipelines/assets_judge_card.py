@@ -83,8 +83,7 @@ describes. `judge.json` holds the texts it was trained with; the rewards of `vis
 ## Training
 
 {vision_steps} steps of {3 * batch} rendered scenes for the vision part alone (what is in which cell, style,
-distortion), then {steps} steps of {batch} scenes with 12 questions each and {batch // 2} pairs with 3 votes
-each; training prompts only, half of the scenes distorted. {seconds / 60:.0f} minutes on {machine()}. Made by
+distortion), then {steps} steps of {batch} scenes with 8 questions each and {batch} pairs with 3 votes each; training prompts only, half of the scenes distorted. {seconds / 60:.0f} minutes on {machine()}. Made by
 the training function of the stage `judge` of `visalign build-assets`.
 
 ## How good it is

@@ -83,7 +83,7 @@ def judge_settings() -> dict[str, Any]:
         content = [{"type": "image"} for _ in range(pictures)]
         return {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}], **more}
 
-    answers = {"yes": ["yes"], "no": ["no"]}
+    answers: dict[str, Any] = {"yes": ["yes"], "no": ["no"]}
     return {
         "templates": {
             "yes_no": template(SHOWS, **answers),

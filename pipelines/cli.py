@@ -14,7 +14,9 @@ from rich.console import Console
 from visalign import __version__
 from visalign.errors import UserError
 
+from .cli_evaluate import evaluate
 from .cli_messages import user_messages
+from .cli_serve import serve_reward
 
 app = typer.Typer(
     name="visalign",
@@ -89,6 +91,27 @@ def train(
         _train(config, overrides or [], output, resume=resume, then="visalign score --help")
 
 
+@app.command("train-reward")
+def train_reward(
+    config: Annotated[str, typer.Argument(help="Such as shapes_hpsv3, or a YAML file.")],
+    overrides: Overrides = None,
+    output: Output = None,
+    resume: Resume = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")
+    ] = False,
+) -> None:
+    """Train a judge on pairs, votes or quality scores."""
+    with user_messages():
+        from .cli_jobs import require_pipeline
+
+        require_pipeline(config, "train_reward")
+    if dry_run:
+        _show_plan(config, overrides or [])
+    else:
+        _train(config, overrides or [], output, resume=resume, then="visalign evaluate --help")
+
+
 def _show_plan(config: str, overrides: list[str]) -> None:
     with user_messages():
         from visalign.config import config_to_yaml
@@ -147,6 +170,10 @@ def score(
     if failed:
         typer.echo(f"{failed} of {len(rows)} scores failed; the reasons stand in their rows.", err=True)
         raise typer.Exit(1)
+
+
+app.command()(evaluate)
+app.command("serve-reward")(serve_reward)
 
 
 @app.command()

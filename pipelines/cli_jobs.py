@@ -20,6 +20,7 @@ PIPELINES = {
     "text_ppo": "visalign.pipelines.text_ppo:TextPPOConfig",
     "text_sample": "visalign.pipelines.text_sample:TextSampleConfig",
     "text_sft": "visalign.pipelines.text_sft:TextSFTConfig",
+    "train_reward": "visalign.pipelines.train_reward:TrainRewardConfig",
 }
 """`pipeline:` in a file -> module:dataclass; the module offers run(config, output, resume), plan(config)."""
 
@@ -58,6 +59,26 @@ def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     module = importlib.import_module(module_name)
     config = load_config(getattr(module, schema), path, overrides)
     return Job(config=config, run=module.run, plan=module.plan)
+
+
+def require_pipeline(name_or_path: str, pipeline: str) -> None:
+    """Refuse a configuration of another job than a command's own.
+
+    Args:
+        name_or_path: what `visalign.config.resolve_config` takes.
+        pipeline: the command's job.
+
+    Raises:
+        ConfigError: it is of another job.
+    """
+    path = resolve_config(name_or_path)
+    given = read_config(path).get(PIPELINE_KEY)
+    if given != pipeline:
+        raise ConfigError(
+            f"'{path}' is a configuration of the pipeline '{given}', and this command runs '{pipeline}'. "
+            "Run it "
+            f"with visalign train, or write 'pipeline: {pipeline}' into it."
+        )
 
 
 def resume_command(config: str, overrides: Sequence[str], folder: Path) -> str:

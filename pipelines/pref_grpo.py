@@ -26,7 +26,7 @@ class PrefGRPOConfig(FlowGRPOConfig):
     """A Pref-GRPO job: as Flow-GRPO, with judges that compare."""
 
     rewards: RewardsConfig = field(
-        default_factory=lambda: RewardsConfig(terms={"reward_dance_pairwise": RewardTerm()})
+        default_factory=lambda: RewardsConfig(terms={"reward_dance_pairs": RewardTerm()})
     )
     """The judges, pairwise or pointwise; the sum is over their win rates."""
     comparison: ComparisonConfig = field(default_factory=ComparisonConfig)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training a judge: measure, learn from labels, measure again, save what `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from visalign.config import config_to_yaml, flatten
+
+from .build import build_accelerator
+from .flow_grpo_inputs import write_once
+from .interrupted import TrainingInterrupted
+from .job_config import FREE_KEYS
+from .run_folder import check_same_run
+from .train_reward_card import reward_card
+from .train_reward_config import TrainRewardConfig
+from .train_reward_inputs import RewardInputs, prepare_reward
+from .train_reward_measure import Measure
+
+__all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
+
+JUDGE = "judge"
+"""Folder of the trained judge inside the run's folder."""
+
+
+def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[str, Any]:
+    """Run the job; nothing is written before everything that can be checked has been.
+
+    Args:
+        config: the configuration.
+        output: run folder; new or empty, or with `resume` that of the run to continue.
+        resume: continue from the newest whole checkpoint. The result is that of an uninterrupted run.
+
+    Returns:
+        The content of summary.json.
+
+    Raises:
+        UserError: something in the configuration, the data or the folder cannot be used.
+        TrainingInterrupted: after Ctrl-C.
+    """
+    import torch
+
+    from visalign.training.loop import Keeping
+    from visalign.training.progress import TrainingProgress
+    from visalign.training.reward import RewardTrainer
+
+    from .train_reward_batches import ExampleBatches
+    from .train_reward_build import build_judge
+
+    output = Path(output)
+    check_same_run(config, output, resume=resume, free=FREE_KEYS)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    inputs = prepare_reward(config)
+    accelerator = build_accelerator(config.run, output)
+    judge = build_judge(config, accelerator.device)
+    data = config.data
+    batches = ExampleBatches(
+        inputs.train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
+    )
+    progress = TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds)
+    measure = Measure(config, judge, inputs.heldout)
+    trainer = RewardTrainer(
+        judge,
+        batches,
+        objective=config.objective,
+        optimiser=config.optimiser,
+        keeping=Keeping(
+            folder=output,
+            iterations=config.run.iterations,
+            checkpoint_every=config.run.checkpoint_every,
+            keep_checkpoints=config.run.keep_checkpoints,
+            evaluate_every=config.evaluation.every,
+            max_seconds=config.run.max_seconds,
+            config=asdict(config),
+            free_keys=FREE_KEYS,
+        ),
+        accelerator=accelerator,
+        seed=config.seed,
+        evaluate=lambda _: measure(),
+        progress=progress,
+    )
+    for note in inputs.notes:
+        progress.note(note)
+    write_once(output / "config.yaml", "pipeline: train_reward\n" + config_to_yaml(config))
+    if not config.run.trackers:
+        return _work(config, inputs, judge, trainer, measure, output, resume)
+    accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
+    try:
+        return _work(config, inputs, judge, trainer, measure, output, resume)
+    finally:
+        accelerator.end_training()
+
+
+def _work(
+    config: TrainRewardConfig,
+    inputs: RewardInputs,
+    judge: Any,
+    trainer: Any,
+    measure: Measure,
+    output: Path,
+    resume: bool,
+) -> dict[str, Any]:
+    """Measure, train, measure, write; returns the summary."""
+    from visalign.training.runtime import peak_memory_bytes
+    from visalign.versions import versions
+
+    begin, path = time.perf_counter(), output / "before.json"
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        trainer.progress.note(f"Measuring on {measure.size} held-out examples before training.")
+        before = measure()
+        write_once(path, _json(before))
+    measuring = time.perf_counter() - begin
+    if resume:
+        trainer.resume()
+    with trainer.progress:
+        result = trainer.train()
+    if result.stopped == "interrupted":
+        raise TrainingInterrupted
+    begin = time.perf_counter()
+    with trainer.ema.applied():
+        after = measure(final=True)
+        measuring += time.perf_counter() - begin
+        if trainer.accelerator.is_main_process:
+            judge.save(output / JUDGE)
+    state, peak = result.state, peak_memory_bytes()
+    summary = {
+        "before": before,
+        "after": after,
+        "examples": state.examples,
+        "epochs": state.examples / len(inputs.train),
+        "iterations": state.iteration,
+        "updates": state.updates,
+        "updates_skipped": state.skipped,
+        "stopped": result.stopped,
+        "seconds": state.seconds + measuring,
+        "training_seconds": state.seconds,
+        "trainable_parameters": sum(p.numel() for _, p in trainer.parameters),
+        "peak_memory_bytes": peak.get("cuda", peak.get("host")),
+        "config": asdict(config),
+        "versions": versions(),
+    }
+    if trainer.accelerator.is_main_process:
+        from visalign.evaluation.atomic import write_atomic
+
+        write_atomic(output / JUDGE / "README.md", reward_card(config, summary, len(inputs.train)).encode())
+        write_atomic(output / "summary.json", _json(summary).encode())
+    trainer.accelerator.wait_for_everyone()
+    return json.loads(_json(summary))
+
+
+def _json(value: Any) -> str:
+    """As JSON text; what is not a finite number is null."""
+    from .text_sample_selection import finite
+
+    return json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
+    """What a job would learn from.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        Groups of entries: examples, length.
+
+    Raises:
+        UserError: something in the configuration or the data cannot be used.
+    """
+    inputs = prepare_reward(config)
+    updates = config.run.iterations * config.optimiser.updates_per_iteration
+    seen = updates * config.data.batch
+    return {
+        "examples": {
+            "train": len(inputs.train),
+            "heldout": 0 if inputs.heldout is None else len(inputs.heldout),
+            "per_update": config.data.batch,
+        },
+        "length": {
+            "iterations": config.run.iterations,
+            "updates": updates,
+            "examples_seen": seen,
+            "epochs": seen / len(inputs.train),
+        },
+    }

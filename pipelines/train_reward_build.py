@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the configuration to a judge that the reward trainer can train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from visalign.training.reward_tasks import RewardBatch, TrainableJudge
+
+from .train_reward_config import TrainRewardConfig
+from .train_reward_examples import Example
+
+
+class TrainedJudge(TrainableJudge, Protocol):
+    """A judge with its reading of examples and its folder."""
+
+    def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
+        """Rows and labels; with `heldout` the labels are the truth."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """What the judge's `from_pretrained` reads."""
+        ...
+
+
+def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge:
+    """The judge on its device, ready to train.
+
+    Args:
+        config: of the job.
+        device: where it is trained.
+
+    Raises:
+        UserError, FileNotFoundError, RewardError: the model cannot be loaded or is of another kind.
+    """
+    kind: str = config.model.kind
+    judge: Any
+    if kind in ("ict", "hp"):
+        from .train_reward_clip import HpJudge, IctJudge
+
+        judge = IctJudge(config, device) if kind == "ict" else HpJudge(config, device)
+        return judge
+    from .train_reward_vlm import AnswerJudge, Hpsv3Judge
+
+    return Hpsv3Judge(config, device) if kind == "hpsv3" else AnswerJudge(config, device)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ICT and HP as the reward trainer sees them: contrastive towers, and a head on the picture's embedding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visalign.core.preference_ict import ict_labels
+from visalign.rewards.clip_towers import cosine
+from visalign.rewards.hp import Hp
+from visalign.rewards.ict import Ict
+from visalign.training.reward_tasks import Outputs, RewardBatch
+
+from .train_reward_batches import pair_images, pair_labels, pair_rows
+from .train_reward_config import TrainRewardConfig
+from .train_reward_examples import Example
+
+
+class IctJudge:
+    """Two towers that learn the truncated cosines of what they were before.
+
+    Args:
+        config: of the job.
+        device: where it is trained.
+    """
+
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        self.judge = Ict.from_pretrained(config.model.path, device=device, cache_bytes=0)
+        self.module = self.judge.module
+        self.teacher = copy.deepcopy(self.module).eval().requires_grad_(False)
+        self.theta, self.autocast = config.data.theta, config.model.autocast
+        self.save_dtype = getattr(torch, config.model.save_dtype)
+        self.module.requires_grad_(True)
+        self.module.encoder.logit_scale.requires_grad_(False)  # the cosine has none
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
+        """Triples, with the labels that the teacher gives them; or pairs, to be measured on."""
+        towers = self.judge.towers
+        easy = towers.tokens([example.prompt for example in examples])
+        pixels = towers.pixels(pair_images(examples))
+        if len(examples[0].images) == 2:
+            inputs = {"pixels": pixels, "easy": easy}
+            labels = pair_labels(examples, heldout=heldout)
+            return RewardBatch(inputs=inputs, size=len(examples), **pair_rows(len(examples)), **labels)  # type: ignore[arg-type]
+        same = all(example.refined is None for example in examples)
+        refined = easy if same else towers.tokens([example.refined or example.prompt for example in examples])
+        return RewardBatch(
+            inputs={"pixels": pixels, "easy": easy, "refined": refined},
+            size=len(examples),
+            ict=self._labels(pixels, easy, refined),
+        )
+
+    @torch.no_grad()
+    def _labels(self, pixels: Tensor, easy: Tensor, refined: Tensor) -> Any:
+        count = len(easy)
+        with self._precision():
+            pictures = self.teacher.image_features(pixels[: 2 * count])
+            texts = self.teacher.text_features(easy)
+            between = (
+                torch.ones(count)
+                if refined is easy
+                else cosine(texts, self.teacher.text_features(refined)).cpu()
+            )
+        scores = cosine(pictures, texts.repeat(2, 1)).cpu()
+        return ict_labels(scores[:count], scores[count:], between, theta=self.theta)
+
+    def __call__(self, inputs: Any) -> Outputs:
+        with self._precision():
+            image = self.module.image_features(inputs["pixels"]).float()
+            easy = self.module.text_features(inputs["easy"]).float()
+            refined = inputs.get("refined", inputs["easy"])
+            other = easy if refined is inputs["easy"] else self.module.text_features(refined).float()
+        rows = len(image) // len(easy)
+        value = (image * easy.repeat(rows, 1)).sum(-1)
+        return {"value": value, "image": image, "easy": easy, "refined": other}
+
+    def save(self, folder: Path) -> None:
+        """What `Ict.from_pretrained` reads."""
+        self.module.eval()
+        self.judge.save(folder, dtype=self.save_dtype)
+
+    def _precision(self) -> Any:
+        return precision(self.module.encoder.device, self.autocast)
+
+
+class HpJudge:
+    """A tower and a new head that score the picture alone.
+
+    Args:
+        config: of the job.
+        device: where it is trained.
+    """
+
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        model = config.model
+        widths = None if model.head is None else [*model.head, 1]
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            self.judge = Hp.untrained(model.path, widths=widths, device=device, cache_bytes=0)
+        self.module, self.autocast = self.judge.module, model.autocast
+        self.save_dtype = getattr(torch, model.save_dtype)
+        self.module.requires_grad_(False)
+        self.module.head.requires_grad_(True)
+        if model.train == "full":
+            self._picture_tower().requires_grad_(True)
+
+    def _picture_tower(self) -> nn.Module:
+        """The part of the encoder that pictures go through."""
+        model: Any = self.module.encoder.model
+        if self.module.encoder.is_open_clip:
+            return model.visual
+        return nn.ModuleList([model.vision_model, model.visual_projection])
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
+        """Pairs."""
+        return RewardBatch(
+            inputs=self.judge.towers.pixels(pair_images(examples)),
+            size=len(examples),
+            **pair_rows(len(examples)),  # type: ignore[arg-type]
+            **pair_labels(examples, heldout=heldout),  # type: ignore[arg-type]
+        )
+
+    def __call__(self, inputs: Any) -> Outputs:
+        with precision(self.module.encoder.device, self.autocast):
+            return {"value": self.module(inputs)}
+
+    def save(self, folder: Path) -> None:
+        """What `Hp.from_pretrained` reads."""
+        self.module.eval()
+        self.judge.save(folder, dtype=self.save_dtype)
+
+
+def precision(device: torch.device, name: str | None) -> Any:
+    """Autocast to the dtype of that name, or nothing."""
+    dtype = torch.float32 if name is None else getattr(torch, name)
+    return torch.autocast(device.type, dtype, enabled=name is not None)

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a judge can learn from labels: one row per task, from what it says of a batch to a loss.
+
+A batch holds M rows that the judge reads (a picture with its prompt, or a request), and labels on rows or on
+pairs of rows. What the judge says is a mapping of tensors: "value" [M] always, "log_std" [M], "cosines" and
+others where the task needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visalign.core.preference import (
+    bradley_terry_loss,
+    margin_ranking_loss,
+    outcome_loss,
+    soft_labels,
+    tie_log_prob,
+    vote_shares,
+)
+from visalign.core.preference_fidelity import fidelity_loss, quality_preferences, thurstone_score
+from visalign.core.preference_ict import IctLabels, ict_loss
+from visalign.core.preference_uncertainty import (
+    log_win_probability,
+    pair_deviation,
+    uncertain_preference_loss,
+)
+from visalign.core.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
+
+if TYPE_CHECKING:
+    from .reward_settings import RewardObjectiveSettings
+
+Outputs = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardBatch:
+    """Rows for a judge, and what is known of them; every tensor on the CPU.
+
+    Pairs are two rows each; `votes` say more than `label` where they are known.
+    """
+
+    inputs: Any
+    """What the judge takes: M rows."""
+    size: int
+    """Examples (pairs, triples, pictures) in the batch."""
+    left: Tensor | None = None
+    """[N] int64, row of the left answer of each pair."""
+    right: Tensor | None = None
+    """[N] int64."""
+    label: Tensor | None = None
+    """[N] probability that the left one is better; NaN: unknown."""
+    votes: Tensor | None = None
+    """[N, 3] votes (left, right, equal); NaN rows where only the label is known."""
+    clear: Tensor | None = None
+    """Bool [N], whether the truth of a held-out pair is clear; None: of all."""
+    target: Tensor | None = None
+    """[M] what "value" is regressed on: a rating in the judge's unit, or the probability of yes."""
+    target_std: Tensor | None = None
+    """[M] standard deviation of the opinions behind `target`, or None."""
+    ict: IctLabels | None = None
+    """Targets of triples; rows are I1 of all, then I2 of all, then I3 of all."""
+
+
+class TrainableJudge(Protocol):
+    """A judge as the trainer sees it; `train()` and `eval()` are those of torch modules."""
+
+    def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Names and parameters that move, in a fixed order."""
+        ...
+
+    def __call__(self, inputs: Any) -> Outputs:
+        """What the judge says of the rows of a batch, with gradient where gradients are on."""
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """Dropout on or off."""
+        ...
+
+
+class RewardData(Protocol):
+    """The labelled examples, in batches that are functions of their number."""
+
+    def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterable[RewardBatch]:
+        """Batch 0, 1, 2, ... in micro-batches.
+
+        Args:
+            number: of the optimiser update.
+            part: (i, n): the i-th of n shares of the batch, for n processes.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One row of `TASKS`."""
+
+    loss: Callable[[Outputs, RewardBatch, RewardObjectiveSettings, torch.Generator], tuple[Tensor, Tensor]]
+    """(Σ weight · loss, Σ weight): micro-batches and processes add up to the whole batch."""
+    log_prob: Callable[[Outputs, RewardBatch], tuple[Tensor, Tensor]] | None = None
+    """(ln P, ln (1 − P)) [N] that the left one of each pair is better; None: the judge gives no
+    probability."""
+    labels: str = "pairs"
+    """"pairs", "triples" or "rows": what the labels stand on."""
+
+
+def _sides(outputs: Outputs, batch: RewardBatch, name: str = "value") -> tuple[Tensor, Tensor]:
+    """outputs[name] of the left and right rows, [N] each."""
+    if batch.left is None or batch.right is None:
+        raise ValueError("this task learns from pairs, and the batch has none.")
+    value = outputs[name]
+    return value[batch.left.to(value.device)], value[batch.right.to(value.device)]
+
+
+def _labels(batch: RewardBatch, settings: RewardObjectiveSettings, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(p, weight) [N] of the pairs."""
+    assert batch.label is not None
+    label, weight = batch.label.to(like), torch.ones_like(batch.label).to(like)
+    if batch.votes is not None:
+        known = torch.isfinite(batch.votes).all(1)
+        counts = batch.votes.nan_to_num(0.0)
+        share = soft_labels(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing).to(like)
+        label = torch.where(known.to(like.device), share, label)
+        if settings.pair_weight == "votes":
+            weight = torch.where(known, counts.sum(1), 1.0).to(like)
+    return label, torch.where(torch.isnan(label), 0.0, weight)
+
+
+def _bradley_terry(
+    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    left, right = _sides(outputs, batch)
+    label, weight = _labels(batch, settings, left)
+    if settings.ties != "half" and batch.votes is not None:
+        counts = batch.votes.nan_to_num(0.0).to(left)
+        share = vote_shares(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing)
+        chances = tie_log_prob(left, right, settings.tie_strength, model=settings.ties)  # type: ignore[arg-type]
+        loss = outcome_loss(chances, share)
+    else:
+        loss = bradley_terry_loss(
+            left,
+            right,
+            label,
+            margin=settings.margin,
+            centre=settings.centre,
+            displacement=settings.displacement,
+        )
+    return (loss * weight).sum(), weight.sum()
+
+
+def _uncertainty(mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def loss_of(
+        outputs: Outputs,
+        batch: RewardBatch,
+        settings: RewardObjectiveSettings,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        left, right = _sides(outputs, batch)
+        label, weight = _labels(batch, settings, left)
+        left_std, right_std = (side.exp() for side in _sides(outputs, batch, "log_std"))
+        loss = uncertain_preference_loss(
+            left,
+            right,
+            left_std,
+            right_std,
+            label,
+            mode=mode,  # type: ignore[arg-type]  # one of its three, below
+            samples=settings.samples,
+            generator=generator,
+        )
+        if settings.centre:
+            loss = loss + settings.centre * (left + right).square()
+        return (loss * weight).sum(), weight.sum()
+
+    return loss_of
+
+
+def _hp(
+    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """A pair counts as far as people agreed on it, |2p − 1|."""
+    left, right = _sides(outputs, batch)
+    label, weight = _labels(batch, settings, left)
+    agreed = torch.where(torch.isnan(label), 0.0, 2 * label - 1)
+    wins = agreed >= 0
+    loss = margin_ranking_loss(
+        torch.where(wins, left, right), torch.where(wins, right, left), margin=settings.margin
+    )
+    weight = weight * agreed.abs()
+    return (loss * weight).sum(), weight.sum()
+
+
+def _ict(
+    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    if batch.ict is None:
+        raise ValueError("the task ict learns from triples, and the batch has none.")
+    images = outputs["image"]
+    labels = IctLabels(*(getattr(batch.ict, name).to(images) for name in IctLabels.__dataclass_fields__))
+    loss = ict_loss(
+        outputs["easy"],
+        outputs["refined"],
+        images.view(3, -1, images.shape[-1]),
+        labels,
+        negative_weight=settings.negatives,
+    )
+    weight = loss.new_tensor(float(batch.size))
+    return loss * weight, weight
+
+
+def _yes_no(
+    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """On rows the likelihood of the answer; on pairs Bradley-Terry on the log-odds, with some likelihood."""
+    if batch.target is not None:
+        odds = outputs["value"]
+        target = batch.target.to(odds)
+        return yes_no_loss(_answer(odds), target).sum(), (~torch.isnan(target)).sum().to(odds)
+    left, right = _sides(outputs, batch)
+    label, weight = _labels(batch, settings, left)
+    loss = yes_no_pair_loss(_answer(left), _answer(right), label, likelihood_weight=settings.likelihood)
+    return (loss * weight).sum(), weight.sum()
+
+
+def _answer(odds: Tensor) -> YesNo:
+    """What log-odds say of yes and no among the two."""
+    return YesNo(odds, F.logsigmoid(odds), F.logsigmoid(-odds))
+
+
+def _rating(
+    outputs: Outputs, batch: RewardBatch, _: RewardObjectiveSettings, __: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Squared error of the expectation over the score tokens."""
+    if batch.target is None:
+        raise ValueError("the task rating learns from rated pictures, and the batch has no target.")
+    value = outputs["value"]
+    target = batch.target.to(value)
+    known = ~torch.isnan(target)
+    loss = torch.where(known, (value - target.nan_to_num(0.0)).square(), 0.0)
+    return loss.sum(), known.sum().to(value)
+
+
+def _rating_fidelity(
+    outputs: Outputs, batch: RewardBatch, _: RewardObjectiveSettings, __: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """VisualQuality-R1's fidelity of Thurstone's probability, between all pictures of a micro-batch."""
+    if batch.target is None:
+        raise ValueError("the task rating_fidelity learns from rated pictures, and the batch has no target.")
+    mean, variance = outputs["value"], (2 * outputs["log_std"]).exp()
+    label = quality_preferences(batch.target.to(mean)).fill_diagonal_(math.nan)
+    score = thurstone_score(mean[:, None], mean[None, :], variance[:, None], variance[None, :])
+    return fidelity_loss(score, label).sum(), (~torch.isnan(label)).sum().to(mean)
+
+
+def _logistic(outputs: Outputs, batch: RewardBatch) -> tuple[Tensor, Tensor]:
+    left, right = _sides(outputs, batch)
+    return F.logsigmoid(left - right), F.logsigmoid(right - left)
+
+
+def _quadrature(outputs: Outputs, batch: RewardBatch) -> tuple[Tensor, Tensor]:
+    left, right = _sides(outputs, batch)
+    std = pair_deviation(*(side.exp() for side in _sides(outputs, batch, "log_std")))
+    return log_win_probability(left - right, std), log_win_probability(right - left, std)
+
+
+TASKS: dict[str, Task] = {
+    "bradley_terry": Task(loss=_bradley_terry, log_prob=_logistic),
+    "uncertainty": Task(loss=_uncertainty("paper"), log_prob=_quadrature),
+    "uncertainty_upstream": Task(loss=_uncertainty("upstream"), log_prob=_quadrature),
+    "upstream_monte_carlo": Task(loss=_uncertainty("upstream_monte_carlo"), log_prob=_quadrature),
+    "ict": Task(loss=_ict, labels="triples"),
+    "hp": Task(loss=_hp),
+    "yes_no": Task(loss=_yes_no, log_prob=_logistic),
+    "rating": Task(loss=_rating, labels="rows"),
+    "rating_fidelity": Task(loss=_rating_fidelity, labels="rows"),
+}
+"""Name -> what is learned. uncertainty_upstream and upstream_monte_carlo are HPSv3's released code, which
+drives
+the standard deviation to 0."""
