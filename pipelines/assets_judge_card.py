@@ -53,7 +53,16 @@ def save_judge(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:
     model.float()
 
 
-def judge_card(folder: Path, seconds: float, *, vision_steps: int, steps: int, batch: int, check: int) -> str:
+def judge_card(
+    folder: Path,
+    seconds: float,
+    *,
+    vision_steps: int,
+    steps: int,
+    batch: int,
+    check: int,
+    remark: str = "",
+) -> str:
     """The card: what it was trained on, how long, how good the saved model is.
 
     Args:
@@ -63,6 +72,7 @@ def judge_card(folder: Path, seconds: float, *, vision_steps: int, steps: int, b
         steps: of the whole model.
         batch: pictures per step of the whole model.
         check: held-out pictures, and pairs, that it is measured on.
+        remark: what was otherwise in the training.
     """
     from .build_assets import machine
 
@@ -83,8 +93,9 @@ describes. `judge.json` holds the texts it was trained with; the rewards of `vis
 ## Training
 
 {vision_steps} steps of {3 * batch} rendered scenes for the vision part alone (what is in which cell, style,
-distortion), then {steps} steps of {batch} scenes with 8 questions each and {batch} pairs with 3 votes each; training prompts only, half of the scenes distorted. {seconds / 60:.0f} minutes on {machine()}. Made by
-the training function of the stage `judge` of `visalign build-assets`.
+distortion), then {steps} steps of {batch} scenes with 8 questions each and {batch} pairs with 3 votes
+each; training prompts only, half of the scenes distorted. {seconds / 60:.0f} minutes on {machine()}. Made by
+the training function of the stage `judge` of `visalign build-assets`.{remark}
 
 ## How good it is
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visalign.data.prompts import CATEGORIES
+from visalign.data.prompts import CATEGORIES, Record
 from visalign.data.render import render_many
-from visalign.data.scenes import sample_scene
+from visalign.data.scenes import Scene, sample_scene
 from visalign.data.shapes_preferences import ShapesPreferences
 from visalign.data.verifier import verify_scene
 
@@ -21,6 +22,7 @@ from .assets_judge_data import BETTER, NO, RATE, SHOWS, YES, Question
 from .assets_judge_text import pack_questions
 
 CHECK_SEED = 77
+_NEAR_TRIES = 50
 
 
 @torch.no_grad()
@@ -62,11 +64,7 @@ def answer_accuracy(
         for _ in range(start, min(start + 50, pictures)):
             record = world.record(rng)
             scene = sample_scene(record, rng)
-            other = next(
-                near
-                for near in (world.near(record, rng) for _ in range(10**6))
-                if not verify_scene(scene, near).correct
-            )
+            other = _untrue(world, scene, record, rng)
             scenes.append(scene)
             tags.append(record["tag"])
             asked.append(
@@ -84,6 +82,15 @@ def answer_accuracy(
     found["pair"] = _pair_accuracy(model, tokenizer, world, pairs, yes, no)
     found["rating error"] = _rating_error(model, tokenizer, world, pictures)
     return found
+
+
+def _untrue(world: ShapesPreferences, scene: Scene, record: Record, rng: np.random.Generator) -> Record:
+    """A prompt that is not true of the picture: one word from its own if there is such a one."""
+    for attempt in itertools.count():
+        other = world.near(record, rng) if attempt < _NEAR_TRIES else world.record(rng)
+        if not verify_scene(scene, other).correct:
+            return other
+    raise AssertionError("unreachable: some prompt is untrue of any picture")
 
 
 def _pair_accuracy(

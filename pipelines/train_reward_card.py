@@ -18,6 +18,7 @@ MEANING = {
     "std_mean": "mean standard deviation of a difference",
     "std_auroc": "AUROC of that standard deviation for pairs on the wrong side (0.5: no use)",
     "std_auroc_votes": "AUROC of it for pairs against the majority of the votes",
+    "std_auroc_lead": "the same among pairs of equal lead",
     "mae": "mean absolute error of the rating",
     "srcc": "Spearman correlation with the mean opinion score",
 }

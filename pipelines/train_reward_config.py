@@ -41,8 +41,7 @@ class RewardModelConfig:
 
     kind: str = "hpsv3"
     """hpsv3 (mean and standard deviation from a vision-language model), yes_no (log-odds of yes), pair (is
-    the
-    second picture better), rating (expectation over score tokens), ict (cosine), hp (head on a picture)."""
+    the second picture better), rating (expectation over score tokens), ict (cosine), hp (head on a picture)."""
     path: str = "shapes-vlm"
     """A packaged model, a folder, or a hub id: a vision-language model, or a CLIP model for ict and hp."""
     train: str = "lora"
@@ -50,13 +49,13 @@ class RewardModelConfig:
     lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=8, alpha=16.0))
     """The adapters, with train=lora."""
     head: list[int] | None = None
-    """Inner widths of a new head; null: the published ones, 1024 and 16 for hpsv3, 1024, 128, 64, 16 for
-    hp."""
+    """Inner widths of a new head; null: the published ones, 1024 and 16 for hpsv3, 1024, 128, 64, 16
+    for hp."""
     dtype: str = "float32"
     """Of the weights while training."""
     autocast: str | None = None
-    """Precision of matrix products while training, e.g. bfloat16; heads stay float32. null: that of the
-    weights."""
+    """Precision of matrix products while training, e.g. bfloat16; heads stay float32. null: that of
+    the weights."""
     save_dtype: str = "float16"
     """Of the saved weights."""
 
@@ -89,8 +88,8 @@ class RewardDataConfig:
     heldout: str | None = "shapes:pairs"
     """The same for what is measured; prompts that also stand in data.train are refused. null: nothing."""
     train_split: str | None = None
-    """Rows of data.train with this split; null: "train" where the source has splits of that name, else
-    all."""
+    """Rows of data.train with this split; null: "train" where the source has splits of that name,
+    else all."""
     heldout_split: str | None = None
     """Rows of data.heldout with this split; null: all that are not of the split trained on."""
     size: int | None = 20000

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -191,10 +192,11 @@ class FilePairs:
     Args:
         pairs: the set, checked.
         triples: whether triples are made: the worse picture, the better one, the refined one.
+        folder: where relative paths of refined pictures begin.
     """
 
-    def __init__(self, pairs: PreferenceSet, *, triples: bool = False) -> None:
-        self.pairs, self.triples = pairs, triples
+    def __init__(self, pairs: PreferenceSet, *, triples: bool = False, folder: Path | None = None) -> None:
+        self.pairs, self.triples, self.folder = pairs, triples, folder or Path()
         lacking = [n for n, pair in enumerate(pairs.pairs) if triples and "image_refined" not in pair.extra]
         if lacking:
             raise UserError(
@@ -218,7 +220,7 @@ class FilePairs:
         if self.triples:
             if pair.label > 0.5:
                 sides.reverse()
-            images = read_images([*sides, str(pair.extra["image_refined"])], where)
+            images = read_images([*sides, str(self.folder / str(pair.extra["image_refined"]))], where)
             refined = pair.extra.get("prompt_refined")
             return Example(
                 prompt=pair.prompt, images=images, refined=None if refined is None else str(refined)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from visalign.data.preference_checks import check_preferences, check_quality, without_duplicates
 from visalign.data.preference_sources import GENERATED, load_source
@@ -128,7 +129,8 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: l
     _refuse_contradictions(pairs)
     notes += [f"data.{which}: {finding.message}" for finding in findings]
     triples = which == "train" and TASKS[config.objective.task].labels == "triples"
-    return FilePairs(without_duplicates(pairs), triples=triples)
+    folder = Path(str(getattr(config.data, which))).parent
+    return FilePairs(without_duplicates(pairs), triples=triples, folder=folder)
 
 
 def _refuse_contradictions(pairs: PreferenceSet) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,9 @@ class AnswerJudge:
         if config.model.train == "lora":
             from peft import get_peft_model
 
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), warnings.catch_warnings():
+                # peft 0.18 reads a property that transformers 5.23 has renamed
+                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
                 torch.manual_seed(config.seed)
                 self.peft = get_peft_model(self.engine.model, lora_config(config))
         else:

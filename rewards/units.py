@@ -55,6 +55,7 @@ JUDGE_UNITS: dict[str, JudgeUnit] = {
     "ict_hp": JudgeUnit("cosine × HP score", INFINITE, "ict × hp"),
     "laion_aesthetic": JudgeUnit("rating 1-10", INFINITE, "rating"),
     "image_reward": JudgeUnit("standard deviations", INFINITE, "image_reward"),
+    "hpsv3": JudgeUnit("logit", INFINITE, "hpsv3"),
 }
 """judge -> unit, range and scale of its `Scores.value`. The factor
 exp(logit_scale) is each checkpoint's own, so PickScore has no bound before it is loaded."""
@@ -83,6 +84,7 @@ SCALES: dict[str, Scale] = {
         "hp", "σ(r): ICTHP's evaluation script", refusal="σ(r) is not affine in r; use IctHp(mode='upstream')"
     ),
     "ict × hp": Scale("ict × hp", "cosine times HP score"),
+    "hpsv3": Scale("hpsv3", "μ: a difference of 1 is odds of e; unbounded, about −5 to 15 as published"),
     "rating": Scale("rating", "mean opinion on 1 to 10, unbounded in the model: LAION aesthetic"),
     "rating / 10": Scale("rating", "LAION aesthetic in several trainers", 0.1),
 }

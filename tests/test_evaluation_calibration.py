@@ -74,9 +74,14 @@ def test_temperature_is_found_and_useless_logits_are_said_to_be() -> None:
 
 
 def test_cross_fitting_uses_the_other_folds() -> None:
-    z, y, fold = np.array([1.0, -1.0, 2.0, 1.0]), np.array([1.0, 1.0, 0.0, 1.0]), np.array([0, 0, 1, 1])
+    rng = np.random.default_rng(0)
+    z, fold = rng.normal(size=400), np.arange(400) % 2
+    y = (rng.random(400) < 1 / (1 + np.exp(-np.where(fold == 0, 4.0, 1.0) * z))).astype(float)
     found = cross_fitted_temperature(z, y, fold)
-    assert found[:2].tolist() == fit_temperature(z[2:], y[2:]).apply(z[:2]).tolist()
+    one, other = (fit_temperature(z[fold == k], y[fold == k]) for k in (0, 1))
+    assert other.value > 2 * one.value
+    assert found[fold == 0].tolist() == other.apply(z[fold == 0]).tolist()
+    assert found[fold == 1].tolist() == one.apply(z[fold == 1]).tolist()
     with pytest.raises(ValueError, match="at least two folds"):
         cross_fitted_temperature(z, y, np.zeros(4, dtype=int))
 

@@ -91,6 +91,7 @@ def test_catalogue_names_load_lazily():
         "edge_density",
         "geneval",
         "ocr",
+        "remote",
         "jpeg_size",
         "sharpness",
         "hpsv3",

@@ -185,7 +185,8 @@ def test_features_are_forgotten_when_the_tower_changes() -> None:
 def test_adapters_in_the_tower_are_trained() -> None:
     judge, asks = tiny_judge(), asks_of_one()[:2]
     judge.hidden(ONE, asks)
-    target = r".*visual.*\.(qkv|proj)"
+    target = r".*visual\.blocks.*\.(qkv|proj)"
+    judge.model.requires_grad_(False)
     judge.model.add_adapter(LoraConfig(r=2, target_modules=target, init_lora_weights=False))
     rows = [row for row in judge.encode(ONE, asks)[0] if row is not None]
     judge.states(rows).sum().backward()

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PACKAGED = ("shapes-sd3", "shapes-clip", "tasks-qwen3", "shapes-vlm")
+PACKAGED = (
+    "shapes-sd3",
+    "shapes-clip",
+    "tasks-qwen3",
+    "shapes-vlm",
+    "shapes-ict",
+    "shapes-hp",
+    "shapes-hpsv3",
+)
 """The models that come with the package."""
 
 
