@@ -45,11 +45,6 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
     """
     import torch
 
-    from visalign.training.loop import Keeping
-    from visalign.training.progress import TrainingProgress
-    from visalign.training.reward import RewardTrainer
-
-    from .train_reward_batches import ExampleBatches
     from .train_reward_build import build_judge
 
     output = Path(output)
@@ -59,34 +54,10 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
     inputs = prepare_reward(config)
     accelerator = build_accelerator(config.run, output)
     judge = build_judge(config, accelerator.device)
-    data = config.data
-    batches = ExampleBatches(
-        inputs.train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
-    )
-    progress = TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds)
     measure = Measure(config, judge, inputs.heldout)
-    trainer = RewardTrainer(
-        judge,
-        batches,
-        objective=config.objective,
-        optimiser=config.optimiser,
-        keeping=Keeping(
-            folder=output,
-            iterations=config.run.iterations,
-            checkpoint_every=config.run.checkpoint_every,
-            keep_checkpoints=config.run.keep_checkpoints,
-            evaluate_every=config.evaluation.every,
-            max_seconds=config.run.max_seconds,
-            config=asdict(config),
-            free_keys=FREE_KEYS,
-        ),
-        accelerator=accelerator,
-        seed=config.seed,
-        evaluate=lambda _: measure(),
-        progress=progress,
-    )
+    trainer = _trainer(config, inputs, judge, measure, accelerator, output)
     for note in inputs.notes:
-        progress.note(note)
+        trainer.progress.note(note)
     write_once(output / "config.yaml", "pipeline: train_reward\n" + config_to_yaml(config))
     if not config.run.trackers:
         return _work(config, inputs, judge, trainer, measure, output, resume)
@@ -95,6 +66,44 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
         return _work(config, inputs, judge, trainer, measure, output, resume)
     finally:
         accelerator.end_training()
+
+
+def _trainer(
+    config: TrainRewardConfig,
+    inputs: RewardInputs,
+    judge: Any,
+    measure: Measure,
+    accelerator: Any,
+    output: Path,
+) -> Any:
+    from visalign.training.loop import Keeping
+    from visalign.training.progress import TrainingProgress
+    from visalign.training.reward import RewardTrainer
+
+    from .train_reward_batches import ExampleBatches
+
+    data, length = config.data, config.run
+    keeping = Keeping(
+        folder=output,
+        iterations=length.iterations,
+        checkpoint_every=length.checkpoint_every,
+        keep_checkpoints=length.keep_checkpoints,
+        evaluate_every=config.evaluation.every,
+        max_seconds=length.max_seconds,
+        config=asdict(config),
+        free_keys=FREE_KEYS,
+    )
+    return RewardTrainer(
+        judge,
+        ExampleBatches(inputs.train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed),
+        objective=config.objective,
+        optimiser=config.optimiser,
+        keeping=keeping,
+        accelerator=accelerator,
+        seed=config.seed,
+        evaluate=lambda _: measure(),
+        progress=TrainingProgress(length.iterations, max_seconds=length.max_seconds),
+    )
 
 
 def _work(

@@ -41,7 +41,7 @@ class RewardModelConfig:
 
     kind: str = "hpsv3"
     """hpsv3 (mean and standard deviation from a vision-language model), yes_no (log-odds of yes), pair (is
-    the second picture better), rating (expectation over score tokens), ict (cosine), hp (head on a picture)."""
+    the second picture better), rating (expectation over score tokens), ict (cosine), hp (head on images)."""
     path: str = "shapes-vlm"
     """A packaged model, a folder, or a hub id: a vision-language model, or a CLIP model for ict and hp."""
     train: str = "lora"
@@ -88,10 +88,9 @@ class RewardDataConfig:
     heldout: str | None = "shapes:pairs"
     """The same for what is measured; prompts that also stand in data.train are refused. null: nothing."""
     train_split: str | None = None
-    """Rows of data.train with this split; null: "train" where the source has splits of that name,
-    else all."""
+    """Rows of data.train with this split, e.g. train; null: all of a file, of a layout its test split."""
     heldout_split: str | None = None
-    """Rows of data.heldout with this split; null: all that are not of the split trained on."""
+    """The same for data.heldout."""
     size: int | None = 20000
     """Examples of data.train at most; for generated ones, how many. null: all of a file."""
     heldout_size: int | None = 1000

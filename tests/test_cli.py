@@ -172,7 +172,7 @@ def test_train_refuses_by_name_and_writes_nothing(toy: Toy, arguments: list[str]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1", r"names no pipeline. Write a line 'pipeline: NAME' with one of: flow_grpo, text_grpo, "),
+        ("seed: 1", r"names no pipeline. Write a line 'pipeline: NAME' with one of: flow_grpo, pref_grpo, text_grpo, "),
         ("pipeline: flow_gpro", r"pipeline 'flow_gpro', which does not exist. Did you mean 'flow_grpo'?"),
     ],
 )
@@ -502,7 +502,7 @@ def test_doctor_names_what_is_broken(models: Path, monkeypatch: pytest.MonkeyPat
         "FAIL  model shapes-clip: no weights in",
         "FAIL  advantages: rewards 1, 3 | 7, 7 gave [1.0, 1.0, 1.0, 1.0]",
         "FAIL  verifier: ValueError: broken",
-        "6 of 9 checks failed.",
+        "6 of 13 checks failed.",
     ):
         assert text in report.text
 

@@ -25,7 +25,13 @@ from visalign.training import checkpoint
 from visalign.training.loop import Keeping
 from visalign.training.metrics import read_metrics, without_times
 from visalign.training.reward import RewardTrainer
-from visalign.training.reward_heldout import auroc, calibration_error, judge_pairs, pair_measures
+from visalign.training.reward_heldout import (
+    auroc,
+    calibration_error,
+    judge_pairs,
+    lead_stratum,
+    pair_measures,
+)
 from visalign.training.reward_settings import RewardObjectiveSettings, RewardOptimiserSettings
 from visalign.training.reward_tasks import TASKS, RewardBatch
 
@@ -287,6 +293,9 @@ def test_measures_by_hand():
     )  # all three fall into one bin, in one order or the other
     assert auroc(torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([False, True, False, True])) == 0.875
     assert math.isnan(auroc(torch.ones(2), torch.tensor([True, True])))
+    apart = torch.tensor([0, 0, 1, 1])  # 1 < 2 in the first, 3 > 2 in the second: both rightly
+    assert auroc(torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([False, True, False, True]), apart) == 1.0
+    assert lead_stratum(torch.tensor([3.0, -0.1, 0.5, -2.0]), strata=2).tolist() == [1, 0, 0, 1]
 
 
 def test_wrong_input_by_message(tmp_path):

@@ -89,7 +89,9 @@ def line(name: str, judge: Any, world: World) -> str:
     """One row: mean score by style, slope, share of richer wins, right against wrong."""
     count = len(world.prompts)
     each = scores(
-        judge, world.pictures.reshape(-1, *world.pictures.shape[2:]), [prompt for prompt in world.prompts for _ in STYLES]
+        judge,
+        world.pictures.reshape(-1, *world.pictures.shape[2:]),
+        [prompt for prompt in world.prompts for _ in STYLES],
     ).reshape(count, len(STYLES))
     miss = scores(judge, world.wrong, world.prompts)
     richness = np.linspace(0.0, 1.0, len(STYLES))

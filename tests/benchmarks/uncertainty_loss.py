@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from visalign.rewards.visual_quality import RATING
 from visalign.rewards.vlm import Ask, VisionLanguageJudge
 from visalign.training.loop import Keeping
 from visalign.training.reward import RewardTrainer
-from visalign.training.reward_heldout import HeldoutPairs, auroc, judge_pairs, pair_measures
+from visalign.training.reward_heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
 from visalign.training.reward_settings import RewardObjectiveSettings, RewardOptimiserSettings
 from visalign.training.reward_tasks import TASKS, Outputs, RewardBatch
 
@@ -208,15 +207,17 @@ def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: i
     return judge
 
 
-def auroc_interval(score: Tensor, wrong: Tensor, seed: int = 0) -> tuple[float, float, float]:
+def auroc_interval(
+    score: Tensor, wrong: Tensor, stratum: Tensor, seed: int = 0
+) -> tuple[float, float, float]:
     """AUROC with its 95 % bootstrap interval over pairs."""
     rng = np.random.default_rng(seed)
     draws = []
     for _ in range(DRAWS):
         rows = torch.from_numpy(rng.integers(len(score), size=len(score)))
-        draws.append(auroc(score[rows], wrong[rows]))
+        draws.append(auroc(score[rows], wrong[rows], stratum[rows]))
     low, high = np.nanquantile(draws, [0.025, 0.975])
-    return auroc(score, wrong), float(low), float(high)
+    return auroc(score, wrong, stratum), float(low), float(high)
 
 
 def row_of(task: str, found: HeldoutPairs) -> str:
@@ -226,15 +227,12 @@ def row_of(task: str, found: HeldoutPairs) -> str:
     if task == "bradley_terry":
         return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} | – | – | – |"
     assert found.std is not None
-    lead = torch.sign(found.difference)
     voted = found.share != 0.5
-    against = {
-        "votes": (voted, lead != torch.sign(found.share - 0.5)),
-        "truth": (found.truth != 0.5, lead != torch.sign(found.truth - 0.5)),
-    }
+    difference, std = found.difference[voted], found.std[voted]
+    wrong = torch.sign(difference) != torch.sign(found.share[voted] - 0.5)
     cells.append(f"{measures['std_mean']:.3f}")
-    for kept, wrong in against.values():
-        middle, low, high = auroc_interval(found.std[kept], wrong[kept])
+    for stratum in (torch.zeros(len(std)), lead_stratum(difference)):
+        middle, low, high = auroc_interval(std, wrong, stratum)
         cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
     return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} |"
 
@@ -250,31 +248,33 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder that keeps the features")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    heldout = ShapesPairs(given.seed + 7, given.heldout, split="heldout")
+    head = "accuracy, clear truth | accuracy, all | NLL | ECE | mean σ of a pair"
+    print(
+        f"{given.pairs} pairs with 9 votes each, {given.epochs:g} epochs; {given.heldout} held-out pairs; "
+        "accuracy against the noise-free truth, likelihood and calibration against the votes.\n\n"
+        f"| loss | {head} | AUROC of σ for errors against the votes | at equal lead |\n"
+        "|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    if given.judge is not None:
+        print(row_of(given.judge, judged_by(given.judge, heldout)), flush=True)
+    if given.pairs:
+        compare_losses(given, heldout)
+
+
+def compare_losses(given: argparse.Namespace, heldout: ShapesPairs) -> None:
+    """A row per loss."""
     engine = VisionLanguageJudge.from_pretrained(
         given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15
     )
-    begin = time.perf_counter()
     cache: list[Path | None] = [None, None]
     if given.cache is not None:
         given.cache.mkdir(parents=True, exist_ok=True)
         cache = [given.cache / f"{name}.safetensors" for name in ("train", "heldout")]
     train = kept_features(engine, ShapesPairs(given.seed, given.pairs), cache[0])
-    heldout = ShapesPairs(given.seed + 7, given.heldout, split="heldout")
     held = kept_features(engine, heldout, cache[1])
-    print(
-        f"features of {given.pairs + given.heldout} pairs: {time.perf_counter() - begin:.0f} s\n", flush=True
-    )
-    print(
-        f"{given.pairs} pairs with 9 votes each, {given.epochs:g} epochs; {given.heldout} held-out pairs; "
-        "accuracy against the noise-free truth, likelihood and calibration against the votes.\n"
-    )
-    print(
-        "| loss | accuracy, clear truth | accuracy, all | NLL | ECE | mean σ of a pair | AUROC of σ for "
-        "errors against the votes | against the truth |\n|---|---|---|---|---|---|---|---|"
-    )
-    if given.judge is not None:
-        print(row_of(given.judge, judged_by(given.judge, heldout)), flush=True)
-    for task in LOSSES if given.pairs else ():
+    for task in LOSSES:
         judge = train_head(task, train, given.epochs, given.lr, given.seed)
         found = judge_pairs(judge, [held.rows(torch.arange(given.heldout))], TASKS[task])
         print(row_of(task, found), flush=True)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign probe-reward`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from .cli_messages import user_messages
+
+
+def probe_reward(
+    reward: Annotated[str, typer.Argument(help="A reward's name, module:Name or file.py:Name.")],
+    reference: Annotated[
+        list[Path] | None,
+        typer.Option("--reference", "-i", help="Table, folder or image to probe on; else the shapes world."),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="For reference pictures without one.")
+    ] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Try this probe; repeat for several.")] = None,
+    count: Annotated[int, typer.Option(help="Use at most so many reference pictures.", min=2)] = 64,
+    batch_size: Annotated[int, typer.Option(help="Pictures scored at once.", min=1)] = 32,
+    seed: Annotated[int, typer.Option(help="Of noise and of the shapes world.", min=0)] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Find what moves a reward that should not. Exit code 1 when some probe fails."""
+    with user_messages():
+        from visalign.evaluation.probes import chosen
+        from visalign.rewards.catalogue import load_reward
+
+        from .cli_serve import parse_options
+        from .image_rows import image_rows
+        from .probe_reward import PAGE, write_probe
+        from .probe_reward import probe_reward as run
+        from .probe_scorer import read_reference, shapes_reference_set
+        from .run_folder import check_run_folder
+
+        if output is not None:
+            check_run_folder(output, resume=False)
+        probes = chosen(only)
+        judge = load_reward(reward, **parse_options(options or []))
+        if reference:
+            rows = image_rows(reference, prompt)[:count]
+            found = read_reference(", ".join(map(str, reference)), rows)
+        else:
+            found = shapes_reference_set(count, seed=seed)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("probing", total=len(probes))
+            result = run(
+                judge,
+                found,
+                probes=probes,
+                seed=seed,
+                batch_size=batch_size,
+                on_probe=lambda done, total, title: progress.update(task, completed=done, description=title),
+            )
+        if as_json:
+            typer.echo(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False))
+        else:
+            show_probe(Console(), result)
+        if output is not None:
+            write_probe(output, result, found, seed=seed)
+            typer.echo(f"Page: {output / PAGE}", err=as_json)
+    if result["summary"].get("fails"):
+        raise typer.Exit(1)
+
+
+def show_probe(console: Console, result: Mapping[str, Any]) -> None:
+    """One line per probe: the level that is furthest on the wrong side, and the verdict.
+
+    Args:
+        console: Where to write.
+        result: From `visalign.pipelines.probe_reward.probe_reward`.
+    """
+    from visalign.evaluation.pages import plain, signed, span
+    from visalign.evaluation.probe_page import VERDICTS, best_paid, headline
+    from visalign.evaluation.probes import WANTED
+
+    reference, judge = result["reference"], result["judge"]
+    table = Table("probe", "wanted", "level", "mean response", "verdict", "failed")
+    styles = {"bad": "red", "good": "green", "flat": ""}
+    for probe in result["probes"]:
+        level = worst_level(probe)
+        colour, words = VERDICTS[probe["verdict"]]
+        table.add_row(
+            Text(probe["title"]),
+            WANTED[probe["wanted"]],
+            Text(level["label"]),
+            f"{signed(level['mean'])} ({span(level)})",
+            Text(words, style=styles[colour]),
+            str(probe["failed"]) if probe["failed"] else "",
+        )
+    console.print(
+        Text(
+            f"{judge['name']} on {reference['judged']} of {reference['size']} pictures ({reference['source']}); "
+            f"1 spread = {plain(reference['spread'])} {judge['unit']}"
+        )
+    )
+    console.print(table)
+    for line in (headline(result), best_paid(result)):
+        if line:
+            console.print(Text(line))
+
+
+def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The level of the probe's verdict that is furthest on the wrong side.
+
+    Args:
+        probe: One of the result's probes.
+    """
+    by = {"steady": "size", "same": "largest"}.get(probe["wanted"], "mean")
+    judged = [level for level in probe["levels"] if level[by] is not None]
+    same = [level for level in judged if level["verdict"] == probe["verdict"]]
+    return max(same or judged or probe["levels"], key=lambda level: level[by] if level[by] is not None else 0.0)
