@@ -52,7 +52,7 @@ class HPSv3:
 
     def __init__(
         self,
-        model: str | Path | HPSv3Model = PUBLISHED,
+        model: str | Path | HPSv3Model = "shapes-hpsv3",
         *,
         base: str | Path | None = None,
         template: Template | None = None,
@@ -63,7 +63,8 @@ class HPSv3:
         """Note the model, which is loaded at the first score.
 
         Args:
-            model: folder in our layout or the published one, packaged name, hub id, or the module.
+            model: packaged name, folder in our layout or the published one, hub id (`PUBLISHED`), or the
+                module.
             base: config and processor for the published layout; see `hpsv3_loading.load_hpsv3`.
             template: in place of the folder's.
             device: where it runs.
