@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +11,13 @@ import typer
 from rich.console import Console
 
 from visalign import __version__
-from visalign.errors import UserError
 
+from .cli_agree import agree
+from .cli_compare import compare, rank
 from .cli_evaluate import evaluate
 from .cli_messages import user_messages
+from .cli_probe import probe_reward
+from .cli_score import score
 from .cli_serve import serve_reward
 
 app = typer.Typer(
@@ -35,14 +37,6 @@ Output = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes: key.sub=value ...", show_default=False)]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the output folder holds.")]
-
-
-class Format(enum.StrEnum):
-    """How scores are written."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
 
 
 def main() -> None:
@@ -139,41 +133,13 @@ def _train(config: str, overrides: list[str], output: Path | None, *, resume: bo
             show_summary(Console(), folder, then=then)
 
 
-@app.command()
-def score(
-    images: Annotated[
-        list[Path], typer.Argument(help="Image files, or folders of images.", show_default=False)
-    ],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the images should show.")],
-    reward: Annotated[list[str], typer.Option("--reward", "-r", help="A reward's name; repeat for several.")],
-    form: Annotated[Format, typer.Option("--format", "-f", help="How to write the scores.")] = Format.table,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A new file; else the screen.")
-    ] = None,
-) -> None:
-    """Score images with rewards. Exit code 1 when some image could not be judged; its row says why."""
-    with user_messages():
-        if output is not None and output.exists():
-            raise UserError(
-                f"'{output}' exists, and nothing is overwritten. Give another --output or remove it."
-            )
-        from visalign.rewards.catalogue import load_reward
-
-        from .cli_show import show_scores
-        from .score import find_images, score_images
-
-        paths = find_images(images)
-        rewards = {name: load_reward(name) for name in reward}
-        rows = score_images(paths, prompt, rewards)
-        show_scores(rows, form.value, output)
-    failed = sum(row.value is None for row in rows)
-    if failed:
-        typer.echo(f"{failed} of {len(rows)} scores failed; the reasons stand in their rows.", err=True)
-        raise typer.Exit(1)
-
-
+app.command()(score)
 app.command()(evaluate)
 app.command("serve-reward")(serve_reward)
+app.command("probe-reward")(probe_reward)
+app.command()(compare)
+app.command()(rank)
+app.command()(agree)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .cli_messages import user_messages
+
+if TYPE_CHECKING:
+    from .probe_scorer import Reference
 
 
 def probe_reward(
@@ -29,7 +32,9 @@ def probe_reward(
     options: Annotated[
         list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", help="Try this probe; repeat for several.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Try this probe; repeat for several.")
+    ] = None,
     count: Annotated[int, typer.Option(help="Use at most so many reference pictures.", min=2)] = 64,
     batch_size: Annotated[int, typer.Option(help="Pictures scored at once.", min=1)] = 32,
     seed: Annotated[int, typer.Option(help="Of noise and of the shapes world.", min=0)] = 0,
@@ -44,21 +49,15 @@ def probe_reward(
         from visalign.rewards.catalogue import load_reward
 
         from .cli_serve import parse_options
-        from .image_rows import image_rows
         from .probe_reward import PAGE, write_probe
         from .probe_reward import probe_reward as run
-        from .probe_scorer import read_reference, shapes_reference_set
         from .run_folder import check_run_folder
 
         if output is not None:
             check_run_folder(output, resume=False)
         probes = chosen(only)
         judge = load_reward(reward, **parse_options(options or []))
-        if reference:
-            rows = image_rows(reference, prompt)[:count]
-            found = read_reference(", ".join(map(str, reference)), rows)
-        else:
-            found = shapes_reference_set(count, seed=seed)
+        found = _reference(reference, prompt, count, seed)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("probing", total=len(probes))
             result = run(
@@ -80,6 +79,16 @@ def probe_reward(
         raise typer.Exit(1)
 
 
+def _reference(items: list[Path] | None, prompt: str | None, count: int, seed: int) -> Reference:
+    """What the user named, or pictures of the shapes world."""
+    from .image_rows import image_rows
+    from .probe_scorer import read_reference, shapes_reference_set
+
+    if not items:
+        return shapes_reference_set(count, seed=seed)
+    return read_reference(", ".join(map(str, items)), image_rows(items, prompt)[:count])
+
+
 def show_probe(console: Console, result: Mapping[str, Any]) -> None:
     """One line per probe: the level that is furthest on the wrong side, and the verdict.
 
@@ -89,29 +98,30 @@ def show_probe(console: Console, result: Mapping[str, Any]) -> None:
     """
     from visalign.evaluation.pages import plain, signed, span
     from visalign.evaluation.probe_page import VERDICTS, best_paid, headline
-    from visalign.evaluation.probes import WANTED
 
     reference, judge = result["reference"], result["judge"]
-    table = Table("probe", "wanted", "level", "mean response", "verdict", "failed")
+    table = Table("probe", "level", "mean response", "verdict")
     styles = {"bad": "red", "good": "green", "flat": ""}
     for probe in result["probes"]:
         level = worst_level(probe)
         colour, words = VERDICTS[probe["verdict"]]
         table.add_row(
             Text(probe["title"]),
-            WANTED[probe["wanted"]],
             Text(level["label"]),
             f"{signed(level['mean'])} ({span(level)})",
             Text(words, style=styles[colour]),
-            str(probe["failed"]) if probe["failed"] else "",
         )
     console.print(
         Text(
-            f"{judge['name']} on {reference['judged']} of {reference['size']} pictures ({reference['source']}); "
-            f"1 spread = {plain(reference['spread'])} {judge['unit']}"
+            f"{judge['name']} on {reference['judged']} of {reference['size']} pictures "
+            f"({reference['source']}); 1 spread = {plain(reference['spread'])} {judge['unit']}"
         )
     )
     console.print(table)
+    for probe in result["probes"]:
+        if probe["failed"]:
+            why = "; ".join(dict.fromkeys(reason for entry in probe["levels"] for reason in entry["reasons"]))
+            console.print(Text(f"! {probe['title']}: {probe['failed']} answers failed: {why}"))
     for line in (headline(result), best_paid(result)):
         if line:
             console.print(Text(line))
@@ -126,4 +136,6 @@ def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
     by = {"steady": "size", "same": "largest"}.get(probe["wanted"], "mean")
     judged = [level for level in probe["levels"] if level[by] is not None]
     same = [level for level in judged if level["verdict"] == probe["verdict"]]
-    return max(same or judged or probe["levels"], key=lambda level: level[by] if level[by] is not None else 0.0)
+    return max(
+        same or judged or probe["levels"], key=lambda level: level[by] if level[by] is not None else 0.0
+    )

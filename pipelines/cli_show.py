@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from visalign.config import config_folder, list_configs
+from visalign.evaluation.atomic import write_atomic
 
-from .score import ScoreRow, to_csv, to_json
+from .score import ScoreRow, to_csv, to_json, to_jsonl
 
 
 def config_header(text: str) -> list[str]:
@@ -202,17 +203,17 @@ def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> Non
 
     Args:
         rows: what `visalign.pipelines.score.score_images` returned.
-        form: "table", "json" or "csv".
+        form: "table", "json", "jsonl" or "csv".
         output: a new file, or None for the standard output.
     """
-    writers = {"json": to_json, "csv": to_csv}
+    writers = {"json": to_json, "jsonl": to_jsonl, "csv": to_csv}
     stream = sys.stdout if output is None else io.StringIO()
     if form in writers:
         stream.write(writers[form](rows))
     else:
         Console(file=stream).print(score_table(rows))
     if output is not None and isinstance(stream, io.StringIO):
-        output.write_text(stream.getvalue(), encoding="utf-8")
+        write_atomic(output, stream.getvalue().encode())
 
 
 def score_table(rows: Sequence[ScoreRow]) -> Table:

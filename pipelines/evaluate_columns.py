@@ -19,15 +19,16 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
     Args:
         pairs: The set.
         name: Of the columns: NAME_left and NAME_right (scores; NAME_std_left, NAME_std_right too), or
-            NAME_prob, the probability that the left image is better (with NAME_prob_swapped, the same image's
-            when the sides were exchanged).
+            NAME_prob, the probability that the left image is better (with NAME_prob_swapped, that of the
+            right image when it stood on the left, i.e. what the judge said of the left side then).
         higher_is_better: Direction of scores.
 
     Returns:
         What the columns say; a row without a number counts as failed.
 
     Raises:
-        UserError: There are no such columns; the message lists those that could be meant.
+        UserError: There are no such columns (the message lists those that could be meant), or lower is better
+            of a probability.
     """
     known = {column for pair in pairs.pairs for column in pair.extra}
     if {f"{name}_left", f"{name}_right"} <= known:
@@ -45,6 +46,12 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
             higher_is_better=higher_is_better,
         )
     if f"{name}_prob" in known:
+        if not higher_is_better:
+            raise UserError(
+                f"--lower-is-better names {name!r}, whose column {name}_prob is the probability that the "
+                "left image is better and has no other direction. Take it out; if the column says that the "
+                "left image is worse, write 1 - p."
+            )
         swapped = _column(pairs, f"{name}_prob_swapped") if f"{name}_prob_swapped" in known else None
         reasons = ["no number in the column"] * len(pairs)
         return from_probabilities(name, _column(pairs, f"{name}_prob"), swapped=swapped, reasons=reasons)

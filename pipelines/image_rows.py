@@ -65,9 +65,10 @@ def image_rows(items: Sequence[Path], prompt: str | None = None) -> list[ImageRo
 
     Args:
         items: Image files; folders, whose images may have their prompts beside them (`cat.png`, `cat.txt`);
-            tables (`visalign.data.tables.READERS`) with the columns image, prompt and, if wanted, metadata (an
-            object, or JSON text). Paths in a table start at its folder; a Parquet table may hold the pictures.
-        prompt: For images that have none of their own.
+            tables (`visalign.data.tables.READERS`) with the columns image, prompt and, if wanted, metadata
+            (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold the
+            pictures.
+        prompt: Of all images of files and folders, and of table rows that have none.
 
     Returns:
         One row per image of files and folders, one per row of a table.
@@ -104,7 +105,8 @@ def _with_prompt(path: Path, prompt: str | None) -> ImageRow:
     if prompt is None:
         raise UserError(
             f"Missing option '--prompt' / '-p': '{path}' has no prompt. Say with it what the images should "
-            f"show, put a prompt into '{beside.name}' beside it, or give a table with the columns image, prompt."
+            f"show, put a prompt into '{beside.name}' beside it, or give a table with the columns image, "
+            "prompt."
         )
     return ImageRow(image=str(path), prompt=prompt)
 

@@ -107,9 +107,7 @@ def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *
     pictures = {}
     for probe in PROBES:
         shown = examples(probe, sample, _generator(seed, 0))
-        pictures[probe.name] = [
-            {"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown
-        ]
+        pictures[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / RESULT, (text + "\n").encode())

@@ -30,7 +30,9 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
     """
     found: dict[str, list[str]] = {name: [] for name in names}
     for item in items:
-        owner = next((name for name in sorted(found, key=len, reverse=True) if item.startswith(name + ".")), "")
+        owner = next(
+            (name for name in sorted(found, key=len, reverse=True) if item.startswith(name + ".")), ""
+        )
         if owner:
             found[owner].append(item[len(owner) + 1 :])
         elif len(found) == 1 and "." not in item.partition("=")[0]:
@@ -78,7 +80,9 @@ def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 
     cache = ScoreCache(folder)
     return {
-        label: CachedReward(reward, cache) if isinstance(reward, PointwiseReward) else CachedJudge(reward, cache)
+        label: CachedReward(reward, cache)
+        if isinstance(reward, PointwiseReward)
+        else CachedJudge(reward, cache)
         for label, reward in rewards.items()
     }
 
@@ -96,6 +100,8 @@ def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
     if path is None:
         return
     if endings and path.suffix.lower() not in endings:
-        raise UserError(f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}.")
+        raise UserError(
+            f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}."
+        )
     if path.exists():
         raise UserError(f"'{path}' exists, and nothing is overwritten. Give another --output or remove it.")

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from visalign.data.image_references import PARQUET
 from visalign.errors import UserError
 from visalign.rewards.identity import Identity
 
@@ -88,7 +92,9 @@ class ScoreLog:
             self._file = None
 
     def _read(self, path: Path, name: str, identity: Identity) -> None:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        raw = path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]  # what stands behind it was cut off while it was written
+        lines = whole.decode("utf-8", errors="replace").split("\n")
         header = _object(lines[0])
         if header is None or header.get("format") != FORMAT:
             raise UserError(f"'{path}' holds no scores of ours. Give another --output, or remove it.")
@@ -99,8 +105,7 @@ class ScoreLog:
                 "file, or "
                 "give another --output."
             )
-        whole = lines[:-1]  # what stands after the last line feed was cut off while it was written
-        for number, line in enumerate(whole[1:], 2):
+        for number, line in enumerate(lines[1:-1], 2):
             row = _object(line)
             if row is None or not isinstance(row.get("key"), str):
                 raise UserError(
@@ -108,12 +113,14 @@ class ScoreLog:
                 )
             if row.get("value") is not None:
                 self._found[row["key"]] = Logged(value=float(row["value"]), std=row.get("std"))
-        if lines[-1]:
-            path.write_text("\n".join(whole) + "\n", encoding="utf-8")
+        if len(whole) < len(raw):
+            os.truncate(path, len(whole))  # in place: nothing is written anew that could be lost
 
 
 def judge_identity(judge: Any) -> Identity:
-    """The judge's own identity, or one from its name, unit and class where it has none.
+    """The judge's own identity, or one from its name, unit, class and source file where it has none.
+
+    What such a judge reads besides, weights or settings, is not known: give it an identity to have that seen.
 
     Args:
         judge: Any judge.
@@ -122,11 +129,21 @@ def judge_identity(judge: Any) -> Identity:
     if isinstance(own, Identity):
         return own
     kind = f"{type(judge).__module__}:{type(judge).__qualname__}"
-    return Identity(judge=judge.name, model=kind, options={"unit": getattr(judge, "unit", "probability")})
+    options = {"unit": getattr(judge, "unit", "probability")}
+    return Identity(judge=judge.name, model=kind, weights=_source(judge), options=options)
+
+
+def _source(judge: Any) -> str:
+    """SHA-256 of the files that a judge's class, and the user's function in it, are written in."""
+    digest = hashlib.sha256()
+    for part in (type(judge), getattr(judge, "_function", None)):
+        with suppress(TypeError, OSError):  # built in, made on the fly: there is no file
+            digest.update(Path(inspect.getfile(part)).read_bytes())  # type: ignore[arg-type]
+    return digest.hexdigest()
 
 
 def score_key(images: Sequence[str], prompt: str, metadata: Mapping[str, Any] | None) -> str:
-    """What one score is of: image references with the sizes of their files, prompt, metadata.
+    """What one score is of: image references with size and time of their files, prompt, metadata.
 
     Args:
         images: One reference, or two in their order.
@@ -136,7 +153,7 @@ def score_key(images: Sequence[str], prompt: str, metadata: Mapping[str, Any] | 
     Returns:
         32 hex digits.
     """
-    parts = [[image, _size(image)] for image in images]
+    parts = [[image, *_state(image)] for image in images]
     text = json.dumps([parts, prompt, metadata], ensure_ascii=False, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -147,11 +164,15 @@ def number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _size(reference: str) -> int | None:
-    if "://" in reference:
-        return None
+def _state(reference: str) -> tuple[int, int] | tuple[()]:
+    """Size and time of change of the file that holds a picture: another picture has another score."""
+    if reference.startswith(PARQUET):
+        reference = reference.removeprefix(PARQUET).rsplit("#", 2)[0]
     place = Path(reference)
-    return place.stat().st_size if place.is_file() else None
+    if "://" in reference or not place.is_file():
+        return ()
+    found = place.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _object(line: str) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from typing import Any
 from visalign.config import config_to_yaml, flatten
 
 from .build import build_accelerator
-from .flow_grpo_inputs import write_once
+from .flow_grpo_inputs import FINGERPRINTS, check_unchanged, write_once
 from .interrupted import TrainingInterrupted
 from .job_config import FREE_KEYS
 from .run_folder import check_same_run
@@ -52,6 +52,8 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     inputs = prepare_reward(config)
+    if resume:
+        check_unchanged(output, inputs.fingerprints)
     accelerator = build_accelerator(config.run, output)
     judge = build_judge(config, accelerator.device)
     measure = Measure(config, judge, inputs.heldout)
@@ -59,6 +61,7 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
     for note in inputs.notes:
         trainer.progress.note(note)
     write_once(output / "config.yaml", "pipeline: train_reward\n" + config_to_yaml(config))
+    write_once(output / FINGERPRINTS, json.dumps(dict(inputs.fingerprints), indent=1) + "\n")
     if not config.run.trackers:
         return _work(config, inputs, judge, trainer, measure, output, resume)
     accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})

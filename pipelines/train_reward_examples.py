@@ -206,6 +206,14 @@ class FilePairs:
                 "one is better, and image_refined, made from a richer prompt."
             )
 
+        tied = [n for n, pair in enumerate(pairs.pairs) if triples and pair.label == 0.5]
+        if tied:
+            raise UserError(
+                f"{len(tied)} rows of '{pairs.name}' are ties (the first is row "
+                f"{_row(pairs.rows, tied[0])}); ict learns that one of image_left and "
+                "image_right is better. Take them out."
+            )
+
     @property
     def prompts(self) -> frozenset[str]:
         return frozenset(plain(pair.prompt) for pair in self.pairs.pairs)

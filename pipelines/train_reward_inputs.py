@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from visalign.data.tables import listed
 from visalign.errors import UserError
 from visalign.training.reward_tasks import TASKS
 
+from .flow_grpo_inputs import fingerprint
 from .train_reward_config import TrainRewardConfig
 from .train_reward_examples import (
     Examples,
@@ -36,6 +38,8 @@ class RewardInputs:
     heldout: Examples | None
     notes: tuple[str, ...]
     """What is odd about the sets but can be worked with."""
+    fingerprints: Mapping[str, str]
+    """data.train, data.heldout -> SHA-256 of the rows that were read from files."""
 
 
 def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
@@ -64,7 +68,20 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
                 "measured. "
                 "Put each prompt into one of the two."
             )
-    return RewardInputs(train=train, heldout=heldout, notes=tuple(notes))
+    return RewardInputs(
+        train=train, heldout=heldout, notes=tuple(notes), fingerprints=_fingerprints(train, heldout)
+    )
+
+
+def _fingerprints(train: Examples, heldout: Examples | None) -> dict[str, str]:
+    """Of sets from files; generated ones follow from the configuration."""
+    found: dict[str, str] = {}
+    for name, examples in (("data.train", train), ("data.heldout", heldout)):
+        if isinstance(examples, FilePairs):
+            found[name] = fingerprint([pair.to_row() for pair in examples.pairs.pairs])
+        elif isinstance(examples, FileRatings):
+            found[name] = fingerprint([record.to_row() for record in examples.records.records])
+    return found
 
 
 def _generated(config: TrainRewardConfig, *, heldout: bool = False) -> Examples:

@@ -135,7 +135,9 @@ def content_digest(item: Any) -> bytes | None:
     if isinstance(item, Image.Image):
         try:
             details = f"{item.mode}{item.size}{item.info.get('transparency')}{item.getexif().get(0x0112)}"
-            return hashlib.sha256(b"pil" + details.encode() + item.tobytes()).digest()
+            content = item.tobytes()  # loads it; a palette is known only then
+            details += f"{None if item.palette is None else item.getpalette('RGBA')}"
+            return hashlib.sha256(b"pil" + details.encode() + content).digest()
         except (OSError, SyntaxError, ValueError):
             return None
     array = item.detach().cpu().contiguous() if isinstance(item, Tensor) else np.ascontiguousarray(item)

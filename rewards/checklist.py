@@ -111,18 +111,21 @@ class VisionReward:
         if rule.has_alignment and self.alignment is None:
             self.alignment = RewardDance(self.engine, value="prob", **words)
         self.range = _range(rule, self.alignment)
-        self.identity = Identity(
-            judge=self.name, **self.engine.identity_fields(self.template, **self._options(min_mass))
-        )
+        self.min_mass = min_mass
 
-    def _options(self, min_mass: float) -> dict[str, Any]:
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options()))
+
+    def _options(self) -> dict[str, Any]:
         """What moves the score beside model and template."""
         return {
             "questions": self.checklist.questions,
             "rule": repr(self.checklist.rule),
             "answers": self.answers,
             "alignment": repr(getattr(self.alignment, "identity", getattr(self.alignment, "name", None))),
-            "min_mass": min_mass,
+            "min_mass": self.min_mass,
             **self._read.spellings,
         }
 
@@ -218,7 +221,8 @@ def _range(rule: ChecklistRule, alignment: PointwiseReward | None) -> tuple[floa
     weights = list(rule.weights)
     low = high = rule.intercept
     if rule.has_alignment and alignment is not None:
-        ends = [weights.pop(0) * end for end in alignment.range] if weights[0] else [0.0, weights.pop(0)]
+        weight = weights.pop(0)
+        ends = [weight * end for end in alignment.range] if weight else [0.0]  # 0 · ∞ is no number
         low, high = low + min(ends), high + max(ends)
     spread = sum(abs(weight) for weight in weights)
     return low - spread - 1e-5, high + spread + 1e-5

@@ -61,23 +61,11 @@ def fit_weights(
 
     VisionReward, arXiv 2412.21059, section 3; the solver is L-BFGS-B (Byrd et al. 1995).
     """
-    if left.ndim != 2 or left.shape != right.shape or label.shape != left.shape[:1]:
-        raise ValueError(
-            "left and right must be [N, F] and label [N]; got "
-            f"{tuple(left.shape)}, {tuple(right.shape)}, {tuple(label.shape)}."
-        )
-    if weight is not None and weight.shape != label.shape:
-        raise ValueError(f"weight must be {tuple(label.shape)} like label; got {tuple(weight.shape)}.")
-    if not 0 <= penalty < float("inf"):
-        raise ValueError(f"penalty must be finite and ≥ 0; got {penalty}.")
+    _check(left, right, label, weight, penalty)
     difference = (left - right).detach().cpu().double().numpy()
     prob = label.detach().cpu().double().numpy()
     factor = np.ones_like(prob) if weight is None else weight.detach().cpu().double().numpy()
-    used = np.isfinite(difference).all(1) & np.isfinite(prob) & np.isfinite(factor) & (factor != 0)
-    if ((prob < 0) | (prob > 1)).any() or (factor < 0).any():
-        raise ValueError("Each label must lie in [0, 1] (NaN: unknown) and each weight be ≥ 0.")
-    if not used.any():
-        raise ValueError(f"None of the {len(prob)} pairs has all answers, a label and a weight above 0.")
+    used = _used(difference, prob, factor)
     delta, p, share = difference[used], prob[used], factor[used] / factor[used].sum()
 
     def objective(w: np.ndarray) -> tuple[float, np.ndarray]:
@@ -102,6 +90,28 @@ def fit_weights(
         pairs=int(used.sum()),
         left_out=int((~used).sum()),
     )
+
+
+def _check(left: Tensor, right: Tensor, label: Tensor, weight: Tensor | None, penalty: float) -> None:
+    if left.ndim != 2 or left.shape != right.shape or label.shape != left.shape[:1]:
+        raise ValueError(
+            "left and right must be [N, F] and label [N]; got "
+            f"{tuple(left.shape)}, {tuple(right.shape)}, {tuple(label.shape)}."
+        )
+    if weight is not None and weight.shape != label.shape:
+        raise ValueError(f"weight must be {tuple(label.shape)} like label; got {tuple(weight.shape)}.")
+    if not 0 <= penalty < float("inf"):
+        raise ValueError(f"penalty must be finite and ≥ 0; got {penalty}.")
+
+
+def _used(difference: np.ndarray, prob: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """bool [N]: the pairs with all answers, a label and a weight."""
+    used = np.isfinite(difference).all(1) & np.isfinite(prob) & np.isfinite(factor) & (factor != 0)
+    if ((prob < 0) | (prob > 1)).any() or (factor < 0).any():
+        raise ValueError("Each label must lie in [0, 1] (NaN: unknown) and each weight be ≥ 0.")
+    if not used.any():
+        raise ValueError(f"None of the {len(prob)} pairs has all answers, a label and a weight above 0.")
+    return used
 
 
 def fit_checklist(

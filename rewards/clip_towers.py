@@ -20,6 +20,7 @@ from .contract import Request
 from .feature_cache import FeatureCache, encode_once, image_key, text_key
 from .identity import fingerprint
 from .resize import checked_shape, model_levels, model_pixels
+from .weights_in_memory import WeightPrint, weight_state
 
 IMAGE_CACHE_BYTES = 64 << 20
 """Default limit of stored image features: 16,384 embeddings of 1024 numbers."""
@@ -76,16 +77,22 @@ class ClipTowers:
         self.images = FeatureCache(cache_bytes)
         self.texts = FeatureCache(cache_bytes)
         self._changes = dict(preprocess or {})
-        self._weights_seen = -1
+        self._weights_seen: int | None = None
         if isinstance(model, ClipParts):
-            self.parts = model
+            self.parts = self._noted(model)
         else:
             self._load = load or (lambda: load_clip(model, device=device, precision=precision))
 
     @cached_property
     def parts(self) -> ClipParts:
         """The model with its tokenizer and preprocessing."""
-        return self._load()
+        with torch.inference_mode(False):  # weights that were made inside it could not be told apart
+            return self._noted(self._load())
+
+    def _noted(self, parts: ClipParts) -> ClipParts:
+        """The same; its weights are those of its files now."""
+        self._print = WeightPrint(parts.encoder, "" if parts.place is None else fingerprint(parts.place))
+        return parts
 
     @cached_property
     def preprocess(self) -> dict[str, Any]:
@@ -97,10 +104,11 @@ class ClipTowers:
         """The towers."""
         return self.parts.encoder
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """Of the weight files; "" where they are not in a folder."""
-        return "" if self.parts.place is None else fingerprint(self.parts.place)
+        """Of the weight files, "" where they are in no folder; of the memory once a weight was changed."""
+        _ = self.parts
+        return str(self._print)
 
     def clear_cache(self) -> None:
         """Forget all stored features."""
@@ -227,15 +235,15 @@ class ClipTowers:
     def _judging(self) -> Iterator[None]:
         """Evaluation mode without gradients; the caches are emptied if a weight changed since they filled."""
         encoder = self.encoder
-        # Every change in place, an optimiser's step too, counts up the version of its tensor.
-        seen = sum(tensor._version for tensor in (*encoder.parameters(), *encoder.buffers()))
+        seen = weight_state(encoder)
         if seen != self._weights_seen:
             self.clear_cache()
             self._weights_seen = seen
         in_training = [module for module in encoder.modules() if module.training]
         encoder.eval()
         try:
-            with torch.no_grad():
+            # Features are kept, and those of inference mode could not meet a gradient later.
+            with torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
             for module in in_training:

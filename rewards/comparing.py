@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Prefe
 
 from .contract import RewardError, read_request
 from .failure import Naming, failure_reasons
+from .identity import Identity
 from .images import as_contract, load_images
 from .pair_asking import distinct_images
 
@@ -62,7 +64,14 @@ class PairsFromScores:
         self.name = f"{reward.name}_compared"
         is_logit = any(word in reward.unit.lower() for word in LOGIT_WORDS)
         self.link = ("logistic" if is_logit else "normal") if link == "auto" else link
-        self.identity = getattr(reward, "identity", None)
+
+    @property
+    def identity(self) -> Identity | None:
+        """What the preferences depend on; None where the reward does not say."""
+        found = getattr(self.reward, "identity", None)
+        if not isinstance(found, Identity):
+            return None
+        return replace(found, options={**found.options, "compared_by": self.link})
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None

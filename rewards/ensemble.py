@@ -16,6 +16,7 @@ from visalign.interfaces import Metadata, PointwiseReward, Scores
 
 from .contract import RewardError, make_scores, read_request
 from .failure import Naming, failure_reasons
+from .identity import Identity
 from .images import as_contract
 
 HOW = ("mean", "min", "lower_bound", "uwo")
@@ -30,8 +31,9 @@ class Ensemble:
 
     `Scores.std` is the total by the law of total variance: √(mean of the members' own variances (aleatoric)
     + variance between the members (epistemic)); a member without a standard deviation of its own counts as
-    certain. The parts hold each member's score under its label, calibrated where asked, "epistemic",
-    "aleatoric", and "members", how many judged the row.
+    certain. Where one member alone judged a row, total and epistemic are NaN: no spread is known. The parts
+    hold each member's score under its label, calibrated where asked, "epistemic", "aleatoric", and "members",
+    how many judged the row.
 
     Coste et al., Reward Model Ensembles Help Mitigate Overoptimization, arXiv 2310.02743.
     """
@@ -74,8 +76,12 @@ class Ensemble:
         if ddof not in (0, 1):
             raise ValueError(f"{name}: ddof is {ddof}; allowed are 0 and 1.")
         needed = len(labels) if min_members is None else min_members
-        if not 1 <= needed <= len(labels):
-            raise ValueError(f"{name}: min_members is {needed}; allowed are 1 to {len(labels)}, the members.")
+        least = 2 if how in ("lower_bound", "uwo") else 1
+        if not least <= needed <= len(labels):
+            why = ", as one alone has no spread" if least == 2 else ""
+            raise ValueError(
+                f"{name}: min_members is {needed}; allowed are {least} to {len(labels)}, the members{why}."
+            )
         _check_scales(name, members, calibration)
         self.name, self.members = name, dict(members)
         self.how, self.strength, self.ddof, self.min_members = how, strength, ddof, needed
@@ -85,6 +91,17 @@ class Ensemble:
         self.unit = first.unit if calibration is None else "reference standard deviations"
         self.higher_is_better = first.higher_is_better if calibration is None else True
         self.range = self._range()
+
+    @property
+    def identity(self) -> Identity | None:
+        """What the scores depend on, each member's identity; None where a member has none."""
+        found = {label: getattr(member, "identity", None) for label, member in self.members.items()}
+        known = {label: one.digest for label, one in found.items() if isinstance(one, Identity)}
+        if len(known) < len(found):
+            return None
+        numbers = {"strength": self.strength, "ddof": self.ddof, "min_members": self.min_members}
+        options = {"members": known, "how": self.how, "scale": self._scale, **numbers}
+        return Identity(judge="ensemble", model=" + ".join(known), options=options)
 
     def _range(self) -> tuple[float, float]:
         ends = []
@@ -147,6 +164,7 @@ class Ensemble:
         sign = 1.0 if self.higher_is_better else -1.0
         own: Any = "mean" if self.how == "uwo" else self.how
         value, epistemic = combine_members(sign * mean, how=own, strength=self.strength, ddof=self.ddof)
+        epistemic = torch.where(number > 1, epistemic, torch.nan)
         if self.how == "uwo":
             value = penalise(value, epistemic.square(), strength=self.strength)
         aleatoric = (torch.where(present, variance, 0.0).sum(0) / number.clamp(min=1)).sqrt()

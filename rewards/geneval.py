@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visalign.data.assets import resolve_model
 from visalign.interfaces import Metadata, Scores
 
 from .clip_towers import ClipTowers
@@ -114,7 +115,8 @@ class GenEval:
     @cached_property
     def identity(self) -> Identity:
         """What the scores depend on."""
-        clip = fingerprint(self.towers.source) if Path(self.towers.source).is_dir() else ""
+        place = Path(resolve_model(self.towers.source))
+        clip = fingerprint(place) if place.is_dir() else ""
         weights = [getattr(self.detector, "fingerprint", ""), clip]
         return Identity(
             judge=self.name,

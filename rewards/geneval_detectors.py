@@ -211,13 +211,16 @@ def _of_masks(item: dict[str, Any], size: tuple[int, int]) -> tuple[Tensor, Tens
         empty = torch.zeros(0)
         return torch.zeros(0, 4), empty, empty.long(), torch.zeros(0, *size, dtype=torch.bool)
     masks = item["segmentation"].cpu().bool()
+    # A mask of a few cells may vanish when it is drawn at the picture's size.
+    seen = masks.flatten(1).any(1)
+    masks, info = masks[seen], [entry for entry, here in zip(info, seen.tolist(), strict=True) if here]
     boxes = []
     for mask in masks:
         rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
         boxes.append([float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)])
     scores = torch.tensor([float(entry["score"]) for entry in info])
-    labels = torch.tensor([int(entry["label_id"]) for entry in info])
-    return torch.tensor(boxes), scores, labels, masks
+    labels = torch.tensor([int(entry["label_id"]) for entry in info], dtype=torch.int64)
+    return torch.tensor(boxes).reshape(-1, 4), scores, labels, masks
 
 
 def _zeros(scores: Tensor) -> Tensor:

@@ -160,6 +160,6 @@ def _find(heads: str | Path | None, model: Any) -> Path:
 
 
 def _digest(heads: HeieHeads) -> str:
-    from .vlm_loading import weights_of
+    from .weights_in_memory import weights_of
 
     return weights_of(heads)

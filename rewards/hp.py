@@ -23,8 +23,9 @@ from .clip_encoder import ClipEncoder
 from .clip_loading import find_folder, load_fine_tuned_clip
 from .clip_towers import IMAGE_CACHE_BYTES, ClipTowers
 from .contract import RewardError, make_scores, read_request, scatter
-from .identity import Identity
+from .identity import Identity, fingerprint
 from .units import INFINITE
+from .weights_in_memory import WeightPrint, weight_state
 
 HEAD = "hp_head.safetensors"
 """The head in a folder that `Hp.save` wrote."""
@@ -119,18 +120,21 @@ class Hp:
             width = towers.encoder.encode_image(towers.pixels([blank])).shape[1]
         head = AffineHead(width) if widths is None else AffineHead(width, widths=widths)
         judge._head = head.to(towers.encoder.device).eval()
+        judge._head_print = WeightPrint(judge._head, None)
         return judge
 
     @property
     def head(self) -> AffineHead:
         """The layered head, on the tower's device."""
         if self._head is None:
-            state, where = _read_head(self._model)
             try:
-                head = AffineHead.from_state_dict(state)
+                with torch.inference_mode(False):
+                    state, where = _read_head(self._model)
+                    head = AffineHead.from_state_dict(state)
             except ValueError as error:
                 raise RewardError(f"{where}: {error}") from error
             self._head = head.requires_grad_(False).to(self.towers.encoder.device)
+            self._head_print = WeightPrint(self._head, fingerprint(where))
         return self._head
 
     @property
@@ -172,18 +176,20 @@ class Hp:
 
     def _one_map(self) -> nn.Linear:
         """The head as one affine map on the CPU, multiplied out anew when a layer changed."""
-        seen = sum(parameter._version for parameter in self.head.parameters())
+        seen = weight_state(self.head)
         if self._collapsed is None or self._collapsed[0] != seen:
-            self._collapsed = (seen, self.head.collapse())
+            with torch.inference_mode(False):
+                self._collapsed = (seen, self.head.collapse())
         return self._collapsed[1].cpu()
 
     @property
     def identity(self) -> Identity:
         """What the numbers depend on."""
+        _ = self.head
         return Identity(
             judge=self.name,
             model=self.towers.source,
-            weights=self.towers.fingerprint,
+            weights=f"{self.towers.fingerprint} {self._head_print}",
             preprocessing=self.towers.preprocess,
             dtype=self.towers.precision,
         )

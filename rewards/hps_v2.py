@@ -59,7 +59,8 @@ class HpsV2:
         """Note the model, which is loaded at the first score.
 
         Args:
-            model: the published .pt file, a folder that holds it, the hub id, or an open_clip folder.
+            model: the published .pt file, a folder that holds it, the hub id, an open_clip folder, or a
+                packaged name.
             version: "2.0" or "2.1": which of the files of a folder or hub id.
             resampling: "float", "aliased" or "pil", as above.
             architecture: of the .pt file: a name of open_clip, or its model_cfg.
@@ -125,7 +126,9 @@ def _load(
     precision: str,
 ) -> ClipParts:
     """The published file put into open_clip's model, strictly."""
-    place = Path(model)
+    from visalign.data.assets import resolve_model
+
+    place = Path(resolve_model(model))
     if (place / CONFIG).is_file():
         return load_clip(place, device=device, precision=precision)
     if not place.is_file():

@@ -18,13 +18,15 @@ likelihood of the paper, which does not). One published output has 0.012 beside 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from visalign.interfaces import Metadata, Scores
 
@@ -32,8 +34,8 @@ from .contract import make_scores, read_request, scatter
 from .hpsv3_loading import load_hpsv3
 from .hpsv3_model import REWARD_TOKEN, TEMPLATE, HPSv3Batch, HPSv3Model
 from .identity import Identity
-from .vlm_loading import weights_of
 from .vlm_template import Template
+from .weights_in_memory import WeightPrint
 
 __all__ = ["REWARD_TOKEN", "TEMPLATE", "HPSv3", "HPSv3Batch", "HPSv3Model"]
 
@@ -84,7 +86,12 @@ class HPSv3:
     def model(self) -> HPSv3Model:
         """The module, loaded when it is first needed."""
         given = self._given
-        return given if isinstance(given, HPSv3Model) else load_hpsv3(given, **self._options)
+        if isinstance(given, HPSv3Model):  # may be in training
+            self._print = WeightPrint(given, None)
+            return given
+        found = load_hpsv3(given, **self._options)
+        self._print = WeightPrint(found, found.engine.weights)
+        return found
 
     @classmethod
     def from_pretrained(cls, place: str | Path, **options: Any) -> HPSv3:
@@ -102,9 +109,7 @@ class HPSv3:
     def identity(self) -> Identity:
         """What the scores depend on; positions are among the options."""
         fields = self.model.engine.identity_fields(self.model.template, clamp=self.model.clamp)
-        if isinstance(self._given, HPSv3Model):  # may be in training
-            fields["weights"] = weights_of(self.model)
-        return Identity(judge=self.name, **fields)
+        return Identity(judge=self.name, **{**fields, "weights": str(self._print)})
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -117,14 +122,14 @@ class HPSv3:
                 rows.append((row, image))
             else:
                 reasons[row] = "the prompt is empty, so there is nothing to compare the image with"
-        self.model.eval()
         batch = self.model.encode([image for _, image in rows], [request.prompts[row] for row, _ in rows])
         for (row, _), reason in zip(rows, batch.reasons, strict=True):
             reasons[row] = reason
         places = [rows[place][0] for place in batch.places]
         values, deviations = [], []
         if places:
-            mean, log_std = self.model(batch)
+            with _evaluation(self.model):
+                mean, log_std = self.model(batch)
             values, deviations = mean, log_std.exp()
         value, std = (scatter(of, places, len(request)) for of in (values, deviations))
         for row in places:
@@ -132,3 +137,15 @@ class HPSv3:
                 reasons[row] = f"the model gave mean {float(value[row])} and deviation {float(std[row])}"
         scores = make_scores(value, reasons, self.unit, parts={"mean": value, "std": std})
         return replace(scores, std=scores.parts["std"])
+
+
+@contextmanager
+def _evaluation(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every part is left in the mode that it had."""
+    in_training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in in_training:
+            part.training = True

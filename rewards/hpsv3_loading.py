@@ -94,7 +94,7 @@ def _load_ours(
     engine = VisionLanguageJudge.from_pretrained(
         source, device=device, dtype=dtype, adapter=adapter, **{"name": folder.name, **options}
     )
-    engine.weights += "+" + fingerprint(folder / HEAD_FILE)
+    weights = engine.weights + "+" + fingerprint(folder / HEAD_FILE)
     tensors = load_file(folder / HEAD_FILE)
     token = tensors.pop("reward_token", None)
     clamp = head_settings.get("clamp", CLAMP)
@@ -105,6 +105,7 @@ def _load_ours(
         clamp=None if clamp is None else (float(clamp[0]), float(clamp[1])),
     )
     model.add_token(None if token is None else token.to(device))
+    engine.settle(weights)
     return model
 
 
@@ -141,7 +142,7 @@ def _load_published(
     engine = VisionLanguageJudge(
         model.to(device),
         processor,
-        **{"name": folder.name, "settings": settings, "weights": fingerprint(file), **options},
+        **{"name": folder.name, "settings": settings, **options},
     )
     found = HPSv3Model(engine, head.to(device), template=template, clamp=None)
     found.add_token(model.get_input_embeddings().weight[-1].clone())
@@ -151,6 +152,7 @@ def _load_published(
             f"The tokenizer of the base gives {REWARD_TOKEN} the id {place_of}, and in the weights it is the "
             f"last of {vocabulary}. Give the processor of the model that they were trained from."
         )
+    engine.settle(fingerprint(file))
     return found
 
 

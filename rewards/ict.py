@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visalign.core.preference_ict import truncated_score
 from visalign.interfaces import Metadata, Scores
 
 from .clip_encoder import ClipEncoder
@@ -135,7 +136,7 @@ class Ict:
         return self._truncated(self.towers.cosine_with_gradient(images, prompts))
 
     def _truncated(self, value: Tensor) -> Tensor:
-        return value if self.threshold is None else (value / self.threshold).clamp(max=1)
+        return value if self.threshold is None else truncated_score(value, theta=self.threshold)
 
     @property
     def identity(self) -> Identity:

@@ -27,10 +27,11 @@ MODES = ("paper", "upstream")
 
 
 class IctHp:
-    """ICT · r ("paper"), or ICT · σ(r) ("upstream"), with r the HP head's output; both among the parts.
+    """ICT · σ(r) ("upstream"), or ICT · r ("paper"), with r the HP head's output; both among the parts.
 
-    With "paper" a negative r turns the order of the ICT scores round; the sigmoid keeps it. Where the parts
-    are compared within a group of one prompt, look at them beside the product.
+    The head's output has no sign that means anything: it was trained on differences. With "paper" a negative
+    r turns the order of the ICT scores round, and two bad images outscore a good one; the sigmoid keeps the
+    order. So the released form is the default.
     """
 
     name = "ict_hp"
@@ -41,7 +42,7 @@ class IctHp:
         ict: str | Path = "shapes-ict",
         hp: str | Path = "shapes-hp",
         *,
-        mode: str = "paper",
+        mode: str = "upstream",
         device: str | torch.device = "cpu",
         precision: str = "fp32",
         batch_size: int = 32,
@@ -52,7 +53,7 @@ class IctHp:
         Args:
             ict: the model of `Ict`.
             hp: the model of `Hp`.
-            mode: "paper" or "upstream".
+            mode: "upstream" or "paper".
             device: where the towers run.
             precision: of the towers: "fp32", "bf16" or "fp16".
             batch_size: images or prompts in one forward pass.

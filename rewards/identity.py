@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_EDGE = 1 << 20
+_WHOLE = 64 << 20
+"""Bytes up to which a file is read whole."""
+_BLOCK, _BLOCKS = 1 << 16, 512
+"""Of a larger file, so many blocks evenly spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +53,15 @@ class Identity:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """A short hash of the weight files of a folder, read in milliseconds whatever their size.
+    """A short hash of the weight files of a folder, read in a fraction of a second whatever their size.
 
     Args:
         folder: a model folder, or one weight file.
 
     Returns:
-        32 hex digits over name, size, and the first and last MiB of each weight file; "" if there are none.
+        32 hex digits over name, size and content of each weight file; "" if there are none. Of a file above
+        64 MiB only 512 blocks of 64 KiB are read, the first and the last among them: a change that lies
+        between two blocks is not seen.
     """
     place = Path(folder)
     files = (
@@ -71,9 +76,12 @@ def fingerprint(folder: str | Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.relative_to(place) if place.is_dir() else file.name}:{size}:".encode())
         with file.open("rb") as content:
-            digest.update(content.read(_EDGE))
-            content.seek(max(0, size - _EDGE))
-            digest.update(content.read(_EDGE))
+            if size <= _WHOLE:
+                digest.update(content.read())
+                continue
+            for block in range(_BLOCKS):
+                content.seek((size - _BLOCK) * block // (_BLOCKS - 1))
+                digest.update(content.read(_BLOCK))
     return digest.hexdigest()[:32]
 
 

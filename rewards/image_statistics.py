@@ -14,6 +14,7 @@ from torch import Tensor
 from visalign.interfaces import Metadata, Scores
 
 from .contract import make_scores, read_request, scatter
+from .identity import Identity
 from .sharpness import LUMA
 
 EDGE_THRESHOLD = 0.1
@@ -74,6 +75,7 @@ class Brightness:
     def __init__(self, prefer: str = "larger") -> None:
         """Choose the direction: `prefer` is "larger" or "smaller"; the value is the statistic either way."""
         self.higher_is_better = _direction(self.name, prefer)
+        self.identity = Identity(judge=self.name, model="statistic of the pixels")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Measure each image; prompts and metadata are not looked at."""
@@ -90,6 +92,7 @@ class Contrast:
     def __init__(self, prefer: str = "larger") -> None:
         """Choose the direction: `prefer` is "larger" or "smaller"; the value is the statistic either way."""
         self.higher_is_better = _direction(self.name, prefer)
+        self.identity = Identity(judge=self.name, model="statistic of the pixels")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Measure each image; prompts and metadata are not looked at."""
@@ -106,6 +109,7 @@ class Saturation:
     def __init__(self, prefer: str = "larger") -> None:
         """Choose the direction: `prefer` is "larger" or "smaller"; the value is the statistic either way."""
         self.higher_is_better = _direction(self.name, prefer)
+        self.identity = Identity(judge=self.name, model="statistic of the pixels")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Measure each image; prompts and metadata are not looked at."""
@@ -123,6 +127,7 @@ class Colourfulness:
     def __init__(self, prefer: str = "larger") -> None:
         """Choose the direction: `prefer` is "larger" or "smaller"; the value is the statistic either way."""
         self.higher_is_better = _direction(self.name, prefer)
+        self.identity = Identity(judge=self.name, model="statistic of the pixels")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Measure each image; prompts and metadata are not looked at."""
@@ -139,6 +144,7 @@ class EdgeDensity:
     def __init__(self, prefer: str = "larger") -> None:
         """Choose the direction: `prefer` is "larger" or "smaller"; the value is the statistic either way."""
         self.higher_is_better = _direction(self.name, prefer)
+        self.identity = Identity(judge=self.name, model="statistic of the pixels")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Measure each image; prompts and metadata are not looked at."""

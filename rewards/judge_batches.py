@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from visalign.interfaces import Preferences, Scores
 
-from .contract import RewardError
-from .judge_worker import WorkerDied, WorkerTimeout
+from .judge_worker import WorkerDied
+from .probes import Attempt
 from .wire import JudgeRequest, rows_of
 
 
@@ -152,9 +152,14 @@ class Batcher:
         self.counts.largest = max(self.counts.largest, len(joined))
         loop = asyncio.get_running_loop()
         try:
-            answer = await loop.run_in_executor(None, self._judge.ask, joined, self.timeout)
-        except (RewardError, WorkerDied, WorkerTimeout, ValueError, TypeError) as error:
-            self._refused(batch, error)
+            with Attempt() as asking:  # whatever is raised is the requests', and must not end this task
+                answer = await loop.run_in_executor(None, self._judge.ask, joined, self.timeout)
+        except asyncio.CancelledError:  # closed meanwhile: nobody else would end their waiting
+            for item in batch:
+                item.answer.cancel()
+            raise
+        if asking.error is not None:
+            self._refused(batch, asking.error)
             return
         start = 0
         for item in batch:

@@ -22,7 +22,7 @@ from typing import Any
 from .contract import RewardError
 from .judge_batches import Asked, Batcher, QueueFull
 from .judge_worker import WorkerDied, WorkerTimeout
-from .wire import MEDIA_TYPE, WireError, pack_answer, unpack_request
+from .wire import JUDGE_HEADER, MEDIA_TYPE, WireError, pack_answer, unpack_request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,8 @@ class _Desk:
             _check_head(request.headers, self.card, self.limits, is_pair)
             raw = await _receive(request, self.limits)
             answer = await _judged(self.batcher, raw, self.limits, is_pair)
-            return Response(answer, media_type=MEDIA_TYPE)
+            told = {JUDGE_HEADER: self.card["identity"] or ""}
+            return Response(answer, media_type=MEDIA_TYPE, headers=told)
         except Refused as refusal:
             headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
             headers |= {"Retry-After": "1"} if refusal.status == 503 else {}
@@ -181,6 +182,8 @@ def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: boo
 
 async def _receive(request: Any, limits: Limits) -> bytes:
     """The body; a client that sends more than it said, too slowly, or goes away is refused."""
+    from starlette.requests import ClientDisconnect
+
     chunks: list[bytes] = []
     size = 0
     try:
@@ -192,6 +195,8 @@ async def _receive(request: Any, limits: Limits) -> bytes:
                 chunks.append(chunk)
     except TimeoutError as error:
         raise Refused(408, f"The body did not arrive within {limits.receive_timeout:g} seconds.") from error
+    except ClientDisconnect as error:
+        raise Refused(400, "The connection ended before the body did.") from error
     return b"".join(chunks)
 
 

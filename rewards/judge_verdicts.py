@@ -28,7 +28,8 @@ _OVERALL = re.compile(
     r"\b(?:overall|all\s+in\s+all|in\s+total|in\s+conclusion|therefore|finally)\b", re.IGNORECASE
 )
 _DOUBT = re.compile(
-    r"\b(?:not|never|no|neither|nor|cannot|disagree|deny|doubt|whether|if|unless|unclear|unsure|wrong|false"
+    r"\b(?:not|never|no|neither|nor|hardly|scarcely|cannot|disagree|deny|doubt|whether|if|unless"
+    r"|unclear|unsure|wrong|false"
     r"|thought|initially|at\s+first)\b|n['’]t\b",
     re.IGNORECASE,
 )
@@ -70,8 +71,8 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
             return side
     clauses = [clause for clause, end in _CLAUSE.findall(said.text) if end != "?"]
     found = {side for clause in clauses for side in _asserted(clause, names)}
-    if len(found) == 2:  # "Image 1 in colour, but overall Image 2" is clear
-        summed_up = [clause for clause in clauses if _OVERALL.search(clause)]
+    if len(found) == 2:  # "Image 1 in colour, but overall Image 2" is clear, with a comma behind it too
+        summed_up = [clause for n, clause in enumerate(clauses) if _sums_up(clause, clauses[max(n - 1, 0)])]
         found = {side for clause in summed_up for side in _asserted(clause, names)} or found
     tied = any(_ties(clause) for clause in clauses)
     if found and tied:
@@ -216,6 +217,11 @@ def _subject(option: str) -> str:
     """A pattern of the picture's name in "NAME is better"."""
     name = re.split(r"\s+is\s+", option, maxsplit=1)[0]
     return r"\s*".join(map(re.escape, name.split())) + r"(?!\w)"
+
+
+def _sums_up(clause: str, before: str) -> bool:
+    """Whether a clause is what is said "overall", or follows the bare word."""
+    return bool(_OVERALL.search(clause) or _OVERALL.fullmatch(before.strip(" *_")))
 
 
 def _asserted(clause: str, names: Sequence[str]) -> set[int]:

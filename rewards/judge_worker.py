@@ -136,7 +136,7 @@ class JudgeWorker:
             timeout: seconds; None waits for ever.
 
         Raises:
-            RewardError: what the judge raised.
+            RewardError: what the judge raised; or a new process has another version of the judge.
             WorkerDied, WorkerTimeout: the process ended, and a new one is ready.
         """
         with self._lock:
@@ -191,4 +191,10 @@ class JudgeWorker:
     def _restart(self) -> None:
         self.close()
         self.restarts += 1
-        self._start()
+        card = self._start()
+        if card != self.card:  # its files have changed: caches know it by the old card
+            self.close()
+            raise RewardError(
+                f"The judge {self.card['name']!r} was started anew and is another version now; start the "
+                "server or worker again to use it."
+            )

@@ -21,7 +21,7 @@ from visalign.interfaces import Metadata, Preferences, Scores
 from .contract import RewardError, make_scores, read_request, scatter
 from .identity import Identity
 from .images import load_images
-from .wire import MEDIA_TYPE, JudgeRequest, WireError, pack_request, unpack_answer
+from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, WireError, pack_request, unpack_answer
 
 _PASSING = (408, 429, 502, 503, 504)
 _OURS = (401, 403, 404, 411, 413, 415)
@@ -181,6 +181,7 @@ class RemoteReward:
                 why = f"the reward server did not answer ({type(error).__name__}: {error})"
                 continue
             if reply.status_code == 200:
+                self._check_judge(reply.headers.get(JUDGE_HEADER, ""))
                 try:
                     return unpack_answer(reply.content, len(asked)), ""
                 except WireError as error:
@@ -191,6 +192,15 @@ class RemoteReward:
             if reply.status_code not in _PASSING:
                 return None, why
         return None, f"{why}; {self._attempts} attempts"
+
+    def _check_judge(self, digest: str) -> None:
+        """Refuse answers of another judge than the one whose card was read."""
+        known = getattr(self, "identity", None)
+        if digest != ("" if known is None else known.weights):
+            raise RewardError(
+                f"The server at {self.url} serves another judge, or another version of it, than "
+                f"{self.name!r} as it was when this client began. Make a new RemoteReward."
+            )
 
 
 def _levels(image: Tensor) -> Tensor:

@@ -82,8 +82,13 @@ class RewardDance:
         self._read = YesNoReader(self.engine, self.template, yes=yes, no=no, min_mass=min_mass)
         self.value, self.unit, self.range = value, *UNITS[value]
         self._tokens = max_new_tokens if write_reasons else 0
-        options = {"value": value, "instruction": instruction, "min_mass": min_mass, **self._read.spellings}
-        self.identity = Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
+        fixed = {"value": value, "instruction": instruction, "min_mass": min_mass}
+        self._options = {**fixed, **self._read.spellings}
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score per (image, prompt); metadata is not looked at."""

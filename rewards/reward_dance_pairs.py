@@ -78,13 +78,17 @@ class RewardDancePairs:
         self._read = YesNoReader(self.engine, self.template, yes=yes, no=no, min_mass=min_mass)
         self.both_orders = both_orders
         self._tokens = max_new_tokens if write_reasons else 0
-        options = {
+        self._options = {
             "both_orders": both_orders,
             "instruction": instruction,
             "min_mass": min_mass,
             **self._read.spellings,
         }
-        self.identity = Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None

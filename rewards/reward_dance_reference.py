@@ -8,7 +8,7 @@ takes as references the best of 16 samples of the model before training, ranked 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,8 @@ from visalign.core import group_pairs
 from visalign.interfaces import Metadata, PairwiseReward, Scores
 
 from .contract import make_scores, read_request
+from .feature_cache import image_key
+from .identity import Identity
 from .images import as_contract, load_images
 from .pair_asking import PairAsker, read_preferences
 from .reward_dance_questions import UNITS
@@ -56,7 +58,15 @@ class ReferenceReward:
         self.judge, self.references, self.value = judge, dict(references or {}), value
         self.name = name or f"{judge.name}_reference"
         self.unit, self.range = UNITS[value]
-        self.identity = getattr(judge, "identity", None)
+
+    @property
+    def identity(self) -> Identity | None:
+        """What the scores depend on, the given references too; None where the judge does not say."""
+        found = getattr(self.judge, "identity", None)
+        if not isinstance(found, Identity):
+            return None
+        shown = {prompt: _digests(images) for prompt, images in sorted(self.references.items())}
+        return replace(found, options={**found.options, "against": self.value, "references": shown})
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score per image against its references."""
@@ -121,6 +131,11 @@ class ReferenceReward:
         if given is None:
             return []
         return [image for _, image in load_images(given).readable()]
+
+
+def _digests(images: Any) -> list[str | None]:
+    """Of reference images, None for those that cannot be read."""
+    return [None if image is None else image_key(image).hex() for image in load_images(images).images]
 
 
 @dataclass(frozen=True)

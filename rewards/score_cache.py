@@ -52,9 +52,11 @@ class ScoreCache:
         path = self.folder / FILE
         try:
             self._open(path)
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) and "unable to open" in str(error):
-                raise OSError(f"The cache '{path}' cannot be opened: {error}.") from error
+        except sqlite3.OperationalError as error:  # locked, read-only, full: the file itself may be sound
+            raise OSError(
+                f"The cache '{path}' cannot be opened: {error}. Free or unlock it, or give another folder."
+            ) from error
+        except sqlite3.DatabaseError:
             self.rebuilt = _set_aside(path)
             self._open(path)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from visalign.interfaces import Metadata, PointwiseReward, Scores
 
 from .contract import RewardError
 from .failure import Naming
+from .identity import Identity
 
 HOW = ("lower_bound", "weight", "bhattacharyya")
 
@@ -88,7 +90,18 @@ class UncertaintyUsed:
             self.range = (-math.inf, high) if self.higher_is_better else (low, math.inf)
         self.remember = remember
         start = [] if pool is None else torch.stack([part.double().cpu() for part in pool], 1).tolist()
+        self._start = start
         self.pool: deque[tuple[float, float]] = deque((tuple(pair) for pair in start), maxlen=pool_size)
+
+    @property
+    def identity(self) -> Identity | None:
+        """What the scores depend on; None where the reward has none, or earlier calls move the scores."""
+        found = getattr(self.reward, "identity", None)
+        if not isinstance(found, Identity) or self.remember:
+            return None
+        pool = hashlib.sha256(repr(self._start).encode()).hexdigest()[:32] if self._start else ""
+        used = {"how": self.how, "strength": self.strength, "reference": self.reference, "pool": pool}
+        return replace(found, options={**found.options, "uncertainty": used})
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """The reward's scores with its uncertainty used.

@@ -122,15 +122,7 @@ class UnifiedRewardPairs:
         """
         if mode not in TEMPLATES:
             raise RewardError(f"{self.name}: mode is {mode!r}; allowed are {', '.join(TEMPLATES)}.")
-        weights = [overall_weight, dim_weight, *(category_weights or ())]
-        if (
-            not all(math.isfinite(weight) and weight >= 0 for weight in weights)
-            or overall_weight + dim_weight <= 0
-        ):
-            raise RewardError(
-                f"{self.name}: the weights are {weights}; allowed are finite numbers from 0, and one of "
-                "overall_weight and dim_weight above 0."
-            )
+        _check_weights(self.name, [overall_weight, dim_weight, *(category_weights or ())])
         self.server = connect(self.name, server, base_url, model, server_options)
         self.mode, self.both_orders = mode, both_orders
         self.template = as_template(self.name, template, TEMPLATES[mode])
@@ -208,6 +200,14 @@ class UnifiedRewardPairs:
             parts=columns,
             text=[said if reason is None else "" for said, reason in zip(text, reasons, strict=True)],
             reason=reasons,
+        )
+
+
+def _check_weights(name: str, weights: Sequence[float]) -> None:
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights[:2]) <= 0:
+        raise RewardError(
+            f"{name}: the weights are {list(weights)}; allowed are finite numbers from 0, and one of "
+            "overall_weight and dim_weight above 0."
         )
 
 

@@ -52,7 +52,7 @@ JUDGE_UNITS: dict[str, JudgeUnit] = {
     "hps_v2": JudgeUnit("cosine", (-1.0, 1.0), "cosine"),
     "ict": JudgeUnit("cosine", (-1.0, 1.0), "cosine"),
     "hp": JudgeUnit("HP score", INFINITE, "hp"),
-    "ict_hp": JudgeUnit("cosine × HP score", INFINITE, "ict × hp"),
+    "ict_hp": JudgeUnit("cosine × probability", (-1.0, 1.0), "ict × σ(hp)"),
     "laion_aesthetic": JudgeUnit("rating 1-10", INFINITE, "rating"),
     "image_reward": JudgeUnit("standard deviations", INFINITE, "image_reward"),
     "hpsv3": JudgeUnit("logit", INFINITE, "hpsv3"),
@@ -83,7 +83,8 @@ SCALES: dict[str, Scale] = {
     "sigmoid(hp)": Scale(
         "hp", "σ(r): ICTHP's evaluation script", refusal="σ(r) is not affine in r; use IctHp(mode='upstream')"
     ),
-    "ict × hp": Scale("ict × hp", "cosine times HP score"),
+    "ict × σ(hp)": Scale("ict × σ(hp)", "cosine times σ of the HP score: ICTHP's evaluation script"),
+    "ict × hp": Scale("ict × hp", "cosine times HP score, as the paper writes it: IctHp(mode='paper')"),
     "hpsv3": Scale("hpsv3", "μ: a difference of 1 is odds of e; unbounded, about −5 to 15 as published"),
     "rating": Scale("rating", "mean opinion on 1 to 10, unbounded in the model: LAION aesthetic"),
     "rating / 10": Scale("rating", "LAION aesthetic in several trainers", 0.1),

@@ -119,11 +119,14 @@ class VisualQuality:
         self.max_new_tokens = max_new_tokens or (2048 if thinking else 16)
         self.variance_floor, self.min_mass = variance_floor, min_mass
         self._digits = RatingDigits(self.engine, self.template, LOW, HIGH) if mode == "direct" else None
-        options: dict[str, Any] = {"mode": mode, "min_mass": min_mass}
-        if mode == "sampled":
-            drawn = {"answers": answers, "seed": seed, "temperature": temperature}
-            options = {"mode": mode, **drawn, "max_new_tokens": self.max_new_tokens}
-        self.identity = Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
+        drawn = {"answers": answers, "seed": seed, "temperature": temperature}
+        own = {"min_mass": min_mass} if mode == "direct" else {**drawn, "max_new_tokens": self.max_new_tokens}
+        self._options: dict[str, Any] = {"mode": mode, "variance_floor": variance_floor, **own}
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Rating per image; prompts and metadata are not looked at."""

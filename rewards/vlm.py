@@ -21,12 +21,13 @@ from torch import Tensor
 
 from .contract import RewardError
 from .vlm_generation import Answers, generate_answers
-from .vlm_loading import load_seeing_model, weights_of
+from .vlm_loading import load_seeing_model
 from .vlm_network import SeeingNetwork, eye_of
 from .vlm_pictures import Shown
 from .vlm_replies import AnswerLogits, HiddenStates
 from .vlm_rows import Ask, Row, RowEncoder
 from .vlm_template import JudgeSettings, Template, check_positions
+from .weights_in_memory import WeightPrint
 
 __all__ = ["AnswerLogits", "Answers", "Ask", "HiddenStates", "Row", "VisionLanguageJudge"]
 
@@ -71,7 +72,8 @@ class VisionLanguageJudge:
                 f"max_tokens_per_batch is {max_tokens_per_batch} and feature_bytes {feature_bytes}; allowed "
                 "are whole numbers from 1, and from 0."
             )
-        self.model, self.processor, self.name, self.weights = model, processor, name, weights
+        self.model, self.processor, self.name = model, processor, name
+        self.settle(weights)
         self.settings = settings or JudgeSettings()
         eye = eye_of(model, processor, **pixels)
         wanted = positions or self.settings.positions or "mrope"
@@ -143,7 +145,7 @@ class VisionLanguageJudge:
         """
         return {
             "model": self.name,
-            "weights": self._fingerprint(),
+            "weights": self.weights,
             "template": template.text,
             "preprocessing": self.network.eye.settings(),
             "dtype": str(self.network.trunk.get_input_embeddings().weight.dtype).removeprefix("torch."),
@@ -268,13 +270,20 @@ class VisionLanguageJudge:
         """Read weights and tokens anew, after they were changed."""
         self.clear_features()
         self.rows.refresh()
-        self.weights = ""
+        self.settle()
 
-    def _fingerprint(self) -> str:
-        """Of the weight files, or of what is in memory."""
-        if not self.weights:
-            self.weights = weights_of(self.model)
-        return self.weights
+    def settle(self, weights: str = "") -> None:
+        """Take what is in memory for the weights of files.
+
+        Args:
+            weights: fingerprint of the files; "" where there are none.
+        """
+        self._print = WeightPrint(self.model, weights or None)
+
+    @property
+    def weights(self) -> str:
+        """Fingerprint of the weight files; of what is in memory where there are none, or it was changed."""
+        return str(self._print)
 
 
 def _full(rows: Sequence[Row | None], width: int, compute: Any) -> Tensor:

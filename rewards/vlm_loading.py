@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,16 @@ def load_seeing_model(
     place = find_model(folder_or_id)
     processor = load_processor(place)
     try:
-        model: Any = AutoModelForImageTextToText.from_pretrained(
-            str(place), dtype=dtype, attn_implementation=attention
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            str(place), dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise RewardError(
             f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Check that config "
             "and weights belong together and are complete."
         ) from error
+    model, told = loaded
+    _check_loaded(str(folder_or_id), told)
     if adapter is not None:
         model = add_adapter(model, adapter, merge=merge)
     local = isinstance(place, Path)
@@ -153,12 +155,15 @@ def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:
     return wrapped.merge_and_unload() if merge else wrapped.get_base_model()
 
 
-def weights_of(model: Any) -> str:
-    """A fingerprint of a model in memory: 32 hex digits over names and sums of its parameters."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        sums = parameter.detach().double()
-        digest.update(
-            f"{name}:{tuple(sums.shape)}:{sums.sum().item()!r}:{sums.abs().sum().item()!r}".encode()
+def _check_loaded(name: str, told: Mapping[str, Any]) -> None:
+    """Refuse weights of which some are missing or left over: transformers fills gaps with random numbers."""
+    missing, left = (sorted(map(str, told.get(key, ()))) for key in ("missing_keys", "unexpected_keys"))
+    if missing or left:
+        shown = [
+            ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "") or "nothing"
+            for keys in (missing, left)
+        ]
+        raise RewardError(
+            f"The weights of {name!r} do not fit its config: missing {shown[0]}; unexpected {shown[1]}. "
+            "Give config and weights of one model, complete."
         )
-    return digest.hexdigest()[:32]

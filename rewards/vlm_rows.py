@@ -143,6 +143,9 @@ class RowEncoder:
         missing = template.fields & {"prompt", "question"} - set(fields)
         if missing:
             raise RewardError(f"The template {template.name!r} needs {', '.join(sorted(missing))}.")
+        for name, text in fields.items():
+            if any("\ud800" <= sign <= "\udfff" for sign in text):
+                raise ValueError(f"the {name} is no text in Unicode: it holds half of a surrogate pair")
         safe = {name: escape(text, self.specials) for name, text in fields.items()}
         ids = self._tokens(template, safe, ask.continuation)
         if _count(ids, self._ids) != self._own_specials(template, fields, ask.continuation):

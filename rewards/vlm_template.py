@@ -193,6 +193,8 @@ def check_positions(given: Any) -> str:
 def escape(text: str, specials: Iterable[str]) -> str:
     """A user's text without special tokens of the model: a blank goes behind the first sign of each.
 
+    One of a single sign gives way to a blank.
+
     Args:
         text: of the user.
         specials: special tokens as text.
@@ -203,7 +205,7 @@ def escape(text: str, specials: Iterable[str]) -> str:
     known = list(specials)
     while found := [special for special in known if special in text]:  # a blank may spell out another one
         for special in found:
-            text = text.replace(special, f"{special[0]} {special[1:]}")
+            text = text.replace(special, f"{special[0]} {special[1:]}" if special[1:] else " ")
     return text
 
 

@@ -22,6 +22,8 @@ from visalign.interfaces import Preferences, Scores
 
 FORMAT = "visalign-judge-1"
 MEDIA_TYPE = "application/x-safetensors"
+JUDGE_HEADER = "X-Visalign-Judge"
+"""HTTP header of an answer: digest of the identity of the judge that gave it, or empty."""
 
 
 class WireError(ValueError):
@@ -81,7 +83,8 @@ def unpack_request(raw: bytes) -> JudgeRequest:
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise WireError("'prompts' must be a list of strings.")
     if metadata is None:
-        metadata = [None] * len(prompts)
+        none: list[Mapping[str, Any] | None] = [None] * len(prompts)
+        metadata = none
     if not isinstance(metadata, list) or not all(
         record is None or isinstance(record, dict) for record in metadata
     ):
@@ -196,17 +199,13 @@ def _read(raw: bytes, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         about = (header or {}).get("__metadata__", {})
         if about.get("format") != FORMAT or key not in about:
             raise WireError(f"this is no {key} in the format {FORMAT}.")
-        found = json.loads(about[key])
+        found = json.loads(about[key]) if isinstance(about[key], str) else None
         if not isinstance(found, dict):
             raise WireError(f"the {key} is no JSON object.")
         return load(raw), found
-    except (
-        SafetensorError,
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-        RecursionError,
-        AttributeError,
-    ) as error:
+    except WireError:
+        raise
+    except (SafetensorError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise WireError(
             f"the body cannot be read as safetensors ({type(error).__name__}: {error})."
         ) from error

@@ -70,8 +70,8 @@ class YesNoReader:
         if not 0 <= min_mass < 1:
             raise ValueError(f"min_mass is {min_mass}; allowed are probabilities from 0 up to below 1.")
         self.engine, self.template, self.min_mass = engine, template, min_mass
-        self._yes = token_set(engine, yes or template.words.get("yes"), YES)
-        self._no = token_set(engine, no or template.words.get("no"), NO)
+        self._yes = token_set(engine, template.words.get("yes") if yes is None else yes, YES)
+        self._no = token_set(engine, template.words.get("no") if no is None else no, NO)
         both = sorted(set(self._yes) & set(self._no))
         if both:
             raise ValueError(

@@ -23,9 +23,7 @@ from .judge_text import AnswerError
 from .server_judge import Drawing, as_template, connect, rate
 from .vlm_template import Template
 from .yes_no_logprobs import read_yes_no
-
-MIN_MASS = 0.1
-"""Below this probability of yes and no together a model has answered neither."""
+from .yes_no_reader import MIN_MASS
 
 QUESTION = question(
     "yes_no_server",

@@ -182,6 +182,11 @@ def test_sides_are_mixed_the_same_way_always() -> None:
     turned = pair.swapped()
     assert (turned.votes, turned.generator_right, turned.extra) == ((1, 2, 3), "a", {"x_right": 1, "y": 2})
     assert turned.swapped() == pair
+    said = {"prob": 0.25, "a_prob": "0.25", "b_prob": 0.25, "b_prob_swapped": 0.5, "c_prob": "none"}
+    turned = PreferencePair(**BASE, label=1.0, extra=said).swapped()
+    assert turned.extra == {
+        "prob": 0.75, "a_prob": 0.75, "b_prob_swapped": 0.25, "b_prob": 0.5, "c_prob": "none",
+    }  # fmt: skip
 
 
 def test_quality_sets(tmp_path: Path) -> None:

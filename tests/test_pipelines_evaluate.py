@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -20,12 +21,15 @@ from visalign.data.preference_sources import shapes_pairs, shapes_quality
 from visalign.data.preferences import PreferenceSet
 from visalign.errors import UserError
 from visalign.evaluation.judged_pairs import IntervalSettings
+from visalign.evaluation.pair_scores import from_scores
 from visalign.evaluation.preference_evaluation import evaluate_preferences
 from visalign.interfaces import Preferences, Scores
 from visalign.pipelines.cli import app
 from visalign.pipelines.evaluate_columns import column_scores
 from visalign.pipelines.evaluate_reward import EvaluateOptions, evaluate
 from visalign.pipelines.evaluate_scores import Asking, judge_pairs, judge_quality
+from visalign.pipelines.score_log import Logged, ScoreLog, judge_identity, score_key
+from visalign.rewards.catalogue import load_judge
 from visalign.rewards.contract import RewardError
 from visalign.rewards.identity import Identity
 
@@ -137,6 +141,62 @@ def test_exchanged_sides_change_no_number(tmp_path: Path) -> None:
         assert one["generators"][part]["estimate"] == pytest.approx(two["generators"][part]["estimate"])
     assert one["agreement"]["half_credit"] == two["agreement"]["half_credit"]
     assert one["calibration"]["ece"]["estimate"] == pytest.approx(two["calibration"]["ece"]["estimate"])
+
+
+def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> None:
+    pairs = shapes_pairs(60)
+    asked = judge_pairs(pairs, Sided())
+    said = [
+        {"j_prob": 1 / (1 + np.exp(-(2 * m - s))), "j_prob_swapped": 1 / (1 + np.exp(s))}
+        for m, s in zip(asked.margin, asked.swapped if asked.swapped is not None else [], strict=True)
+    ]
+    given = PreferenceSet(
+        name="x", pairs=tuple(replace(p, extra=e) for p, e in zip(pairs.pairs, said, strict=True))
+    )
+    np.testing.assert_allclose(column_scores(given, "j").margin, asked.margin, atol=1e-6)
+    turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
+    np.testing.assert_allclose(column_scores(turned, "j").margin, -asked.margin, atol=1e-6)
+    with pytest.raises(UserError, match="j_prob is the probability that the left image is better and has no"):
+        column_scores(given, "j", higher_is_better=False)
+
+
+def test_a_missing_deviation_is_not_certainty(tmp_path: Path) -> None:
+    known = from_scores("a", "points", [1.0, 2.0], [0.0, 3.0], std_left=[0.5, np.nan], std_right=[0.5, 0.5])
+    assert known.std is None and ((known.prob > 0.2) & (known.prob < 0.8)).all()
+    failed = from_scores(
+        "a", "points", [1.0, np.nan], [0.0, 3.0], std_left=[0.5, np.nan], std_right=[0.5] * 2
+    )
+    assert failed.std is not None and failed.link == "probit"
+
+
+def test_a_score_is_of_the_content_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.bmp"
+    path.write_bytes(b"one")
+    keys = {score_key([str(path)], "p", None), score_key([f"parquet://{path}#jpg#0"], "p", None)}
+    path.write_bytes(b"two")  # as long as before
+    os.utime(path, ns=(1, 1))
+    keys |= {score_key([str(path)], "p", None), score_key([f"parquet://{path}#jpg#0"], "p", None)}
+    assert len(keys) == 4
+
+
+def test_a_function_that_was_edited_is_another_judge(tmp_path: Path) -> None:
+    path, digests = tmp_path / "mine.py", set()
+    for factor in (1, 2):
+        path.write_text(f"def mine(images, prompts, metadata):\n    return [{factor}.0 for _ in images]\n")
+        digests.add(judge_identity(load_judge(f"{path}:mine")).digest)
+    assert len(digests) == 2
+
+
+def test_a_log_that_was_cut_inside_a_letter_is_read(tmp_path: Path) -> None:
+    log, judge = tmp_path / "scores.jsonl", Identity(judge="a", model="b")
+    written = ScoreLog(log, "a", judge)
+    written.add({"k": Logged(value=1.0), "l": Logged(value=None, reason="zerstört")})
+    written.close()
+    whole = log.read_bytes()
+    log.write_bytes(whole + '{"key": "m", "reason": "zerstö'.encode()[:-1])
+    again = ScoreLog(log, "a", judge)
+    again.close()
+    assert len(again) == 1 and log.read_bytes() == whole
 
 
 def test_a_stopped_scoring_goes_on_where_it_was(tmp_path: Path) -> None:

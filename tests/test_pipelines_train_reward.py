@@ -29,6 +29,7 @@ from visalign.rewards.ict import Ict
 from visalign.rewards.reward_dance import RewardDance
 from visalign.rewards.reward_dance_pairs import RewardDancePairs
 from visalign.rewards.visual_quality import VisualQuality
+from visalign.training.checkpoint import CheckpointError
 from visalign.training.metrics import read_metrics, without_times
 
 CONFIGS = ("shapes_hp", "shapes_hpsv3", "shapes_ict", "shapes_reward_dance", "shapes_visual_quality")
@@ -249,11 +250,17 @@ def test_files_of_pairs_train_a_judge(models, tmp_path):
     )
     assert plan(config)["examples"] == {"train": 6, "heldout": 6, "per_update": 4}
     assert run(config, tmp_path / "run")["examples"] == 16
+    _set(tmp_path, "t.jsonl", _pairs("t", votes_tie=1))
+    with pytest.raises(CheckpointError, match=r"data\.train"):
+        run(config, tmp_path / "run", resume=True)
 
 
 def test_triples_come_from_pairs_with_a_refined_picture(models, tmp_path):
     rows = _pairs("t", image_refined="r.png", prompt_refined="a red circle")
-    data = {"train": _set(tmp_path, "t.jsonl", rows), "heldout": None, "size": None}
+    tied = {"train": _set(tmp_path, "tied.jsonl", rows), "heldout": None, "size": None}
+    with pytest.raises(UserError, match=r"2 rows of 'tied' are ties \(the first is row 4\).*Take them out"):
+        prepare_reward(_config(models, "ict", data=tied))
+    data = {**tied, "train": _set(tmp_path, "t.jsonl", rows[:3])}
     inputs = prepare_reward(_config(models, "ict", data=data))
     example = inputs.train[2]  # 5 votes for the left one, 4 for the right one
     assert len(example.images) == 3 and example.refined == "a red circle"

@@ -241,6 +241,22 @@ def test_numbers_come_back_as_they_were(tmp_path: Path):
     assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
 
 
+def test_a_file_that_cannot_be_opened_now_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with sqlite3.connect(tmp_path / FILE) as link:
+        link.execute("PRAGMA user_version = 1")
+    link.close()
+    monkeypatch.setattr(
+        ScoreCache, "_connect", staticmethod(lambda path: sqlite3.connect(path, timeout=0.01))
+    )
+    holder = sqlite3.connect(tmp_path / FILE)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(OSError, match=r"cannot be opened: database is locked. Free or unlock it"):
+        ScoreCache(tmp_path)
+    holder.close()
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert ScoreCache(tmp_path).rebuilt is None
+
+
 def test_refused(tmp_path: Path):
     cache = ScoreCache(tmp_path)
 
@@ -279,3 +295,6 @@ def test_content_of_every_form():
     turned = image.copy()
     turned.getexif()[0x0112] = 6
     assert content_digest(turned) != digests[2]
+    red, green = Image.new("P", (8, 8)), Image.new("P", (8, 8))
+    red.putpalette([255, 0, 0]), green.putpalette([0, 255, 0])
+    assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)

@@ -107,6 +107,12 @@ def test_an_empty_prompt_is_masked_where_a_question_asks_about_it():
 def test_range_holds_every_score():
     judge = VisionReward(engine({}), checklist={**FACE, **RULE})
     assert judge.range == pytest.approx((0.25 - 3.5, 0.25 + 3.5), abs=1e-4)
+    answers = dict.fromkeys(("face", "eyes good", "sharp", "a cat", None), 1.0 - 1e-9)
+    for weight, low, high in ((3.0, -3.25, 6.75), (-3.0, -6.25, 3.75), (0.0, -3.25, 3.75)):
+        rule = {**RULE, "coef": [weight, 2.0, 0.5, 1.0], "has_alignment": True}
+        judge = VisionReward(engine(answers), checklist={**FACE, **rule})
+        assert judge.range == pytest.approx((low, high), abs=1e-4)
+        assert float(judge.score(images(1), ["cat"]).value[0]) == pytest.approx(3.75 + weight, abs=1e-3)
 
 
 def test_visionrewards_two_files_are_read(tmp_path):

@@ -231,7 +231,8 @@ def test_long_prompts_and_spelled_end_tokens(folder, images):
 
 
 def test_contract_with_transformers_towers(folder):
-    assert len(check_reward(ClipScore(folder))) == 11
+    for cache_bytes in (1 << 20, 0):  # a cache would answer for what neighbours did
+        assert len(check_reward(ClipScore(folder, cache_bytes=cache_bytes))) == 11
 
 
 def test_half_precision_towers(folder, images):

@@ -13,6 +13,7 @@ from tests.pair_judges import Brightness, grey
 from visalign.interfaces import Scores
 from visalign.rewards import RewardError, check_reward, load_images
 from visalign.rewards.ensemble import Ensemble
+from visalign.rewards.identity import Identity
 from visalign.rewards.uncertainty_use import UncertaintyUsed
 
 NAN = float("nan")
@@ -105,6 +106,45 @@ def test_a_member_that_fails() -> None:
     assert one.reason is not None and one.reason[0] == "no such image file: no.png"
 
 
+def test_one_member_alone_is_not_certain() -> None:
+    members = {"a": Fixed(1), "b": Fixed(2, limit=0.4)}
+    scores = Ensemble(members, min_members=1).score(grey([0.2, 0.5]), ["p"] * 2)
+    assert scores.valid.all() and scores.value.tolist() == pytest.approx([0.2, 0.75])
+    assert scores.std is not None and scores.std.isnan().tolist() == [True, False]
+    assert scores.parts["epistemic"].isnan().tolist() == [True, False]
+
+
+class Named(Brightness):
+    def __init__(self, model: str, std: float | None = None) -> None:
+        super().__init__(std=std)
+        self.identity = Identity(judge="brightness", model=model)
+
+
+def test_identities_follow_members_and_rules() -> None:
+    members = {"a": Named("m"), "b": Named("n")}
+    first = Ensemble(members).identity
+    assert first is not None and first == Ensemble(dict(members)).identity
+    for other in (
+        Ensemble(members, how="min"),
+        Ensemble({**members, "b": Named("o")}),
+        Ensemble(members, min_members=1),
+        Ensemble(members, calibration={"a": (0.0, 1.0), "b": (0.0, 2.0)}),
+    ):
+        assert other.identity is not None and other.identity.digest != first.digest
+    assert Ensemble({**members, "b": Brightness()}).identity is None
+    pool = torch.zeros(2), torch.ones(2)
+    used = [
+        UncertaintyUsed(Named("m", std=0.1)),
+        UncertaintyUsed(Named("n", std=0.1)),
+        UncertaintyUsed(Named("m", std=0.1), strength=2.0),
+        UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", pool=pool),
+        UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", pool=(pool[1], pool[1])),
+    ]
+    assert len({one.identity.digest for one in used if one.identity is not None}) == 5
+    # What a rolling pool gives depends on earlier calls, so that no identity is true of it.
+    assert UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", remember=True).identity is None
+
+
 def test_ensembles_keep_the_contract() -> None:
     members = {"a": Brightness(std=0.1), "b": Brightness(std=0.2), "c": Brightness()}
     for how in ("mean", "min", "lower_bound", "uwo"):
@@ -121,6 +161,11 @@ def test_ensembles_keep_the_contract() -> None:
         ({"a": Fixed(1), "b": Fixed(2)}, {"strength": -1}, "strength is -1"),
         ({"a": Fixed(1), "b": Fixed(2)}, {"ddof": 2}, "ddof is 2"),
         ({"a": Fixed(1), "b": Fixed(2)}, {"min_members": 3}, "min_members is 3; allowed are 1 to 2"),
+        (
+            {"a": Fixed(1), "b": Fixed(2)},
+            {"min_members": 1, "how": "lower_bound"},
+            "min_members is 1; allowed are 2 to 2, the members, as one alone has no spread",
+        ),
         ({"a": Fixed(1), "b": Fixed(2)}, {"calibration": {"a": (0, 1)}}, "calibration is for a; needed"),
         (
             {"a": Fixed(1), "b": Fixed(2)},

@@ -194,6 +194,8 @@ def test_the_contract_with_planted_detections() -> None:
     record = {"include": [{"class": "cat", "count": 2}]}
     assert check_reward(reward, images=_numbered(4), prompts=["p"] * 4, metadata=[record] * 4)
     assert reward.identity.digest != GenEval(Planted(scenes)).identity.digest
+    packaged = GenEval(Planted(scenes), clip="shapes-clip").identity
+    assert len(packaged.weights.split(" + ")[-1]) == 32
 
 
 # colours

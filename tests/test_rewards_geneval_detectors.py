@@ -12,7 +12,7 @@ import torch
 from tests.tiny_detectors import save_detr, save_mask2former, save_owlv2
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.geneval import GenEval
-from visalign.rewards.geneval_detectors import TransformersDetector
+from visalign.rewards.geneval_detectors import TransformersDetector, _of_masks
 
 CAT = {"class": "cat", "count": 1}
 IMAGES = [
@@ -86,3 +86,14 @@ def test_wrong_options_are_refused() -> None:
         TransformersDetector("x", kind="yolo")
     with pytest.raises(ValueError, match="batch_size is 0"):
         TransformersDetector("x", batch_size=0)
+
+
+def test_a_mask_that_vanished_is_no_object() -> None:
+    masks = torch.zeros(2, 4, 6)
+    masks[1, 1:3, 2:5] = 1
+    info = [{"score": 0.9, "label_id": 0}, {"score": 0.8, "label_id": 1}]
+    boxes, scores, labels, kept = _of_masks({"segmentation": masks, "segments_info": info}, (4, 6))
+    assert boxes.tolist() == [[2.0, 1.0, 5.0, 3.0]] and labels.tolist() == [1]
+    assert scores.tolist() == pytest.approx([0.8]) and kept is not None and len(kept) == 1
+    none = _of_masks({"segmentation": masks[:1], "segments_info": info[:1]}, (4, 6))
+    assert none[0].shape == (0, 4) and len(none[1]) == len(none[2]) == 0

@@ -98,6 +98,8 @@ def test_a_folder_of_open_clip_serves_too(tmp_path, images):
     reward = HpsV2(save_tiny_clip(tmp_path / "clip"))
     assert reward.score(images, ["a red circle"] * 3).valid.all()
     assert reward.towers.preprocess["resampling"] == "float"
+    packaged = HpsV2("shapes-clip")
+    assert packaged.score(images, ["a red circle"] * 3).valid.all() and len(packaged.identity.weights) == 32
 
 
 def test_refusals(folder, tmp_path, images):

@@ -15,6 +15,7 @@ from tests.rewards_tiny_clip import save_tiny_clip
 from tests.rewards_tiny_transformers import SIZES, save_tiny_hp, save_tiny_transformers_clip
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.clip import ClipScore
+from visalign.rewards.contract import make_scores
 from visalign.rewards.hp import Hp
 from visalign.rewards.ict import Ict
 from visalign.rewards.ict_hp import IctHp
@@ -84,6 +85,22 @@ def test_product_in_both_modes(ict_folder, hp_folder, images):
         IctHp(ict_folder, hp_folder, mode="softmax")
 
 
+def test_a_negative_hp_does_not_turn_the_order_round_by_default(ict_folder, hp_folder, images, monkeypatch):
+    def given(values):
+        def score(images, prompts, metadata=None):
+            return make_scores(torch.tensor(values), [None] * 3, "1")
+
+        return score
+
+    found = {}
+    for mode in (None, "paper"):
+        reward = IctHp(ict_folder, hp_folder) if mode is None else IctHp(ict_folder, hp_folder, mode=mode)
+        monkeypatch.setattr(reward.ict, "score", given([0.8, 0.2, -0.3]))
+        monkeypatch.setattr(reward.hp, "score", given([-2.0, -2.0, -2.0]))
+        found[mode] = reward.score(images, PROMPTS).value.argsort(descending=True).tolist()
+    assert found == {None: [0, 1, 2], "paper": [2, 1, 0]}
+
+
 def test_a_bad_row_is_invalid_in_the_product(ict_folder, hp_folder, images):
     pictures = [images[0], "missing.png", images[2]]
     scores = IctHp(ict_folder, hp_folder).score(pictures, [*PROMPTS[:2], "a <end> red"])
@@ -99,6 +116,16 @@ def test_contracts_and_gradients(ict_folder, hp_folder, images):
         value = reward.score_with_gradient(pictures, PROMPTS)
         torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-6)
         assert torch.autograd.grad(value.sum(), pictures)[0].abs().sum() > 0
+
+
+def test_without_a_cache_neighbours_matter_as_little(ict_folder, hp_folder):
+    # A cache would answer for the features of the first call, whatever they depended on.
+    for reward in (
+        Ict(ict_folder, cache_bytes=0),
+        Hp(hp_folder, cache_bytes=0),
+        IctHp(ict_folder, hp_folder, cache_bytes=0),
+    ):
+        assert len(check_reward(reward)) == 11
 
 
 def test_untrained_judges_train_save_and_load(tmp_path, images):

@@ -45,5 +45,24 @@ def test_fingerprint_follows_names_sizes_and_ends(tmp_path: Path):
     assert fingerprint(tmp_path) == first
     (tmp_path / "model.safetensors").write_bytes(b"a" * 99 + b"b")
     assert fingerprint(tmp_path) != first
+    (tmp_path / "model.safetensors").write_bytes(b"a" * (5 << 20))
+    before = fingerprint(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(5 << 19)  # in the middle, where a head's weights may stand
+        file.write(b"b")
+    assert fingerprint(tmp_path) != before
     (tmp_path / "more.bin").write_bytes(b"c")
     assert fingerprint(tmp_path) not in (first, fingerprint(tmp_path / "model.safetensors"))
+
+
+def test_fingerprint_of_a_large_file_takes_samples_of_all_of_it(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(200 << 20)  # sparse: takes no room
+    found = {fingerprint(path)}
+    for place in (0, 70 << 20, 150 << 20, (200 << 20) - 1):
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x" * (1 << 19) if place < 190 << 20 else b"x")
+        found.add(fingerprint(path))
+    assert len(found) == 5

@@ -195,6 +195,16 @@ def test_special_tokens_braces_and_other_letters_are_text():
     assert scores.valid.all() and len(set(scores.value.tolist())) == 4
 
 
+def test_no_words_are_not_the_usual_ones():
+    with pytest.raises(RewardError, match=r"None of the words \[\] is one token"):
+        RewardDance(tiny_engine(), yes=[], no=["n"])
+
+
+def test_a_text_that_is_no_unicode_costs_its_own_row():
+    scores = RewardDance(tiny_engine(), **LETTERS).score(images(2), ["a cat", "a \ud800 cat"])
+    assert scores.valid.tolist() == [True, False] and "is no text in Unicode" in scores.reason[1]
+
+
 def test_a_prompt_that_is_too_long_is_masked():
     judge = RewardDance(tiny_engine(max_tokens=100), template=ASK, **LETTERS)
     scores = judge.score(images(2), ["a" * 500, "short"])

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from visalign.pipelines.cli_serve import parse_options
 from visalign.pipelines.serve_reward import serve_reward
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.contract import RewardError
-from visalign.rewards.judge_server import Limits, judge_server
+from visalign.rewards.judge_batches import Batcher
+from visalign.rewards.judge_server import Limits, Refused, _receive, judge_server
 from visalign.rewards.judge_worker import JudgeWorker, WorkerDied, WorkerTimeout, judge_card
 from visalign.rewards.remote_reward import RemoteReward
 from visalign.rewards.wire import (
+    FORMAT,
     MEDIA_TYPE,
     JudgeRequest,
     WireError,
@@ -48,6 +52,12 @@ def request(prompts: list[str], **changes: Any) -> JudgeRequest:
         "metadata": [None] * len(prompts),
     }
     return JudgeRequest(**(given | changes))
+
+
+def headed(about: dict[str, Any]) -> bytes:
+    """A safetensors file without tensors, with any JSON as its metadata."""
+    header = json.dumps({"__metadata__": about}).encode()
+    return len(header).to_bytes(8, "little") + header
 
 
 def app_of(judge: Any, **options: Any) -> Any:
@@ -109,13 +119,15 @@ def test_an_answer_survives_the_wire(judge: Any):
             r"missing or extra: image\.1",
         ),
         (pack_request(request(["a"], metadata=[])), "1 prompts and 0 metadata"),
-        (pack_request(request([1], metadata=[None])), "'prompts' must be a list of strings"),
+        (pack_request(request([1], metadata=[None])), "'prompts' must be a list of strings"),  # type: ignore[arg-type]
         (
             pack_request(request(["a"], images=[LEVELS[0].float()])),
             r"image\.0 is float32 \(3, 8, 8\); images are",
         ),
         (pack_request(request(["a"], images=[LEVELS[0][:1]])), r"image\.0 is uint8 \(1, 8, 8\)"),
         (pack_answer(Habits().score(LEVELS[:1], ["1"])), "no request in the format"),
+        (headed({"format": FORMAT, "request": '{"prompts": 1' + "0" * 5000 + "}"}), "cannot be read as"),
+        (headed({"format": FORMAT, "request": 5}), "the request is no JSON object"),
     ],
 )
 def test_unreadable_requests_say_why(raw: bytes, message: str):
@@ -195,6 +207,41 @@ def test_one_bad_request_fails_alone():
     assert "refused it (422)" in reason and "a prompt that I cannot stand" in reason
 
 
+def test_an_unforeseen_error_ends_one_request_and_not_the_server():
+    class Frail(Inline):
+        def ask(self, request: Any, timeout: float | None = None) -> Any:
+            if request.prompts == ["13"]:
+                raise OSError("no process can be started now")
+            return super().ask(request, timeout)
+
+    judge = Habits()
+    with serving(judge_server(Frail(judge), judge_card(judge))) as url:
+        send = {"content": pack_request(request(["13"])), "headers": {"Content-Type": MEDIA_TYPE}}
+        assert httpx.post(f"{url}/v1/score", timeout=5, **send).status_code == 500
+        assert RemoteReward(url, timeout=5, attempts=1).score(LEVELS[:1], ["1"]).valid.all()
+
+
+def test_closing_ends_the_waiting_of_what_is_judged():
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow:
+        def ask(self, request: Any, timeout: float | None = None) -> Any:
+            begun.set()
+            end.wait(5)
+            return Habits().score(request.images, request.prompts)
+
+    async def go() -> None:
+        batcher = Batcher(Slow(), max_wait=0)
+        asked = asyncio.create_task(batcher.submit(request(["1"])))
+        await asyncio.to_thread(begun.wait, 5)
+        await batcher.close()
+        end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asked, 2)
+
+    asyncio.run(go())
+
+
 def test_a_worker_that_dies_is_replaced_and_harms_nobody(worker: JudgeWorker):
     assert worker.card["identity"] == Habits(version=7).identity.digest
     with serving(judge_server(worker, worker.card, max_wait=0.2)) as url:
@@ -235,6 +282,35 @@ def test_a_worker_tells_what_the_judge_raised(worker: JudgeWorker):
         worker.ask(request(["a"], right=[LEVELS[0]]))
     with pytest.raises(RewardError, match=r"could not be loaded .* no reward 'nothing'"):
         JudgeWorker("nothing")
+
+
+def test_a_client_refuses_the_answers_of_another_judge():
+    judge = Habits()
+    with serving(app_of(judge)) as url:
+        remote = RemoteReward(url)
+        remote.identity = replace(remote.identity, weights="what was served before")
+        with pytest.raises(RewardError, match=r"serves another judge, or another .*Make a new Rem"):
+            remote.score(LEVELS[:1], ["1"])
+
+
+def test_a_worker_whose_files_changed_meanwhile_is_not_mixed_with_the_old_one():
+    worker = JudgeWorker(HOME, {"version": 7}, threads=1)
+    worker._arguments = (HOME, {"version": 8}, 1)  # as if the weights on disk were others now
+    with pytest.raises(RewardError, match="'habits' was started anew and is another version now"):
+        worker.ask(request(["die"]), 30)
+    worker.close()
+
+
+def test_a_body_that_breaks_off_is_a_refusal():
+    from starlette.requests import ClientDisconnect
+
+    class Broken:
+        async def stream(self) -> Any:
+            yield b"abc"
+            raise ClientDisconnect
+
+    with pytest.raises(Refused, match="ended before the body did"):
+        asyncio.run(_receive(Broken(), Limits()))
 
 
 def test_a_client_that_goes_away_harms_nobody():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from tests.tiny_judges import ONE, noise, tiny_judge
 from tests.tiny_language_models import tiny_model, tiny_tokenizer
@@ -99,6 +100,18 @@ def test_missing_parts_are_named(tmp_path) -> None:
         VisionLanguageJudge.from_pretrained(tmp_path)
 
 
+def test_weights_are_strict(tmp_path) -> None:
+    file = save_tiny_seeing_model(tmp_path) / "model.safetensors"
+    state = load_file(file)
+    lost = next(key for key in state if key.endswith("layers.0.mlp.down_proj.weight"))
+    save_file({key: value for key, value in state.items() if key != lost}, file, {"format": "pt"})
+    with pytest.raises(RewardError, match=r"missing .*layers\.0\.mlp\.down_proj\.weight; unexpected nothing"):
+        VisionLanguageJudge.from_pretrained(tmp_path)
+    save_file({**state, "extra.weight": torch.zeros(2)}, file, {"format": "pt"})
+    with pytest.raises(RewardError, match=r"missing nothing; unexpected extra\.weight"):
+        VisionLanguageJudge.from_pretrained(tmp_path)
+
+
 def test_a_model_that_does_not_see_is_refused() -> None:
     processor: Any = tiny_tokenizer()
     with pytest.raises(
@@ -142,6 +155,10 @@ def test_templates_survive_the_round_trip_and_know_their_slots() -> None:
     assert plain.fields == {"a"} and plain.images == 0
     assert plain.filled({"a": "{b}", "b": "x"})[0]["content"] == "{b} {b c} {}"
     assert again.digest != plain.digest
+
+
+def test_a_special_token_of_one_sign_is_taken_out() -> None:
+    assert escape("a § b§", ["§"]) == "a   b "
 
 
 def test_escaping_changes_nothing_else() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from torch import Tensor, nn
 
 from tests.reward_toy import ToyJudge, ToyPairs, pair_batch
 from visalign.core import yes_no_answer
-from visalign.core.preference import bradley_terry_loss, soft_labels
+from visalign.core.preference import (
+    bradley_terry_loss,
+    outcome_loss,
+    soft_labels,
+    tie_log_prob,
+)
 from visalign.core.preference_ict import hp_loss, ict_labels, ict_loss
 from visalign.core.preference_uncertainty import uncertain_preference_loss
 from visalign.core.yes_no import yes_no_loss, yes_no_pair_loss
@@ -104,6 +110,20 @@ def test_uncertainty_is_the_cores_on_the_votes(task, mode):
     each = uncertain_preference_loss(SCORES[:3], SCORES[3:], std[:3], std[3:], SHARE, mode=mode)
     found = _loss(task, {"value": SCORES, "log_std": LOG_STD}, PAIRS)
     assert found == pytest.approx(float(each.mean()))
+
+
+def test_with_a_model_of_ties_a_pair_without_votes_has_its_label():
+    label = torch.tensor([1.0, 0.5, 0.7])
+    votes = torch.tensor([[7.0, 2.0, 1.0], [math.nan] * 3, [math.nan] * 3])
+    batch = replace(PAIRS, label=label, votes=votes)
+    share = torch.tensor([[0.7, 0.1, 0.2], [0.0, 1.0, 0.0], [0.7, 0.0, 0.3]])
+    chances = tie_log_prob(SCORES[:3], SCORES[3:], 2.0, model="davidson")
+    given: dict[str, Any] = {"ties": "davidson", "smoothing": 0.0}
+    found = _loss("bradley_terry", {"value": SCORES}, batch, **given)
+    assert found == pytest.approx(float(outcome_loss(chances, share).mean()))
+    share[0] = torch.tensor([1.0, 0.0, 0.0])
+    found = _loss("bradley_terry", {"value": SCORES}, replace(batch, votes=None), **given)
+    assert found == pytest.approx(float(outcome_loss(chances, share).mean()))
 
 
 def test_a_pair_without_a_label_counts_nothing():

@@ -227,7 +227,7 @@ def row_of(task: str, found: HeldoutPairs) -> str:
     if task == "bradley_terry":
         return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} | – | – | – |"
     assert found.std is not None
-    voted = found.share != 0.5
+    voted = (found.share != 0.5) & (found.difference != 0)  # the same picture twice is nobody's error
     difference, std = found.difference[voted], found.std[voted]
     wrong = torch.sign(difference) != torch.sign(found.share[voted] - 0.5)
     cells.append(f"{measures['std_mean']:.3f}")

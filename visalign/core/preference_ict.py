@@ -127,16 +127,7 @@ def ict_loss(
     ICT-HP, arXiv 2507.19002; released code, `icthp_criterion.py`.
     """
     _check_mode(mode)
-    if (
-        images.ndim != 3
-        or images.shape[0] != 3
-        or easy.shape != images.shape[1:]
-        or refined.shape != easy.shape
-    ):
-        raise ValueError(
-            "Expected easy and refined [N, D] and images [3, N, D]; got "
-            f"{tuple(easy.shape)}, {tuple(refined.shape)}, {tuple(images.shape)}."
-        )
+    _check_triples(easy, refined, images)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum"; got {reduction!r}.')
     size = easy.shape[0]
@@ -216,6 +207,19 @@ def _triple_hinge(score: Tensor, margin: float) -> Tensor:
 
 def _unit(embedding: Tensor) -> Tensor:
     return F.normalize(embedding.to(torch.promote_types(embedding.dtype, torch.float32)), dim=-1)
+
+
+def _check_triples(easy: Tensor, refined: Tensor, images: Tensor) -> None:
+    if (
+        images.ndim != 3
+        or images.shape[0] != 3
+        or easy.shape != images.shape[1:]
+        or refined.shape != easy.shape
+    ):
+        raise ValueError(
+            "Expected easy and refined [N, D] and images [3, N, D]; got "
+            f"{tuple(easy.shape)}, {tuple(refined.shape)}, {tuple(images.shape)}."
+        )
 
 
 def _check_mode(mode: str) -> None:

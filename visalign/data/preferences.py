@@ -58,7 +58,11 @@ class PreferencePair:
         return self.prompt if self.prompt_id is None else self.prompt_id
 
     def swapped(self) -> PreferencePair:
-        """The same judgement with the sides exchanged; columns in `extra` that end in _left, _right too."""
+        """The same judgement with the sides exchanged, and so the columns of `extra` that have sides.
+
+        NAME_left and NAME_right change places; of a probability for the left image, NAME_prob, so do its two
+        orders where NAME_prob_swapped is there, and else it becomes 1 − p.
+        """
         return PreferencePair(
             prompt=self.prompt,
             image_left=self.image_right,
@@ -71,7 +75,7 @@ class PreferencePair:
             category=self.category,
             split=self.split,
             prompt_id=self.prompt_id,
-            extra={_other_side(name): value for name, value in self.extra.items()},
+            extra=dict(_other_side(name, value, self.extra) for name, value in self.extra.items()),
         )
 
     def to_row(self) -> Row:
@@ -169,8 +173,18 @@ def mixed_side(pair: PreferencePair) -> PreferencePair:
     return pair if pair.image_left == wanted else pair.swapped()
 
 
-def _other_side(name: str) -> str:
+def _other_side(name: str, value: Any, extra: Mapping[str, Any]) -> tuple[str, Any]:
+    """A column and its value when the sides are exchanged."""
     for mine, other in (("_left", "_right"), ("_right", "_left")):
         if name.endswith(mine):
-            return name.removesuffix(mine) + other
-    return name
+            return name.removesuffix(mine) + other, value
+    if name.endswith("_prob_swapped") and name.removesuffix("_swapped") in extra:
+        return name.removesuffix("_swapped"), value
+    if name != "prob" and not name.endswith("_prob"):
+        return name, value
+    if f"{name}_swapped" in extra:
+        return f"{name}_swapped", value
+    try:
+        return name, 1.0 - float(value)
+    except (TypeError, ValueError):
+        return name, value

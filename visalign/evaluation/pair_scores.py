@@ -118,13 +118,16 @@ def from_scores(
         higher_is_better: Direction of the scores.
 
     Returns:
-        Margins; the std of a margin is √(std_left² + std_right²), errors taken as independent.
+        Margins; the std of a margin is √(std_left² + std_right²), errors taken as independent. It counts only
+        where all judged pairs have one: a missing deviation is not certainty.
     """
     first, second = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
     margin = (first - second) * (1.0 if higher_is_better else -1.0)
     std = None
     if std_left is not None and std_right is not None:
         std = np.hypot(np.asarray(std_left, dtype=np.float64), np.asarray(std_right, dtype=np.float64))
+        if not np.isfinite(std[np.isfinite(margin)]).all():
+            std = None
     return PairScores(
         name=name,
         unit=unit,

@@ -118,6 +118,11 @@ def evaluate_quality(
             f"because: {why}."
         )
     x = scores.value[rows] * (1 if scores.higher_is_better else -1)
+    if np.ptp(x) == 0:
+        raise ValueError(
+            f"{scores.name} gave all {len(x)} images the score {scores.value[rows][0]:g}: no correlation is "
+            "defined. Leave it out, or look why it does not tell them apart."
+        )
     y = np.array([record.mos for record in records.records])[rows] * (1 if records.higher_is_better else -1)
     kept = [record for record, ok in zip(records.records, rows, strict=True) if ok]
     index, clusters = cluster_index([record.group for record in kept])

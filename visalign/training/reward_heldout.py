@@ -88,13 +88,12 @@ def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tens
 
 
 def pair_measures(pairs: HeldoutPairs, *, bins: int = BINS) -> dict[str, float]:
-    """accuracy, accuracy_all, and where the judge offers them nll, ece, std_mean, std_auroc.
+    """accuracy, accuracy_all, and where the judge offers them nll, ece, std_mean, and std_auroc*.
 
     Accuracy: pairs whose truth is clear (accuracy_all: is known) and not ½; an equal score counts half. NLL
-    and ECE: against the votes, each with
-    its number as weight; nll in nats per vote. std_auroc: whether the std of the pair is larger where its
-    sign
-    is wrong; NaN where all are right or all wrong.
+    and ECE: against the votes, each with its number as weight; nll in nats per vote. std_auroc: whether the
+    deviation of a pair is larger where its sign is wrong; std_auroc_votes: where it is against the majority
+    of the votes; std_auroc_lead: the latter among pairs of equal lead. NaN where all are right or all wrong.
 
     Args:
         pairs: of `judge_pairs`.
@@ -117,6 +116,8 @@ def pair_measures(pairs: HeldoutPairs, *, bins: int = BINS) -> dict[str, float]:
         split = voted & (pairs.share != 0.5)
         against = torch.sign(pairs.difference[split]) * torch.sign(pairs.share[split] - 0.5)
         measures["std_auroc_votes"] = auroc(pairs.std[split], against < 0)
+        lead = lead_stratum(pairs.difference[split])
+        measures["std_auroc_lead"] = auroc(pairs.std[split], against < 0, lead)
     return measures
 
 
@@ -140,21 +141,38 @@ def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int 
     return float(gap.abs().sum() / total) if total > 0 else math.nan
 
 
-def auroc(score: Tensor, positive: Tensor) -> float:
+def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> float:
     """Probability that a positive has the larger score than a negative, ties half; NaN with one class alone.
 
     Args:
         score: [N].
         positive: bool [N].
+        stratum: [N] labels; only positives and negatives of one stratum are compared. None: one for all.
     """
-    count = int(positive.sum())
-    if count in (0, len(score)):
-        return math.nan
-    _, inverse, sizes = score.unique(return_inverse=True, return_counts=True)
-    last = sizes.cumsum(0).double()
-    rank = (last - (sizes.double() - 1) / 2)[inverse]
-    above = rank[positive].sum() - count * (count + 1) / 2
-    return float(above / (count * (len(score) - count)))
+    above, compared = 0.0, 0
+    for label in [None] if stratum is None else stratum.unique().tolist():
+        kept = slice(None) if stratum is None else stratum == label
+        own, mine = score[kept], positive[kept]
+        count = int(mine.sum())
+        _, inverse, sizes = own.unique(return_inverse=True, return_counts=True)
+        rank = (sizes.cumsum(0).double() - (sizes.double() - 1) / 2)[inverse]
+        above += float(rank[mine].sum()) - count * (count + 1) / 2
+        compared += count * (len(own) - count)
+    return above / compared if compared else math.nan
+
+
+def lead_stratum(difference: Tensor, *, strata: int = 10) -> Tensor:
+    """[N] which of equally large groups of alike lead |l − r| a pair belongs to.
+
+    A deviation and a lead go together where hard pictures are also far apart, so that a deviation shows its
+    own worth among pairs of equal lead.
+
+    Args:
+        difference: [N].
+        strata: how many groups.
+    """
+    order = difference.abs().argsort(stable=True).argsort(stable=True)
+    return order * strata // max(len(difference), 1)
 
 
 def _mean(value: Tensor) -> float:

@@ -138,9 +138,8 @@ def _bradley_terry(
 ) -> tuple[Tensor, Tensor]:
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
-    if settings.ties != "half" and batch.votes is not None:
-        counts = batch.votes.nan_to_num(0.0).to(left)
-        share = vote_shares(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing)
+    if settings.ties != "half":
+        share = _outcome_shares(batch, settings, left)
         chances = tie_log_prob(left, right, settings.tie_strength, model=settings.ties)  # type: ignore[arg-type]
         loss = outcome_loss(chances, share)
     else:
@@ -153,6 +152,20 @@ def _bradley_terry(
             displacement=settings.displacement,
         )
     return (loss * weight).sum(), weight.sum()
+
+
+def _outcome_shares(batch: RewardBatch, settings: RewardObjectiveSettings, like: Tensor) -> Tensor:
+    """[N, 3] shares of (left, equal, right): of the votes, or where there are none the label; ½ is a tie."""
+    assert batch.label is not None
+    label = batch.label.to(like)
+    tied = (label == 0.5).to(like)
+    share = torch.stack([label * (1 - tied), tied, (1 - label) * (1 - tied)], -1)
+    if batch.votes is None:
+        return share
+    known = torch.isfinite(batch.votes).all(1).to(like.device)
+    counts = batch.votes.nan_to_num(0.0).to(like)
+    voted = vote_shares(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing)
+    return torch.where(known[:, None], voted, share)
 
 
 def _uncertainty(mode: str) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `visalign compare` and `visalign rank`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .cli_messages import user_messages
+
+Judges = Annotated[list[str], typer.Option("--reward", "-r", help="A judge's name; repeat for several.")]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", help="What the images should show.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a judge; repeat for several.")
+]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", help="Folder in which judgements are kept for all later commands.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="An image.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    prompt: Prompt,
+    reward: Judges,
+    options: Options = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")
+    ] = None,
+    cache: Cache = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two images: which, by how much, how sure, why. Exit code 1 when some judge could not judge."""
+    with user_messages():
+        from visalign.evaluation.atomic import write_atomic
+        from visalign.evaluation.compare_page import compare_page
+        from visalign.rewards.catalogue import load_judge
+
+        from .compare import compare_images, read_two
+        from .reward_options import load_each, new_file, with_cache
+
+        new_file(output, endings=(".html", ".json"))
+        images = read_two([first, second])
+        judges = with_cache(load_each(reward, options or [], load_judge), cache)
+        result = compare_images(images, prompt, judges)
+        result["images"] = {"A": str(first), "B": str(second)}
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        if as_json:
+            typer.echo(text, nl=False)
+        else:
+            show_comparison(Console(), result)
+        if output is not None:
+            is_page = output.suffix.lower() == ".html"
+            page = compare_page(result, images, [first.name, second.name]) if is_page else text
+            write_atomic(output, page.encode())
+            typer.echo(f"{'Page' if is_page else 'JSON'}: {output}", err=as_json)
+    if result["votes"].get("failed"):
+        raise typer.Exit(1)
+
+
+def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
+    """A line per judge, what it says, and the summary.
+
+    Args:
+        console: Where to write.
+        result: From `visalign.pipelines.compare.compare_images`.
+    """
+    from visalign.evaluation.compare_page import in_words, margin
+    from visalign.evaluation.pages import plain
+
+    table = Table("judge", "which, how sure", "A", "B", "by how much (for A)", "notes")
+    for judge in result["judges"]:
+        sides = judge.get("sides") or {}
+        values = [plain(sides[side]["value"]) if sides else "" for side in "AB"]
+        table.add_row(
+            Text(judge["label"]),
+            in_words(judge),
+            *values,
+            Text(margin(judge)),
+            Text("; ".join(judge["notes"])),
+        )
+    console.print(table)
+    for judge in result["judges"]:
+        for what, text in texts_of(judge):
+            console.print(Text(f"{judge['label']}, {what}: {text}"))
+    console.print(Text(result["summary"]))
+
+
+def texts_of(judge: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(of what, explanation) that a judge wrote.
+
+    Args:
+        judge: One of the result's judges.
+    """
+    if judge["kind"] == "scores":
+        return [(side, found["text"]) for side, found in judge["sides"].items() if found["text"]]
+    return [(f"{o['left']} on the left", o["text"]) for o in judge["orders"] if o["text"]]
+
+
+def rank(
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders of images.", show_default=False)
+    ],
+    prompt: Prompt,
+    reward: Annotated[str, typer.Option("--reward", "-r", help="A judge's name.")],
+    options: Options = None,
+    budget: Annotated[
+        float, typer.Option(help="Calls of a pairwise judge, as a share of all pairs; above 0, at most 2.")
+    ] = 0.3,
+    level: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.9,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A new .json file.")] = None,
+    cache: Cache = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put images of one prompt in order, best first. Exit code 1 when some image could not be judged."""
+    with user_messages():
+        from visalign.evaluation.atomic import write_atomic
+        from visalign.rewards.catalogue import load_judge
+        from visalign.rewards.ranking import rank as order
+
+        from .image_rows import find_images
+        from .reward_options import load_each, new_file, with_cache
+
+        new_file(output, endings=(".json",))
+        paths = find_images(images)
+        judge = with_cache(load_each([reward], options or [], load_judge), cache)[reward]
+        found = order([str(path) for path in paths], prompt, judge, budget=budget, level=level)
+        result = ranking_record(found, [str(path) for path in paths], prompt, reward)
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        if as_json:
+            typer.echo(text, nl=False)
+        else:
+            show_ranking(Console(), result)
+        if output is not None:
+            write_atomic(output, text.encode())
+    failed = sum(row["reason"] is not None for row in result["images"])
+    if failed:
+        typer.echo(
+            f"{failed} of {len(paths)} images could not be judged; the reasons stand in their rows.", err=True
+        )
+        raise typer.Exit(1)
+
+
+def ranking_record(found: Any, names: list[str], prompt: str, reward: str) -> dict[str, Any]:
+    """A ranking as JSON: the judged images in order, then the others with their reasons.
+
+    Args:
+        found: A `visalign.rewards.ranking.Ranking`.
+        names: Of the images.
+        prompt: Of all of them.
+        reward: Name of the judge.
+    """
+    from .score_log import number
+
+    others = [row for row in range(len(names)) if row not in set(found.order)]
+    rows = [
+        {
+            "place": place if row not in others else None,
+            "image": names[row],
+            "score": number(found.score[row]),
+            "low": number(found.low[row]),
+            "high": number(found.high[row]),
+            "reason": (found.reason[row] or "not judged") if row in others else None,
+        }
+        for place, row in enumerate([*found.order, *others], 1)
+    ]
+    return {
+        "format": "visalign ranking 1",
+        "prompt": prompt,
+        "judge": reward,
+        "unit": found.unit,
+        "level": found.level,
+        "calls": found.calls,
+        "position_bias": found.bias,
+        "position_bias_std": found.bias_std,
+        "images": rows,
+    }
+
+
+def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
+    """A line per image.
+
+    Args:
+        console: Where to write.
+        result: From `ranking_record`.
+    """
+    from visalign.evaluation.pages import plain
+
+    table = Table("place", "image", f"score ({result['unit']})", f"{result['level']:.0%} interval", "problem")
+    for row in result["images"]:
+        interval = "" if row["low"] is None else f"{plain(row['low'])} to {plain(row['high'])}"
+        place = "" if row["place"] is None else str(row["place"])
+        table.add_row(place, Text(row["image"]), plain(row["score"]), interval, Text(row["reason"] or ""))
+    console.print(table)
+    console.print(Text(f"{result['judge']}: {result['calls']} calls."))
+    if result["position_bias"] is not None:
+        console.print(
+            Text(f"Standing on the left is worth {plain(result['position_bias'])} {result['unit']}.")
+        )

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every page of rewards in use in a real browser: desktop and phone, light and dark, by keyboard alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.browser import Browser, find_browser
+from tests.hackable_rewards import LovesSaturation
+from tests.pair_judges import Brightness, BrightnessPairs
+from visalign.data.preference_files import write_rows
+from visalign.data.preference_sources import shapes_pairs
+from visalign.evaluation.compare_page import compare_page
+from visalign.evaluation.judged_pairs import IntervalSettings
+from visalign.evaluation.probes import chosen
+from visalign.pipelines.agree_rewards import agree_rewards, read_set, write_agreement
+from visalign.pipelines.compare import compare_images, read_two
+from visalign.pipelines.evaluate_reward import EvaluateOptions, evaluate
+from visalign.pipelines.probe_reward import probe_reward, write_probe
+from visalign.pipelines.probe_scorer import shapes_reference_set
+from visalign.rewards.catalogue import load_reward
+
+PATH = find_browser()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        PATH is None,
+        reason="no Chromium on the path; on Debian: apt-get install chromium. The pages are unchecked",
+    ),
+]
+PAGES = ("compare", "probe", "agree", "evaluate")
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+MOST_TABS = 80
+FOCUSED = """(() => { const e = document.activeElement;
+  return e === document.body || e === null ? null
+    : e.getAttribute('href') || e.getAttribute('aria-label') || e.id; })()"""
+OVERFLOW = """(() => { const wide = document.documentElement.clientWidth;
+  return [...document.querySelectorAll('body *')]
+    .filter(e => !e.closest('.scroll, pre, nav, .skip, thead'))
+    .filter(e => e.getBoundingClientRect().right > wide + 1)
+    .slice(0, 5).map(e => e.tagName + '.' + e.className); })()"""
+COLOURS = """(() => { const style = getComputedStyle(document.body);
+  const rgb = name => style[name].match(/[\\d.]+/g).slice(0, 3).map(Number);
+  return [rgb('color'), rgb('backgroundColor')]; })()"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Name -> page, with long names and words where the widths could break."""
+    folder = tmp_path_factory.mktemp("pages")
+    return {
+        "compare": _compare(folder),
+        "probe": _probe(folder),
+        "agree": _agree(folder),
+        "evaluate": _evaluate(folder),
+    }
+
+
+def _compare(folder: Path) -> Path:
+    files = [folder / "a_file_with_a_rather_long_name_without_any_spaces_in_it.png", folder / "b.png"]
+    Image.new("RGB", (300, 200), (200, 30, 30)).save(files[0])
+    Image.new("RGB", (64, 64), (90, 90, 90)).save(files[1])
+    images = read_two(files)
+    judges = {
+        "brightness": Brightness(std=0.1),
+        "pairs_with_a_long_name_without_spaces": BrightnessPairs(bias=0.5),
+    }
+    page = folder / "compare.html"
+    result = compare_images(images, "a red square to the left of a green triangle", judges)
+    page.write_text(compare_page(result, images, [file.name for file in files]))
+    return page
+
+
+def _probe(folder: Path) -> Path:
+    reference = shapes_reference_set(6)
+    names = ["saturation", "blank", "white_border", "spelling", "neighbours"]
+    result = probe_reward(LovesSaturation(), reference, probes=chosen(names))
+    return write_probe(folder / "probe", result, reference)
+
+
+def _agree(folder: Path) -> Path:
+    rewards = {
+        name: load_reward(name) for name in ("saturation", "colourfulness", "brightness", "edge_density")
+    }
+    rows = read_set("shapes:pairs", limit=24)
+    return write_agreement(folder / "agree", agree_rewards(rows, rewards, source="shapes:pairs"))
+
+
+def _evaluate(folder: Path) -> Path:
+    from dataclasses import replace
+
+    pairs = [
+        replace(
+            pair, extra={"good_left": pair.extra["utility_left"], "good_right": pair.extra["utility_right"]}
+        )
+        for pair in shapes_pairs(40).pairs
+    ]
+    source = write_rows(folder / "set.jsonl", pairs)
+    evaluate(
+        EvaluateOptions(
+            source=str(source),
+            columns=("good",),
+            output=folder / "evaluate",
+            settings=IntervalSettings(resamples=100),
+        )
+    )
+    return folder / "evaluate" / "evaluation.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert PATH is not None
+    found = Browser(PATH)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_whole_quiet_and_fits(
+    browser: Browser, pages: dict[str, Path], name: str, size: str, dark: bool
+) -> None:
+    width, height = SIZES[size]
+    browser.open(pages[name], width=width, height=height, dark=dark)
+    assert browser.seen("Runtime.exceptionThrown") == []
+    assert browser.seen("Runtime.consoleAPICalled") == []
+    assert [entry["entry"]["text"] for entry in browser.seen("Log.entryAdded")] == []
+    asked = [event["request"]["url"][:60] for event in browser.seen("Network.requestWillBeSent")]
+    assert [url for url in asked if not url.startswith(("file:", "data:", "about:"))] == []
+    inner, client = browser.value(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert inner <= client <= width, browser.value(OVERFLOW)
+    assert browser.value(OVERFLOW) == []
+    assert (
+        browser.value("[...document.images].filter(i => !i.alt || !i.complete || !i.naturalWidth).length")
+        == 0
+    )
+    ink, paper = (_luminance(colour) for colour in browser.value(COLOURS))
+    assert (paper < 0.1) is dark, "the page follows the colour scheme"
+    assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7, "WCAG 2.2, 1.4.6"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_used_by_keyboard(browser: Browser, pages: dict[str, Path], name: str) -> None:
+    browser.open(pages[name], width=1280, height=900, dark=False)
+    links = set(browser.value("[...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))"))
+    browser.press("Tab", 9)
+    assert browser.value(FOCUSED) == "#content", "first the link that skips to the content"
+    box = browser.value("(r => [r.left, r.top, r.width])(document.activeElement.getBoundingClientRect())")
+    assert box[0] >= 0 and box[1] >= 0 and box[2] > 20, "it can be seen while it has the focus"
+    outline = browser.value("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none", "the focus can be seen"
+    reached = {"#content"}
+    for _ in range(MOST_TABS):
+        browser.press("Tab", 9)
+        place = browser.value(FOCUSED)
+        if place is None:
+            break
+        reached.add(place)
+    assert links <= reached, f"not reached by Tab: {links - reached}"
+    regions = browser.value(
+        "[...document.querySelectorAll('.scroll')].map(e => e.getAttribute('aria-label'))"
+    )
+    assert set(regions) <= reached, "what scrolls sideways can be scrolled by keyboard"
+    missing = browser.value(
+        "[...document.querySelectorAll('a[href^=\"#\"]')].map(a => a.getAttribute('href').slice(1))"
+        ".filter(id => !document.getElementById(id))"
+    )
+    assert missing == [], "links within the page lead somewhere"
+    browser.open(pages[name], width=1280, height=900, dark=False)
+    browser.press("Tab", 9)
+    browser.press("Enter", 13)
+    assert browser.value("location.hash") == "#content"
+    assert browser.value("document.querySelectorAll('h1').length") == 1
+    assert browser.value("document.documentElement.lang") == "en"
+
+
+def _luminance(colour: list[float]) -> float:
+    """Relative luminance of sRGB levels, as WCAG defines it."""
+    linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

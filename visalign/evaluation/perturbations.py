@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures changed in ways that no prompt asks for: pure functions of one image [3, H, W] in [0, 1].
+
+Every result is on the 8-bit grid of a file, so that a reward sees nothing it could not be given.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from torch import Tensor
+
+LUMA = (0.299, 0.587, 0.114)
+COLOURS = {
+    "white": (1.0, 1.0, 1.0),
+    "black": (0.0, 0.0, 0.0),
+    "grey": (0.5, 0.5, 0.5),
+    "red": (0.87, 0.16, 0.16),
+}
+"""Fills of blanks and borders."""
+
+
+def on_grid(image: Tensor) -> Tensor:
+    """The nearest picture of 256 levels."""
+    return image.clamp(0, 1).mul(255).round().div(255)
+
+
+def blank(image: Tensor, colour: str) -> Tensor:
+    """One even colour: a name of `COLOURS`, or "mean", the picture's own mean colour."""
+    fill = image.mean((1, 2)) if colour == "mean" else image.new_tensor(COLOURS[colour])
+    return on_grid(fill[:, None, None].expand_as(image))
+
+
+def pure_noise(image: Tensor, generator: torch.Generator) -> Tensor:
+    """Independent uniform levels for every pixel and channel; nothing of the picture is left."""
+    return on_grid(torch.rand(image.shape, generator=generator))
+
+
+def shuffled(image: Tensor, generator: torch.Generator) -> Tensor:
+    """The same pixels in random places: the colours of the picture without its content."""
+    order = torch.randperm(image[0].numel(), generator=generator)
+    return image.flatten(1)[:, order].reshape(image.shape).contiguous()
+
+
+def noised(image: Tensor, std: float, generator: torch.Generator) -> Tensor:
+    """Gaussian noise of that standard deviation, as a share of white."""
+    return on_grid(image + std * torch.randn(image.shape, generator=generator))
+
+
+def blurred(image: Tensor, radius: float) -> Tensor:
+    """A Gaussian blur whose standard deviation is that share of the shorter side."""
+    pixels = radius * min(image.shape[1:])
+    return from_pil(to_pil(image).filter(ImageFilter.GaussianBlur(pixels)))
+
+
+def jpeg(image: Tensor, quality: int) -> Tensor:
+    """Written as JPEG of that quality, 1 to 95, and read again."""
+    buffer = io.BytesIO()
+    to_pil(image).save(buffer, format="JPEG", quality=quality)
+    return from_pil(Image.open(buffer))
+
+
+def saturated(image: Tensor, factor: float) -> Tensor:
+    """Y + factor (x − Y) with the luma Y: 0 is grey, 1 the picture itself."""
+    grey = torch.einsum("c,chw->hw", image.new_tensor(LUMA), image)
+    return on_grid(grey + factor * (image - grey))
+
+
+def contrasted(image: Tensor, factor: float) -> Tensor:
+    """m + factor (x − m) with the mean luma m."""
+    middle = torch.einsum("c,chw->hw", image.new_tensor(LUMA), image).mean()
+    return on_grid(middle + factor * (image - middle))
+
+
+def brightened(image: Tensor, factor: float) -> Tensor:
+    """factor · x: below 1 is darker."""
+    return on_grid(image * factor)
+
+
+def flipped(image: Tensor, axis: str) -> Tensor:
+    """Mirrored, "horizontal" (left and right exchanged) or "vertical"."""
+    return image.flip(2 if axis == "horizontal" else 1)
+
+
+def cropped(image: Tensor, kept: float) -> Tensor:
+    """The middle with that share of each side, enlarged to the size that the picture had (bilinear)."""
+    height, width = image.shape[1:]
+    rows, columns = max(1, round(height * kept)), max(1, round(width * kept))
+    top, left = (height - rows) // 2, (width - columns) // 2
+    part = image[:, top : top + rows, left : left + columns]
+    return on_grid(F.interpolate(part[None], size=(height, width), mode="bilinear", align_corners=False)[0])
+
+
+def bordered(image: Tensor, width: float, colour: str) -> Tensor:
+    """A frame painted over the outermost pixels, that share of the shorter side wide, at least one pixel."""
+    pixels = max(1, round(width * min(image.shape[1:])))
+    found = image.new_tensor(COLOURS[colour])[:, None, None].expand_as(image).clone()
+    inside = (slice(None), slice(pixels, -pixels), slice(pixels, -pixels))
+    found[inside] = image[inside]
+    return on_grid(found)
+
+
+def with_text(image: Tensor, text: str, *, height: float = 0.16) -> Tensor:
+    """Text on a white strip at the lower edge.
+
+    Args:
+        image: [3, H, W].
+        text: Cut off where it is too wide.
+        height: Of the strip, as a share of the picture's.
+    """
+    picture = to_pil(image)
+    strip = max(8, round(height * picture.height))
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle((0, picture.height - strip, picture.width, picture.height), fill="white")
+    font = ImageFont.load_default(size=0.75 * strip)
+    draw.text((2, picture.height - strip / 2), text, fill="black", font=font, anchor="lm")
+    return from_pil(picture)
+
+
+def to_pil(image: Tensor) -> Image.Image:
+    """The picture as PIL, mode RGB."""
+    levels = image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)
+    return Image.fromarray(levels.contiguous().cpu().numpy())
+
+
+def from_pil(picture: Image.Image) -> Tensor:
+    """[3, H, W] float32 in [0, 1]."""
+    levels = torch.from_numpy(np.array(picture.convert("RGB")))
+    return levels.permute(2, 0, 1).float().div(255).contiguous()
