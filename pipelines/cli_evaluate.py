@@ -48,6 +48,9 @@ def evaluate(
     keep_duplicates: Annotated[
         bool, typer.Option("--keep-duplicates", help="Count rows that repeat an earlier row.")
     ] = False,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of the cache of judgements, shared by all commands.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Images or pairs asked at once.", min=1)] = 32,
     max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failures.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
@@ -74,6 +77,7 @@ def evaluate(
             keep_duplicates=keep_duplicates,
             batch_size=batch_size,
             max_failure_rate=max_failure_rate,
+            cache=cache,
             settings=IntervalSettings(seed=seed, resamples=resamples, bins=bins),
         )
         _run(options)
@@ -93,5 +97,7 @@ def _run(options: EvaluateOptions) -> None:
 
         result = run(options, on_batch=show)
     show_evaluation(console, result)
+    for item in result["failed"]:
+        console.print(f"No report on {item['judge']}: {item['error']}", highlight=False, soft_wrap=True)
     if options.output is not None:
         console.print(f"Page: {options.output / PAGE}", highlight=False, soft_wrap=True)

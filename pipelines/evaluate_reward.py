@@ -26,6 +26,7 @@ from visalign.interfaces import PointwiseReward
 
 from .evaluate_columns import column_scores, quality_column_scores
 from .evaluate_scores import Asking, OnBatch, judge_pairs, judge_quality
+from .reward_options import with_cache
 from .run_folder import check_run_folder
 
 RESULT = "evaluation.json"
@@ -58,6 +59,8 @@ class EvaluateOptions:
     """Keep rows that say again what an earlier row says."""
     batch_size: int = 32
     max_failure_rate: float = 0.5
+    cache: Path | None = None
+    """Folder of the cache of judgements; None asks each judge for everything."""
     settings: IntervalSettings = field(default_factory=IntervalSettings)
 
     def __post_init__(self) -> None:
@@ -94,18 +97,23 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     started = time.perf_counter()
     if options.output is not None:
         check_run_folder(options.output, resume=options.resume)
-    judges = _load_judges(options.rewards)
+    judges = with_cache(_load_judges(options.rewards), options.cache)
     source = load_source(options.source, split=options.split, limit=options.limit)
     if isinstance(source, PreferenceSet):
         source, findings = _prepared(source, options, judges)
     else:
         findings = check_quality(source, files=bool(judges))
     scores = _all_scores(source, options, judges, on_batch)
+    reports, whole, failed = _reports(source, scores, options.settings)
+    comparisons, incomparable = _comparisons(source, whole, options.settings)
+    failed += incomparable
+    findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in failed]
     result = {
         "format": "visalign evaluation 1",
         "set": _set_record(source, options, findings),
-        "judges": [_report(source, entry, options.settings) for entry in scores],
-        "comparisons": _comparisons(source, scores, options.settings),
+        "judges": reports,
+        "comparisons": comparisons,
+        "failed": failed,
         "seconds": round(time.perf_counter() - started, 3),
     }
     if options.output is not None:
@@ -169,6 +177,28 @@ def _all_scores(
     return found
 
 
+def _reports(
+    source: PreferenceSet | QualitySet, scores: Sequence[Any], settings: IntervalSettings
+) -> tuple[list[dict[str, Any]], list[Any], list[dict[str, str]]]:
+    """(reports, the scores they are of, and for the other judges why there is no report).
+
+    Raises:
+        UserError: No judge could be reported on.
+    """
+    reports: list[dict[str, Any]] = []
+    whole: list[Any] = []
+    failed: list[dict[str, str]] = []
+    for entry in scores:
+        try:
+            reports.append(_report(source, entry, settings))
+            whole.append(entry)
+        except ValueError as error:
+            failed.append({"judge": entry.name, "error": str(error)})
+    if not reports:
+        raise UserError("; ".join(f"{item['judge']}: {item['error']}" for item in failed))
+    return reports, whole, failed
+
+
 def _report(
     source: PreferenceSet | QualitySet, scores: PairScores | QualityScores, settings: IntervalSettings
 ) -> dict[str, Any]:
@@ -181,12 +211,19 @@ def _report(
 
 def _comparisons(
     source: PreferenceSet | QualitySet, scores: Sequence[Any], settings: IntervalSettings
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     chosen = combinations(scores, 2)
     if len(scores) > LARGEST_COMPARED:
         chosen = ((scores[0], other) for other in scores[1:])
     compare: Any = compare_on_preferences if isinstance(source, PreferenceSet) else compare_on_quality
-    return [compare(source, first, second, settings) for first, second in chosen]
+    found: list[dict[str, Any]] = []
+    failed: list[dict[str, str]] = []
+    for first, second in chosen:
+        try:
+            found.append(compare(source, first, second, settings))
+        except ValueError as error:  # no pair that both decided: the reports stand without it
+            failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
+    return found, failed
 
 
 def _set_record(

@@ -41,9 +41,15 @@ class CachedReward:
         self, reward: PointwiseReward, cache: ScoreCache, *, identity: Identity | None = None
     ) -> None:
         self.reward, self.cache = reward, cache
-        self.identity = _identity(reward, identity)
+        self._given = identity
+        _identity(reward, identity)
         self.name, self.unit, self.range = reward.name, reward.unit, reward.range
         self.higher_is_better = reward.higher_is_better
+
+    @property
+    def identity(self) -> Identity:
+        """The reward's own at this moment: weights that are trained change it."""
+        return _identity(self.reward, self._given)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Scores of B images; what is not known yet is asked in one call, each content once."""
@@ -52,7 +58,8 @@ class CachedReward:
             None if content is None else key_of([content], prompt, record)
             for content, prompt, record in zip(map(content_digest, items), prompts, records, strict=True)
         ]
-        known = self.cache.get(self.identity, [key for key in keys if key is not None])
+        judge = self.identity
+        known = self.cache.get(judge, [key for key in keys if key is not None])
         first = _first_unknown(keys, known)
         reasons: dict[int, str | None] = {}
         if first:
@@ -61,7 +68,7 @@ class CachedReward:
             )
             said = failure_reasons(scores)
             fresh = {keys[row]: _entry(scores, i) for i, row in enumerate(first) if said[i] is None}
-            self.cache.put(self.identity, {key: entry for key, entry in fresh.items() if key is not None})
+            self.cache.put(judge, {key: entry for key, entry in fresh.items() if key is not None})
             known |= {key: entry for key, entry in fresh.items() if key is not None}
             failed = {keys[row]: said[i] for i, row in enumerate(first) if keys[row] is not None}
             alone = {row: i for i, row in enumerate(first)}
@@ -76,8 +83,14 @@ class CachedJudge:
 
     def __init__(self, judge: PairwiseReward, cache: ScoreCache, *, identity: Identity | None = None) -> None:
         self.judge, self.cache = judge, cache
-        self.identity = _identity(judge, identity)
+        self._given = identity
+        _identity(judge, identity)
         self.name = judge.name
+
+    @property
+    def identity(self) -> Identity:
+        """The judge's own at this moment: weights that are trained change it."""
+        return _identity(self.judge, self._given)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -90,7 +103,8 @@ class CachedJudge:
             contents = content_digest(one), content_digest(two)
             ready = [content for content in contents if content is not None]
             keys.append(key_of(ready, prompt, record) if len(ready) == 2 else None)
-        known = self.cache.get(self.identity, [key for key in keys if key is not None])
+        judge = self.identity
+        known = self.cache.get(judge, [key for key in keys if key is not None])
         rows = _first_unknown(keys, known)
         reasons: dict[int, str | None] = {}
         if rows:
@@ -108,7 +122,7 @@ class CachedJudge:
             fresh = {
                 key: _preference(told, i) for i, row in enumerate(rows) if (key := keys[row]) and not said[i]
             }
-            self.cache.put(self.identity, fresh)
+            self.cache.put(judge, fresh)
             known |= fresh
             of_key = {keys[row]: said[i] for i, row in enumerate(rows) if keys[row] is not None}
             alone = {row: i for i, row in enumerate(rows)}

@@ -200,8 +200,11 @@ class ClipTowers:
         return self.parts.tokenizer(list(prompts))
 
     def read_prompts(self, prompts: Sequence[str], reasons: list[str | None]) -> list[str]:
-        """Note which prompts are cut; mark the rows whose prompt holds the end token itself."""
+        """Note which prompts are cut; mark the rows whose prompt is empty or holds the end token itself."""
         notes = [""] * len(prompts)
+        for row, prompt in enumerate(prompts):
+            if not prompt.strip():
+                reasons[row] = reasons[row] or "the prompt is empty, so there is nothing to compare with"
         end = self.parts.end
         if end is None or not prompts:
             return notes

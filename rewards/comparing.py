@@ -122,10 +122,12 @@ class PairsFromScores:
             at, take = torch.tensor(rows), torch.tensor(index)
             value[at] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[take]
             if scores.std is not None:
-                std[at] = scores.std.detach().cpu().double().nan_to_num(0.0)[take]
+                std[at] = scores.std.detach().cpu().double()[take]
             said = failure_reasons(scores)
             for row, number in zip(rows, index, strict=True):
-                reasons[row] = said[number]
+                unsure = "the reward gave a value without its standard deviation"  # which is no certainty
+                reasons[row] = said[number] or (unsure if bool(std[row].isnan()) else None)
+            std = std.nan_to_num(0.0)
         return self._preferences(value, std, reasons, pairs)
 
     def _score(

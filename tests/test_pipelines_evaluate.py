@@ -346,3 +346,46 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         app, ["evaluate", "shapes:pairs", "--limit", "4", "-r", "jpeg_size", "-o", str(tmp_path / "o")]
     )
     assert ran.exit_code == 130 and "--resume" in ran.output
+
+
+def test_one_judge_without_a_report_costs_no_other(tmp_path: Path) -> None:
+    records = shapes_quality(40).records
+    rows = [record.to_row() | {"good": record.mos, "flat": 1.0} for record in records]
+    file = tmp_path / "q.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    settings = IntervalSettings(resamples=100)
+    result = evaluate(EvaluateOptions(source=str(file), columns=("good", "flat"), settings=settings))
+    assert [entry["judge"]["name"] for entry in result["judges"]] == ["good"]
+    assert result["failed"][0]["judge"] == "flat" and "flat" in result["set"]["findings"][-1]["message"]
+    with pytest.raises(UserError, match="flat"):
+        evaluate(EvaluateOptions(source=str(file), columns=("flat",), settings=settings))
+
+
+def test_a_share_of_one_has_an_interval_with_width(tmp_path: Path) -> None:
+    right = {"sure_left": lambda p: p.label, "sure_right": lambda p: 1 - p.label}
+    settings = IntervalSettings(resamples=100)
+    given = str(table(tmp_path, 40, **right))
+    result = evaluate(EvaluateOptions(source=given, columns=("sure",), settings=settings))
+    text = json.dumps(result["judges"][0])
+    shares = [entry for entry in _intervals(json.loads(text)) if entry["estimate"] == 1.0]
+    assert shares and all(entry["low"] < 0.99 for entry in shares)
+
+
+def _intervals(found: Any) -> list[dict[str, Any]]:
+    if isinstance(found, dict):
+        own = [found] if {"estimate", "low", "high"} <= found.keys() and found["low"] is not None else []
+        return own + [item for value in found.values() for item in _intervals(value)]
+    return [item for value in found for item in _intervals(value)] if isinstance(found, list) else []
+
+
+def test_the_cache_is_shared(tmp_path: Path) -> None:
+    given = EvaluateOptions(
+        source="shapes:pairs",
+        rewards=("jpeg_size",),
+        limit=10,
+        cache=tmp_path / "cache",
+        settings=IntervalSettings(resamples=100),
+    )
+    first, second = evaluate(given), evaluate(given)
+    assert (tmp_path / "cache" / "judgements.sqlite").is_file()
+    assert first["judges"] == second["judges"]

@@ -198,9 +198,7 @@ def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
     table = [ImageRow(image="pictures/0.png", prompt="a"), ImageRow(image="gone.png", prompt="b")]
     log = RowLog(tmp_path / "x.part", {"light": light}, resume=False)
     first = score_rows(table, {"light": light}, keeper=log)
-    assert len(rows_of(str(tmp_path / "x.part"))) == 1 + 2, (
-        "on disk before it is closed: a kill loses nothing"
-    )
+    assert len(rows_of(str(tmp_path / "x.part"))) == 1 + 2, "on disk before it is closed"
     log.close()
     assert first[1].reason == "no such image file: gone.png"
     Image.new("RGB", (4, 4), "white").save("gone.png")

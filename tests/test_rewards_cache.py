@@ -298,3 +298,12 @@ def test_content_of_every_form():
     red, green = Image.new("P", (8, 8)), Image.new("P", (8, 8))
     red.putpalette([255, 0, 0]), green.putpalette([0, 255, 0])
     assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)
+
+
+def test_a_judge_in_training_is_another_judge_after_each_step(tmp_path: Path):
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    cached.score(PIXELS, PROMPTS)
+    reward.identity = Identity(judge="mean", model="none", weights="after a step")
+    cached.score(PIXELS, PROMPTS)
+    assert reward.asked == 8

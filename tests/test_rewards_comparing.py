@@ -278,3 +278,9 @@ def test_distinct_images_by_content_and_label() -> None:
     images = [*grey([0.1, 0.1, 0.2]), grey([0.1], 4)[0]]
     assert distinct_images(images, ["a", "a", "a", "a"]) == ([0, 2, 3], [0, 0, 1, 2])
     assert distinct_images(images[:2], ["a", "b"]) == ([0, 1], [0, 1])
+
+
+def test_a_missing_standard_deviation_is_no_certainty() -> None:
+    found = _compare(Brightness(std=NAN), [0.75], [0.25])
+    assert not found.valid[0] and found.prob.isnan().all()
+    assert "without its standard deviation" in str((found.reason or [""])[0])

@@ -132,8 +132,10 @@ def combine_members(
     elif how == "inverse_variance":
         if std is None:
             raise ValueError('how="inverse_variance" needs std, the deviation of each member.')
-        weight = torch.where(present, inverse_variance_weights(std.nan_to_num(1.0)), 0.0)
-        result = (weight * value).sum(0) / weight.sum(0).clamp(min=torch.finfo(weight.dtype).tiny)
+        known = present & torch.isfinite(std)
+        weight = torch.where(known, inverse_variance_weights(torch.where(known, std, 1.0)), 0.0)
+        total = weight.sum(0)
+        result = torch.where(total > 0, (weight * value).sum(0) / total.clamp(min=1e-30), torch.nan)
     else:
         raise ValueError(f'how must be "mean", "min", "lower_bound" or "inverse_variance"; got {how!r}.')
     answered = count > 0

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from .intervals import Interval, expanded_tail
+from .intervals import Interval, expanded_tail, wilson_interval
 
 _CHUNK = 4_000_000
 """Weights held in memory at once (float64, so 32 MB)."""
@@ -197,9 +197,17 @@ class RatioTable:
         estimates = ratio(tops.sum(0), bottoms.sum(0))
         clusters = (bottoms > 0).sum(0)
         return {
-            key: interval(float(estimates[k]), draws[:, k], int(clusters[k]), level=level)
+            key: _interval_of_ratio(float(estimates[k]), draws[:, k], int(clusters[k]), level)
             for k, key in enumerate(self._sums)
         }
+
+
+def _interval_of_ratio(estimate: float, draws: Array, clusters: int, level: float) -> Interval:
+    """The percentile interval; of a share of exactly 0 or 1, which no resample can move, Wilson's over
+    clusters."""
+    if clusters > 1 and estimate in (0.0, 1.0) and bool((draws[np.isfinite(draws)] == estimate).all()):
+        return wilson_interval(clusters * int(estimate), clusters, level=level)
+    return interval(estimate, draws, clusters, level=level)
 
 
 def ratio(numerator: Array, denominator: Array) -> Array:
