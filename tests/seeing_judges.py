@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from visalign.rewards.contract import RewardError
 from visalign.rewards.vlm import AnswerLogits, Answers, Ask, VisionLanguageJudge
 from visalign.rewards.vlm_template import Template
 
+T = TypeVar("T")
 PROMPTS = ["a red circle", "a blue square", "two green triangles", "a white cross"]
 
 
@@ -110,3 +111,14 @@ class ScriptedEngine:
         self.generated += asks
         texts = [self._answers(template, ask) for ask in asks]
         return Answers(texts, [[True] * len(one) for one in texts], [None] * len(asks))
+
+
+def given(value: T | None) -> T:
+    """The value, which must be there."""
+    assert value is not None
+    return value
+
+
+def why(told: Any, row: int) -> str:
+    """The reason of a row of scores or preferences, which must have one."""
+    return given(given(told.reason)[row])

@@ -172,7 +172,7 @@ def test_train_refuses_by_name_and_writes_nothing(toy: Toy, arguments: list[str]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1", r"names no pipeline. Write a line 'pipeline: NAME' with one of: flow_grpo, pref_grpo, text_grpo, "),
+        ("seed: 1", r"names no pipeline. Write a line 'pipeline: NAME' with one of: flow_grpo, pref_grpo"),
         ("pipeline: flow_gpro", r"pipeline 'flow_gpro', which does not exist. Did you mean 'flow_grpo'?"),
     ],
 )

@@ -296,7 +296,8 @@ def test_content_of_every_form():
     turned.getexif()[0x0112] = 6
     assert content_digest(turned) != digests[2]
     red, green = Image.new("P", (8, 8)), Image.new("P", (8, 8))
-    red.putpalette([255, 0, 0]), green.putpalette([0, 255, 0])
+    red.putpalette([255, 0, 0])
+    green.putpalette([0, 255, 0])
     assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)
 
 

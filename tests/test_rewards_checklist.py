@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from tests.seeing_judges import PROMPTS, ScriptedEngine, ask_text, images, tiny_engine
+from tests.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.checklist import VisionReward
 from visalign.rewards.checklist_data import SHAPES_CHECKLIST, VISIONREWARD_MASKS, Checklist
@@ -61,7 +62,7 @@ def test_an_unanswered_question_counts_nothing_and_is_named():
     scores = score({"face": 1.0 - 1e-9, "eyes good": 0.9, "sharp": None, "a cat": 0.75})
     assert scores.valid[0] and scores.value[0] == pytest.approx(0.25 + 2 * 0.8 + 0.5, abs=1e-4)
     assert math.isnan(scores.parts["sharp"][0]) and scores.parts["unanswered"][0] == 1
-    assert "'sharp'" in scores.text[0] and "neither yes nor no" in scores.text[0]
+    assert "'sharp'" in given(scores.text)[0] and "neither yes nor no" in given(scores.text)[0]
 
 
 def test_an_unanswered_mask_hides_what_depends_on_it():
@@ -72,7 +73,7 @@ def test_an_unanswered_mask_hides_what_depends_on_it():
 def test_too_many_unanswered_questions_mask_the_picture():
     none = {"face": None, "eyes good": None, "sharp": None}
     scores = score(none)
-    assert not scores.valid[0] and "3 of 4 questions have no answer" in scores.reason[0]
+    assert not scores.valid[0] and "3 of 4 questions have no answer" in why(scores, 0)
     assert score(none, max_unanswered=1.0).valid[0]
 
 
@@ -94,7 +95,7 @@ def test_alignment_is_the_same_models_yes_unless_another_is_given():
     judge = VisionReward(engine(answers), checklist={**FACE, **rule}, alignment=Fixed())
     scores = judge.score(images(2), ["cat", "cat"])
     assert scores.value[0] == pytest.approx(0.25 + 1.5, abs=1e-5)
-    assert scores.valid.tolist() == [True, False] and scores.reason[1] == "alignment: cannot"
+    assert scores.valid.tolist() == [True, False] and why(scores, 1) == "alignment: cannot"
 
 
 def test_an_empty_prompt_is_masked_where_a_question_asks_about_it():
@@ -159,11 +160,12 @@ def test_wrong_data_is_refused(tmp_path):
     (tmp_path / "bad.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="holds a list"):
         Checklist.read(tmp_path / "bad.json")
-    for options, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"answers": "maybe"}, "answers is 'maybe'"),
         ({"max_unanswered": 2}, "max_unanswered is 2"),
         ({"template": ask_text("no place")}, r"has no \{question\}"),
-    ):
+    ]
+    for options, message in refused:
         with pytest.raises(ValueError, match=message):
             VisionReward(engine({}), **options)
     with pytest.raises(RewardError, match="several tokens"):
@@ -173,7 +175,8 @@ def test_wrong_data_is_refused(tmp_path):
 def test_identity_tells_questions_weights_and_answers():
     base = VisionReward(engine({}), checklist={**FACE, **RULE}).identity
     other = {**FACE, **RULE, "coef": [2.0, 0.5, 1.5]}
-    for options in ({"checklist": other}, {"checklist": {**FACE, **RULE}, "answers": "hard"}):
+    changes: list[dict[str, Any]] = [{"checklist": other}, {"checklist": {**FACE, **RULE}, "answers": "hard"}]
+    for options in changes:
         assert VisionReward(engine({}), **options).identity.digest != base.digest
     assert VisionReward(engine({}), checklist={**FACE, **RULE}).identity.digest == base.digest
 

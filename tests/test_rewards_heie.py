@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.seeing_judges import PROMPTS, ask_text, images, tiny_engine
+from tests.seeing_judges import PROMPTS, ask_text, given, images, tiny_engine, why
 from visalign.data.prompts import parse_prompt
 from visalign.data.scenes import Scene, SceneObject
 from visalign.data.wrong_regions import blamed, wrong_pixels
@@ -118,11 +118,11 @@ def test_views_hold_the_models_own_states_and_features():
     engine = tiny_engine()
     shown = images(2, size=32)
     seen, reasons = views(engine, ASK, asks(shown), 2)
-    assert reasons == [None, None] and seen[0].grid == (4, 4)
-    assert seen[0].hidden.shape == (5, 32) and seen[0].features.shape == (5, 16, 32)
-    assert torch.allclose(seen[1].hidden[0], engine.hidden(ASK, asks(shown)).states[1], atol=1e-5)
+    assert reasons == [None, None] and given(seen[0]).grid == (4, 4)
+    assert given(seen[0]).hidden.shape == (5, 32) and given(seen[0]).features.shape == (5, 16, 32)
+    assert torch.allclose(given(seen[1]).hidden[0], engine.hidden(ASK, asks(shown)).states[1], atol=1e-5)
     alone, _ = views(engine, ASK, asks(shown), 1)
-    assert torch.equal(alone[0].features[0], seen[0].features[0])
+    assert torch.equal(given(alone[0]).features[0], given(seen[0]).features[0])
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
@@ -138,8 +138,8 @@ def test_an_explanation_has_maps_text_and_masked_rows():
     assert told.scores.valid.tolist() == [True, False, False, True]
     assert told.heatmap[[0, 3]].isfinite().all() and told.heatmap[[1, 2]].isnan().all()
     assert (told.heatmap[0] >= 0).all() and (told.heatmap[0] <= 1).all() and (told.heatmap_std[0] > 0).all()
-    assert told.text[0] and told.text[1] == told.text[2] == ""
-    assert "at most 150" in told.scores.reason[1] and "no such image" in told.scores.reason[2]
+    assert given(told.text)[0] and given(told.text)[1] == given(told.text)[2] == ""
+    assert "at most 150" in why(told.scores, 1) and "no such image" in why(told.scores, 2)
     scores = judge.score(images(1, size=32), ["a"])
     assert scores.value[0] == pytest.approx(told.scores.value[0].item(), abs=1e-6) and scores.text is None
     assert scores.parts["max_heat"][0] == pytest.approx(told.heatmap[0].max().item(), abs=1e-6)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from tests.seeing_judges import PROMPTS, ScriptedEngine, ask_text, images, tiny_engine
+from tests.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
 from tests.tiny_judges import KINDS
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.catalogue import load_judge
@@ -58,7 +59,7 @@ def test_probability_is_the_sigmoid_and_has_its_own_unit():
 def test_a_model_that_answers_neither_is_masked_not_scored():
     scores = scripted({"yes": 0.04, "no": 0.01, "7": 0.95}).score(images(1), ["a"])
     assert not scores.valid[0] and math.isnan(scores.value[0])
-    assert "neither yes nor no" in scores.reason[0] and "0.05" in scores.reason[0]
+    assert "neither yes nor no" in why(scores, 0) and "0.05" in why(scores, 0)
     kept = scripted({"yes": 0.04, "no": 0.01}, min_mass=0.0).score(images(1), ["a"])
     assert kept.value[0] == pytest.approx(math.log(4), abs=1e-5)
 
@@ -69,25 +70,25 @@ def test_a_model_that_answers_both_alike_is_undecided_at_zero():
 
 def test_certainty_is_no_number():
     scores = scripted({"yes": 1.0}).score(images(1), ["a"])
-    assert not scores.valid[0] and "not finite" in scores.reason[0]
+    assert not scores.valid[0] and "not finite" in why(scores, 0)
 
 
 @pytest.mark.parametrize("prompt", ["", " \n\t"])
 def test_an_empty_prompt_is_masked(prompt):
     scores = scripted({"yes": 0.5, "no": 0.4}).score(images(2), [prompt, "a"])
-    assert scores.valid.tolist() == [False, True] and "empty" in scores.reason[0]
+    assert scores.valid.tolist() == [False, True] and "empty" in why(scores, 0)
 
 
 def test_what_the_engine_refuses_is_masked_with_its_reason():
     engine = ScriptedEngine(lambda template, ask: None if ask.prompt == "long" else {"yes": 0.5, "no": 0.4})
     scores = RewardDance(engine).score(images(2), ["long", "short"])
-    assert scores.valid.tolist() == [False, True] and scores.reason[0] == "too long"
+    assert scores.valid.tolist() == [False, True] and why(scores, 0) == "too long"
 
 
 def test_options_that_cannot_be_are_refused():
     engine = ScriptedEngine()
     with pytest.raises(ValueError, match="value is 'logit'; allowed are log_odds, prob"):
-        RewardDance(engine, value="logit")
+        load_judge("reward_dance", model=engine, value="logit")
     with pytest.raises(ValueError, match="write_reasons without decision_first"):
         RewardDance(engine, write_reasons=True)
     with pytest.raises(ValueError, match="stand for yes and for no"):
@@ -149,7 +150,7 @@ def test_pairs_are_asked_in_both_orders_and_a_bias_cancels():
     dark, bright = torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)
     judge = RewardDancePairs(ScriptedEngine(probability))
     said = judge.compare(bright, dark, ["a"])
-    assert said.log_odds[0] == pytest.approx(1.0, abs=1e-5)
+    assert given(said.log_odds)[0] == pytest.approx(1.0, abs=1e-5)
     assert said.parts["second_bias"][0] == pytest.approx(0.7, abs=1e-5)
     assert said.parts["left_second"][0] == pytest.approx(1.7, abs=1e-5)
     assert said.parts["left_first"][0] == pytest.approx(0.3, abs=1e-5)
@@ -157,17 +158,17 @@ def test_pairs_are_asked_in_both_orders_and_a_bias_cancels():
     turned = judge.compare(dark, bright, ["a"])
     assert torch.allclose(said.prob + turned.prob, torch.ones(1))
     once = RewardDancePairs(ScriptedEngine(probability), both_orders=False)
-    assert once.compare(bright, dark, ["a"]).log_odds[0] == pytest.approx(1.7, abs=1e-5)
+    assert given(once.compare(bright, dark, ["a"]).log_odds)[0] == pytest.approx(1.7, abs=1e-5)
 
 
 def test_a_pair_fails_with_the_side_that_is_broken():
     judge = RewardDancePairs(brightness())
     said = judge.compare([images(1)[0], "no.png"], images(2), ["a", "b"])
-    assert said.valid.tolist() == [True, False] and said.reason[1].startswith("left: no such image")
+    assert said.valid.tolist() == [True, False] and why(said, 1).startswith("left: no such image")
     assert math.isnan(said.prob[1]) and math.isnan(said.parts["mass"][1])
     pairs = torch.tensor([[0, 1], [0, 2]])
     said = judge.compare_pairs(images(3), pairs, ["a", "a", "b"])
-    assert said.valid.tolist() == [True, False] and "different prompts" in said.reason[1]
+    assert said.valid.tolist() == [True, False] and "different prompts" in why(said, 1)
     with pytest.raises(ValueError, match="2 left and 3 right"):
         judge.compare(images(2), images(3), ["a", "b"])
 
@@ -202,13 +203,13 @@ def test_no_words_are_not_the_usual_ones():
 
 def test_a_text_that_is_no_unicode_costs_its_own_row():
     scores = RewardDance(tiny_engine(), **LETTERS).score(images(2), ["a cat", "a \ud800 cat"])
-    assert scores.valid.tolist() == [True, False] and "is no text in Unicode" in scores.reason[1]
+    assert scores.valid.tolist() == [True, False] and "is no text in Unicode" in why(scores, 1)
 
 
 def test_a_prompt_that_is_too_long_is_masked():
     judge = RewardDance(tiny_engine(max_tokens=100), template=ASK, **LETTERS)
     scores = judge.score(images(2), ["a" * 500, "short"])
-    assert scores.valid.tolist() == [False, True] and "at most 100" in scores.reason[0]
+    assert scores.valid.tolist() == [False, True] and "at most 100" in why(scores, 0)
 
 
 def test_equal_log_odds_as_the_library_computes_them():
@@ -232,12 +233,12 @@ def test_pairs_on_a_model_are_antisymmetric_and_numbered_ones_agree():
     judge = RewardDancePairs(tiny_engine(), template=TWO, **LETTERS)
     left, right = images(3), images(3, seed=1)
     said, turned = judge.compare(left, right, PROMPTS[:3]), judge.compare(right, left, PROMPTS[:3])
-    assert torch.allclose(said.log_odds, -turned.log_odds, atol=1e-5)
+    assert torch.allclose(given(said.log_odds), -given(turned.log_odds), atol=1e-5)
     numbered = judge.compare_pairs(
         torch.cat([left, right]), torch.tensor([[0, 3], [1, 4], [2, 5]]), PROMPTS[:3] * 2
     )
-    assert torch.allclose(said.log_odds, numbered.log_odds, atol=1e-6)
-    assert (said.log_odds.abs() > 1e-6).all()
+    assert torch.allclose(given(said.log_odds), given(numbered.log_odds), atol=1e-6)
+    assert (given(said.log_odds).abs() > 1e-6).all()
 
 
 def test_reasons_on_a_model_begin_with_the_decision():
@@ -245,7 +246,7 @@ def test_reasons_on_a_model_begin_with_the_decision():
         tiny_engine(), template=ASK, decision_first=True, write_reasons=True, max_new_tokens=5, **LETTERS
     )
     scores = judge.score(images(2), PROMPTS[:2])
-    for value, text in zip(scores.value.tolist(), scores.text, strict=True):
+    for value, text in zip(scores.value.tolist(), given(scores.text), strict=True):
         assert text[0] in ("ys" if value > 0 else "ysn") and len(text) > 1
 
 
@@ -255,13 +256,16 @@ def test_references_average_in_log_odds_and_what_is_missing_is_masked():
     )
     shown = images(3)
     scores = judge.score(shown, ["a", "a", "b"], [None, {"references": images(1, seed=4)}, None])
-    assert scores.valid.tolist() == [True, True, False] and "no readable reference" in scores.reason[2]
-    single = [judge.judge.compare(shown[:1], ref[None], ["a"]).log_odds[0] for ref in images(2, seed=3)]
+    assert scores.valid.tolist() == [True, True, False] and "no readable reference" in why(scores, 2)
+    single = [
+        given(judge.judge.compare(shown[:1], ref[None], ["a"]).log_odds)[0] for ref in images(2, seed=3)
+    ]
     assert scores.value[0] == pytest.approx(float(sum(single)) / 2, abs=1e-5)
     assert scores.parts["references"].tolist()[:2] == [2, 1]
     assert scores.parts["spread"][0] == pytest.approx(float(torch.stack(single).std()), abs=1e-5)
+    unknown: Any = "raw"
     with pytest.raises(ValueError, match="value is 'raw'"):
-        ReferenceReward(judge.judge, value="raw")
+        ReferenceReward(judge.judge, value=unknown)
 
 
 def test_a_reward_against_references_keeps_the_contract():
@@ -274,6 +278,7 @@ def test_both_forms_are_found_by_name_and_pairs_make_win_rates():
     assert isinstance(load_judge("reward_dance", model=brightness()), RewardDance)
     pairs = load_judge("reward_dance_pairs", model=brightness())
     shown = [torch.full((3, 8, 8), level) for level in (0.2, 0.9, 0.5)]
+    assert isinstance(pairs, RewardDancePairs)
     scores = GroupWinRate(pairs, hard=True).score(shown, ["a"] * 3)
     assert scores.value.tolist() == [0.0, 1.0, 0.5]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
-from tests.seeing_judges import PROMPTS, ScriptedEngine, ask_text, images, tiny_engine
+from tests.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
 from visalign.core import thurstone_probability
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.rating_digits import RatingDigits
@@ -29,7 +30,7 @@ def test_whole_ratings_have_the_mean_and_deviation_of_their_tokens():
     mean = 0.25 * 2 + 0.5 * 3 + 0.25 * 5
     variance = 0.25 * (2 - mean) ** 2 + 0.5 * (3 - mean) ** 2 + 0.25 * (5 - mean) ** 2
     assert scores.value[0] == pytest.approx(mean, abs=1e-5)
-    assert scores.std[0] == pytest.approx(math.sqrt(variance), abs=1e-5)
+    assert given(scores.std)[0] == pytest.approx(math.sqrt(variance), abs=1e-5)
     assert scores.parts["mass"][0] == pytest.approx(0.8, abs=1e-6)
     assert scores.parts["left_over"][0] == pytest.approx(0.2, abs=1e-6)
 
@@ -47,7 +48,7 @@ def test_two_decimals_are_read_behind_each_digit():
     mean = sum(value * prob for value, prob in leaves.items())
     variance = sum(prob * (value - mean) ** 2 for value, prob in leaves.items())
     assert scores.value[0] == pytest.approx(mean, abs=1e-5)
-    assert scores.std[0] == pytest.approx(math.sqrt(variance), abs=1e-5)
+    assert given(scores.std)[0] == pytest.approx(math.sqrt(variance), abs=1e-5)
 
 
 def test_equal_digits_everywhere_give_the_middle_of_the_scale():
@@ -59,8 +60,8 @@ def test_equal_digits_everywhere_give_the_middle_of_the_scale():
 
 def test_a_model_that_writes_no_rating_is_masked():
     scores = direct(lambda ask: {"9": 0.95, "3": 0.05}).score(images(1), [""])
-    assert not scores.valid[0] and "writes no rating" in scores.reason[0]
-    assert math.isnan(scores.value[0]) and math.isnan(scores.std[0])
+    assert not scores.valid[0] and "writes no rating" in why(scores, 0)
+    assert math.isnan(scores.value[0]) and math.isnan(given(scores.std)[0])
     assert direct(lambda ask: {"3": 0.05}, min_mass=0.0).score(images(1), [""]).value[0] == pytest.approx(3.0)
 
 
@@ -78,8 +79,8 @@ def test_sampled_ratings_are_averaged_and_failures_left_out():
         "<answer>7</answer>",
     )
     scores = judge.score(images(1), [""])
-    assert scores.value[0] == pytest.approx(4.0) and scores.std[0] == pytest.approx(math.sqrt(0.5))
-    assert scores.parts["readable"][0] == 0.5 and scores.text[0].startswith("<think>dull")
+    assert scores.value[0] == pytest.approx(4.0) and given(scores.std)[0] == pytest.approx(math.sqrt(0.5))
+    assert scores.parts["readable"][0] == 0.5 and given(scores.text)[0].startswith("<think>dull")
 
 
 def test_the_prefix_belongs_to_the_answer():
@@ -92,8 +93,8 @@ def test_the_prefix_belongs_to_the_answer():
 )
 def test_answers_that_cannot_be_read_are_no_random_number(texts):
     scores = answering(*texts).score(images(2), ["", ""])
-    assert not scores.valid.any() and scores.value.isnan().all() and scores.std.isnan().all()
-    assert "of 2 answers hold a rating from 1 to 5" in scores.reason[0]
+    assert not scores.valid.any() and scores.value.isnan().all() and given(scores.std).isnan().all()
+    assert "of 2 answers hold a rating from 1 to 5" in why(scores, 0)
 
 
 def test_one_answer_has_no_deviation():
@@ -126,13 +127,13 @@ def test_comparison_is_thurstones():
 
 def test_answers_that_agree_do_not_make_a_pair_certain():
     judge = answering("<answer>3.00</answer>", "<answer>3.00</answer>")
-    assert judge.score(images(1), [""]).std[0] == 0.0
+    assert given(judge.score(images(1), [""]).std)[0] == 0.0
     assert judge.compare(images(1), images(1, seed=1), ["a"]).prob[0] == pytest.approx(0.5)
 
 
 def test_options_that_cannot_be_are_refused():
     engine = ScriptedEngine()
-    for options, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"mode": "both"}, "mode is 'both'"),
         ({"thinking": True}, "thinking needs mode='sampled'"),
         ({"answers": 0}, "answers is 0"),
@@ -142,7 +143,8 @@ def test_options_that_cannot_be_are_refused():
         ({"template": ask_text("x", words={"scores": ("good", "bad")})}, "'good' .* is no number"),
         ({"template": ask_text("x", words={"scores": ("1", "7")})}, "'7' .* is no number from 1 to 5"),
         ({"template": ask_text("x", words={"scores": ("1",), "digits": ("1",)})}, "needed are '0' to '9'"),
-    ):
+    ]
+    for options, message in refused:
         with pytest.raises(ValueError, match=message):
             VisualQuality(engine, **options)
     with pytest.raises(RewardError, match="several tokens"):
@@ -172,7 +174,7 @@ def test_decimals_read_on_a_model_are_those_of_its_whole_distribution():
     engine = tiny_engine()
     judge = VisualQuality(engine, template=FINE, min_mass=0.0)
     scores = judge.score(images(1), [""])
-    assert 1.0 <= scores.value[0] <= 5.0 and scores.std[0] > 0
+    assert 1.0 <= scores.value[0] <= 5.0 and given(scores.std)[0] > 0
     whole = VisualQuality(engine, template=WHOLE, min_mass=0.0).score(images(1), [""])
     assert whole.value[0] < scores.value[0] < whole.value[0] + 1  # decimals only add
     assert RatingDigits(engine, FINE, 1.0, 5.0).values == [1, 2, 3, 4, 5]
@@ -185,7 +187,7 @@ def test_sampled_answers_on_a_model_are_seeded_and_independent():
     together = judge.score(images(3), PROMPTS[:3])
     for row in range(3):
         alone = judge.score(images(3)[row : row + 1], PROMPTS[:1])
-        assert alone.reason[0] == together.reason[row]
+        assert why(alone, 0) == why(together, row)
         assert alone.parts["readable"].equal(together.parts["readable"][row : row + 1]) or not alone.valid[0]
 
 
@@ -200,7 +202,9 @@ def test_the_sampled_mean_comes_to_the_direct_one():
     mean = sum(int(digit) * count for digit, count in counts.items()) / total
     scores = VisualQuality(engine, template=plain, min_mass=0.0).score(images(1), [""])
     assert total / 3000 == pytest.approx(float(scores.parts["mass"][0]), abs=0.03)
-    assert mean == pytest.approx(float(scores.value[0]), abs=4 * float(scores.std[0]) / math.sqrt(total))
+    assert mean == pytest.approx(
+        float(scores.value[0]), abs=4 * float(given(scores.std)[0]) / math.sqrt(total)
+    )
 
 
 def _asks(shown):
