@@ -34,7 +34,7 @@ def evaluate(
         typer.Option("--scores", "-s", help="Scores in columns NAME_left, NAME_right (quality: NAME)."),
     ] = None,
     lower_is_better: Annotated[
-        list[str] | None, typer.Option("--lower-is-better", help="Those --scores where lower is better.")
+        list[str] | None, typer.Option(help="Those --scores where lower is better.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of the set.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use at most so many records.", min=1)] = None,
@@ -42,15 +42,11 @@ def evaluate(
         Path | None, typer.Option("--output", "-o", help="Folder for page, JSON and scores; else the screen.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the scoring in --output.")] = False,
-    swap_sides: Annotated[
-        bool, typer.Option("--swap-sides", help="Mix the sides of sets whose winner stands on one side.")
-    ] = False,
+    swap_sides: Annotated[bool, typer.Option("--swap-sides", help="Mix the sides of the pairs.")] = False,
     keep_duplicates: Annotated[
         bool, typer.Option("--keep-duplicates", help="Count rows that repeat an earlier row.")
     ] = False,
-    cache: Annotated[
-        Path | None, typer.Option(help="Folder of the cache of judgements, shared by all commands.")
-    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of the cache of judgements.")] = None,
     batch_size: Annotated[int, typer.Option(help="Images or pairs asked at once.", min=1)] = 32,
     max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failures.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,

@@ -76,8 +76,7 @@ def require_pipeline(name_or_path: str, pipeline: str) -> None:
     if given != pipeline:
         raise ConfigError(
             f"'{path}' is a configuration of the pipeline '{given}', and this command runs '{pipeline}'. "
-            "Run it "
-            f"with visalign train, or write 'pipeline: {pipeline}' into it."
+            f"Run it with visalign train, or write 'pipeline: {pipeline}' into it."
         )
 
 

@@ -72,8 +72,7 @@ class EvaluateOptions:
         if unknown:
             raise UserError(
                 f"--lower-is-better names {', '.join(sorted(unknown))}, which is no --scores column; a "
-                "reward "
-                "declares its direction itself."
+                "reward declares its direction itself."
             )
         if self.settings.resamples < 100:
             raise UserError(f"resamples is {self.settings.resamples}; intervals need at least 100.")

@@ -114,8 +114,7 @@ def judge_quality(records: QualitySet, judge: PointwiseReward, asking: Asking | 
     if not isinstance(judge, PointwiseReward):
         raise RewardError(
             f"{getattr(judge, 'name', judge)!r} compares two images and gives no score of one, which a "
-            "quality "
-            "set needs. Evaluate it on a preference set."
+            "quality set needs. Evaluate it on a preference set."
         )
     asking = asking or Asking()
     units = [_Unit((record.image,), record.prompt, _metadata(record)) for record in records.records]

@@ -100,10 +100,9 @@ class ScoreLog:
             raise UserError(f"'{path}' holds no scores of ours. Give another --output, or remove it.")
         if header.get("digest") != identity.digest:
             raise UserError(
-                f"'{path}' holds scores of {header.get('judge')!r}, and {name!r} is another judge or another "
-                f"version of it: they differ in {_differences(header.get('identity'), identity)}. Remove the "
-                "file, or "
-                "give another --output."
+                f"'{path}' holds scores of {header.get('judge')!r}, and {name!r} is another judge or "
+                f"another version of it: they differ in {_differences(header.get('identity'), identity)}. "
+                "Remove the file, or give another --output."
             )
         for number, line in enumerate(lines[1:-1], 2):
             row = _object(line)

@@ -201,9 +201,8 @@ class FilePairs:
         if lacking:
             raise UserError(
                 f"{len(lacking)} rows of '{pairs.name}' have no column image_refined (the first is row "
-                f"{_row(pairs.rows, lacking[0])}); ict learns from triples: image_left and image_right, of "
-                "which "
-                "one is better, and image_refined, made from a richer prompt."
+                f"{_row(pairs.rows, lacking[0])}); ict learns from triples: image_left and image_right, "
+                "of which one is better, and image_refined, made from a richer prompt."
             )
 
         tied = [n for n, pair in enumerate(pairs.pairs) if triples and pair.label == 0.5]

@@ -65,8 +65,7 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
             raise UserError(
                 f"{len(shared)} prompts (of rated pictures: references) of data.heldout also stand in "
                 f"data.train: {listed([repr(prompt) for prompt in shared])}. What is learnt would be "
-                "measured. "
-                "Put each prompt into one of the two."
+                "measured. Put each prompt into one of the two."
             )
     return RewardInputs(
         train=train, heldout=heldout, notes=tuple(notes), fingerprints=_fingerprints(train, heldout)
@@ -125,8 +124,7 @@ def _ratings(config: TrainRewardConfig, records: QualitySet, name: str) -> Examp
     if config.model.kind != "rating":
         raise UserError(
             f"the set holds single rated pictures, and a judge of kind {config.model.kind} learns from "
-            "pairs. "
-            "Give a set with image_left and image_right, or model.kind rating."
+            "pairs. Give a set with image_left and image_right, or model.kind rating."
         )
     check_quality(records)
     low = min(record.mos for record in records.records)

@@ -39,9 +39,8 @@ CRITIQUE = question(
     "deepseek_grm",
     "This picture was generated from the caption: {prompt}\n"
     "First write the principles by which it should be judged, with a weight in percent for each. "
-    "Then write a "
-    "critique of the picture by each of them. At the end give one whole score from 1 to 10 for the picture, "
-    r"higher for better, as \boxed{score}.",
+    "Then write a critique of the picture by each of them. At the end give one whole score from 1 to 10 for "
+    r"the picture, higher for better, as \boxed{score}.",
 )
 META = question(
     "deepseek_grm_meta",

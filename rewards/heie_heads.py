@@ -147,7 +147,8 @@ class HeieHeads(nn.Module):
 
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"There are no HEIE heads at {file}; give the file that HeieHeads.save wrote."
+                f"There are no HEIE heads at {file}; train some with `python -m "
+                "visalign.pipelines.train_heie --model shapes-vlm --out FILE`, and give that file as heads."
             )
         try:
             with safe_open(str(file), "pt") as opened:

@@ -78,13 +78,7 @@ def judge_server(
     Raises:
         RewardError: FastAPI is not installed.
     """
-    try:
-        from fastapi import FastAPI, Request
-        from fastapi.responses import JSONResponse
-    except ModuleNotFoundError as error:
-        raise RewardError(
-            "A reward server needs FastAPI, which is not installed: python -m pip install 'visalign[serve]'."
-        ) from error
+    FastAPI, Request, JSONResponse = _fastapi()
     bounds = limits or Limits()
     batcher = Batcher(
         judge, max_batch=max_batch, max_wait=max_wait, max_waiting=max_waiting, timeout=bounds.timeout
@@ -92,30 +86,40 @@ def judge_server(
     desk = _Desk(judge, card, token, bounds, batcher)
 
     @asynccontextmanager
-    async def living(app: FastAPI) -> AsyncIterator[None]:
+    async def living(_: Any) -> AsyncIterator[None]:
         yield
         await batcher.close()
 
     async def health() -> Any:
         return JSONResponse(desk.about())
 
-    async def score(request: Request) -> Any:
+    async def score(request: Any) -> Any:
         return await desk.answer(request, is_pair=False)
 
-    async def compare(request: Request) -> Any:
+    async def compare(request: Any) -> Any:
         return await desk.answer(request, is_pair=True)
 
-    app = FastAPI(
-        title="visalign reward server", lifespan=living, docs_url=None, redoc_url=None, openapi_url=None
-    )
-    app.state.batcher = batcher
     # annotations are texts in this file, and FastAPI would look for the classes among the module's names
     for function in (score, compare):
         function.__annotations__["request"] = Request
-    app.add_api_route("/health", health, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/score", score, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/compare", compare, methods=["POST"], response_model=None)
+    app = FastAPI(title="visalign", lifespan=living, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.batcher = batcher
+    routes = (("/health", health, "GET"), ("/v1/score", score, "POST"), ("/v1/compare", compare, "POST"))
+    for path, function, method in routes:
+        app.add_api_route(path, function, methods=[method], response_model=None)
     return app
+
+
+def _fastapi() -> tuple[Any, Any, Any]:
+    """Its application, request and JSON response."""
+    try:
+        from fastapi import FastAPI, Request
+        from fastapi.responses import JSONResponse
+    except ModuleNotFoundError as error:
+        raise RewardError(
+            "A reward server needs FastAPI, which is not installed: python -m pip install 'visalign[serve]'."
+        ) from error
+    return FastAPI, Request, JSONResponse
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ TEMPLATES = {
     "rank": _pair("rank", f"Answer with one of these sentences alone: {_SENTENCES}."),
     "think": _pair(
         "think",
-        "First compare them between <think> and </think>, dimension by dimension, each with a score "
-        "from 1 to "
-        f"10 for both. Then write between <answer> and </answer> one of these sentences alone: {_SENTENCES}.",
+        "First compare them between <think> and </think>, dimension by dimension, each with a score from "
+        "1 to 10 for both. Then write between <answer> and </answer> one of these sentences alone: "
+        f"{_SENTENCES}.",
     ),
     "score": _pair(
         "score",

@@ -78,9 +78,8 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
         raise UserError(f"'{records.name}' holds {len(records)} image; a correlation needs at least 2.")
     if len({record.mos for record in records.records}) == 1:
         raise UserError(
-            f"All {len(records)} scores of '{records.name}' equal {records.records[0].mos:g}: no correlation "
-            "is "
-            "defined. Check which column holds the mean opinion score."
+            f"All {len(records)} scores of '{records.name}' equal {records.records[0].mos:g}: no "
+            "correlation is defined. Check which column holds the mean opinion score."
         )
     _refuse_quality_leaks(records)
     repeated, scores = [], {}
@@ -89,8 +88,7 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
         if first[0] != row and first[1] != record.mos:
             raise UserError(
                 f"'{record.image}' has the score {first[1]:g} in row {first[0]} and {record.mos:g} in row "
-                f"{row} of "
-                f"'{records.name}'. Keep one of them, or their mean."
+                f"{row} of '{records.name}'. Keep one of them, or their mean."
             )
         if first[0] != row:
             repeated.append(row)
@@ -137,9 +135,9 @@ def _refuse_leaks(pairs: PreferenceSet) -> None:
     if found:
         shown = listed([f"'{prompt}' ({' and '.join(names)})" for prompt, names in found.items()])
         raise UserError(
-            f"{len(found)} prompts of '{pairs.name}' stand in more than one split: {shown}. What was trained "
-            "on "
-            "would be tested on. Put each prompt into one split, or read one split alone (split=...)."
+            f"{len(found)} prompts of '{pairs.name}' stand in more than one split: {shown}. What was "
+            "trained on would be tested on. Put each prompt into one split, or read one split alone "
+            "(split=...)."
         )
 
 
@@ -148,9 +146,8 @@ def _refuse_quality_leaks(records: QualitySet) -> None:
     if found:
         shown = listed([f"'{name}' ({' and '.join(names)})" for name, names in found.items()])
         raise UserError(
-            f"{len(found)} images or references of '{records.name}' stand in more than one split: {shown}. "
-            "Put "
-            "all images of a reference into one split, or read one split alone (split=...)."
+            f"{len(found)} images or references of '{records.name}' stand in more than one split: "
+            f"{shown}. Put all images of a reference into one split, or read one split alone (split=...)."
         )
 
 
@@ -170,9 +167,8 @@ def _one_side(pairs: PreferenceSet, judge_sees_sides: bool) -> list[Finding]:
         return []
     side, count = ("left", lefts) if lefts else ("right", rights)
     message = (
-        f"All {count} winners of '{pairs.name}' stand on the {side}: a judge that always says {side} would "
-        "be "
-        "right every time."
+        f"All {count} winners of '{pairs.name}' stand on the {side}: a judge that always says {side} "
+        "would be right every time."
     )
     if judge_sees_sides:
         raise UserError(f"{message} Mix the sides first (swap_sides, --swap-sides).")

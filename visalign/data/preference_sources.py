@@ -51,9 +51,9 @@ def load_source(
     known = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
     if not Path(source).exists():
         raise UserError(
-            f"There is no set '{source}': it is no file. {suggestion(layout, (*known, *GENERATED))}Allowed: "
-            "a "
-            f"file, {', '.join(GENERATED)}, or LAYOUT:FOLDER with LAYOUT one of {', '.join(known)}."
+            f"There is no set '{source}': it is no file. "
+            f"{suggestion(layout, (*known, *GENERATED))}Allowed: a file, {', '.join(GENERATED)}, or "
+            f"LAYOUT:FOLDER with LAYOUT one of {', '.join(known)}."
         )
     if Path(source).is_dir():
         raise UserError(

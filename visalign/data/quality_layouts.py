@@ -67,8 +67,7 @@ def _directed(layout: str, folder: Path) -> Iterator[tuple[int, QualityRecord, b
         if len(seen) > 1:
             raise UserError(
                 f"'{folder}' mixes directions: higher is better for '{seen[True]}', lower for "
-                f"'{seen[False]}'. "
-                "Put sets of different directions into different files."
+                f"'{seen[False]}'. Put sets of different directions into different files."
             )
         yield number, record, better
 
@@ -234,9 +233,8 @@ def _excel_rows(path: Path) -> Iterator[tuple[int, Row]]:
         import openpyxl  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
     except ModuleNotFoundError as error:
         raise UserError(
-            f"'{path}' is an Excel file, and openpyxl is not installed. Install it (pip install openpyxl), "
-            "or "
-            "save the sheet as CSV under the same name."
+            f"'{path}' is an Excel file, and openpyxl is not installed. Install it (pip install "
+            "openpyxl), or save the sheet as CSV under the same name."
         ) from error
     rows = (
         openpyxl.load_workbook(path, read_only=True, data_only=True).worksheets[0].iter_rows(values_only=True)

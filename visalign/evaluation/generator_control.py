@@ -78,8 +78,7 @@ def generator_control(
     if not len(left) == len(right) == len(y) == len(cluster):
         raise ValueError(
             f"left, right, label and cluster need one entry per pair; got {len(left)}, {len(right)}, "
-            f"{len(y)}, "
-            f"{len(cluster)}."
+            f"{len(y)}, {len(cluster)}."
         )
     if folds < 2:
         raise ValueError(f"folds is {folds}; at least 2 are needed.")

@@ -27,9 +27,8 @@ def preference_notes(report: dict[str, Any]) -> list[str]:
         )
     if headline["high"] is not None and headline["high"] < 0.5:
         found.append(
-            "The judge disagrees with people more often than chance: if lower is better for its scores, say "
-            "so "
-            "(--lower-is-better)."
+            "The judge disagrees with people more often than chance: if lower is better for its scores, "
+            "say so (--lower-is-better)."
         )
     control = report["generators"]
     if control:
@@ -53,14 +52,12 @@ def _control_notes(control: dict[str, Any]) -> list[str]:
         rest = f" What it sees beyond that: it is right in {' and '.join(evidence)}." if evidence else ""
         found.append(
             f"The names of the generators alone predict {alone['estimate']:.1%} of the votes between "
-            f"generators, the judge {judge['estimate']:.1%}: those pairs cannot tell a judge of images from "
-            "a "
-            f"detector of generators.{rest}"
+            f"generators, the judge {judge['estimate']:.1%}: those pairs cannot tell a judge of images "
+            f"from a detector of generators.{rest}"
         )
     if not within["pairs"] and not against["pairs"]:
         found.append(
             "No pair is of one generator, and none was decided against the usual order of the generators: "
-            "the "
-            "set cannot show that a judge looks at more than the generator."
+            "the set cannot show that a judge looks at more than the generator."
         )
     return found

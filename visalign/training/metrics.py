@@ -18,8 +18,7 @@ METRICS: dict[str, str] = {
     "images": "images generated for training so far, all processes",
     "samples": "answers generated for training so far, those of groups that were dropped included; of "
     "supervised fine-tuning, given answers read so far, repeats included; of the training of a judge, "
-    "labelled "
-    "examples (pairs, triples, pictures)",
+    "labelled examples (pairs, triples, pictures)",
     "tokens": "tokens of these answers so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit",
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
@@ -66,9 +65,8 @@ METRICS: dict[str, str] = {
     "samples_per_second": "training samples per second of the iteration, evaluation and checkpoint "
     "not counted",
     "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling; "
-    "of a "
-    "judge on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per vote), "
-    "ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead; of ratings mae and srcc",
+    "of a judge on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
+    "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead; of ratings mae and srcc",
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 

@@ -159,8 +159,7 @@ class RewardTrainer:
         if not weight > 0:
             raise UserError(
                 f"Batch {state.updates} has {int(examples)} examples and none with a label to learn from: "
-                "all are "
-                "ties or unknown. Leave such examples out, or take larger batches."
+                "all are ties or unknown. Leave such examples out, or take larger batches."
             )
         for parameter in parameters:
             if parameter.grad is not None:
