@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .calibrated import Calibrated
     from .callables import FunctionReward
     from .catalogue import CATALOGUE, load_judge, load_reward
     from .chat_server import ChatServer
@@ -53,6 +54,7 @@ __all__ = [
     "CATALOGUE",
     "TEXT_CATALOGUE",
     "Ask",
+    "Calibrated",
     "ChatServer",
     "Checklist",
     "CodeTests",
@@ -115,6 +117,7 @@ _HOME = {
     "check_reward": "check",
     "check_text_reward": "text_check",
     "Checklist": "checklist_data",
+    "Calibrated": "calibrated",
     "CodeTests": "code_tests",
     "Ensemble": "ensemble",
     "Explanation": "explanation",

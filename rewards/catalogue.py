@@ -43,6 +43,7 @@ CATALOGUE = {
     "ocr": "visalign.rewards.ocr:OcrReward",
     "jpeg_size": "visalign.rewards.jpeg:JpegSize",
     "sharpness": "visalign.rewards.sharpness:Sharpness",
+    "calibrated": "visalign.rewards.calibrated:Calibrated",
     "remote": "visalign.rewards.remote_reward:RemoteReward",
     "unified_reward": "visalign.rewards.unified_reward:UnifiedReward",
     "unified_reward_pairs": "visalign.rewards.unified_reward_pairs:UnifiedRewardPairs",

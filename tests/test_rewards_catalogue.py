@@ -92,6 +92,7 @@ def test_catalogue_names_load_lazily():
         "geneval",
         "ocr",
         "remote",
+        "calibrated",
         "jpeg_size",
         "sharpness",
         "hpsv3",
