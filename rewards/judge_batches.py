@@ -55,6 +55,7 @@ class Batcher:
         max_batch: rows in a batch; a larger single request is its own batch.
         max_wait: seconds that the first request of a batch waits for others.
         max_waiting: rows that may wait in all.
+        max_pixels: of the images that wait in all, which bounds the memory: 3 bytes each.
         timeout: seconds for one batch.
     """
 
@@ -65,11 +66,12 @@ class Batcher:
         max_batch: int = 64,
         max_wait: float = 0.005,
         max_waiting: int = 4096,
+        max_pixels: int = 1 << 29,
         timeout: float | None = 120.0,
     ) -> None:
         self._judge = judge
         self.max_batch, self.max_wait, self.max_waiting = max_batch, max_wait, max_waiting
-        self.timeout = timeout
+        self.max_pixels, self.timeout = max_pixels, timeout
         self.counts = BatchCounts()
         self._queue: list[_Waiting] = []
         self._arrived = asyncio.Event()
@@ -90,6 +92,9 @@ class Batcher:
         """
         if self._queue and self.waiting + len(request) > self.max_waiting:
             raise QueueFull(f"{self.waiting} images wait already; at most {self.max_waiting} may")
+        pixels = sum(item.request.pixels for item in self._queue)
+        if self._queue and pixels + request.pixels > self.max_pixels:
+            raise QueueFull(f"{pixels} pixels wait already; at most {self.max_pixels} may")
         if self._task is None:
             self._task = asyncio.create_task(self._work())
         item = _Waiting(request, asyncio.get_running_loop().create_future())

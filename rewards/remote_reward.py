@@ -37,7 +37,7 @@ class RemoteReward:
         url: of the server, e.g. "http://127.0.0.1:8000".
         token: the server's, or None.
         token_env: name of an environment variable that holds it; wins over nothing, loses to `token`.
-        timeout: seconds for one request.
+        timeout: seconds for one request; half a minute more than the server allows its judge when None.
         attempts: tries of a request that fails in passing (busy, connection lost).
         pause: seconds before the second try, doubled for each further one.
         batch_size: images in one request; the server's batch size when None.
@@ -53,7 +53,7 @@ class RemoteReward:
         *,
         token: str | None = None,
         token_env: str | None = None,
-        timeout: float = 120.0,
+        timeout: float | None = None,
         attempts: int = 4,
         pause: float = 0.25,
         batch_size: int | None = None,
@@ -70,12 +70,13 @@ class RemoteReward:
         secret = token or (os.environ.get(token_env) if token_env else None)
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self.url = url.rstrip("/")
-        self._client = httpx.Client(base_url=self.url, timeout=timeout, headers=headers)
+        self._client = httpx.Client(base_url=self.url, timeout=timeout or 30.0, headers=headers)
         self._end = weakref.finalize(self, self._client.close)
         self._broken: tuple[type[Exception], ...] = (httpx.TransportError,)
         self._attempts, self._pause = attempts, pause
         about = self._health()
         card, limits = about["judge"], about["limits"]
+        self._client.timeout = timeout or float(limits["timeout"]) + 30.0
         self.name = str(card["name"])
         self._scores, self._compares = bool(card["scores"]), bool(card["compares"])
         self.unit = str(card.get("unit", ""))

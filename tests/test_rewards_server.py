@@ -438,3 +438,28 @@ def test_the_card_is_plain_json(habits: Any):
     about = httpx.get(f"{habits[0]}/health").json()
     assert about["judge"]["range"] == ["-10000.0", "10000.0"] and about["limits"]["max_rows"] == 4
     assert json.dumps(about) and isinstance(Pairs().compare(LEVELS[:1], LEVELS[1:2], ["a"]), Preferences)
+
+
+def test_the_pixels_that_wait_are_bounded():
+    import asyncio
+
+    from visalign.rewards.judge_batches import Batcher, QueueFull
+
+    async def run() -> None:
+        batcher = Batcher(Inline(Habits()), max_wait=5.0, max_pixels=200)
+        first = asyncio.create_task(
+            batcher.submit(request(["1", "2", "3"]))
+        )  # 192 pixels, and nothing waits yet
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull, match="192 pixels wait already; at most 200 may"):
+            await batcher.submit(request(["1"]))
+        first.cancel()
+        await batcher.close()
+
+    asyncio.run(run())
+
+
+def test_a_client_waits_longer_than_its_server():
+    with serving(app_of(Habits(), limits=Limits(timeout=7.0))) as url:
+        assert RemoteReward(url)._client.timeout.read == 37.0
+        assert RemoteReward(url, timeout=2.0)._client.timeout.read == 2.0
