@@ -36,6 +36,17 @@ def test_every_packaged_model_is_there_with_its_card_and_together_they_are_small
     assert not [f for f in assets_folder().rglob("*") if f.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}]
 
 
+def test_no_packaged_file_names_a_place_on_a_machine() -> None:
+    texts = [f for f in assets_folder().rglob("*") if f.suffix in {".json", ".md", ".jinja", ".txt"}]
+    absolute = re.compile(r"""["'`( ](?:/[\w.-]+){2,}|[A-Za-z]:\\\\""")
+    found = {
+        f.name: hit[0]
+        for f in texts
+        if f.name not in {"tokenizer.json", "vocab.json"} and (hit := absolute.search(f.read_text()))
+    }
+    assert len(texts) > 20 and found == {}
+
+
 def test_other_names_are_left_to_the_hub_and_a_missing_model_is_named(tmp_path: Path) -> None:
     assert (
         resolve_model("stabilityai/stable-diffusion-3.5-medium") == "stabilityai/stable-diffusion-3.5-medium"

@@ -156,6 +156,11 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
     else:
         found, wanted = reader.score(left, prompts).value, wanted[:3]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    if (adapter := folder / "adapter_config.json").is_file():
+        named = json.loads(adapter.read_text())["base_model_name_or_path"]
+        assert (
+            named == json.loads((folder / "judge.json").read_text())["base"] and not Path(named).is_absolute()
+        )
 
 
 @pytest.mark.parametrize(("kind", "train", "task"), [JUDGES[i] for i in (0, 2, 4, 9)])

@@ -49,7 +49,7 @@ def _wait_for_line(folder: Path, line: int) -> None:
         time.sleep(0.02)
 
 
-def _assert_same_run(one: Path, other: Path, step: int) -> None:
+def assert_same_run(one: Path, other: Path, step: int) -> None:
     for name in ("trainable", "ema", "optimizer"):
         files = [
             checkpoint.step_folder(run / "checkpoints", step) / f"{name}.safetensors" for run in (one, other)
@@ -69,7 +69,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     assert read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]["iteration"] < 7
     _finish(_start(tmp_path / "killed", 7))
     _finish(whole)
-    _assert_same_run(tmp_path / "whole", tmp_path / "killed", 7)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", 7)
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_resumed_in_the_same_process_equals_uninterrupted(tmp_path):
     _trained(tmp_path / "whole", 5)
     _trained(tmp_path / "split", 3)
     _trained(tmp_path / "split", 5)
-    _assert_same_run(tmp_path / "whole", tmp_path / "split", 5)
+    assert_same_run(tmp_path / "whole", tmp_path / "split", 5)
 
 
 def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ def _lengths_read(trainer: SFTTrainer, batches: int) -> list[int]:
     return [int(n) for rollout in rollouts for n in rollout.weight.sum(1)]
 
 
-def _assert_same_run(one: Path, other: Path, step: int) -> None:
+def assert_same_run(one: Path, other: Path, step: int) -> None:
     for name in ("trainable", "ema", "optimizer"):
         files = [
             checkpoint.step_folder(run / "checkpoints", step) / f"{name}.safetensors" for run in (one, other)
@@ -194,7 +194,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     again = _trainer(tmp_path / "cut")
     assert again.resume()
     assert again.train().stopped == "finished"
-    _assert_same_run(tmp_path / "whole", tmp_path / "cut", 6)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut", 6)
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
@@ -219,7 +219,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     again.resume()
     assert again.state.iteration == 2
     again.train()
-    _assert_same_run(tmp_path / "whole", tmp_path / "cut", 6)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut", 6)
 
 
 def test_an_update_that_is_not_finite_is_left_out(tmp_path):
