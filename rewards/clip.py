@@ -81,10 +81,4 @@ class ClipScore:
     @property
     def identity(self) -> Identity:
         """What the numbers depend on."""
-        return Identity(
-            judge=self.name,
-            model=self.towers.source,
-            weights=self.towers.fingerprint,
-            preprocessing=self.towers.preprocess,
-            dtype=self.towers.precision,
-        )
+        return self.towers.identity(self.name)

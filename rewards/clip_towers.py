@@ -18,7 +18,7 @@ from .clip_encoder import ClipEncoder, ClipParts
 from .clip_loading import load_clip
 from .contract import Request
 from .feature_cache import FeatureCache, encode_once, image_key, text_key
-from .identity import fingerprint
+from .identity import Identity, fingerprint
 from .resize import checked_shape, model_levels, model_pixels
 from .weights_in_memory import WeightPrint, weight_state
 
@@ -109,6 +109,23 @@ class ClipTowers:
         """Of the weight files, "" where they are in no folder; of the memory once a weight was changed."""
         _ = self.parts
         return str(self._print)
+
+    def identity(self, judge: str, *, head: str = "", **options: Any) -> Identity:
+        """What the numbers of a judge on these towers depend on.
+
+        Args:
+            judge: its name.
+            head: fingerprint of what it has besides the towers.
+            **options: all else that moves a score.
+        """
+        return Identity(
+            judge=judge,
+            model=self.source,
+            weights=f"{self.fingerprint} {head}".rstrip(),
+            preprocessing=self.preprocess,
+            dtype=self.precision,
+            options=options,
+        )
 
     def clear_cache(self) -> None:
         """Forget all stored features."""

@@ -186,13 +186,7 @@ class Hp:
     def identity(self) -> Identity:
         """What the numbers depend on."""
         _ = self.head
-        return Identity(
-            judge=self.name,
-            model=self.towers.source,
-            weights=f"{self.towers.fingerprint} {self._head_print}",
-            preprocessing=self.towers.preprocess,
-            dtype=self.towers.precision,
-        )
+        return self.towers.identity(self.name, head=str(self._head_print))
 
 
 def _read_head(model: str | Path) -> tuple[dict[str, Tensor], Path]:

@@ -108,14 +108,7 @@ class HpsV2:
     @property
     def identity(self) -> Identity:
         """What the numbers depend on."""
-        return Identity(
-            judge=self.name,
-            model=self.towers.source,
-            weights=self.towers.fingerprint,
-            preprocessing=self.towers.preprocess,
-            dtype=self.towers.precision,
-            options={"version": self.version},
-        )
+        return self.towers.identity(self.name, version=self.version)
 
 
 def _load(

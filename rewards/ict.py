@@ -141,11 +141,4 @@ class Ict:
     @property
     def identity(self) -> Identity:
         """What the numbers depend on."""
-        return Identity(
-            judge=self.name,
-            model=self.towers.source,
-            weights=self.towers.fingerprint,
-            preprocessing=self.towers.preprocess,
-            dtype=self.towers.precision,
-            options={"threshold": self.threshold},
-        )
+        return self.towers.identity(self.name, threshold=self.threshold)

@@ -107,14 +107,7 @@ class LaionAesthetic:
     @property
     def identity(self) -> Identity:
         """What the numbers depend on."""
-        return Identity(
-            judge=self.name,
-            model=self.towers.source,
-            weights=f"{self.towers.fingerprint} {fingerprint(self.head_file)}",
-            preprocessing=self.towers.preprocess,
-            dtype=self.towers.precision,
-            options={"head": self.head_file.name},
-        )
+        return self.towers.identity(self.name, head=fingerprint(self.head_file), file=self.head_file.name)
 
 
 def read_head(file: str | Path) -> tuple[int, Head]:

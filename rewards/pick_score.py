@@ -100,11 +100,4 @@ class PickScore:
     @property
     def identity(self) -> Identity:
         """What the numbers depend on."""
-        return Identity(
-            judge=self.name,
-            model=self.towers.source,
-            weights=self.towers.fingerprint,
-            preprocessing=self.towers.preprocess,
-            dtype=self.towers.precision,
-            options={"scale": self.scale, "logit_scale": self.logit_scale},
-        )
+        return self.towers.identity(self.name, scale=self.scale, logit_scale=self.logit_scale)
