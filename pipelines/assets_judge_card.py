@@ -100,7 +100,7 @@ the training function of the stage `judge` of `visalign build-assets`.{remark}
 ## How good it is
 
 {check} undistorted pictures of held-out prompts, each asked for its own prompt and for one that differs in
-one word and is not true; share of right answers, {found["yes/no"]:.3f} in all:
+one word (a few: in more) and is not true; share of right answers, {found["yes/no"]:.3f} in all:
 
 | category | right |
 |---|---|

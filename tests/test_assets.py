@@ -119,6 +119,47 @@ def test_clip_is_as_good_as_its_card_says() -> None:
         assert found[name] >= 0.95
 
 
+def stated(text: str, pattern: str) -> float:
+    found = re.search(pattern, text, re.DOTALL)
+    assert found is not None, pattern
+    return float(found[1])
+
+
+def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    from visalign.pipelines.assets_judge_check import answer_accuracy
+
+    folder, text = resolve_model("shapes-vlm"), card("shapes-vlm")
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
+    found = answer_accuracy(model, AutoTokenizer.from_pretrained(folder), pictures=200, pairs=200, seed=3)
+    assert abs(found["yes/no"] - stated(text, r"right answers, ([\d.]+) in all")) < 0.03
+    assert abs(found["pair"] - stated(text, r"log-odds averaged:\n([\d.]+) right")) < 0.08
+    assert abs(found["rating error"] - stated(text, r"mean absolute error\s+([\d.]+\d)")) < 0.1
+
+
+def test_the_trained_judges_order_clear_pairs_as_their_cards_say() -> None:
+    from visalign.data.shapes_preferences import ShapesPreferences
+    from visalign.rewards import load_reward
+
+    for name, kinds, least in (
+        ("hpsv3", ("alignment", "quality", "richness", "mixed"), 0.94),
+        ("hp", ("quality", "richness"), 0.96),
+        ("ict", ("alignment",), 0.97),
+    ):
+        world = ShapesPreferences(11, split="heldout", kinds=kinds)
+        pairs = [pair for pair in (world.pair(n) for n in range(300)) if pair.is_clear]
+        pictures = np.stack([picture for pair in pairs for picture in pair.pictures()])
+        prompts = [pair.prompt for pair in pairs for _ in range(2)]
+        values = load_reward(name).score(pictures, prompts).value.view(-1, 2)
+        better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
+        right = ((values[:, 0] > values[:, 1]) == better).float().mean().item()
+        assert right >= least, f"{name}: {right:.3f}"
+        assert right == pytest.approx(
+            stated(card(f"shapes-{name}"), r"truth is clear \| [\d.]+ \| ([\d.]+)"), abs=0.04
+        )
+
+
 def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no stage 'vae'\. Stages: autoencoder, .*, language, judge"):
         build_assets.main(tmp_path, only="vae")

@@ -33,7 +33,6 @@ from visalign.pipelines.assets_judge_check import answer_accuracy, answer_logits
 from visalign.pipelines.assets_judge_data import (
     BETTER,
     LOOKS,
-    RATE,
     SHOWS,
     Question,
     Questions,
@@ -217,4 +216,4 @@ def test_the_whole_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_check_can_tell_a_blind_model(model: Any) -> None:
     found = answer_accuracy(model, TOKENIZER, pictures=40, pairs=20)
-    assert 0.2 < found["yes/no"] < 0.8 and RATE and 0 <= found["pair"] <= 1 and found["rating error"] > 0.3
+    assert 0.3 < found["yes/no"] < 0.7 and 0.2 < found["pair"] < 0.8 and found["rating error"] > 0.6
