@@ -86,12 +86,20 @@ class PairScores:
 
     def failures(self) -> dict[str, int]:
         """reason -> how many pairs, most frequent first."""
-        counted = Counter(
-            reason or "no reason given"
-            for reason, ok in zip(self.reasons, self.judged, strict=True)
-            if not ok
-        )
-        return dict(counted.most_common())
+        return counted_reasons(self.reasons, self.judged)
+
+
+def counted_reasons(reasons: Sequence[str | None], judged: NDArray[np.bool_]) -> dict[str, int]:
+    """reason -> how many rows were not judged for it, most frequent first.
+
+    Args:
+        reasons: N reasons, None for the judged.
+        judged: [N].
+    """
+    counted = Counter(
+        reason or "no reason given" for reason, ok in zip(reasons, judged, strict=True) if not ok
+    )
+    return dict(counted.most_common())
 
 
 def from_scores(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from .certainty import finite
 from .correlations import fit_logistic, kendall, plcc, srcc, weighted_pearson, weighted_srcc
 from .intervals import Interval
 from .judged_pairs import IntervalSettings
+from .pair_scores import counted_reasons
 from .selective import risk_coverage
 from .slices import quality_slices
 
@@ -48,12 +48,7 @@ class QualityScores:
 
     def failures(self) -> dict[str, int]:
         """reason -> how many images, most frequent first."""
-        counted = Counter(
-            reason or "no reason given"
-            for reason, ok in zip(self.reasons, self.judged, strict=True)
-            if not ok
-        )
-        return dict(counted.most_common())
+        return counted_reasons(self.reasons, self.judged)
 
 
 def from_values(
