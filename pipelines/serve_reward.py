@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import threading
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 from visalign.errors import UserError
@@ -24,6 +26,8 @@ def serve_reward(
     threads: int | None = None,
 ) -> None:
     """Serve until interrupted.
+
+    Then what is being judged is finished and what waits is refused with 503; a second Ctrl-C ends both.
 
     Args:
         name: of the judge, for `visalign.rewards.load_judge`.
@@ -60,9 +64,26 @@ def serve_reward(
             max_batch=max_batch,
             max_wait=max_wait,
         )
-        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_keep_alive=30)
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_keep_alive=30)
+        server = uvicorn.Server(config)
+        _end_in_order(server, app, worker)
+        server.run()
     finally:
         worker.close()
+
+
+def _end_in_order(server: Any, app: Any, worker: Any) -> None:
+    """Have Ctrl-C refuse what waits, and a second one what is being judged, before the server goes."""
+    end = server.handle_exit
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if server.should_exit:
+            threading.Thread(target=worker.close, daemon=True).start()
+            return
+        app.state.stop()
+        end(number, frame)
+
+    server.handle_exit = interrupted
 
 
 def _token(host: str, token_env: str | None) -> str | None:

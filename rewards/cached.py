@@ -68,7 +68,8 @@ class CachedReward:
             )
             said = failure_reasons(scores)
             fresh = {keys[row]: _entry(scores, i) for i, row in enumerate(first) if said[i] is None}
-            self.cache.put(judge, {key: entry for key, entry in fresh.items() if key is not None})
+            if self.identity == judge:  # a step in the middle makes scores of neither
+                self.cache.put(judge, {key: entry for key, entry in fresh.items() if key is not None})
             known |= {key: entry for key, entry in fresh.items() if key is not None}
             failed = {keys[row]: said[i] for i, row in enumerate(first) if keys[row] is not None}
             alone = {row: i for i, row in enumerate(first)}
@@ -122,7 +123,8 @@ class CachedJudge:
             fresh = {
                 key: _preference(told, i) for i, row in enumerate(rows) if (key := keys[row]) and not said[i]
             }
-            self.cache.put(judge, fresh)
+            if self.identity == judge:  # a step in the middle makes preferences of neither
+                self.cache.put(judge, fresh)
             known |= fresh
             of_key = {keys[row]: said[i] for i, row in enumerate(rows) if keys[row] is not None}
             alone = {row: i for i, row in enumerate(rows)}

@@ -202,7 +202,8 @@ def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
         hint = " Add the batch dimension: images[None]." if len(shape) == 3 else ""
         raise ValueError(f"{where} has shape {shape}, which is not a batch of images.{hint} {ACCEPTED}")
     pixels = _as_tensor(items, where)
-    if pixels.dtype == torch.uint8:
+    levels = pixels.dtype == torch.uint8
+    if levels:
         pixels = _channels_first(pixels, where).to(torch.float32) / 255
     elif shape[1] != 3:
         hint = " Use images.permute(0, 3, 1, 2)." if shape[3] == 3 else ""
@@ -214,6 +215,8 @@ def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
         raise ValueError(
             f"{where} has shape {shape}: images without pixels. Give height and width of at least 1."
         )
+    if levels or not len(pixels):
+        return ImageBatch(list(pixels), [None] * len(pixels))
     return _check_values(pixels, where)
 
 
@@ -249,6 +252,9 @@ def _channels_first(pixels: Tensor, where: str) -> Tensor:
 
 def _check_values(pixels: Tensor, where: str) -> ImageBatch:
     """Refuse values outside [0, 1]; take out the rows that are not finite."""
+    smallest, largest = (end.item() for end in pixels.aminmax())  # NaN where any value is
+    if smallest >= 0 and largest <= 1:  # the usual case in one pass; a copy, so that nobody's pixels change
+        return ImageBatch(list(pixels.clone()), [None] * len(pixels))
     finite = torch.isfinite(pixels)
     known = pixels[finite]
     if known.numel() and (known.min() < -SLACK or known.max() > 1 + SLACK):

@@ -36,11 +36,19 @@ _ASPECT = re.compile(
 _PUBLISHED_ASPECT = re.compile(rf"(?P<name>Alignment|Coherence|Style) Score \(1-5\):\s*(?P<number>{NUMBER})")
 _TAG = re.compile(r"<Score>\s*(\d+)\s*</Score>")
 _LABEL = re.compile(r"(?<![\w-])(Good|Normal|Bad)(?![\w-])")
+_NOT = r"(?:\b(?:not|never|nor|neither|no|hardly|scarcely|barely|without|cannot)\b|n['’]t\b)"
+_SAYS = (
+    r"(?:say|call|think|believe|consider|rate|describe|judge|label|regard|find|claim|agree|see|feel|deem"
+    r"|conclude|argue)"
+)
 _NEGATED = re.compile(
-    r"(?:\b(?:not|never|nor|neither|hardly|without)|n['’]t|\brather than|\binstead of|\bfar from)"
-    r"(?:\s+[\w'’]+){0,2}\s*[\"'*]*$",
+    rf"(?:{_NOT}|\brather\s+than|\binstead\s+of|\bfar\s+from)(?:\s+[\w'’]+){{0,2}}\s*[\"'*]*$"
+    # "I would not say that this picture is Good" denies as "it is not Good" does
+    rf"|(?:{_NOT}\s+(?:[\w'’]+\s+)?{_SAYS}|\b(?:doubt|deny|disagree))\b(?:\s+[\w'’]+){{0,7}}\s*[\"'*]*$",
     re.IGNORECASE,
 )
+_DENIAL = re.compile(rf"{_NOT}|\b(?:unless|if|whether)\b", re.IGNORECASE)
+"""Words that may deny what stands further on in their clause."""
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 
@@ -158,16 +166,21 @@ def lift_label(text: str) -> str:
         text: what the judge wrote.
 
     Raises:
-        AnswerError: no label spelled so, or more than one.
+        AnswerError: no label spelled so, more than one, or one that may be denied.
     """
-    stated = [
-        match[1] for match in _LABEL.finditer(text) if not _NEGATED.search(_clause(text[: match.start()]))
-    ]
-    labels = dict.fromkeys(stated)
+    labels: dict[str, str] = {}
+    for match in _LABEL.finditer(text):
+        clause = _clause(text[: match.start()])
+        if not _NEGATED.search(clause):
+            doubtful = _DENIAL.search(clause) is not None
+            labels[match[1]] = clause.strip() if doubtful else labels.get(match[1], "")
     if len(labels) != 1:
         given = " and ".join(labels) if labels else "none"
         raise AnswerError(f"the judge must state one of {', '.join(LIFT_VALUES)}; it states {given}")
-    return stated[0]
+    ((label, doubt),) = labels.items()
+    if doubt:
+        raise AnswerError(f"the judge may deny the label it names: {doubt:.60} {label}")
+    return label
 
 
 def rational_scores(text: str) -> dict[str, float | str | None]:
@@ -237,8 +250,13 @@ def _one(name: str, given: Sequence[float]) -> float:
 
 
 def _clause(before: str) -> str:
-    """What stands in the same clause before a word."""
-    return re.split(r"[.;:!?,\n]|\bbut\b", before)[-1]
+    """What stands in the same clause before a word; "and the quality is" begins another one."""
+    return re.split(
+        r"[.;:!?,\n]|\bbut\b"
+        r"|\b(?:and|so|because|thus|hence|yet|while|although|though|however)\b"
+        r"(?=(?:\s+[\w'’]+){1,5}\s+(?:is|are|was|looks|seems|remains|appears)\b)",
+        before,
+    )[-1]
 
 
 def _rational_value(line: str) -> float | str | None:

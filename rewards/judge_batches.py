@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from visalign.interfaces import Preferences, Scores
 
-from .judge_worker import WorkerDied
+from .judge_worker import WorkerDied, WorkerUnavailable
 from .probes import Attempt
-from .wire import JudgeRequest, rows_of
+from .wire import JudgeRequest, joined
+from .wire_answer import rows_of
 
 
 class Asked(Protocol):
@@ -40,7 +41,7 @@ class BatchCounts:
     batches: int = 0
     failed: int = 0
     given_up: int = 0
-    """Requests whose client went away before they were judged."""
+    """Requests whose client went away before they were answered."""
     largest: int = field(default=0)
 
 
@@ -74,6 +75,7 @@ class Batcher:
         self.max_pixels, self.timeout = max_pixels, timeout
         self.counts = BatchCounts()
         self._queue: list[_Waiting] = []
+        self._ended = False
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -89,7 +91,10 @@ class Batcher:
             QueueFull: too much waits already; nothing was queued.
             RewardError: what the judge raised of this request.
             WorkerDied, WorkerTimeout: the judge died of this request, or was too slow for it.
+            WorkerUnavailable: there is no judge now, or the server ends.
         """
+        if self._ended:
+            raise _ending()
         if self._queue and self.waiting + len(request) > self.max_waiting:
             raise QueueFull(f"{self.waiting} images wait already; at most {self.max_waiting} may")
         pixels = sum(item.request.pixels for item in self._queue)
@@ -110,14 +115,19 @@ class Batcher:
                 self._queue.remove(item)
             raise
 
+    def stop(self) -> None:
+        """Refuse what waits and what comes; what is being judged gets its answer."""
+        self._ended = True
+        for item in self._queue:
+            _fail(item, _ending())
+        self._queue.clear()
+
     async def close(self) -> None:
-        """Stop; what waits is cancelled."""
+        """Stop, and wait for nothing."""
+        self.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for item in self._queue:
-            item.answer.cancel()
-        self._queue.clear()
 
     async def _work(self) -> None:
         while True:
@@ -152,16 +162,16 @@ class Batcher:
         return batch
 
     async def _answer(self, batch: list[_Waiting]) -> None:
-        joined = _join([item.request for item in batch])
+        whole = joined([item.request for item in batch])
         self.counts.batches += 1
-        self.counts.largest = max(self.counts.largest, len(joined))
+        self.counts.largest = max(self.counts.largest, len(whole))
         loop = asyncio.get_running_loop()
         try:
             with Attempt() as asking:  # whatever is raised is the requests', and must not end this task
-                answer = await loop.run_in_executor(None, self._judge.ask, joined, self.timeout)
+                answer = await loop.run_in_executor(None, self._judge.ask, whole, self.timeout)
         except asyncio.CancelledError:  # closed meanwhile: nobody else would end their waiting
             for item in batch:
-                item.answer.cancel()
+                _fail(item, _ending())
             raise
         if asking.error is not None:
             self._refused(batch, asking.error)
@@ -174,29 +184,30 @@ class Batcher:
             start = end
 
     def _refused(self, batch: list[_Waiting], error: Exception) -> None:
-        """Ask again one by one; what was alone has failed by itself, but a death is tried once more."""
+        """Ask again one by one; what was alone has failed by itself, but a death is tried once more. Where
+        there is no judge, nobody is at fault and nothing is asked again."""
         again = []
+        is_hopeless = self._ended or isinstance(error, WorkerUnavailable)
+        if self._ended and len(batch) > 1:  # the error may be a neighbour's
+            error = _ending()
         for item in batch:
             item.attempts += 1
             limit = 2 if isinstance(error, WorkerDied) else 1
-            if len(batch) > 1 or item.attempts < limit:
+            if not is_hopeless and (len(batch) > 1 or item.attempts < limit):
                 again.append(item)
-            elif not item.answer.done():
+            elif _fail(item, error):
                 self.counts.failed += 1
-                item.answer.set_exception(error)
         self._queue[:0] = again
         self._arrived.set()
 
 
-def _join(requests: list[JudgeRequest]) -> JudgeRequest:
-    if len(requests) == 1:
-        return requests[0]
-    right: list[Any] | None = None
-    if requests[0].right is not None:
-        right = [image for request in requests for image in request.right or ()]
-    return JudgeRequest(
-        images=[image for request in requests for image in request.images],
-        prompts=[prompt for request in requests for prompt in request.prompts],
-        metadata=[record for request in requests for record in request.metadata],
-        right=right,
-    )
+def _ending() -> WorkerUnavailable:
+    return WorkerUnavailable("the server is ending", 5.0)
+
+
+def _fail(item: _Waiting, error: Exception) -> bool:
+    """Hand an error to who waits; False where nobody does any more."""
+    if item.answer.done():
+        return False
+    item.answer.set_exception(error)
+    return True

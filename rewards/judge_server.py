@@ -5,24 +5,30 @@
     POST /v1/score    images and prompts   -> scores
     POST /v1/compare  pairs and prompts    -> preferences
 
-Refusals are JSON {"error": what was given, what is allowed}: 400 unreadable body, 401 no or wrong token, 404
-the judge cannot do that, 408 the body came too slowly, 411 no length, 413 too large, 415 other media type,
-422 the judge refused this request, 500 the judge died of it, 503 too much is waiting, 504 too slow.
+Refusals are JSON {"error": what was given, what is allowed}. The request is at fault: 400 unreadable body,
+401 no or wrong token, 404 no such place, or the judge cannot do that, 405 wrong method, 408 the body came too
+slowly, 411 no length, 413 too large, 415 other media type, 422 the judge refused this request. It is not at
+fault: 500 the judge broke on it, 504 it took too long, and 503 with Retry-After: too much is waiting, the
+judge's process died and cannot be replaced, or the server is ending.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from .contract import RewardError
 from .judge_batches import Asked, Batcher, QueueFull
-from .judge_worker import WorkerDied, WorkerTimeout
-from .wire import JUDGE_HEADER, MEDIA_TYPE, WireError, pack_answer, unpack_request
+from .judge_process import JudgeRefused
+from .judge_worker import WorkerDied, WorkerTimeout, WorkerUnavailable
+from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, WireError, unpack_request
+from .wire_answer import pack_answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +50,22 @@ class Limits:
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """An answer other than 200.
 
-    def __init__(self, status: int, message: str) -> None:
+    Args:
+        status: of HTTP.
+        message: what was given, what is allowed.
+        retry_after: seconds, for a 503.
+    """
+
+    def __init__(self, status: int, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.status = status
+        self.headers: dict[str, str] = {}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+        if status == 503:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
 
 
 def judge_server(
@@ -73,12 +90,13 @@ def judge_server(
         max_waiting: rows that may wait; what comes beyond is refused with 503.
 
     Returns:
-        A FastAPI application; `app.state.batcher` is its batcher.
+        A FastAPI application; `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or
+        signal handler, has it refuse what waits and what comes.
 
     Raises:
         RewardError: FastAPI is not installed.
     """
-    FastAPI, Request, JSONResponse = _fastapi()
+    FastAPI, Request, JSONResponse, HTTPException = _fastapi()
     bounds = limits or Limits()
     batcher = Batcher(
         judge, max_batch=max_batch, max_wait=max_wait, max_waiting=max_waiting, timeout=bounds.timeout
@@ -87,6 +105,7 @@ def judge_server(
 
     @asynccontextmanager
     async def living(_: Any) -> AsyncIterator[None]:
+        app.state.stop = partial(asyncio.get_running_loop().call_soon_threadsafe, batcher.stop)
         yield
         await batcher.close()
 
@@ -103,23 +122,33 @@ def judge_server(
     for function in (score, compare):
         function.__annotations__["request"] = Request
     app = FastAPI(title="visalign", lifespan=living, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.batcher = batcher
+    app.state.batcher, app.state.stop = batcher, batcher.stop
+    app.add_exception_handler(HTTPException, _no_such_place)
     routes = (("/health", health, "GET"), ("/v1/score", score, "POST"), ("/v1/compare", compare, "POST"))
     for path, function, method in routes:
         app.add_api_route(path, function, methods=[method], response_model=None)
     return app
 
 
-def _fastapi() -> tuple[Any, Any, Any]:
-    """Its application, request and JSON response."""
+async def _no_such_place(_: Any, error: Any) -> Any:
+    """The answer to another path or method than ours, in the form of all refusals."""
+    from fastapi.responses import JSONResponse
+
+    said = f"{error.detail}. There are GET /health, POST /v1/score and POST /v1/compare."
+    return JSONResponse({"error": said}, error.status_code, headers=error.headers)
+
+
+def _fastapi() -> tuple[Any, Any, Any, Any]:
+    """Its application, request, JSON response and the exception that it raises itself."""
     try:
         from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse
+        from starlette.exceptions import HTTPException
     except ModuleNotFoundError as error:
         raise RewardError(
             "A reward server needs FastAPI, which is not installed: python -m pip install 'visalign[serve]'."
         ) from error
-    return FastAPI, Request, JSONResponse
+    return FastAPI, Request, JSONResponse, HTTPException
 
 
 @dataclass(frozen=True)
@@ -140,6 +169,7 @@ class _Desk:
             "judge": self.card,
             "limits": asdict(self.limits) | {"max_batch": batcher.max_batch},
             "counts": counts | {"restarts": getattr(self.judge, "restarts", 0)},
+            "down": getattr(self.judge, "down", None),
             "token": self.token is not None,
         }
 
@@ -152,13 +182,12 @@ class _Desk:
             _authorise(request.headers.get("authorization"), self.token)
             _check_head(request.headers, self.card, self.limits, is_pair)
             raw = await _receive(request, self.limits)
-            answer = await _judged(self.batcher, raw, self.limits, is_pair)
+            asked = _read(raw, self.limits, is_pair)
+            answer = await _unless_gone(request, _judged(self.batcher, asked))
             told = {JUDGE_HEADER: self.card["identity"] or ""}
             return Response(answer, media_type=MEDIA_TYPE, headers=told)
         except Refused as refusal:
-            headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
-            headers |= {"Retry-After": "1"} if refusal.status == 503 else {}
-            return JSONResponse({"error": str(refusal)}, refusal.status, headers=headers)
+            return JSONResponse({"error": str(refusal)}, refusal.status, headers=refusal.headers)
 
 
 def _authorise(given: str | None, token: str | None) -> None:
@@ -184,27 +213,26 @@ def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: boo
         raise Refused(413, f"The body has {length} bytes; at most {limits.max_bytes} are allowed. Split it.")
 
 
-async def _receive(request: Any, limits: Limits) -> bytes:
+async def _receive(request: Any, limits: Limits) -> bytearray:
     """The body; a client that sends more than it said, too slowly, or goes away is refused."""
     from starlette.requests import ClientDisconnect
 
-    chunks: list[bytes] = []
-    size = 0
+    body = bytearray()  # pixels are later read in place, which takes memory that can be written to
     try:
         async with asyncio.timeout(limits.receive_timeout):
             async for chunk in request.stream():
-                size += len(chunk)
-                if size > limits.max_bytes:
+                if len(body) + len(chunk) > limits.max_bytes:
                     raise Refused(413, f"The body is larger than {limits.max_bytes} bytes. Split it.")
-                chunks.append(chunk)
+                body += chunk
     except TimeoutError as error:
         raise Refused(408, f"The body did not arrive within {limits.receive_timeout:g} seconds.") from error
     except ClientDisconnect as error:
         raise Refused(400, "The connection ended before the body did.") from error
-    return b"".join(chunks)
+    return body
 
 
-async def _judged(batcher: Batcher, raw: bytes, limits: Limits, is_pair: bool) -> bytes:
+def _read(raw: bytearray, limits: Limits, is_pair: bool) -> JudgeRequest:
+    """The request in a body, within the limits."""
     try:
         request = unpack_request(raw)
     except WireError as error:
@@ -219,17 +247,45 @@ async def _judged(batcher: Batcher, raw: bytes, limits: Limits, is_pair: bool) -
         raise Refused(
             413, f"{request.pixels} pixels; at most {limits.max_pixels} are allowed. Split the request."
         )
-    if longest := [p for p in request.prompts if len(p) > limits.max_prompt]:
-        raise Refused(
-            413, f"A prompt of {len(longest[0])} characters; at most {limits.max_prompt} are allowed."
-        )
+    longest = max(map(len, request.prompts))
+    if longest > limits.max_prompt:
+        raise Refused(413, f"A prompt of {longest} characters; at most {limits.max_prompt} are allowed.")
+    return request
+
+
+async def _unless_gone(request: Any, judging: Coroutine[Any, Any, bytes]) -> bytes:
+    """The answer; if the client goes away meanwhile, its request is taken out of the queue."""
+    answer, leaving = asyncio.ensure_future(judging), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        raise Refused(400, "The client went away before its answer.")
+    finally:
+        answer.cancel()
+        leaving.cancel()
+        await asyncio.gather(answer, leaving, return_exceptions=True)
+
+
+async def _gone(request: Any) -> None:
+    """Return when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _judged(batcher: Batcher, request: JudgeRequest) -> bytes:
     try:
         return pack_answer(await batcher.submit(request))
     except QueueFull as error:
         raise Refused(503, f"Busy: {error}. Try again.") from error
+    except WorkerUnavailable as error:
+        why = f"There is no judge at the moment: {error}. Try later."
+        raise Refused(503, why, error.retry_after) from error
+    except WorkerDied as error:
+        raise Refused(503, f"Twice {error} while it worked on this request. Try later.") from error
     except WorkerTimeout as error:
         raise Refused(504, f"Too slow: {error}. Send fewer images at once.") from error
-    except WorkerDied as error:
-        raise Refused(500, f"Twice {error} while it worked on this request.") from error
-    except (RewardError, ValueError, TypeError) as error:
+    except (JudgeRefused, ValueError, TypeError) as error:
         raise Refused(422, f"The judge refused the request: {error}") from error
+    except RewardError as error:
+        raise Refused(500, f"The judge broke on the request: {error}") from error

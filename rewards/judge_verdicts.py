@@ -33,6 +33,14 @@ _DOUBT = re.compile(
     r"|thought|initially|at\s+first)\b|n['’]t\b",
     re.IGNORECASE,
 )
+_TAKEN_BACK = re.compile(
+    r"\b(?:in|by)\s+no\s+(?:\w+\s+)?(?:respects?|ways?|aspects?|sense|regards?|means|measure|point)\b"
+    r"|\bin\s+nothing\b|\bnowhere\b|\bat\s+nothing\b|\bonly\s+if\b|\bunless\b"
+    r"|^\s*(?:is|was|would\s+be|seems|sounds)\s+(?:\w+\s+)?(?:wrong|false|untrue|incorrect|mistaken"
+    r"|a\s+mistake)\b",
+    re.IGNORECASE,
+)
+"""What takes back, behind an option, what the clause began to assert."""
 _BETTER = r"(?:better|best|superior|preferable|preferred|stronger|the\s+winner|the\s+better\s+\w+)"
 _WORSE = r"(?:worse|worst|inferior|weaker)"
 _IS = (
@@ -45,6 +53,7 @@ _TIE = re.compile(
     r"|\bare\s+(?:both\s+)?(?:just\s+)?(?:the\s+same|identical|comparable)\b",
     re.IGNORECASE,
 )
+_ORDINAL = {1: "first", 2: "second"}
 _SIDE = {side: re.compile(rf"\b(?:video|image|picture)\s*{side}\b", re.IGNORECASE) for side in (1, 2)}
 _EITHER = re.compile(r"\b1\s*(?:/|or|\|)\s*2\b", re.IGNORECASE)
 _TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.IGNORECASE)
@@ -53,8 +62,9 @@ _TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.
 def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     """What a careful reader takes from a judge's text: 1 first better, 2 second better, 0 a tie.
 
-    Clauses that deny or doubt an option, or ask, assert nothing; "Image 1 is worse" asserts the other one.
-    Where both are asserted, what is said "overall" counts.
+    Clauses that deny or doubt an option, or ask, assert nothing: "Image 2 is not better" leaves a tie open.
+    "Image 1 is worse" asserts the other one, and "the first image" is the first option's. Where both are
+    asserted, what is said "overall" counts.
 
     Args:
         text: what the judge wrote; its last complete <answer> counts, else what stands outside <think>.
@@ -64,10 +74,10 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
         AnswerError: cut off, no option asserted, both, or a tie beside an option.
     """
     said = statement(text)
-    names = [_subject(option) for option in options]
+    names = [_subject(option, side) for side, option in enumerate(options, 1)]
     whole = said.text.strip(" \t\r\n.*\"'`")
     for side, name in enumerate(names, 1):
-        if re.fullmatch(name, whole, re.IGNORECASE):
+        if re.fullmatch(rf"(?:the\s+)?{name}", whole, re.IGNORECASE):
             return side
     clauses = [clause for clause, end in _CLAUSE.findall(said.text) if end != "?"]
     found = {side for clause in clauses for side in _asserted(clause, names)}
@@ -83,6 +93,11 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
         return 0
     if found:
         raise AnswerError("the judge calls both pictures better")
+    if any(re.search(rf"{name}\s+{_IS}", clause, re.IGNORECASE) for clause in clauses for name in names):
+        raise AnswerError(
+            f"the judge's answer asserts neither {options[0]!r} nor {options[1]!r}: it denies or doubts one, "
+            "which leaves a tie open"
+        )
     raise AnswerError(f"the judge's answer says neither {options[0]!r} nor {options[1]!r}")
 
 
@@ -213,10 +228,12 @@ def _json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def _subject(option: str) -> str:
-    """A pattern of the picture's name in "NAME is better"."""
+def _subject(option: str, side: int) -> str:
+    """A pattern of the picture's name in "NAME is better", or of "the first NOUN"."""
     name = re.split(r"\s+is\s+", option, maxsplit=1)[0]
-    return r"\s*".join(map(re.escape, name.split())) + r"(?!\w)"
+    written = r"\s*".join(map(re.escape, name.split()))
+    noun = re.escape(name.split()[0])
+    return rf"(?:{written}|{_ORDINAL[side]}\s+(?:{noun}|one|picture|image))(?!\w)"
 
 
 def _sums_up(clause: str, before: str) -> bool:
@@ -237,7 +254,8 @@ def _asserted(clause: str, names: Sequence[str]) -> set[int]:
             (chosen, side),
         ):
             match = re.search(form, clause, re.IGNORECASE)
-            if match and not _DOUBT.search(clause[: match.end()]):
+            doubted = match is None or _DOUBT.search(clause[: match.end()])
+            if match and not doubted and not _TAKEN_BACK.search(clause[match.end() :]):
                 found.add(wins)
     return found
 

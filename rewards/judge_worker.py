@@ -8,93 +8,39 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 
-from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.interfaces import Preferences, Scores
 
 from .contract import RewardError
-from .probes import Attempt
-from .wire import JudgeRequest, pack_answer, pack_request, unpack_answer, unpack_request
+from .judge_process import read_reply, serve_judge
+from .wire import JudgeRequest, pack_request
 
 
 class WorkerDied(RuntimeError):
-    """The judge's process ended while it worked on a request."""
+    """The judge's process ended while it worked on a request; a new one is ready."""
 
 
 class WorkerTimeout(RuntimeError):
     """The judge took longer than allowed; its process was ended."""
 
 
-def judge_card(judge: PointwiseReward | PairwiseReward) -> dict[str, Any]:
-    """What a client must know of a judge: JSON values.
+class WorkerUnavailable(RuntimeError):
+    """There is no judge now, whatever is asked.
 
     Args:
-        judge: a reward, or one that compares.
+        message: why.
+        retry_after: seconds after which it is tried again.
     """
-    identity = getattr(judge, "identity", None)
-    card: dict[str, Any] = {
-        "name": judge.name,
-        "scores": isinstance(judge, PointwiseReward),
-        "compares": isinstance(judge, PairwiseReward),
-        "identity": None if identity is None else identity.digest,
-        "needs_group": bool(getattr(judge, "needs_group", False)),
-    }
-    if isinstance(judge, PointwiseReward):
-        low, high = judge.range
-        card |= {
-            "unit": judge.unit,
-            "range": [str(low), str(high)],
-            "higher_is_better": judge.higher_is_better,
-        }
-    return card
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
-def answer_request(judge: Any, request: JudgeRequest) -> Scores | Preferences:
-    """Score or compare, as the request asks.
-
-    Raises:
-        RewardError: the judge cannot do that.
-    """
-    metadata: Metadata = request.metadata
-    if request.right is None:
-        if not isinstance(judge, PointwiseReward):
-            raise RewardError(f"{judge.name!r} only compares pairs of images.")
-        return judge.score(request.images, request.prompts, metadata)
-    if not isinstance(judge, PairwiseReward):
-        raise RewardError(f"{judge.name!r} scores single images and does not compare pairs.")
-    return judge.compare(request.images, request.right, request.prompts, metadata)
-
-
-def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | None) -> None:
-    """The process: load the judge, then answer until the other end hangs up."""
-    import torch
-
-    from .catalogue import load_judge
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    judge: Any = None
-    reply = b""
-    with Attempt() as loading:
-        judge = load_judge(name, **options)
-        reply = json.dumps(judge_card(judge)).encode()
-    link.send_bytes(_told(reply, loading))
-    while loading.error is None:
-        try:
-            request = unpack_request(link.recv_bytes())
-        except EOFError:
-            return
-        with Attempt() as judging:  # one bad request must not end the process
-            reply = pack_answer(answer_request(judge, request))
-        link.send_bytes(_told(reply, judging))
-
-
-def _told(reply: bytes, attempt: Attempt) -> bytes:
-    """The reply, or as text what was raised, for the other end to raise."""
-    if attempt.error is None:
-        return b"+" + reply
-    return b"-" + f"{type(attempt.error).__name__}: {attempt.error}".encode()
+_PATIENCE = 4
+"""Deaths in a row after which the judge is given a rest."""
+_LONGEST_REST = 60.0
 
 
 class JudgeWorker:
@@ -109,6 +55,7 @@ class JudgeWorker:
     Attributes:
         card: what `judge_card` says of it.
         restarts: how often it was started anew.
+        down: why there is no judge now, or None.
 
     Raises:
         RewardError: the judge cannot be loaded.
@@ -125,7 +72,11 @@ class JudgeWorker:
         self._arguments = (name, dict(options or {}), threads)
         self._load_timeout = load_timeout
         self._lock = threading.Lock()
+        self._closed = False
+        self._troubles = 0
+        self._retry_at = 0.0
         self.restarts = 0
+        self.down: str | None = None
         self.card = self._start()
 
     def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences:
@@ -136,24 +87,25 @@ class JudgeWorker:
             timeout: seconds; None waits for ever.
 
         Raises:
-            RewardError: what the judge raised; or a new process has another version of the judge.
+            JudgeRefused, JudgeFailed: what the judge raised.
             WorkerDied, WorkerTimeout: the process ended, and a new one is ready.
+            WorkerUnavailable: no new one could be started, several died in a row, or it is closed.
         """
         with self._lock:
+            self._make_ready()
             try:
-                self._link.send_bytes(pack_request(request))
+                messages = request.messages or (pack_request(request),)
+                self._link.send_bytes(len(messages).to_bytes(4, "little"))
+                for message in messages:
+                    self._link.send_bytes(message)
                 if not self._link.poll(timeout):
                     self._restart()
                     raise WorkerTimeout(f"the judge did not answer within {timeout:g} seconds")
                 reply = self._link.recv_bytes()
             except (EOFError, OSError) as error:
-                self._process.join(5.0)
-                code = self._process.exitcode
-                self._restart()
-                raise WorkerDied(f"the judge's process ended (exit code {code})") from error
-        if reply[:1] == b"-":
-            raise RewardError(reply[1:].decode(errors="replace"))
-        return unpack_answer(reply[1:], len(request))
+                raise self._died() from error
+            self._troubles = 0
+        return read_reply(reply, len(request))
 
     @property
     def pid(self) -> int | None:
@@ -161,7 +113,13 @@ class JudgeWorker:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; who still waits for it is told so."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._closed and self._lock.locked():
+            self._process.kill()  # a death wakes who waits for an answer, a closed link does not
         self._link.close()
         self._process.join(2.0)
         if self._process.is_alive():
@@ -171,30 +129,67 @@ class JudgeWorker:
     def _start(self) -> dict[str, Any]:
         context = multiprocessing.get_context("spawn")
         self._link, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, *self._arguments), daemon=True)
+        self._process = context.Process(target=serve_judge, args=(child, *self._arguments), daemon=True)
         self._process.start()
         child.close()
         name, begun = self._arguments[0], time.monotonic()
         try:
             ready = self._link.poll(self._load_timeout)
             reply = self._link.recv_bytes() if ready else b"-it was not ready in time"
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join(5.0)
             reply = f"-its process ended while loading (exit code {self._process.exitcode})".encode()
-        if reply[:1] == b"-":
-            self.close()
+        if reply[:1] != b"+":
+            self._end()
             seconds = time.monotonic() - begun
             said = reply[1:].decode(errors="replace")
             raise RewardError(f"The judge {name!r} could not be loaded ({seconds:.0f} s): {said}")
         return json.loads(reply[1:])
 
+    def _make_ready(self) -> None:
+        """Start the judge again if it is down and has rested."""
+        if self._closed:
+            raise WorkerUnavailable("the server is ending")
+        rest = self._retry_at - time.monotonic()
+        if self.down is not None and rest > 0:
+            raise WorkerUnavailable(self.down, rest)
+        if self.down is not None:
+            self._restart()
+
+    def _died(self) -> WorkerDied | WorkerUnavailable:
+        """What to raise of a process that ended; a new one is ready, or it is said why not."""
+        self._process.join(5.0)
+        said = f"the judge's process ended (exit code {self._process.exitcode})"
+        if self._troubles + 1 >= _PATIENCE:
+            self._end()
+            return self._rest(f"{said}, {self._troubles + 1} times in a row")
+        self._troubles += 1
+        try:
+            self._restart()
+        except WorkerUnavailable as error:
+            return error
+        return WorkerDied(said)
+
     def _restart(self) -> None:
-        self.close()
+        if self._closed:
+            raise WorkerUnavailable("the server is ending")
+        self._end()
         self.restarts += 1
-        card = self._start()
-        if card != self.card:  # its files have changed: caches know it by the old card
-            self.close()
-            raise RewardError(
-                f"The judge {self.card['name']!r} was started anew and is another version now; start the "
-                "server or worker again to use it."
-            )
+        try:
+            card = self._start()
+            if card != self.card:  # its files have changed: caches know it by the old card
+                self._end()
+                raise RewardError(
+                    f"The judge {self.card['name']!r} was started anew and is another version now; start "
+                    "the server or worker again to use it."
+                )
+        except (RewardError, OSError) as error:
+            raise self._rest(str(error)) from error
+        self.down = None
+
+    def _rest(self, why: str) -> WorkerUnavailable:
+        """No new process for a while, longer each time."""
+        self._troubles += 1
+        rest = min(2.0 ** max(0, self._troubles - _PATIENCE), _LONGEST_REST)
+        self.down, self._retry_at = why, time.monotonic() + rest
+        return WorkerUnavailable(why, rest)

@@ -9,22 +9,31 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Preferences, Scores
 
-from .contract import RewardError, make_scores, read_request, scatter
+from .contract import RewardError, read_request
 from .identity import Identity
 from .images import load_images
-from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, WireError, pack_request, unpack_answer
+from .remote_answers import spread_preferences, spread_scores, unknown_preferences, unknown_scores
+from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, Pixels, WireError, pack_request
+from .wire_answer import unpack_answer
 
 _PASSING = (408, 429, 502, 503, 504)
 _OURS = (401, 403, 404, 411, 413, 415)
+_IN_FLIGHT = 2
+"""Requests of one call that are under way at once."""
+_LONGEST_REST = 30.0
+"""Seconds that a server's Retry-After is obeyed."""
+
+Answer = TypeVar("Answer", Scores, Preferences)
 
 
 class RemoteReward:
@@ -93,17 +102,15 @@ class RemoteReward:
         """Score B images."""
         if not self._scores:
             raise RewardError(f"{self.name!r} at {self.url} only compares pairs; use compare.")
-        request = read_request(self.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
-        rows = [row for row, _ in request.images.readable()]
-        levels = [_levels(image) for _, image in request.images.readable()]
-        texts = [request.prompts[row] for row in rows]
-        records = [request.metadata[row] for row in rows]
-        found: list[Scores] = []
-        for part in self._chunks(levels, None):
-            asked = JudgeRequest(images=levels[part], prompts=texts[part], metadata=records[part])
-            found.append(self._scored(asked))
-        return _spread(found, rows, reasons, self.unit)
+        (pixels,), texts, records, reasons = read_pictures(self.name, [images], prompts, metadata)
+        rows = [row for row, reason in enumerate(reasons) if reason is None]
+
+        def ask(part: slice) -> Scores:
+            asked = JudgeRequest(images=pixels[part], prompts=texts[part], metadata=records[part])
+            answer, why = self._ask("/v1/score", asked)
+            return answer if isinstance(answer, Scores) else unknown_scores(len(asked), why, self.unit)
+
+        return spread_scores(self._in_turn(ask, self._chunks([pixels])), rows, reasons, self.unit)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -111,46 +118,42 @@ class RemoteReward:
         """Compare B pairs."""
         if not self._compares:
             raise RewardError(f"{self.name!r} at {self.url} scores single images; use score.")
-        request, other = read_request(self.name, left, prompts, metadata), load_images(right)
-        if len(other) != len(request):
-            raise ValueError(f"{self.name}: {len(request)} left and {len(other)} right images; give pairs.")
-        reasons = [a or b for a, b in zip(request.images.reasons, other.reasons, strict=True)]
+        (one, two), texts, records, reasons = read_pictures(self.name, [left, right], prompts, metadata)
         rows = [row for row, reason in enumerate(reasons) if reason is None]
-        sides = [
-            [_levels(i) for i in (batch.images[row] for row in rows) if i is not None]
-            for batch in (request.images, other)
-        ]
-        texts, records = [request.prompts[row] for row in rows], [request.metadata[row] for row in rows]
-        found = []
-        for part in self._chunks(*sides):
+
+        def ask(part: slice) -> Preferences:
             asked = JudgeRequest(
-                images=sides[0][part], right=sides[1][part], prompts=texts[part], metadata=records[part]
+                images=one[part], right=two[part], prompts=texts[part], metadata=records[part]
             )
             answer, why = self._ask("/v1/compare", asked)
-            found.append(answer if isinstance(answer, Preferences) else _unknown(len(asked), why))
-        return _spread_preferences(found, rows, reasons)
+            return answer if isinstance(answer, Preferences) else unknown_preferences(len(asked), why)
+
+        return spread_preferences(self._in_turn(ask, self._chunks([one, two])), rows, reasons)
 
     def close(self) -> None:
         """Hang up."""
         self._end()
 
-    def _scored(self, asked: JudgeRequest) -> Scores:
-        answer, why = self._ask("/v1/score", asked)
-        if isinstance(answer, Scores):
-            return answer
-        return make_scores(torch.full((len(asked),), torch.nan), [why] * len(asked), self.unit)
+    def _in_turn(self, ask: Callable[[slice], Answer], parts: list[slice]) -> list[Answer]:
+        """The answers in order; while the server judges one request the next is packed and sent."""
+        if len(parts) < 2:
+            return [ask(part) for part in parts]
+        pool = ThreadPoolExecutor(_IN_FLIGHT)
+        try:
+            return list(pool.map(ask, parts))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def _chunks(self, images: list[Tensor], others: list[Tensor] | None) -> list[slice]:
+    def _chunks(self, sides: Sequence[Pixels]) -> list[slice]:
         """Rows of one request each: at most a batch, and at most as many pixels as the server takes."""
         parts, start, pixels = [], 0, 0
-        for row, image in enumerate(images):
-            own = image.shape[1] * image.shape[2]
-            own += 0 if others is None else others[row].shape[1] * others[row].shape[2]
+        for row, images in enumerate(zip(*sides, strict=True)):
+            own = sum(image.shape[1] * image.shape[2] for image in images)
             if row > start and (row - start >= self._batch or pixels + own > self._pixels):
                 parts.append(slice(start, row))
                 start, pixels = row, 0
             pixels += own
-        return [*parts, slice(start, len(images))] if images else []
+        return [*parts, slice(start, len(sides[0]))] if len(sides[0]) else []
 
     def _health(self) -> Mapping[str, Any]:
         try:
@@ -172,10 +175,11 @@ class RemoteReward:
     def _ask(self, path: str, asked: JudgeRequest) -> tuple[Scores | Preferences | None, str]:
         """The answer, or None and why there is none."""
         body = pack_request(asked)
-        why = ""
+        why, rest = "", 0.0
         for attempt in range(self._attempts):
             if attempt:
-                time.sleep(self._pause * 2 ** (attempt - 1))
+                time.sleep(max(rest, self._pause * 2 ** (attempt - 1)))
+            rest = 0.0
             try:
                 reply = self._client.post(path, content=body, headers={"Content-Type": MEDIA_TYPE})
             except self._broken as error:
@@ -187,7 +191,9 @@ class RemoteReward:
                     return unpack_answer(reply.content, len(asked)), ""
                 except WireError as error:
                     return None, f"the reward server's answer is unreadable: {error}"
-            why = f"the reward server refused it ({reply.status_code}): {_complaint(reply)}"
+            failed = "failed" if reply.status_code >= 500 else "refused it"
+            why = f"the reward server {failed} ({reply.status_code}): {_complaint(reply)}"
+            rest = _rest(reply.headers.get("Retry-After", ""))
             if reply.status_code in _OURS:
                 raise RewardError(f"{self.name!r} at {self.url}: {why}")
             if reply.status_code not in _PASSING:
@@ -204,8 +210,65 @@ class RemoteReward:
             )
 
 
+def read_pictures(
+    name: str, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
+) -> tuple[list[Pixels], list[str], list[Mapping[str, Any] | None], list[str | None]]:
+    """What is sent: 8-bit pixels, prompts and records of the rows in which all images could be read.
+
+    Args:
+        name: of the judge, for messages.
+        sides: images in any form that `load_images` takes; left and right ones of pairs.
+        prompts: B texts.
+        metadata: B records, or None.
+
+    Returns:
+        The pixels of each side, prompts, records; and of all B rows the reason why it is left out, or None.
+
+    Raises:
+        TypeError, ValueError: as `read_request` and `load_images`.
+    """
+    levels = [_given_levels(side) for side in sides]
+    # An image of one pixel stands for what is 8-bit already: prompts and records are checked all the same.
+    stands = [
+        side if known is None else torch.zeros(len(known), 3, 1, 1)
+        for side, known in zip(sides, levels, strict=True)
+    ]
+    request = read_request(name, stands[0], prompts, metadata)
+    batches = [request.images, *(load_images(side) for side in stands[1:])]
+    if any(len(batch) != len(request) for batch in batches):
+        raise ValueError(f"{name}: {len(batches[0])} left and {len(batches[1])} right images; give pairs.")
+    reasons = [next(filter(None, why), None) for why in zip(*(b.reasons for b in batches), strict=True)]
+    rows = [row for row, reason in enumerate(reasons) if reason is None]
+    pixels: list[Pixels] = []
+    for batch, known in zip(batches, levels, strict=True):
+        if known is None:
+            pixels.append(
+                [_levels(image) for image in (batch.images[row] for row in rows) if image is not None]
+            )
+        else:
+            pixels.append(known if len(rows) == len(request) else known[rows])
+    return pixels, [request.prompts[row] for row in rows], [request.metadata[row] for row in rows], reasons
+
+
+def _given_levels(images: Any) -> Tensor | None:
+    """uint8 [B, 3, H, W] of images that are 8-bit in a layout beyond doubt; else None, for `load_images`."""
+    is_array = isinstance(images, np.ndarray) and images.dtype == np.uint8
+    found = torch.from_numpy(np.array(images)) if is_array else images  # a copy can always be written to
+    if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.ndim != 4 or 0 in found.shape:
+        return None
+    first, last = found.shape[1] == 3, found.shape[3] == 3
+    if first == last:
+        return None
+    return (found if first else found.permute(0, 3, 1, 2)).cpu().contiguous()
+
+
 def _levels(image: Tensor) -> Tensor:
     return image.mul(255).round().clamp(0, 255).to(torch.uint8).cpu()
+
+
+def _rest(said: str) -> float:
+    """Seconds that a server asks to wait, within reason."""
+    return min(float(said), _LONGEST_REST) if said.isdigit() else 0.0
 
 
 def _complaint(reply: Any) -> str:
@@ -213,66 +276,3 @@ def _complaint(reply: Any) -> str:
         return str(reply.json()["error"])
     except (ValueError, KeyError, TypeError):
         return reply.text[:200]
-
-
-def _unknown(size: int, why: str) -> Preferences:
-    return Preferences(
-        prob=torch.full((size,), torch.nan), valid=torch.zeros(size, dtype=torch.bool), reason=[why] * size
-    )
-
-
-def _columns(found: Sequence[Any], name: str, rows: Sequence[int], size: int) -> Tensor | None:
-    if all(getattr(answer, name) is None for answer in found):
-        return None
-    own = [
-        torch.full((len(answer),), torch.nan) if getattr(answer, name) is None else getattr(answer, name)
-        for answer in found
-    ]
-    return scatter(torch.cat(own), rows, size)
-
-
-def _parts(found: Sequence[Any], rows: Sequence[int], size: int) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for answer in found for name in answer.parts)
-    empty = torch.nan
-    return {
-        name: scatter(torch.cat([a.parts.get(name, torch.full((len(a),), empty)) for a in found]), rows, size)
-        for name in names
-    }
-
-
-def _words(found: Sequence[Any], name: str, rows: Sequence[int], size: int) -> list[Any]:
-    said = [word for answer in found for word in (getattr(answer, name) or [None] * len(answer))]
-    full: list[Any] = [None] * size
-    for row, word in zip(rows, said, strict=True):
-        full[row] = word
-    return full
-
-
-def _merged(found: Sequence[Any], rows: Sequence[int], reasons: list[str | None]) -> dict[str, Any]:
-    """What scores and preferences have in common, spread over all rows."""
-    size = len(reasons)
-    valid = torch.zeros(size, dtype=torch.bool)
-    said = _words(found, "reason", rows, size)
-    if rows:
-        valid[torch.tensor(rows)] = torch.cat([answer.valid for answer in found])
-    text = _words(found, "text", rows, size)
-    return {
-        "valid": valid,
-        "std": _columns(found, "std", rows, size) if found else None,
-        "parts": _parts(found, rows, size),
-        "text": [word or "" for word in text] if any(text) else None,
-        "reason": [own or other for own, other in zip(reasons, said, strict=True)],
-    }
-
-
-def _spread(found: list[Scores], rows: list[int], reasons: list[str | None], unit: str) -> Scores:
-    value = _columns(found, "value", rows, len(reasons)) if found else None
-    value = torch.full((len(reasons),), torch.nan) if value is None else value
-    return Scores(value=value, unit=unit, **_merged(found, rows, reasons))
-
-
-def _spread_preferences(found: list[Preferences], rows: list[int], reasons: list[str | None]) -> Preferences:
-    prob = _columns(found, "prob", rows, len(reasons)) if found else None
-    prob = torch.full((len(reasons),), torch.nan) if prob is None else prob
-    log_odds = _columns(found, "log_odds", rows, len(reasons)) if found else None
-    return replace(Preferences(prob=prob, **_merged(found, rows, reasons)), log_odds=log_odds)

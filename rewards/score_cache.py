@@ -2,8 +2,9 @@
 """A cache of judgements on disk, addressed by content: image bytes, prompt, record, and the judge's identity.
 
 One SQLite file per folder, shared by all commands and by processes at the same time. Only valid judgements
-are kept: a failure may be gone the next time. A file that was cut or is no database is set aside and begun
-anew; nothing in it is needed.
+are kept: a failure may be gone the next time. Nothing in the file is needed: one that was cut or is no
+database is set aside and begun anew, a row that was altered is judged again, and while the disk is full,
+read-only or locked the judgements stay in memory. Each of these is said once, as a warning.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ import hashlib
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .identity import Identity
+from .score_file import ScoreFile, is_damage
 
 FILE = "judgements.sqlite"
-_VERSION = 1
-_CHUNK = 500
-_SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS judges (digest TEXT PRIMARY KEY, identity TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS judgements (judge TEXT NOT NULL, key BLOB NOT NULL, said TEXT NOT NULL, "
-    "PRIMARY KEY (judge, key)) WITHOUT ROWID",
-)
+_PAUSE = 30.0
+"""Seconds for which a disk that failed is left alone."""
+_KEPT = 100_000
+"""Judgements that are kept in memory while the disk fails."""
+
+Found = TypeVar("Found")
 
 
 class ScoreCache:
@@ -37,11 +40,13 @@ class ScoreCache:
         folder: gets the file `judgements.sqlite`; made if missing.
 
     Attributes:
-        rebuilt: where a damaged file was set aside when this one was opened, or None.
+        rebuilt: where a damaged file was set aside last, or None.
+        hits: keys that were known.
+        misses: keys that were not.
 
     Raises:
         ValueError: the file was written by a later version.
-        OSError: the folder cannot be written.
+        OSError: the file cannot be opened for another reason than damage.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -49,39 +54,19 @@ class ScoreCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.rebuilt: Path | None = None
         self.hits = self.misses = 0
-        path = self.folder / FILE
+        self._file = ScoreFile(self.folder / FILE)
+        self._kept: dict[tuple[str, bytes], str] = {}
+        self._kept_judges: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._rest_until = -math.inf
+        self._said: set[str] = set()
         try:
-            self._open(path)
-        except sqlite3.OperationalError as error:  # locked, read-only, full: the file itself may be sound
+            self._open()
+        except sqlite3.Error as error:  # locked, read-only, full: the file itself may be sound
             raise OSError(
-                f"The cache '{path}' cannot be opened: {error}. Free or unlock it, or give another folder."
+                f"The cache '{self._file.path}' cannot be opened: {error}. Free or unlock it, or give "
+                "another folder."
             ) from error
-        except sqlite3.DatabaseError:
-            self.rebuilt = _set_aside(path)
-            self._open(path)
-
-    def _open(self, path: Path) -> None:
-        with closing(self._connect(path)) as link, link:
-            damage = link.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if damage != "ok":
-                raise sqlite3.DatabaseError(damage)
-            version = link.execute("PRAGMA user_version").fetchone()[0]
-            if version > _VERSION:
-                raise ValueError(
-                    f"The cache '{path}' is of version {version}, this program writes {_VERSION}. Use "
-                    "another folder, or a later visalign."
-                )
-            for statement in _SCHEMA:
-                link.execute(statement)
-            link.execute(f"PRAGMA user_version = {_VERSION}")
-        self._path = path
-
-    @staticmethod
-    def _connect(path: Path) -> sqlite3.Connection:
-        link = sqlite3.connect(path, timeout=60.0)
-        link.execute("PRAGMA journal_mode = WAL")
-        link.execute("PRAGMA synchronous = NORMAL")
-        return link
 
     def get(self, judge: Identity, keys: Sequence[bytes]) -> dict[bytes, dict[str, Any]]:
         """What the judge has said before, for the keys that it has judged.
@@ -90,43 +75,115 @@ class ScoreCache:
             judge: its identity; another identity has other judgements.
             keys: from `key_of`.
         """
-        found: dict[bytes, dict[str, Any]] = {}
-        unique = list(dict.fromkeys(keys))
-        with closing(self._connect(self._path)) as link:
-            for start in range(0, len(unique), _CHUNK):
-                part = unique[start : start + _CHUNK]
-                marks = ",".join("?" * len(part))
-                rows = link.execute(
-                    f"SELECT key, said FROM judgements WHERE judge = ? AND key IN ({marks})",
-                    (judge.digest, *part),
-                )
-                found.update((bytes(key), _numbers(json.loads(said))) for key, said in rows)
+        digest, unique = judge.digest, list(dict.fromkeys(keys))
+        kept = ((key, self._kept.get((digest, key))) for key in unique)
+        found = {key: said for key, said in kept if said is not None}
+        wanted = [key for key in unique if key not in found]
+        if wanted:
+            found |= self._tried(lambda: self._select(digest, wanted), {})
         hits = sum(key in found for key in keys)
         self.hits, self.misses = self.hits + hits, self.misses + len(keys) - hits
-        return found
+        return {key: _numbers(json.loads(said)) for key, said in found.items()}
 
     def put(self, judge: Identity, said: Mapping[bytes, Mapping[str, Any]]) -> None:
-        """Keep judgements; all of them or, when interrupted, none.
+        """Keep judgements; on the disk all of them or, when interrupted, none.
 
         Args:
             judge: its identity.
             said: key -> numbers, texts, and nested mappings of them.
         """
-        rows = [(judge.digest, key, json.dumps(_words(value))) for key, value in said.items()]
-        identity = json.dumps(asdict(judge), sort_keys=True, default=str)
-        with closing(self._connect(self._path)) as link, link:
-            link.execute("INSERT OR IGNORE INTO judges VALUES (?, ?)", (judge.digest, identity))
-            link.executemany("INSERT OR REPLACE INTO judgements VALUES (?, ?, ?)", rows)
+        digest = judge.digest
+        rows = {(digest, key): json.dumps(_words(value)) for key, value in said.items()}
+        with self._lock:
+            self._kept_judges[digest] = json.dumps(asdict(judge), sort_keys=True, default=str)
+            self._kept |= rows
+            if self._tried(self._write, False):
+                self._kept.clear()
+                self._kept_judges.clear()
+            for oldest in list(self._kept)[: max(0, len(self._kept) - _KEPT)]:
+                del self._kept[oldest]
 
     def judges(self) -> dict[str, dict[str, Any]]:
         """digest -> identity of every judge that has something in the cache."""
-        with closing(self._connect(self._path)) as link:
-            rows = link.execute("SELECT digest, identity FROM judges").fetchall()
-        return {digest: json.loads(identity) for digest, identity in rows}
+        found = self._tried(self._file.judges, {}) | self._kept_judges
+        return {digest: identity for digest, said in found.items() if (identity := _record(said)) is not None}
 
     def __len__(self) -> int:
-        with closing(self._connect(self._path)) as link:
-            return int(link.execute("SELECT COUNT(*) FROM judgements").fetchone()[0])
+        """Judgements on the disk."""
+        return self._tried(self._file.count, 0)
+
+    def _open(self) -> None:
+        """Open the file, or begin it anew."""
+        try:
+            self._file.open()
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            self._begin_anew(error)
+
+    def _reopen(self, trouble: Exception) -> None:
+        """After damage; another process may have mended it meanwhile."""
+        self._open()
+        self._say(
+            "damage",
+            f"The cache '{self._file.path}' was replaced while it was in use ({trouble}). It is used as it "
+            "is now; what is missing is judged again.",
+        )
+
+    def _begin_anew(self, error: Exception) -> None:
+        self.rebuilt = self._file.set_aside()
+        self._say(
+            "damage",
+            f"The cache '{self._file.path}' was damaged ({error}). It was set aside as "
+            f"'{self.rebuilt.name}' and begun anew; what was in it is judged again.",
+        )
+        self._file.open()
+
+    def _tried(self, work: Callable[[], Found], otherwise: Found) -> Found:
+        """What `work` finds in the file; a damaged one is rebuilt, one that cannot be used is left alone."""
+        if time.monotonic() < self._rest_until:
+            return otherwise
+        for mend in (self._reopen, self._begin_anew, None):
+            try:
+                return work()
+            except sqlite3.Error as error:
+                trouble: Exception = error
+                if mend is None or not is_damage(error):
+                    break
+            try:
+                mend(trouble)
+            except (sqlite3.Error, OSError, ValueError) as error:
+                trouble = error
+                break
+        self._rest_until = time.monotonic() + _PAUSE
+        self._say(
+            "disk",
+            f"The cache '{self._file.path}' cannot be used now ({trouble}). Judgements are kept in memory, "
+            f"and the file is tried again after {_PAUSE:g} seconds.",
+        )
+        return otherwise
+
+    def _select(self, judge: str, keys: Sequence[bytes]) -> dict[bytes, str]:
+        found, altered = self._file.select(judge, keys)
+        if altered:
+            self._say(
+                "rows",
+                f"The cache '{self._file.path}' holds judgements that were altered on the disk ({altered} of "
+                "those just asked for); they are judged again.",
+            )
+        return found
+
+    def _write(self) -> bool:
+        self._file.insert(
+            self._kept_judges, [(judge, key, said) for (judge, key), said in self._kept.items()]
+        )
+        return True
+
+    def _say(self, kind: str, message: str) -> None:
+        """Warn of each kind of trouble once."""
+        if kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(message, stacklevel=2)
 
 
 def key_of(contents: Iterable[bytes], prompt: str, record: Mapping[str, Any] | None) -> bytes:
@@ -146,15 +203,13 @@ def key_of(contents: Iterable[bytes], prompt: str, record: Mapping[str, Any] | N
     return digest.digest()
 
 
-def _set_aside(path: Path) -> Path:
-    """Move a damaged file away, with what belongs to it; the first free name is taken."""
-    number = 1
-    while (place := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    path.replace(place)
-    for ending in ("-wal", "-shm"):
-        path.with_name(path.name + ending).unlink(missing_ok=True)
-    return place
+def _record(said: str) -> dict[str, Any] | None:
+    """An identity as it was written; None where it was altered on the disk."""
+    try:
+        found = json.loads(said)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _words(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visalign.interfaces import Preferences, Scores
-from visalign.rewards.contract import RewardError, make_scores, read_request
+from visalign.rewards.contract import make_scores, read_request
 from visalign.rewards.identity import Identity
 
 
@@ -36,8 +36,8 @@ class Habits:
                 os._exit(3)
             if prompt == "raise":
                 raise ValueError("a prompt that I cannot stand")
-            if prompt == "sleep":
-                time.sleep(30)
+            if prompt in ("sleep", "nap"):
+                time.sleep(30 if prompt == "sleep" else 3)
             if prompt == "refuse":
                 reasons[row] = "I do not judge this"
             image = request.images.images[row]
@@ -72,12 +72,9 @@ class Inline:
         self.restarts = 0
 
     def ask(self, request: Any, timeout: float | None = None) -> Any:
-        from visalign.rewards.judge_worker import answer_request
+        from visalign.rewards.judge_process import answer_request
 
-        try:
-            return answer_request(self.judge, request)
-        except ValueError as error:
-            raise RewardError(f"ValueError: {error}") from error
+        return answer_request(self.judge, request)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 from PIL import Image
 
 from visalign.interfaces import Preferences, Scores
-from visalign.rewards import check_reward, load_reward
+from visalign.rewards import check_reward, load_reward, score_cache, weights_in_memory
 from visalign.rewards.cached import CachedJudge, CachedReward, content_digest
 from visalign.rewards.contract import RewardError, make_scores, read_request
 from visalign.rewards.identity import Identity
 from visalign.rewards.score_cache import FILE, ScoreCache, key_of
+from visalign.rewards.score_file import ScoreFile
 
 PIXELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 PROMPTS = ["a", "b", "c", "d"]
@@ -186,7 +188,8 @@ def test_a_damaged_file_is_set_aside_and_begun_anew(tmp_path: Path, damage: str)
     raw = path.read_bytes()
     cut = {"cut": raw[: len(raw) // 2], "garbage": b"no database" * 99}
     path.write_bytes(cut.get(damage, raw[:8192] + b"\xff" * 4096 + raw[12288:]))
-    cache = ScoreCache(tmp_path)
+    with pytest.warns(UserWarning, match=rf"was damaged \(.*set aside as '{FILE}.damaged-1' and begun anew"):
+        cache = ScoreCache(tmp_path)
     assert cache.rebuilt is not None and cache.rebuilt.name == f"{FILE}.damaged-1" and len(cache) == 0
     second = CachedReward(reward, cache).score(many, ["a"] * 300)
     assert reward.asked == 600
@@ -219,9 +222,9 @@ def test_a_killed_writer_leaves_a_whole_cache(tmp_path: Path):
         f"cache = ScoreCache({str(tmp_path)!r})\n"
         "one = Identity(judge='mean', model='none')\n"
         "cache.put(one, {b'k': {'value': 1.0}})\n"
-        "link = cache._connect(cache._path)\n"
+        "link = cache._file.connect()\n"
         "link.execute('BEGIN IMMEDIATE')\n"
-        "link.execute('INSERT INTO judgements VALUES (?, ?, ?)', (one.digest, b'half', '{}'))\n"
+        "link.execute('INSERT INTO judgements VALUES (?, ?, ?, 0)', (one.digest, b'half', '{}'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False)
@@ -245,10 +248,9 @@ def test_a_file_that_cannot_be_opened_now_is_not_set_aside(tmp_path: Path, monke
     with sqlite3.connect(tmp_path / FILE) as link:
         link.execute("PRAGMA user_version = 1")
     link.close()
-    monkeypatch.setattr(
-        ScoreCache, "_connect", staticmethod(lambda path: sqlite3.connect(path, timeout=0.01))
-    )
-    holder = sqlite3.connect(tmp_path / FILE)
+    plain = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, timeout: plain(path, timeout=0.01))
+    holder = plain(tmp_path / FILE)
     holder.execute("BEGIN EXCLUSIVE")
     with pytest.raises(OSError, match=r"cannot be opened: database is locked. Free or unlock it"):
         ScoreCache(tmp_path)
@@ -279,7 +281,7 @@ def test_refused(tmp_path: Path):
     with sqlite3.connect(tmp_path / FILE) as link:
         link.execute("PRAGMA user_version = 9")
     link.close()
-    with pytest.raises(ValueError, match="of version 9, this program writes 1"):
+    with pytest.raises(ValueError, match="of version 9, this program writes 2"):
         ScoreCache(tmp_path)
 
 
@@ -308,3 +310,230 @@ def test_a_judge_in_training_is_another_judge_after_each_step(tmp_path: Path):
     reward.identity = Identity(judge="mean", model="none", weights="after a step")
     cached.score(PIXELS, PROMPTS)
     assert reward.asked == 8
+
+
+def page(path: Path, table: str) -> int:
+    """Byte at which the first page of a table begins."""
+    with sqlite3.connect(path) as link:
+        link.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        root = link.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
+        size = link.execute("PRAGMA page_size").fetchone()[0]
+    link.close()
+    return (root - 1) * size
+
+
+def cut(path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) // 2])
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"no database" * 999)
+
+
+def spoil(path: Path) -> None:
+    start = page(path, "judgements")
+    raw = path.read_bytes()
+    path.write_bytes(raw[:start] + b"\xff" * 4096 + raw[start + 4096 :])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("harm", [cut, overwrite, spoil, empty, remove])
+@pytest.mark.parametrize("first", ["read", "write"])
+def test_damage_while_it_is_in_use_is_mended_with_one_warning(tmp_path: Path, harm: Any, first: str):
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    expected = cached.score(PIXELS, PROMPTS)
+    path = tmp_path / FILE
+    page(path, "judgements")
+    harm(path)
+    with pytest.warns(UserWarning, match=r"was (damaged|replaced while it was in use) \(") as warned:
+        if first == "write":
+            cached.cache.put(Identity(judge="other", model="m"), {b"k": {"value": 1.0}})
+        for _ in range(2):
+            same(cached.score(PIXELS, PROMPTS), expected)
+    assert len(warned) == 1 and reward.asked == 8, "all is judged once more, and then known again"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(ScoreCache(tmp_path)) == 4 + (first == "write")
+    set_aside = sorted(file.name for file in tmp_path.glob("*.damaged-*"))
+    assert set_aside == ([] if harm in (empty, remove) else [f"{FILE}.damaged-1"])
+
+
+def test_an_altered_number_is_judged_again(tmp_path: Path):
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    expected = cached.score(PIXELS, PROMPTS)
+    with sqlite3.connect(tmp_path / FILE) as link:
+        link.execute("UPDATE judgements SET said = replace(said, '0.5', '9.5')")
+    link.close()
+    with pytest.warns(UserWarning, match=r"judgements that were altered on the disk \(4 of") as warned:
+        same(cached.score(PIXELS, PROMPTS), expected)
+    assert len(warned) == 1 and reward.asked == 8
+    same(cached.score(PIXELS, PROMPTS), expected)
+    assert reward.asked == 8
+
+
+def full(link: sqlite3.Connection) -> None:
+    link.execute(f"PRAGMA max_page_count = {link.execute('PRAGMA page_count').fetchone()[0]}")
+
+
+def read_only(link: sqlite3.Connection) -> None:
+    link.execute("PRAGMA query_only = 1")
+
+
+def locked(link: sqlite3.Connection) -> None:
+    raise sqlite3.OperationalError("database is locked")
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [(full, "database or disk is full"), (read_only, "readonly database"), (locked, "database is locked")],
+)
+def test_a_disk_that_fails_costs_no_score_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Any, words: str
+):
+    many = torch.randint(0, 256, (300, 3, 8, 8), dtype=torch.uint8)
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    known = cached.score(many[:2], ["a"] * 2)
+    plain = ScoreFile.connect
+
+    def limited(file: ScoreFile) -> sqlite3.Connection:
+        link = plain(file)
+        limit(link)
+        return link
+
+    monkeypatch.setattr(ScoreFile, "connect", limited)
+    with pytest.warns(UserWarning, match=rf"cannot be used now \(.*{words}\). Judgements are kept") as warned:
+        for _ in range(2):
+            found = cached.score(many, ["a"] * 300)
+            same(found, Mean().score(many, ["a"] * 300))
+            assert torch.equal(found.value[:2], known.value)
+    assert len(warned) == 1
+    assert reward.asked <= 302, "what is kept in memory is not asked again"
+    monkeypatch.setattr(ScoreFile, "connect", plain)
+    cached.cache._rest_until = 0.0
+    cached.score(many[:1], ["another"])
+    assert len(ScoreCache(tmp_path)) == 301, "what was kept is written when the disk is there again"
+    assert not list(tmp_path.glob("*.damaged-*")) and cached.cache._kept == {}
+
+
+def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache, tried = ScoreCache(tmp_path), []
+
+    def connect(file: ScoreFile) -> sqlite3.Connection:
+        tried.append(1)
+        raise sqlite3.OperationalError("unable to open database file")
+
+    monkeypatch.setattr(ScoreFile, "connect", connect)
+    cached = CachedReward(Mean(), cache)
+    with pytest.warns(UserWarning, match="unable to open database file"):
+        for _ in range(5):
+            cached.score(PIXELS, PROMPTS)
+    assert len(tried) == 1 and len(cache) == 0 and next(iter(cache.judges().values()))["judge"] == "mean"
+
+
+def test_what_is_kept_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(score_cache, "_KEPT", 3)
+    monkeypatch.setattr(ScoreFile, "insert", lambda *_: locked(None))  # type: ignore[arg-type]
+    cache, one = ScoreCache(tmp_path), Identity(judge="a", model="m")
+    with pytest.warns(UserWarning, match="is locked"):
+        cache.put(one, {bytes([n]): {"value": float(n)} for n in range(5)})
+    assert [key for _, key in cache._kept] == [b"\x02", b"\x03", b"\x04"]
+
+
+def test_a_cache_of_the_first_version_keeps_its_judgements(tmp_path: Path):
+    one = Identity(judge="a", model="m")
+    with sqlite3.connect(tmp_path / FILE) as link:
+        link.execute("CREATE TABLE judges (digest TEXT PRIMARY KEY, identity TEXT NOT NULL)")
+        link.execute(
+            "CREATE TABLE judgements (judge TEXT NOT NULL, key BLOB NOT NULL, said TEXT NOT NULL, "
+            "PRIMARY KEY (judge, key)) WITHOUT ROWID"
+        )
+        link.execute("INSERT INTO judgements VALUES (?, ?, ?)", (one.digest, b"k", '{"value": 2.5}'))
+        link.execute("PRAGMA user_version = 1")
+    link.close()
+    for _ in range(2):
+        assert ScoreCache(tmp_path).get(one, [b"k"]) == {b"k": {"value": 2.5}}
+
+
+def test_threads_share_a_cache(tmp_path: Path):
+    cache, reward = ScoreCache(tmp_path), Mean()
+
+    def work(start: int) -> None:
+        for n in range(8):
+            images = torch.full((1, 3, 4, 4), start + n, dtype=torch.uint8)
+            assert float(CachedReward(reward, cache).score(images, ["a"]).value[0]) == pytest.approx(
+                start + n + 1
+            )
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(0, 32, 8)))
+    assert len(cache) == 32
+
+
+@pytest.fixture
+def clip() -> Any:
+    return load_reward("clip_score")
+
+
+def test_weights_that_change_in_memory_are_another_judge(tmp_path: Path, clip: Any):
+    cached = CachedReward(clip, ScoreCache(tmp_path))
+    prompts = ["a red circle", "a blue square", "x", "y"]
+    before = cached.score(PIXELS, prompts)
+    cached.score(PIXELS, prompts)
+    assert (cached.cache.hits, cached.cache.misses) == (4, 4)
+    with torch.no_grad():
+        next(p for p in clip.towers.encoder.parameters() if p.ndim > 1).mul_(1.5)
+    after = cached.score(PIXELS, prompts)
+    assert (cached.cache.hits, cached.cache.misses) == (4, 8)
+    assert torch.equal(after.value, clip.score(PIXELS, prompts).value)
+    assert not torch.equal(after.value, before.value)
+    fresh = CachedReward(load_reward("clip_score"), cached.cache)
+    assert torch.equal(fresh.score(PIXELS, prompts).value, before.value) and cached.cache.hits == 8
+
+
+def test_reading_the_identity_costs_nothing_while_no_weight_changes(
+    tmp_path: Path, clip: Any, monkeypatch: pytest.MonkeyPatch
+):
+    summed: list[int] = []
+    plain = weights_in_memory.tensor_print
+    monkeypatch.setattr(weights_in_memory, "tensor_print", lambda tensor: summed.append(1) or plain(tensor))
+    cached = CachedReward(clip, ScoreCache(tmp_path))
+    for images in (PIXELS, PIXELS, PIXELS.flip(0)):
+        cached.score(images, ["a", "b", "c", "d"])
+    assert summed == []
+    with torch.no_grad():
+        next(clip.towers.encoder.parameters()).add_(0.5)
+    cached.score(PIXELS, ["a", "b", "c", "d"])
+    once = len(summed)
+    for images in (PIXELS, PIXELS.flip(0)):
+        cached.score(images, ["a", "b", "c", "d"])
+    assert len(summed) == once > 0
+
+
+@pytest.mark.parametrize("kind", ["reward", "judge"])
+def test_a_step_in_the_middle_of_scoring_is_kept_for_neither(tmp_path: Path, kind: str):
+    judge: Any = Mean() if kind == "reward" else Left()
+    name = "score" if kind == "reward" else "compare"
+    plain = getattr(judge, name)
+
+    def stepping(*given: Any) -> Any:
+        judge.identity = Identity(judge=judge.name, model="none", weights=f"step {judge.asked}")
+        return plain(*given)
+
+    setattr(judge, name, stepping)
+    cache = ScoreCache(tmp_path)
+    if kind == "reward":
+        CachedReward(judge, cache).score(PIXELS, PROMPTS)
+    else:
+        CachedJudge(judge, cache).compare(PIXELS, PIXELS.flip(0), PROMPTS)
+    assert judge.asked == 4 and len(cache) == 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from tests.reward_servers import Habits, Inline, Pairs, serving
 from visalign.errors import UserError
@@ -24,19 +24,19 @@ from visalign.pipelines.serve_reward import serve_reward
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.contract import RewardError
 from visalign.rewards.judge_batches import Batcher
+from visalign.rewards.judge_process import JudgeRefused, judge_card
 from visalign.rewards.judge_server import Limits, Refused, _receive, judge_server
-from visalign.rewards.judge_worker import JudgeWorker, WorkerDied, WorkerTimeout, judge_card
+from visalign.rewards.judge_worker import JudgeWorker, WorkerDied, WorkerTimeout, WorkerUnavailable
 from visalign.rewards.remote_reward import RemoteReward
 from visalign.rewards.wire import (
     FORMAT,
     MEDIA_TYPE,
     JudgeRequest,
     WireError,
-    pack_answer,
     pack_request,
-    unpack_answer,
     unpack_request,
 )
+from visalign.rewards.wire_answer import pack_answer, unpack_answer
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
@@ -58,6 +58,15 @@ def headed(about: dict[str, Any]) -> bytes:
     """A safetensors file without tensors, with any JSON as its metadata."""
     header = json.dumps({"__metadata__": about}).encode()
     return len(header).to_bytes(8, "little") + header
+
+
+def sent(tensors: dict[str, torch.Tensor], prompts: list[str]) -> bytes:
+    """A request as another program might write it."""
+    return save({name: tensor.clone() for name, tensor in tensors.items()}, headers(prompts))
+
+
+def headers(prompts: list[str]) -> dict[str, str]:
+    return {"format": FORMAT, "request": json.dumps({"prompts": prompts})}
 
 
 def app_of(judge: Any, **options: Any) -> Any:
@@ -88,6 +97,23 @@ def test_a_request_survives_the_wire():
     pair = request(["a"], right=[LEVELS[3]])
     back = unpack_request(pack_request(pair))
     assert back.right is not None and torch.equal(back.right[0], LEVELS[3]) and back.pixels == 128
+    mixed = request(["a", "b"], images=[LEVELS[0], WIDE], right=list(LEVELS[:2]))
+    back = unpack_request(pack_request(mixed))
+    assert torch.equal(back.images[1], WIDE) and isinstance(back.right, torch.Tensor)
+    assert torch.equal(back.right, LEVELS[:2]) and back.pixels == 64 + 600 + 128
+
+
+def test_the_wire_is_plain_safetensors_and_pixels_are_read_in_place():
+    raw = bytearray(pack_request(request(["a", "b"])))
+    assert torch.equal(load(bytes(raw))["image"], LEVELS[:2])
+    back = unpack_request(raw)
+    raw[-1] ^= 255
+    assert back.images[1][-1, -1, -1] == LEVELS[1][-1, -1, -1] ^ 255
+    assert unpack_request(save({"image": LEVELS[:2]}, headers(["a", "b"]))).prompts == ["a", "b"]
+    with pytest.raises(ValueError, match=r"image is torch\.float32; images travel as uint8"):
+        pack_request(request(["a"], images=[LEVELS[0].float()]))
+    with pytest.raises(TypeError, match=r"metadata cannot travel to a server: Object of type Tensor"):
+        pack_request(request(["a"], metadata=[{"x": LEVELS}]))
 
 
 @pytest.mark.parametrize("judge", [Habits(), Pairs()])
@@ -113,18 +139,20 @@ def test_an_answer_survives_the_wire(judge: Any):
         (b"", "no request in the format"),
         (b"\x80\x04pickle", "no request in the format"),
         (save({"image.0": LEVELS[0]}), "no request in the format"),
-        (pack_request(request(["a"]))[:-9], "cannot be read as safetensors"),
         (
-            pack_request(request(["a", "b"], images=[LEVELS[0]], metadata=[None] * 2)),
-            r"missing or extra: image\.1",
+            pack_request(request(["a"]))[:-9],
+            r"as safetensors .*is said to lie at 0 to 192 of 183",
         ),
+        (pack_request(request(["a"])) + b"more", "196 bytes follow the header, 192 are announced"),
+        (sent({"image.0": LEVELS[0]}, ["a", "b"]), r"missing or extra: image\.1"),
+        (sent({"image": LEVELS[:1], "image.0": LEVELS[0]}, ["a"]), r"missing or extra: image\.0"),
+        (sent({"left": LEVELS[:1]}, ["a"]), r"'left' and 'right'.*missing or extra: right\.0"),
         (pack_request(request(["a"], metadata=[])), "1 prompts and 0 metadata"),
         (pack_request(request([1], metadata=[None])), "'prompts' must be a list of strings"),  # type: ignore[arg-type]
-        (
-            pack_request(request(["a"], images=[LEVELS[0].float()])),
-            r"image\.0 is float32 \(3, 8, 8\); images are",
-        ),
-        (pack_request(request(["a"], images=[LEVELS[0][:1]])), r"image\.0 is uint8 \(1, 8, 8\)"),
+        (sent({"image.0": LEVELS[0].float()}, ["a"]), r"image\.0 is F32 \(3, 8, 8\); images are U8"),
+        (sent({"image.0": LEVELS[0][:0]}, ["a"]), r"image\.0 is U8 \(0, 8, 8\); images are .* with pixels"),
+        (sent({"image.0": LEVELS[0][:1]}, ["a"]), r"image\.0 is uint8 \(1, 8, 8\); needed is \[3, H, W\]"),
+        (sent({"image": LEVELS[:3]}, ["a"]), r"image is uint8 \(3, 3, 8, 8\); needed is \[1, 3, H, W\]"),
         (pack_answer(Habits().score(LEVELS[:1], ["1"])), "no request in the format"),
         (headed({"format": FORMAT, "request": '{"prompts": 1' + "0" * 5000 + "}"}), "cannot be read as"),
         (headed({"format": FORMAT, "request": 5}), "the request is no JSON object"),
@@ -236,7 +264,7 @@ def test_closing_ends_the_waiting_of_what_is_judged():
         await asyncio.to_thread(begun.wait, 5)
         await batcher.close()
         end.set()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(WorkerUnavailable, match="the server is ending"):
             await asyncio.wait_for(asked, 2)
 
     asyncio.run(go())
@@ -274,11 +302,11 @@ def test_a_slow_judge_is_ended(worker: JudgeWorker):
 
 
 def test_a_worker_tells_what_the_judge_raised(worker: JudgeWorker):
-    with pytest.raises(RewardError, match="ValueError: a prompt that I cannot stand"):
+    with pytest.raises(JudgeRefused, match="ValueError: a prompt that I cannot stand"):
         worker.ask(request(["raise"]))
     with pytest.raises(WorkerDied, match="exit code 3"):
         worker.ask(request(["die"]))
-    with pytest.raises(RewardError, match="does not compare pairs"):
+    with pytest.raises(JudgeRefused, match="does not compare pairs"):
         worker.ask(request(["a"], right=[LEVELS[0]]))
     with pytest.raises(RewardError, match=r"could not be loaded .* no reward 'nothing'"):
         JudgeWorker("nothing")
@@ -296,8 +324,9 @@ def test_a_client_refuses_the_answers_of_another_judge():
 def test_a_worker_whose_files_changed_meanwhile_is_not_mixed_with_the_old_one():
     worker = JudgeWorker(HOME, {"version": 7}, threads=1)
     worker._arguments = (HOME, {"version": 8}, 1)  # as if the weights on disk were others now
-    with pytest.raises(RewardError, match="'habits' was started anew and is another version now"):
+    with pytest.raises(WorkerUnavailable, match="'habits' was started anew and is another version now"):
         worker.ask(request(["die"]), 30)
+    assert worker.down is not None and "another version" in worker.down
     worker.close()
 
 
@@ -399,7 +428,7 @@ def test_a_full_queue_says_so_and_the_client_tries_again():
             refused = RemoteReward(url, attempts=2, pause=0.01).score(LEVELS[:1], ["1"])
             release.set()
             assert all(job.result().valid.all() for job in waiting)
-    assert "refused it (503): Busy: 1 images wait already" in str((refused.reason or [""])[0])
+    assert "failed (503): Busy: 1 images wait already" in str((refused.reason or [""])[0])
     assert "2 attempts" in str((refused.reason or [""])[0])
 
 

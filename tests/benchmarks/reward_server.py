@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load test of the reward server on loopback: `python tests/benchmarks/reward_server.py --seconds 120`.
 
-Clients send requests of random size, each image carrying its own expected answer; some clients are killed
-in the middle of a request, and the judge's process is killed now and then. Counts lost and mixed answers,
-and compares throughput at full batches with the same judge called directly.
+First throughput at full batches: the same judge called directly and through the server, in turns, the order
+changed each round, on the same number of threads: those of the direct call are those of the judge's process.
+A call has `--requests` full batches of fresh pictures (the client keeps two requests under way, as it always
+does). Two ratios are printed. "wall" is of the medians of seconds: client and server run in this process
+and share the machine's cores with the judge's process, so with as many threads as cores they take time from
+it, and other work on the machine counts against both. "cpu" is of the processor seconds of all processes
+together, which is what a picture costs, whatever else runs. With --profile it prints what each step of a
+request costs.
+
+Then the load: clients send requests of random size, each image carrying its own expected answer; some clients
+are killed in the middle of a request, and the judge's process is killed now and then. Counts lost and mixed
+answers.
 """
 
 from __future__ import annotations
@@ -18,8 +27,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +41,9 @@ from tests.reward_servers import serving  # noqa: E402
 from visalign.rewards import load_judge  # noqa: E402
 from visalign.rewards.judge_server import judge_server  # noqa: E402
 from visalign.rewards.judge_worker import JudgeWorker  # noqa: E402
-from visalign.rewards.remote_reward import RemoteReward  # noqa: E402
+from visalign.rewards.remote_reward import RemoteReward, read_pictures  # noqa: E402
+from visalign.rewards.wire import JudgeRequest, pack_request, unpack_request  # noqa: E402
+from visalign.rewards.wire_answer import pack_answer, unpack_answer  # noqa: E402
 
 _CUT = """
 import http.client, sys
@@ -107,32 +120,72 @@ def load(seconds: float, clients: int) -> dict[str, float]:
     }
 
 
-def throughput(name: str, batch: int, rounds: int, size: int) -> dict[str, float]:
+def processor_seconds(pid: int | None) -> float:
+    """Of another process, its threads together; Linux counts in hundredths."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def throughput(given: argparse.Namespace) -> dict[str, Any]:
     """Images a second at full batches, the server's and the direct call's in turns."""
-    images = torch.randint(0, 256, (batch, 3, size, size), dtype=torch.uint8)
-    prompts = [f"a red circle {n}" for n in range(batch)]
-    torch.set_num_threads(1)
-    direct = load_judge(name)
-    worker = JudgeWorker(name, threads=1)
-    times: dict[str, list[float]] = {"direct": [], "server": []}
-    with serving(judge_server(worker, worker.card, max_batch=batch, max_wait=0.0)) as url:
+    count = given.batch * given.requests
+    images = torch.randint(0, 256, (count, 3, given.size, given.size), dtype=torch.uint8)
+    prompts = [f"a red circle {n}" for n in range(count)]
+    torch.set_num_threads(given.threads)
+    direct = load_judge(given.judge)
+    worker = JudgeWorker(given.judge, threads=given.threads)
+    wall: dict[str, list[float]] = {"direct": [], "server": []}
+    cpu: dict[str, list[float]] = {"direct": [], "server": []}
+    with serving(judge_server(worker, worker.card, max_batch=given.batch, max_wait=0.0)) as url:
         remote = RemoteReward(url)
-        for turn in range(rounds + 1):
+        judges = [("direct", direct), ("server", remote)]
+        for turn in range(given.rounds + 1):
             fresh = images.roll(turn, 0) ^ turn
-            for label, judge in (("direct", direct), ("server", remote)):
-                begun = time.perf_counter()
-                judge.score(fresh, prompts)  # type: ignore[union-attr]
+            for label, judge in judges if turn % 2 else judges[::-1]:
+                used, begun = time.process_time() + processor_seconds(worker.pid), time.perf_counter()
+                scores = judge.score(fresh, prompts)  # type: ignore[union-attr]
+                seconds = time.perf_counter() - begun
                 if turn:
-                    times[label].append(time.perf_counter() - begun)
+                    wall[label].append(seconds)
+                    cpu[label].append(time.process_time() + processor_seconds(worker.pid) - used)
+                assert scores.valid.all()
     worker.close()
-    medians = {label: statistics.median(values) for label, values in times.items()}
-    return {
-        "judge": name,  # type: ignore[dict-item]
-        "batch": batch,
-        "direct images/s": batch / medians["direct"],
-        "server images/s": batch / medians["server"],
-        "server / direct": medians["direct"] / medians["server"],
+    found: dict[str, Any] = {"judge": given.judge, "batch": given.batch, "threads": given.threads}
+    for name, times in (("wall", wall), ("cpu", cpu)):
+        medians = {label: statistics.median(values) for label, values in times.items()}
+        found |= {f"{label} images/s ({name})": round(count / medians[label], 1) for label in medians}
+        found[f"server / direct ({name})"] = round(medians["direct"] / medians["server"], 3)
+    return found
+
+
+def profile(given: argparse.Namespace) -> dict[str, float]:
+    """Processor milliseconds of each step of one full request, and of the judge itself."""
+    images = torch.randint(0, 256, (given.batch, 3, given.size, given.size), dtype=torch.uint8)
+    prompts = [f"a red circle {n}" for n in range(given.batch)]
+    torch.set_num_threads(given.threads)
+    judge = load_judge(given.judge)
+    request = JudgeRequest(images=images, prompts=prompts, metadata=[None] * given.batch)
+    raw = bytearray(pack_request(request))
+    turn = iter(range(10_000))
+    answer = judge.score(images, prompts)  # type: ignore[union-attr]
+    steps: dict[str, Callable[[], Any]] = {
+        "client: read": lambda: read_pictures("judge", [images], prompts, None),
+        "client: pack": lambda: pack_request(request),
+        "server and worker: unpack, twice": lambda: (unpack_request(raw), unpack_request(raw)),
+        "worker, server and client: answer": lambda: [
+            (pack_answer(answer), unpack_answer(pack_answer(answer), given.batch)) for _ in range(2)
+        ],
+        "judge": lambda: judge.score(images ^ next(turn), prompts),  # type: ignore[union-attr]
     }
+    found = {}
+    for name, step in steps.items():
+        times = []
+        for _ in range(given.rounds):
+            begun = time.process_time()
+            step()
+            times.append(1000 * (time.process_time() - begun))
+        found[name] = round(statistics.median(times), 2)
+    return found
 
 
 def main() -> None:
@@ -143,8 +196,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
-    print(json.dumps(throughput(given.judge, given.batch, given.rounds, given.size), indent=1))
+    if given.profile:
+        print(json.dumps(profile(given), indent=1))
+    print(json.dumps(throughput(given), indent=1))
     if given.seconds:
         print(json.dumps(load(given.seconds, given.clients), indent=1))
 
