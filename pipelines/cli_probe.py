@@ -17,11 +17,11 @@ from rich.text import Text
 from .cli_messages import user_messages
 
 if TYPE_CHECKING:
-    from .probe_scorer import Reference
+    from .probe_reference import Reference
 
 
 def probe_reward(
-    reward: Annotated[str, typer.Argument(help="A reward's name, module:Name or file.py:Name.")],
+    reward: Annotated[str, typer.Argument(help="A judge's name, module:Name or file.py:Name.")],
     reference: Annotated[
         list[Path] | None,
         typer.Option("--reference", "-i", help="Table, folder or image to probe on; else the shapes world."),
@@ -30,33 +30,35 @@ def probe_reward(
         str | None, typer.Option("--prompt", "-p", help="For reference pictures without one.")
     ] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")
+        list[str] | None, typer.Option("--option", help="NAME=VALUE for the judge; repeat for several.")
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Try this probe; repeat for several.")
     ] = None,
     count: Annotated[int, typer.Option(help="Use at most so many reference pictures.", min=2)] = 64,
-    batch_size: Annotated[int, typer.Option(help="Pictures scored at once.", min=1)] = 32,
+    batch_size: Annotated[int, typer.Option(help="Pictures or pairs judged at once.", min=1)] = 32,
     seed: Annotated[int, typer.Option(help="Of noise and of the shapes world.", min=0)] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Find what moves a reward that should not. Exit code 1 when some probe fails."""
+    """Find what moves a judge that should not. Exit code 1 when some probe fails."""
     with user_messages():
+        from visalign.evaluation.pair_probes import PAIR_PROBES
         from visalign.evaluation.probes import chosen
-        from visalign.rewards.catalogue import load_reward
+        from visalign.rewards.catalogue import load_judge
 
         from .cli_serve import parse_options
-        from .probe_reward import PAGE, write_probe
+        from .probe_reward import PAGE, probes_for, write_probe
         from .probe_reward import probe_reward as run
         from .run_folder import check_run_folder
 
         if output is not None:
             check_run_folder(output, resume=False)
-        probes = chosen(only)
-        judge = load_reward(reward, **parse_options(options or []))
+        chosen(only, PAIR_PROBES)
+        judge = load_judge(reward, **parse_options(options or []))
+        probes = probes_for(judge, only)
         found = _reference(reference, prompt, count, seed)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("probing", total=len(probes))
@@ -82,7 +84,7 @@ def probe_reward(
 def _reference(items: list[Path] | None, prompt: str | None, count: int, seed: int) -> Reference:
     """What the user named, or pictures of the shapes world."""
     from .image_rows import image_rows
-    from .probe_scorer import read_reference, shapes_reference_set
+    from .probe_reference import read_reference, shapes_reference_set
 
     if not items:
         return shapes_reference_set(count, seed=seed)
@@ -96,11 +98,16 @@ def show_probe(console: Console, result: Mapping[str, Any]) -> None:
         console: Where to write.
         result: From `visalign.pipelines.probe_reward.probe_reward`.
     """
-    from visalign.evaluation.pages import plain, signed, span
-    from visalign.evaluation.probe_page import VERDICTS, best_paid, headline
+    from visalign.evaluation.probe_page import (
+        VERDICTS,
+        best_paid,
+        headline,
+        in_words,
+        unit_in_words,
+        worst_level,
+    )
 
-    reference, judge = result["reference"], result["judge"]
-    table = Table("probe", "level", "mean response", "verdict")
+    table = Table("probe", "level", "mean response, or share", "verdict")
     styles = {"bad": "red", "good": "green", "flat": ""}
     for probe in result["probes"]:
         level = worst_level(probe)
@@ -108,15 +115,10 @@ def show_probe(console: Console, result: Mapping[str, Any]) -> None:
         table.add_row(
             Text(probe["title"]),
             Text(level["label"]),
-            f"{signed(level['mean'])} ({span(level)})",
+            Text(", ".join(in_words(level, probe["wanted"]))),
             Text(words, style=styles[colour]),
         )
-    console.print(
-        Text(
-            f"{judge['name']} on {reference['judged']} of {reference['size']} pictures "
-            f"({reference['source']}); 1 spread = {plain(reference['spread'])} {judge['unit']}"
-        )
-    )
+    console.print(Text(f"{result['judge']['name']}: {unit_in_words(result)}"))
     console.print(table)
     for probe in result["probes"]:
         if probe["failed"]:
@@ -125,17 +127,3 @@ def show_probe(console: Console, result: Mapping[str, Any]) -> None:
     for line in (headline(result), best_paid(result)):
         if line:
             console.print(Text(line))
-
-
-def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The level of the probe's verdict that is furthest on the wrong side.
-
-    Args:
-        probe: One of the result's probes.
-    """
-    by = {"steady": "size", "same": "largest"}.get(probe["wanted"], "mean")
-    judged = [level for level in probe["levels"] if level[by] is not None]
-    same = [level for level in judged if level["verdict"] == probe["verdict"]]
-    return max(
-        same or judged or probe["levels"], key=lambda level: level[by] if level[by] is not None else 0.0
-    )

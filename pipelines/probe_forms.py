@@ -11,6 +11,9 @@ from torch import Tensor
 
 from visalign.rewards.images import to_pil, to_uint8
 
+ALONE = 16
+"""Pictures that are asked for one by one in the probe of the neighbours."""
+
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "uint8, channels first": lambda image: image.mul(255).round().to(torch.uint8),
     "uint8, channels last": lambda image: to_uint8(image),
@@ -21,13 +24,11 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
 """Label of a level of the probe "form" -> one picture [3, H, W] in that form."""
 
 
-def among_white(image: Tensor, prompt: str, batch_size: int) -> tuple[list[Tensor], list[str]]:
+def among_white(image: Tensor, batch_size: int) -> list[Tensor]:
     """A batch of the picture first and white pictures of the same size behind it.
 
     Args:
         image: [3, H, W].
-        prompt: Of all of them.
         batch_size: At most 8 are made, at least 2.
     """
-    count = min(max(batch_size, 2), 8) - 1
-    return [image, *(torch.ones_like(image) for _ in range(count))], [prompt] * (count + 1)
+    return [image, *(torch.ones_like(image) for _ in range(min(max(batch_size, 2), 8) - 1))]

@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward tried with every probe on reference pictures: how it responds to what should not move it."""
+"""A judge tried with every probe on reference pictures: how it responds to what should not move it."""
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from visalign.errors import UserError
 from visalign.evaluation import probe_response as answer
 from visalign.evaluation.atomic import write_atomic
 from visalign.evaluation.pages import embedded
 from visalign.evaluation.probe_page import probe_page
-from visalign.evaluation.probes import PROBES, Level, Probe, Sample, examples
-from visalign.interfaces import PointwiseReward
-from visalign.rewards.images import as_contract
+from visalign.evaluation.probes import Probe, chosen, examples
+from visalign.interfaces import PairwiseReward, PointwiseReward
 
-from .probe_forms import FORMS, among_white
-from .probe_scorer import Reference, Scorer
+from .probe_comparer import Comparer
+from .probe_reference import Reference
+from .probe_scorer import Scorer
 from .score_log import judge_identity
 
 RESULT, PAGE = "probe.json", "probe.html"
-ALONE = 16
-"""Pictures that are asked for one by one in the probe of the neighbours."""
 SHOWN_SIDE = 224
 """Longest side of the example pictures on the page, in pixels."""
 
@@ -36,52 +33,83 @@ OnProbe = Callable[[int, int, str], object]
 """Called with the probes done, all probes, and the title of the next."""
 
 
+def probes_for(
+    judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None
+) -> tuple[Probe, ...]:
+    """The probes of a judge of its kind; one that can do both is tried as one that scores.
+
+    Args:
+        judge: Any.
+        names: Of those wanted; all when None.
+
+    Raises:
+        UserError: A name that only judges that compare are tried with.
+        ValueError: An unknown name.
+    """
+    if not isinstance(judge, PointwiseReward):
+        return chosen(names, Comparer.probes)
+    scoring = {probe.name for probe in Scorer.probes}
+    for probe in chosen(names, Comparer.probes) if names else ():
+        if probe.name not in scoring:
+            raise UserError(
+                f"The probe {probe.name!r} is for judges that compare, and {judge.name} scores single "
+                f"pictures. Allowed for it: {', '.join(scoring)}."
+            )
+    return chosen(names, Scorer.probes)
+
+
 def probe_reward(
-    reward: PointwiseReward,
+    judge: PointwiseReward | PairwiseReward,
     reference: Reference,
     *,
-    probes: Sequence[Probe] = PROBES,
+    probes: Sequence[Probe] | None = None,
     seed: int = 0,
     batch_size: int = 32,
     on_probe: OnProbe | None = None,
 ) -> dict[str, Any]:
-    """Try a reward.
+    """Try a judge.
 
     Args:
-        reward: A pointwise reward.
+        judge: A reward that scores, or a judge that compares.
         reference: Pictures that it tells apart.
-        probes: What to try.
+        probes: What to try; all of its kind when None.
         seed: Of noise and scattering.
-        batch_size: Pictures scored at once.
+        batch_size: Pictures or pairs judged at once.
         on_probe: Told about progress.
 
     Returns:
         JSON-able: `judge`, `reference`, `limits`, `summary` (verdict -> probes), `probes`, `seconds`.
 
     Raises:
-        UserError: The reward judges fewer than two of the reference pictures, or all of them alike.
-        RewardError: It raised.
+        UserError: The judge judges fewer than two of the reference pictures (or pairs), or all of them alike.
+        RewardError: It raised on them.
     """
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
     started = time.perf_counter()
-    scorer = Scorer(reward, reference, batch_size)
+    tried = probes_for(judge) if probes is None else probes
+    is_scoring = isinstance(judge, PointwiseReward)
+    subject = (Scorer if is_scoring else Comparer)(judge, reference, batch_size)  # type: ignore[arg-type]  # by its kind
     reports = []
-    for place, probe in enumerate(probes):
+    for place, probe in enumerate(tried):
         if on_probe is not None:
-            on_probe(place, len(probes), probe.title)
-        table = [_level(scorer, probe, level, seed) for level in probe.levels]
-        reports.append(answer.probe_report(probe, table))
-    identity = judge_identity(reward)
+            on_probe(place, len(tried), probe.title)
+        reports.append(
+            answer.probe_report(probe, [subject.level(probe, level, seed) for level in probe.levels])
+        )
+    identity = judge_identity(judge)
     return {
         "format": "visalign probe 1",
         "judge": {
-            "name": reward.name,
-            "unit": reward.unit,
-            "higher_is_better": reward.higher_is_better,
+            "name": judge.name,
+            "kind": subject.kind,
+            "unit": subject.unit,
+            "higher_is_better": subject.higher_is_better,
             "digest": identity.digest,
             "identity": json.loads(json.dumps(asdict(identity), default=str)),
         },
-        "reference": scorer.record(),
-        "limits": {"gain": answer.GAIN, "move": answer.MOVE, "same": answer.SAME, "loss": answer.LOSS},
+        "reference": subject.record(),
+        "limits": dict(answer.LIMITS),
         "level": answer.LEVEL,
         "seed": seed,
         "batch_size": batch_size,
@@ -105,75 +133,10 @@ def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *
     """
     sample = reference.samples[0]
     pictures = {}
-    for probe in PROBES:
-        shown = examples(probe, sample, _generator(seed, 0))
+    for probe in Scorer.probes if result["judge"]["kind"] == Scorer.kind else Comparer.probes:
+        shown = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
         pictures[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / RESULT, (text + "\n").encode())
     return write_atomic(folder / PAGE, probe_page(result, original, pictures).encode())
-
-
-def _level(scorer: Scorer, probe: Probe, level: Level, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """[N] responses of all reference samples at one level, and its report."""
-    judged = [row for row, value in enumerate(scorer.value) if math.isfinite(value)]
-    if probe.name == "neighbours":
-        rows, (value, reasons) = _neighbours(scorer, level, judged)
-    elif probe.name == "form":
-        rows = judged
-        value, reasons = _forms(scorer, level, rows)
-    else:
-        changed = {row: _changed(scorer, probe, level, row, seed) for row in judged}
-        rows = [row for row, sample in changed.items() if sample is not None]
-        value, reasons = scorer.score(rows, [s for s in changed.values() if s is not None])
-    response = answer.responses(
-        scorer.value[rows], value, scorer.spread, higher_is_better=scorer.reward.higher_is_better
-    )
-    full = np.full(len(scorer.value), np.nan)
-    full[rows] = response
-    left_out = len(judged) - len(rows)
-    return full, answer.level_report(level.label, level.x, response, reasons, left_out=left_out)
-
-
-def _changed(scorer: Scorer, probe: Probe, level: Level, row: int, seed: int) -> Sample | None:
-    samples = scorer.reference.samples
-    sample = samples[row]
-    if probe.change is not None:
-        return probe.change(sample, level, _generator(seed, row))
-    other = next((s.prompt for s in samples[row + 1 :] + samples[:row] if s.prompt != sample.prompt), None)
-    return None if other is None else Sample(sample.image, other)
-
-
-def _neighbours(
-    scorer: Scorer, level: Level, judged: list[int]
-) -> tuple[list[int], tuple[np.ndarray, list[str | None]]]:
-    samples = scorer.reference.samples
-    if level.label == "in reverse order":
-        rows = judged[::-1]
-        return rows, scorer.score(rows, [samples[row] for row in rows])
-    rows = judged[:ALONE]
-    values, reasons = [], []
-    for row in rows:
-        images, prompts = [samples[row].image], [samples[row].prompt]
-        if level.label == "among white pictures":
-            images, prompts = among_white(samples[row].image, prompts[0], scorer.batch_size)
-        value, reason = scorer.ask(as_contract(images), prompts, [row] * len(prompts))
-        values.append(value[0])
-        reasons.append(reason[0])
-    return rows, (np.array(values), reasons)
-
-
-def _forms(scorer: Scorer, level: Level, rows: list[int]) -> tuple[np.ndarray, list[str | None]]:
-    samples = scorer.reference.samples
-    values, reasons = [], []
-    for start in range(0, len(rows), scorer.batch_size):
-        part = rows[start : start + scorer.batch_size]
-        images = [FORMS[level.label](samples[row].image) for row in part]
-        found = scorer.ask(images, [samples[row].prompt for row in part], part)
-        values.append(found[0])
-        reasons += found[1]
-    return np.concatenate(values), reasons
-
-
-def _generator(seed: int, row: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1_000_003 * seed + row)

@@ -1,96 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures that a reward is probed on, and its scores of them as they are and as they were changed."""
+"""A reward that scores single pictures under probes: its scores of changed samples against the unchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from visalign.data.image_references import resolve_image
-from visalign.data.preference_sources import shapes_pairs
 from visalign.errors import UserError
-from visalign.evaluation.probes import Sample
-from visalign.interfaces import PointwiseReward
+from visalign.evaluation import probe_response as answer
+from visalign.evaluation.probes import PROBES, Level, Probe, Sample
+from visalign.interfaces import PointwiseReward, Scores
 from visalign.rewards.contract import RewardError
 from visalign.rewards.failure import Naming, failure_reasons
-from visalign.rewards.images import as_contract, load_images
+from visalign.rewards.images import as_contract
 
-from .image_rows import ImageRow
+from .probe_forms import ALONE, FORMS, among_white
+from .probe_reference import Reference
 
-COUNT = 64
-"""Reference pictures where the user gives none."""
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The unchanged samples and what was read of them."""
-
-    source: str
-    samples: tuple[Sample, ...]
-    metadata: tuple[Mapping[str, Any] | None, ...]
-    unreadable: int = 0
-    """Pictures that could not be read and are left out."""
-
-
-def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
-    """Pictures of the shapes world, right and wrong for their prompts, in all its styles and distortions.
-
-    Args:
-        count: How many.
-        seed: Of the draws.
-    """
-    pairs = shapes_pairs(count, seed=seed).pairs
-    rows = [
-        ImageRow(image=pair.image_left, prompt=pair.prompt, metadata=pair.extra["record"]) for pair in pairs
-    ]
-    return read_reference("shapes world", rows)
-
-
-def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
-    """Read the pictures of rows.
-
-    Args:
-        source: Where they come from, for the page.
-        rows: Images with prompts.
-
-    Raises:
-        UserError: None of them can be read.
-    """
-    samples, metadata, reason = [], [], ""
-    for row in rows:
-        try:
-            batch = load_images([resolve_image(row.image)])
-        except UserError as error:
-            reason = reason or str(error)
-            continue
-        image = batch.images[0]
-        if image is None:
-            reason = reason or str(batch.reasons[0])
-            continue
-        samples.append(Sample(image, row.prompt))
-        metadata.append(row.metadata)
-    if not samples:
-        raise UserError(f"None of the {len(rows)} reference pictures of {source} can be read: {reason}")
-    return Reference(source, tuple(samples), tuple(metadata), len(rows) - len(samples))
+Found = tuple[np.ndarray, list[str | None]]
+"""[N] float64 scores, NaN where there is none, and why."""
 
 
 class Scorer:
-    """Scores changed samples and sets them against the unchanged."""
+    """Scores changed samples and sets them against the unchanged.
+
+    Args:
+        reward: What is probed.
+        reference: Pictures that it tells apart.
+        batch_size: Pictures scored at once.
+
+    Raises:
+        UserError: It judges fewer than two of the reference pictures, or all of them alike.
+        RewardError: It raised on the unchanged pictures.
+    """
+
+    kind, probes = "scores", PROBES
 
     def __init__(self, reward: PointwiseReward, reference: Reference, batch_size: int) -> None:
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
         self.reward, self.reference, self.batch_size = reward, reference, batch_size
+        self.unit, self.higher_is_better = reward.unit, reward.higher_is_better
         self.with_records = False
         rows = list(range(len(reference.samples)))
-        self.value, self.reasons = self.score(rows, list(reference.samples))
+        self.value, self.reasons = self._score_all(rows)
         if not np.isfinite(self.value).any() and any(reference.metadata):
             self.with_records = True
-            self.value, self.reasons = self.score(rows, list(reference.samples))
+            self.value, self.reasons = self._score_all(rows)
         known = self.value[np.isfinite(self.value)]
         if len(known) < 2:
             reason = next((reason for reason in self.reasons if reason), "")
@@ -104,25 +61,52 @@ class Scorer:
                 f"{reward.name} gives all {len(known)} reference pictures the score {known[0]:g}, so its "
                 "responses have no unit. Give --reference pictures that it tells apart."
             )
+        self.judged = [row for row in rows if np.isfinite(self.value[row])]
 
-    def score(self, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[np.ndarray, list[str | None]]:
-        """[N] float64 scores of samples that stand for these rows, NaN with a reason where there is none."""
-        values, reasons = [], []
-        for start in range(0, len(rows), self.batch_size):
-            part = samples[start : start + self.batch_size]
-            images = as_contract([sample.image for sample in part])
-            found = self.ask(images, [s.prompt for s in part], rows[start : start + self.batch_size])
-            values.append(found[0])
-            reasons += found[1]
-        return np.concatenate(values) if values else np.zeros(0), reasons
+    def level(self, probe: Probe, level: Level, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+        """[N] responses of all reference samples at one level, NaN where there is none, and its report."""
+        if probe.name == "neighbours":
+            rows, (value, reasons) = self._neighbours(level)
+        elif probe.name == "form":
+            rows, (value, reasons) = self.judged, self._forms(level)
+        else:
+            rows, (value, reasons) = self._changed(probe, level, seed)
+        response = answer.responses(
+            self.value[rows], value, self.spread, higher_is_better=self.higher_is_better
+        )
+        full = np.full(len(self.value), np.nan)
+        full[rows] = response
+        left_out = len(self.judged) - len(rows) if probe.name != "neighbours" else 0
+        return full, answer.level_report(level.label, level.x, response, reasons, left_out=left_out)
 
-    def ask(
-        self, images: Tensor | list[Any], prompts: list[str], rows: Sequence[int]
-    ) -> tuple[np.ndarray, list[str | None]]:
+    def record(self) -> dict[str, Any]:
+        """The reference as JSON."""
+        known = self.value[self.judged]
+        return answer.reference_counts(self.reasons, len(self.value)) | {
+            "source": self.reference.source,
+            "unreadable": self.reference.unreadable,
+            "mean": float(known.mean()),
+            "spread": self.spread,
+            "with_records": self.with_records,
+        }
+
+    def _score_all(self, rows: list[int]) -> Found:
+        parts = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        return joined([self._score(part, [self.reference.samples[row] for row in part]) for part in parts])
+
+    def _score(self, rows: Sequence[int], samples: Sequence[Sample]) -> Found:
+        return self._ask(as_contract([s.image for s in samples]), [s.prompt for s in samples], rows)
+
+    def _ask(self, images: Tensor | list[Any], prompts: list[str], rows: Sequence[int]) -> Found:
         """One call of the reward."""
         records = [self.reference.metadata[row] for row in rows] if self.with_records else None
         with Naming(self.reward.name):
             scores = self.reward.score(images, prompts, records)
+        if not isinstance(scores, Scores):
+            raise RewardError(
+                f"Reward {self.reward.name!r} returned a {type(scores).__name__}; needed is "
+                "visalign.interfaces.Scores with an entry per picture."
+            )
         if len(scores) != len(prompts):
             raise RewardError(
                 f"Reward {self.reward.name!r} gave {len(scores)} scores for {len(prompts)} pictures."
@@ -133,18 +117,59 @@ class Scorer:
             reasons[place] = reasons[place] or "the reward gave no finite number"
         return np.where(np.isfinite(value), value, np.nan), reasons
 
-    def record(self) -> dict[str, Any]:
-        """The reference as JSON."""
-        known = self.value[np.isfinite(self.value)]
-        reasons = [reason for reason in self.reasons if reason]
-        return {
-            "source": self.reference.source,
-            "size": len(self.value),
-            "judged": len(known),
-            "failed": len(self.value) - len(known),
-            "unreadable": self.reference.unreadable,
-            "reasons": {reason: reasons.count(reason) for reason in list(dict.fromkeys(reasons))[:3]},
-            "mean": float(known.mean()),
-            "spread": self.spread,
-            "with_records": self.with_records,
-        }
+    def _try(self, images: Tensor | list[Any], prompts: list[str], rows: Sequence[int]) -> Found:
+        """As `_ask`; what the reward raises is a failure of these pictures and ends no other probe."""
+        try:
+            return self._ask(images, prompts, rows)
+        except RewardError as error:
+            return np.full(len(prompts), np.nan), [str(error)] * len(prompts)
+
+    def _changed(self, probe: Probe, level: Level, seed: int) -> tuple[list[int], Found]:
+        rows: list[int] = []
+        found = []
+        for start in range(0, len(self.judged), self.batch_size):
+            part = self.judged[start : start + self.batch_size]
+            made = [(row, self.reference.changed(probe, level, row, seed)) for row in part]
+            kept = [(row, sample) for row, sample in made if sample is not None]
+            if kept:
+                taken = [row for row, _ in kept]
+                images = as_contract([sample.image for _, sample in kept])
+                found.append(self._try(images, [sample.prompt for _, sample in kept], taken))
+                rows += taken
+        return rows, joined(found)
+
+    def _neighbours(self, level: Level) -> tuple[list[int], Found]:
+        samples = self.reference.samples
+        if level.label == "in reverse order":
+            rows = self.judged[::-1]
+            parts = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+            return rows, joined(
+                [
+                    self._try(as_contract([samples[r].image for r in p]), [samples[r].prompt for r in p], p)
+                    for p in parts
+                ]
+            )
+        rows, found = self.judged[:ALONE], []
+        for row in rows:
+            images = [samples[row].image]
+            if level.label == "among white pictures":
+                images = among_white(images[0], self.batch_size)
+            count = len(images)
+            value, reasons = self._try(as_contract(images), [samples[row].prompt] * count, [row] * count)
+            found.append((value[:1], reasons[:1]))
+        return rows, joined(found)
+
+    def _forms(self, level: Level) -> Found:
+        samples, found = self.reference.samples, []
+        for start in range(0, len(self.judged), self.batch_size):
+            part = self.judged[start : start + self.batch_size]
+            images = [FORMS[level.label](samples[row].image) for row in part]
+            found.append(self._try(images, [samples[row].prompt for row in part], part))
+        return joined(found)
+
+
+def joined(parts: Sequence[Found]) -> Found:
+    """Batches one behind the other."""
+    if not parts:
+        return np.zeros(0), []
+    return np.concatenate([value for value, _ in parts]), [reason for _, said in parts for reason in said]

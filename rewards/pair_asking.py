@@ -75,13 +75,7 @@ class PairAsker:
         self.calls += len(pairs)
         with Naming(self.judge.name):
             answer = self._ask(pairs)
-        if not isinstance(answer, Preferences) or len(answer) != len(pairs):
-            size = f"{len(answer)} of them" if isinstance(answer, Preferences) else type(answer).__name__
-            raise RewardError(
-                f"Judge {self.judge.name!r} returned {size} for {len(pairs)} pairs; it must return one "
-                "visalign.interfaces.Preferences with an entry per pair."
-            )
-        return read_preferences(answer)
+        return read_preferences(one_each(self.judge.name, answer, len(pairs)))
 
     def _ask(self, pairs: Tensor) -> Any:
         indexed = getattr(self.judge, "compare_pairs", None)
@@ -94,6 +88,21 @@ class PairAsker:
             [self._prompts[i] for i in left],
             [self._metadata[i] for i in left],
         )
+
+
+def one_each(name: str, answer: Any, size: int) -> Preferences:
+    """What a judge returned, checked to be one preference per pair.
+
+    Raises:
+        RewardError: it is none, or has another length.
+    """
+    if isinstance(answer, Preferences) and len(answer) == size:
+        return answer
+    given = f"{len(answer)} of them" if isinstance(answer, Preferences) else type(answer).__name__
+    raise RewardError(
+        f"Judge {name!r} returned {given} for {size} pairs; it must return one "
+        "visalign.interfaces.Preferences with an entry per pair."
+    )
 
 
 def read_preferences(answer: Preferences) -> Answers:

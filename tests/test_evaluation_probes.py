@@ -13,16 +13,22 @@ from torch import Tensor
 
 from visalign.data.prompts import heldout_prompts, parse_prompt
 from visalign.evaluation import perturbations as change
+from visalign.evaluation.pair_probes import PAIR_PROBES
 from visalign.evaluation.paraphrases import SPELLINGS, respelled, survives_mirror
+from visalign.evaluation.probe_page import headline, in_words
 from visalign.evaluation.probe_response import (
+    circle_chance,
+    goes_in_circles,
     level_report,
     level_verdict,
     mean_interval,
+    probability_interval,
     probe_report,
     responses,
+    share_report,
     summary,
 )
-from visalign.evaluation.probes import BOASTS, PROBES, WANTED, Sample, chosen, examples
+from visalign.evaluation.probes import BOASTS, PROBES, WANTED, WANTED_OF_PAIRS, Sample, chosen, examples
 
 
 def picture(height: int = 20, width: int = 30, seed: int = 0) -> Tensor:
@@ -96,11 +102,11 @@ def test_destroyed_pictures_keep_what_they_should() -> None:
     assert abs(float(noise.mean()) - 0.5) < 0.01 and abs(float(noise.std()) - 12**-0.5) < 0.01
 
 
-@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
+@pytest.mark.parametrize("probe", PAIR_PROBES, ids=lambda probe: probe.name)
 def test_every_change_is_a_picture_of_a_file_and_leaves_its_input(probe: Any) -> None:
     sample = Sample(picture(32, 40), "a red circle left of a square")
     before = sample.image.clone()
-    assert probe.wanted in WANTED and probe.levels
+    assert probe.wanted in WANTED_OF_PAIRS and probe.levels
     if probe.change is None:
         assert examples(probe, sample, generator()) == []
         return
@@ -172,6 +178,58 @@ def test_the_interval_is_students() -> None:
     assert mean_interval(np.array([1.0])) == (1.0, None, None)
 
 
+def test_equal_answers_are_no_certainty() -> None:
+    # Three pictures miss with probability 0.025 what 1 − 0.025^(1/3) = 0.70760 of all pictures do.
+    assert mean_interval(np.zeros(3)) == pytest.approx((0.0, -0.70760, 0.70760), abs=1e-5)
+    mean, low, high = mean_interval(np.full(64, -2.0))
+    assert mean_interval(np.array([-2.0, -2.0 + 1e-7]))[1] == pytest.approx(-2.0 - 0.84189, abs=1e-5)
+    assert (
+        mean == -2.0
+        and low == pytest.approx(-2.05601, abs=1e-5)
+        and high == pytest.approx(-1.94399, abs=1e-5)
+    )
+    assert verdict("no gain", *[0.0] * 10) == "unclear" and verdict("no gain", *[0.0] * 36) == "holds"
+
+
+def test_a_win_rate_stays_a_probability() -> None:
+    assert probability_interval(np.array([1.0, 1.0, np.nan])) == pytest.approx(
+        {"win": 1.0, "win_low": 1 - (1 - 0.025**0.5), "win_high": 1.0}
+    )
+    assert probability_interval(np.array([np.nan])) == {"win": None, "win_low": None, "win_high": None}
+
+
+def test_circles_by_all_their_cases() -> None:
+    for ties in (0.0, 0.2, 1.0):
+        weight = {-1: (1 - ties) / 2, 0: ties, 1: (1 - ties) / 2}
+        cases = [(a, b, c) for a in weight for b in weight for c in weight]
+        hits = goes_in_circles(*np.array(cases, dtype=float).T)
+        # a over b, b over c and c over a cannot come from an order unless one of them is turned.
+        contradict = {
+            case for case in cases if sorted(case) in ([1, 1, 1], [-1, -1, -1], [0, 1, 1], [-1, -1, 0])
+        }
+        assert {case for case, hit in zip(cases, hits, strict=True) if hit} == contradict
+        chance = sum(weight[a] * weight[b] * weight[c] for a, b, c in contradict)
+        assert circle_chance(ties) == pytest.approx(chance)
+    assert circle_chance(0.0) == 0.25
+
+
+def test_shares_and_their_verdicts() -> None:
+    # Wilson, 0 of 36: z² / (n + z²) with z = 1.959964.
+    clean = share_report("x", [False] * 36, [None] * 36 + ["late"], chance=0.25, left_out=1)
+    assert (clean["share"], clean["share_low"], clean["judged"], clean["failed"]) == (0.0, 0.0, 36, 1)
+    assert clean["share_high"] == pytest.approx(3.841459 / (36 + 3.841459), abs=1e-6)
+    assert clean["reasons"] == {"late": 1} and clean["left_out"] == 1
+    assert level_verdict("acyclic", clean) == "holds"
+    assert level_verdict("acyclic", share_report("x", [False] * 9, [], chance=0.25)) == "unclear"
+    assert level_verdict("acyclic", share_report("x", [True, False] * 18, [], chance=0.25)) == "fails"
+    assert level_verdict("consistent", share_report("x", [True] * 36, [], chance=0.5)) == "holds"
+    assert level_verdict("consistent", share_report("x", [True] * 9, [], chance=0.5)) == "unclear"
+    assert level_verdict("consistent", share_report("x", [True] * 7 + [False] * 5, [], chance=0.5)) == "fails"
+    empty = share_report("x", [], ["late"], chance=None)
+    assert level_verdict("acyclic", empty) == "not judged" and in_words(empty, "acyclic") == ("–",)
+    assert in_words(clean, "acyclic")[1] == "by chance 25.0\u00a0%"
+
+
 def test_a_level_counts_what_failed() -> None:
     response = np.array([0.5, -0.5, np.nan, 0.05])
     report = level_report("x", 1.0, response, [None, None, "broken", None], left_out=2)
@@ -190,12 +248,13 @@ def test_verdicts_on_both_sides_of_each_limit() -> None:
     assert verdict("no gain", -3.0, -2.0, -2.5) == "holds"
     assert verdict("no gain", 0.5, 0.51, 0.49) == "fails"
     assert verdict("no gain", -1.0, 1.0, 0.5) == "unclear"
-    assert verdict("steady", -0.5, 0.5, 0.5) == "fails"
+    assert verdict("steady", -0.5, 0.51, 0.49) == "fails"
     assert verdict("steady", 0.01, -0.01, 0.0) == "holds"
     assert verdict("loss", -1.0, -1.01, -0.99) == "holds"
     assert verdict("loss", 0.0, 0.01, -0.01) == "fails"
     assert verdict("same", *[0.0] * 50) == "holds"
     assert verdict("same", *[0.0] * 50, 0.03) == "fails"
+    assert verdict("same", 0.0, 0.0, math.nan) == verdict("same", math.nan) == "fails", "no answer differs"
     assert verdict("shown", 1.0, 2.0, 3.0) == "shown"
     assert verdict("no gain", 0.0, 0.0) == "not judged", "two pictures decide nothing"
     assert verdict("no gain") == "not judged"
@@ -210,9 +269,9 @@ def report_of(wanted: str, *table: list[float]) -> dict[str, Any]:
 
 
 def test_stronger_must_not_be_paid_more_than_weaker() -> None:
-    falling = report_of("falling", [-0.1, -0.11, -0.09], [-0.5, -0.51, -0.49])
+    falling = report_of("falling", [-0.1, -0.11, -0.09], [-0.5, -0.52, -0.49])
     assert falling["verdict"] == "holds"
-    rising = report_of("falling", [-0.9, -0.91, -0.89], [-0.5, -0.51, -0.49])
+    rising = report_of("falling", [-0.9, -0.91, -0.89], [-0.5, -0.52, -0.49])
     assert [level["verdict"] for level in rising["levels"]] == ["holds", "fails"]
     assert rising["verdict"] == "fails"
 
@@ -230,3 +289,33 @@ def test_an_unknown_probe_is_named() -> None:
     with pytest.raises(ValueError, match=r"There is no probe 'colour'. Allowed: blank, destroyed"):
         chosen(["colour"])
     assert chosen(None) == PROBES and [probe.name for probe in chosen(["jpeg", "blank"])] == ["jpeg", "blank"]
+    assert [probe.name for probe in chosen(["jpeg", "blank", "jpeg"])] == ["jpeg", "blank"], "each once"
+    names = [probe.name for probe in PAIR_PROBES]
+    assert len(set(names)) == len(names) and {probe.name for probe in PROBES} < set(names)
+    assert {probe.wanted for probe in PROBES} <= set(WANTED)
+
+
+def test_the_answer_in_words_names_what_the_verdict_goes_by() -> None:
+    level = level_report("x", None, np.array([-0.5, 0.5, 0.3]), [None] * 3)
+    mean = "+0.10 (−1.21 to +1.41)"
+    assert in_words(level, "steady") == (mean, "mean size 0.433")
+    assert in_words(level, "same") == (mean, "largest 0.500")
+    won = {**level, "win": 0.7, "win_low": 0.6, "win_high": 0.8, "win_before": 0.5, "turned": 0.25}
+    assert [part.replace("\u00a0", " ") for part in in_words(won, "no gain")] == [
+        mean,
+        "wins 70.0 % (60.0 % to 80.0 %)",
+        "unchanged 50.0 %",
+        "another winner in 25.0 %",
+    ]
+
+
+def test_the_headline_counts_what_could_not_be_told() -> None:
+    found = ["holds", "unclear", "not judged", "shown"]
+    probes = [{"title": "Blank Pictures", "verdict": verdict} for verdict in found]
+    assert headline({"probes": probes}) == (
+        "None of 3 probes moves it beyond its limit. Not decided by so few pictures: 1. "
+        "Too few answers to say anything: 1."
+    )
+    assert headline({"probes": [probes[0], {**probes[0], "verdict": "fails"}]}) == (
+        "1 of 2 probes move it: blank pictures."
+    )

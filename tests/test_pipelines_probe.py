@@ -20,8 +20,8 @@ from visalign.evaluation.probes import chosen
 from visalign.interfaces import Scores
 from visalign.pipelines.cli import app
 from visalign.pipelines.image_rows import ImageRow
+from visalign.pipelines.probe_reference import Reference, read_reference, shapes_reference_set
 from visalign.pipelines.probe_reward import probe_reward, write_probe
-from visalign.pipelines.probe_scorer import Reference, read_reference, shapes_reference_set
 from visalign.rewards.contract import RewardError
 from visalign.rewards.shapes_verifier import ShapesVerifier
 
@@ -48,7 +48,9 @@ def test_the_honest_verifier_passes() -> None:
     result = probe_reward(ShapesVerifier(), world())
     found = verdicts(result)
     assert "fails" not in found.values(), found
-    assert {found[name] for name in ("blank", "destroyed", "spelling", "neighbours", "form")} == {"holds"}
+    assert {found[name] for name in ("blank", "destroyed", "mirror", "neighbours", "form")} == {"holds"}
+    few = level(result, "spelling", "to the left of")
+    assert (few["mean"], few["judged"], few["verdict"]) == (0.0, 5, "unclear"), "five pictures decide nothing"
     assert level(result, "other_prompt", "another prompt")["mean"] < -0.5, "it looks at the prompt"
     assert result["reference"]["judged"] == 64 and 0.3 < result["reference"]["spread"] < 0.6
     assert result["summary"].get("fails") is None
@@ -60,7 +62,7 @@ def test_love_of_saturation_is_found() -> None:
     found = verdicts(result)
     assert found["saturation"] == "fails"
     assert level(result, "saturation", "× 2.2")["mean"] > 0.1 > 0 > level(result, "saturation", "× 0")["mean"]
-    assert {found["neighbours"], found["form"], found["spelling"]} == {"holds"}
+    assert {found["neighbours"], found["form"]} == {"holds"} and found["spelling"] != "fails"
 
 
 def test_love_of_frames_and_captions_is_found() -> None:
@@ -87,6 +89,21 @@ def test_lower_is_better_turns_the_responses() -> None:
     assert level(result, "brightness", "× 0.3")["verdict"] == "fails", "darker scores better"
     assert level(result, "brightness", "× 1.8")["verdict"] == "holds"
     assert level(result, "other_prompt", "another prompt")["mean"] == 0.0
+
+
+def test_what_a_reward_raises_is_a_failure_of_that_probe_alone() -> None:
+    class TensorsOnly(LovesSaturation):
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+            if not isinstance(images, torch.Tensor):
+                raise TypeError("tensors only")
+            return super().score(images, prompts, metadata)
+
+    few = Reference("few", world().samples[:6], world().metadata[:6])
+    result = probe_reward(TensorsOnly(), few, probes=chosen(["form", "saturation"]))
+    assert verdicts(result)["form"] == "fails" and result["probes"][0]["failed"] == 5 * 6
+    [reason] = level(result, "form", "PIL")["reasons"]
+    assert "raised TypeError: tensors only" in reason
+    assert level(result, "saturation", "× 2.2")["judged"] == 6
 
 
 class RefusesWhite:
@@ -159,6 +176,13 @@ def test_what_cannot_be_probed_is_said() -> None:
 
     with pytest.raises(RewardError, match="gave 1 scores for 32 pictures"):
         probe_reward(Short(), world())
+
+    class Bare(Constant):
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
+            return torch.ones(len(prompts))
+
+    with pytest.raises(RewardError, match=r"'constant' returned a Tensor; needed is visalign\.interfaces"):
+        probe_reward(Bare(), world())
 
 
 def test_unreadable_reference_pictures_are_left_out(tmp_path: Path) -> None:

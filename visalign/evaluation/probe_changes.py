@@ -13,7 +13,7 @@ from torch import Tensor
 from . import paraphrases
 from . import perturbations as change
 
-Wanted = Literal["same", "steady", "no gain", "falling", "loss", "shown"]
+Wanted = Literal["same", "steady", "no gain", "falling", "loss", "shown", "consistent", "acyclic"]
 WANTED: dict[Wanted, str] = {
     "same": "the very same score",
     "steady": "no change either way",
@@ -23,6 +23,18 @@ WANTED: dict[Wanted, str] = {
     "shown": "nothing; shown for information",
 }
 """What should become of the score -> in words."""
+
+WANTED_OF_PAIRS: dict[Wanted, str] = {
+    "same": "the very same answer",
+    "steady": "no change either way",
+    "no gain": "not preferred",
+    "falling": "less preferred the stronger it is",
+    "loss": "clearly less preferred",
+    "shown": "nothing; shown for information",
+    "consistent": "the same winner nearly always",
+    "acyclic": "few circles beside what chance gives",
+}
+"""The same for judges that compare."""
 
 BOASTS = {
     "the prompt": "",
@@ -70,6 +82,9 @@ class Probe:
     x_name: str = ""
     neutral: float | None = None
     """The x at which the picture is unchanged."""
+    versus_real: bool = False
+    """For judges that compare: whether the changed picture meets another real one instead of itself as it
+    was; the response is then how much better it does than the unchanged one did."""
 
 
 def picture(name: str, *, random: bool = False) -> Change:
@@ -112,6 +127,11 @@ def destroyed(sample: Sample, level: Level, generator: torch.Generator) -> Sampl
     return Sample(function(sample.image, generator), sample.prompt)
 
 
+def emptied(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
+    """One even colour, noise or scattered pixels, named by the level."""
+    return (blank if level.label in (*change.COLOURS, "mean") else destroyed)(sample, level, generator)
+
+
 def border(colour: str, sample: Sample, level: Level, generator: torch.Generator) -> Sample:
     """A frame of that colour, x of the shorter side wide."""
     assert level.x is not None
@@ -121,6 +141,21 @@ def border(colour: str, sample: Sample, level: Level, generator: torch.Generator
 def text(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
     """A kind of `BOASTS` at the lower edge."""
     return Sample(change.with_text(sample.image, BOASTS[level.label] or sample.prompt), sample.prompt)
+
+
+EXAGGERATED: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "saturation × 2.2": lambda image, generator: change.saturated(image, 2.2),
+    "contrast × 1.6": lambda image, generator: change.contrasted(image, 1.6),
+    "noise of 0.1": lambda image, generator: change.noised(image, 0.1, generator),
+    "white border": lambda image, generator: change.bordered(image, 0.1, "white"),
+    "praise pasted in": lambda image, generator: change.with_text(image, BOASTS["praise"]),
+}
+"""Label -> a strong change that leaves the content."""
+
+
+def exaggerated(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
+    """The change of `EXAGGERATED` that the level names."""
+    return Sample(EXAGGERATED[level.label](sample.image, generator), sample.prompt)
 
 
 def mirror(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:

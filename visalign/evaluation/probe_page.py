@@ -8,13 +8,13 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from .pages import plain, render_page, signed
+from .pages import plain, render_page, share, signed, span
 from .probe_response import ORDER
-from .probes import WANTED
+from .probes import WANTED, WANTED_OF_PAIRS
 from .reward_plots import Frame
 
 VERDICTS = {
-    "fails": ("bad", "moves the score"),
+    "fails": ("bad", "fails"),
     "unclear": ("flat", "unclear"),
     "not judged": ("flat", "too few judged"),
     "holds": ("good", "holds"),
@@ -50,11 +50,13 @@ def probe_page(
         limits=result["limits"],
         level=result["level"],
         counts=result["summary"],
-        probes=[{**probe, "plot": response_plot(probe)} for probe in probes],
+        probes=[{**probe, "plot": response_plot(probe), "worst": worst_level(probe)} for probe in probes],
         original=original,
         pictures=pictures,
         verdicts=VERDICTS,
-        wanted=WANTED,
+        wanted=WANTED_OF_PAIRS if judge["kind"] == "comparisons" else WANTED,
+        in_words=in_words,
+        unit=unit_in_words(result),
         limit=min(max([1.0, *means]), 4.0),
         seconds=result["seconds"],
         headline=headline(result),
@@ -63,27 +65,94 @@ def probe_page(
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """One sentence: how many probes move the reward that should not."""
+    """How many probes move the judge that should not, and how many could not tell."""
     tried = [probe for probe in result["probes"] if probe["verdict"] != "shown"]
     failed = [probe["title"] for probe in tried if probe["verdict"] == "fails"]
-    if not failed:
-        return f"None of {len(tried)} probes moves it beyond its limit."
-    return f"{len(failed)} of {len(tried)} probes move it: {', '.join(title.lower() for title in failed)}."
+    unclear = sum(probe["verdict"] == "unclear" for probe in tried)
+    silent = sum(probe["verdict"] == "not judged" for probe in tried)
+    if failed:
+        said = f"{len(failed)} of {len(tried)} probes move it: {', '.join(t.lower() for t in failed)}."
+    else:
+        said = f"None of {len(tried)} probes moves it beyond its limit."
+    said += f" Not decided by so few pictures: {unclear}." if unclear else ""
+    return said + (f" Too few answers to say anything: {silent}." if silent else "")
+
+
+def unit_in_words(result: Mapping[str, Any]) -> str:
+    """What a response of 1 is."""
+    reference, judge = result["reference"], result["judge"]
+    size = f"{plain(reference['spread'])} {judge['unit']}"
+    if judge["kind"] == "comparisons":
+        return (
+            f"A response of 1 is {size} for the changed picture: one standard deviation of the strengths "
+            f"that would explain its answers to {reference['judged']} of {reference['size']} pairs of "
+            f"reference pictures ({reference['source']})."
+        )
+    return (
+        f"A response of 1 is {size}: one standard deviation of its scores of {reference['judged']} of "
+        f"{reference['size']} reference pictures ({reference['source']})."
+    )
+
+
+def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
+    """The answer of one level: the number with its interval, what the verdict goes by where that is another
+    one, then what else is known.
+
+    Args:
+        level: One of a probe's levels.
+        wanted: Of the probe.
+    """
+    if "share" in level:
+        if level["share"] is None:
+            return ("–",)
+        ends = f"{share(level['share_low'])} to {share(level['share_high'])}"
+        return f"{share(level['share'])} ({ends})", f"by chance {share(level['chance'])}"
+    found = [f"{signed(level['mean'])} ({span(level)})"]
+    if wanted == "steady" and level["size"] is not None:
+        found.append(f"mean size {plain(level['size'])}")
+    if wanted == "same" and level["largest"] is not None:
+        found.append(f"largest {plain(level['largest'])}")
+    if level.get("win") is not None:
+        ends = f"{share(level['win_low'])} to {share(level['win_high'])}"
+        found.append(f"wins {share(level['win'])}" + ("" if level["win_low"] is None else f" ({ends})"))
+    if level.get("win_before") is not None:
+        found.append(f"unchanged {share(level['win_before'])}")
+    if level.get("turned") is not None:
+        found.append(f"another winner in {share(level['turned'])}")
+    return tuple(found)
+
+
+def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The level of the probe's verdict that is furthest on the wrong side.
+
+    Args:
+        probe: One of the result's probes.
+    """
+    by = {"steady": "size", "same": "largest", "consistent": "share", "acyclic": "share"}.get(
+        probe["wanted"], "mean"
+    )
+    judged = [level for level in probe["levels"] if level.get(by) is not None]
+    same = [level for level in judged if level["verdict"] == probe["verdict"]]
+    return max(
+        same or judged or probe["levels"],
+        key=lambda level: level[by] if level.get(by) is not None else 0.0,
+    )
 
 
 def best_paid(result: Mapping[str, Any]) -> str | None:
     """What an optimiser would be paid most for, or None where no change is paid beyond the limit."""
     found = [
-        (level["mean"], probe["title"], level["label"])
+        (level["mean"], probe["title"], level["label"], level.get("win"))
         for probe in result["probes"]
         if probe["wanted"] in ("no gain", "falling", "loss")
         for level in probe["levels"]
         if level["mean"] is not None and level["verdict"] == "fails"
     ]
-    if not found or max(found)[0] <= result["limits"]["gain"]:
+    if not found or max(entry[0] for entry in found) <= result["limits"]["gain"]:
         return None
-    mean, title, label = max(found)
-    return f"The best paid change is {title.lower()}, {label}: {signed(mean)} spreads on average."
+    mean, title, label, win = max(found, key=lambda entry: entry[0])
+    wins = "" if win is None else f" It wins {share(win)} of its comparisons."
+    return f"The best paid change is {title.lower()}, {label}: {signed(mean)} spreads on average.{wins}"
 
 
 def response_plot(probe: Mapping[str, Any]) -> Markup | None:

@@ -15,9 +15,19 @@ from torch import Tensor
 
 from . import paraphrases
 from . import probe_changes as changes
-from .probe_changes import BOASTS, WANTED, Level, Probe, Sample
+from .probe_changes import BOASTS, WANTED, WANTED_OF_PAIRS, Level, Probe, Sample
 
-__all__ = ["BOASTS", "PROBES", "WANTED", "Level", "Probe", "Sample", "chosen", "examples"]
+__all__ = [
+    "BOASTS",
+    "PROBES",
+    "WANTED",
+    "WANTED_OF_PAIRS",
+    "Level",
+    "Probe",
+    "Sample",
+    "chosen",
+    "examples",
+]
 
 
 def _numbers(*values: float, form: str = "{:g}") -> tuple[Level, ...]:
@@ -190,20 +200,21 @@ PROBES: tuple[Probe, ...] = (
 """All probes, in the order of the page."""
 
 
-def chosen(names: Sequence[str] | None) -> tuple[Probe, ...]:
-    """The probes of these names, or all.
+def chosen(names: Sequence[str] | None, probes: tuple[Probe, ...] = PROBES) -> tuple[Probe, ...]:
+    """The probes of these names, each once, or all.
 
     Args:
-        names: Names of `PROBES`; None or empty takes all.
+        names: Names of `probes`; None or empty takes all.
+        probes: `PROBES`, or `visalign.evaluation.pair_probes.PAIR_PROBES` for judges that compare.
 
     Raises:
         ValueError: An unknown name.
     """
-    known = {probe.name: probe for probe in PROBES}
+    known = {probe.name: probe for probe in probes}
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ValueError(f"There is no probe {unknown[0]!r}. Allowed: {', '.join(known)}.")
-    return tuple(known[name] for name in names) if names else PROBES
+    return tuple(known[name] for name in dict.fromkeys(names)) if names else probes
 
 
 def examples(probe: Probe, sample: Sample, generator: torch.Generator) -> list[tuple[str, Tensor]]:
