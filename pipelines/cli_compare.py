@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from .cli_messages import user_messages
@@ -116,7 +116,9 @@ def rank(
         float, typer.Option(help="Calls of a pairwise judge, as a share of all pairs; above 0, at most 2.")
     ] = 0.3,
     level: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.9,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A new .json file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")
+    ] = None,
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
@@ -127,62 +129,29 @@ def rank(
         from visalign.rewards.ranking import rank as order
 
         from .image_rows import find_images
+        from .rank_images import ranking_page, ranking_record
         from .reward_options import load_each, new_file, with_cache
 
-        new_file(output, endings=(".json",))
+        new_file(output, endings=(".html", ".json"))
         paths = find_images(images)
         judge = with_cache(load_each([reward], options or [], load_judge), cache)[reward]
         found = order([str(path) for path in paths], prompt, judge, budget=budget, level=level)
-        result = ranking_record(found, [str(path) for path in paths], prompt, reward)
+        result = ranking_record(found, [str(path) for path in paths], prompt, reward, judge)
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         if as_json:
             typer.echo(text, nl=False)
         else:
             show_ranking(Console(), result)
         if output is not None:
-            write_atomic(output, text.encode())
+            is_page = output.suffix.lower() == ".html"
+            write_atomic(output, (ranking_page(result) if is_page else text).encode())
+            typer.echo(f"{'Page' if is_page else 'JSON'}: {output}", err=as_json)
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
         typer.echo(
             f"{failed} of {len(paths)} images could not be judged; the reasons stand in their rows.", err=True
         )
         raise typer.Exit(1)
-
-
-def ranking_record(found: Any, names: list[str], prompt: str, reward: str) -> dict[str, Any]:
-    """A ranking as JSON: the judged images in order, then the others with their reasons.
-
-    Args:
-        found: A `visalign.rewards.ranking.Ranking`.
-        names: Of the images.
-        prompt: Of all of them.
-        reward: Name of the judge.
-    """
-    from .score_log import number
-
-    others = [row for row in range(len(names)) if row not in set(found.order)]
-    rows = [
-        {
-            "place": place if row not in others else None,
-            "image": names[row],
-            "score": number(found.score[row]),
-            "low": number(found.low[row]),
-            "high": number(found.high[row]),
-            "reason": (found.reason[row] or "not judged") if row in others else None,
-        }
-        for place, row in enumerate([*found.order, *others], 1)
-    ]
-    return {
-        "format": "visalign ranking 1",
-        "prompt": prompt,
-        "judge": reward,
-        "unit": found.unit,
-        "level": found.level,
-        "calls": found.calls,
-        "position_bias": found.bias,
-        "position_bias_std": found.bias_std,
-        "images": rows,
-    }
 
 
 def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
@@ -192,16 +161,19 @@ def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
         console: Where to write.
         result: From `ranking_record`.
     """
-    from visalign.evaluation.pages import plain
+    from visalign.evaluation.pages import plain, short_names
+    from visalign.evaluation.rank_page import sentences
 
-    table = Table("place", "image", f"score ({result['unit']})", f"{result['level']:.0%} interval", "problem")
+    names = short_names(row["image"] for row in result["images"])
+    image = Column("image", overflow="fold")
+    table = Table("place", image, f"score ({result['unit']})", f"{result['level']:.0%} interval")
     for row in result["images"]:
         interval = "" if row["low"] is None else f"{plain(row['low'])} to {plain(row['high'])}"
-        place = "" if row["place"] is None else str(row["place"])
-        table.add_row(place, Text(row["image"]), plain(row["score"]), interval, Text(row["reason"] or ""))
+        place = "–" if row["place"] is None else str(row["place"])
+        table.add_row(place, Text(names[row["image"]]), plain(row["score"]), interval)
     console.print(table)
-    console.print(Text(f"{result['judge']}: {result['calls']} calls."))
-    if result["position_bias"] is not None:
-        console.print(
-            Text(f"Standing on the left is worth {plain(result['position_bias'])} {result['unit']}.")
-        )
+    for row in result["images"]:
+        if row["reason"]:
+            console.print(Text(f"! {names[row['image']]}: {row['reason']}"))
+    for sentence in sentences(result):
+        console.print(Text(sentence))

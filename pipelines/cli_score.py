@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +47,10 @@ def score(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A new file; else the screen.")
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--page", help="Also write a page (.html): spread, best, worst, failures."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the scoring of --output that was stopped.")
     ] = False,
@@ -59,31 +64,44 @@ def score(
 ) -> None:
     """Score images with rewards. Exit code 1 when some image could not be judged; its row says why."""
     again = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
-    with user_messages(resume=again if output is not None else None):
-        if output is not None and output.exists():
-            raise UserError(
-                f"'{output}' exists, and nothing is overwritten. Give another --output or remove it."
-            )
-        if resume and output is None:
-            raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
+    kept = output or page
+    with user_messages(resume=again if kept is not None else None):
+        _check_files(output, page, resume)
         from visalign.rewards.catalogue import load_reward
 
         from .cli_show import show_scores
         from .image_rows import image_rows
         from .reward_options import load_each, with_cache
+        from .score_report import score_summary, write_score_page
         from .score_rows_log import part_of
 
+        started = time.perf_counter()
         table = image_rows(images, prompt)
         rewards = with_cache(load_each(reward, options or [], load_reward), cache)
-        rows = _score(table, rewards, batch_size, None if output is None else part_of(output), resume)
+        rows = _score(table, rewards, batch_size, None if kept is None else part_of(kept), resume)
         show_scores(rows, form.value, output)
-        if output is not None:
-            part_of(output).unlink()
+        if page is not None:
+            summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
+            typer.echo(f"Page: {write_score_page(page, summary)}", err=True)
+        if kept is not None:
+            part_of(kept).unlink()
     failed = [row.reason for row in rows if row.value is None]
     if failed:
         what = f"All {len(rows)}" if len(failed) == len(rows) else f"{len(failed)} of {len(rows)}"
         typer.echo(f"{what} scores failed; the reasons stand in their rows.", err=True)
         raise typer.Exit(1)
+
+
+def _check_files(output: Path | None, page: Path | None, resume: bool) -> None:
+    """Refuse files that cannot be written as they are named, before anything is scored."""
+    from .reward_options import new_file
+
+    new_file(output)
+    new_file(page, endings=(".html",))
+    if output is not None and output.suffix.lower() == ".html":
+        raise UserError(f"'{output}' ends in '.html'. For a page write --page '{output}'.")
+    if resume and output is None and page is None:
+        raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
 
 
 def _score(

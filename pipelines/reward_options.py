@@ -104,4 +104,4 @@ def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
             f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}."
         )
     if path.exists():
-        raise UserError(f"'{path}' exists, and nothing is overwritten. Give another --output or remove it.")
+        raise UserError(f"'{path}' exists, and nothing is overwritten. Give another name or remove it.")

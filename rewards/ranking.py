@@ -57,6 +57,10 @@ class Ranking:
     """What standing on the left is worth, in `unit`; None for a pointwise judge."""
     bias_std: float | None = None
     """Its standard deviation."""
+    pairs: Tensor | None = None
+    """[N, 2] image numbers (left, right) of every call as it was made; None for a pointwise judge."""
+    answers: Answers | None = None
+    """What the judge said of them; of equal images the first stands for all."""
 
 
 def rank(
@@ -102,8 +106,7 @@ def rank(
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; allowed are probabilities between 0 and 1, e.g. 0.9.")
     name = getattr(judge, "name", type(judge).__name__)
-    size = len(images)
-    request = read_request(name, images, [prompt] * size, [metadata] * size)
+    request = read_request(name, images, [prompt] * len(images), [metadata] * len(images))
     if isinstance(judge, PointwiseReward):
         return _rank_scores(judge, request, level)
     if isinstance(judge, PairwiseReward):
@@ -183,10 +186,9 @@ def _rank_pairs(
     ends = (asked.fit.score, *asked.fit.interval(level))
     score, low, high = (torch.full((len(request),), torch.nan) for _ in ends)
     reasons = list(request.images.reasons)
-    why = next((reason for reason in asked.answers.reasons if reason), None)
     for (row, _), number in zip(found, index, strict=True):
         if not known[number]:
-            reasons[row] = why or "there is no other image to compare it with"
+            reasons[row] = _why_missing(asked, number)
             continue
         for target, source in zip((score, low, high), ends, strict=True):
             target[row] = source[number]
@@ -202,7 +204,16 @@ def _rank_pairs(
         calls=asker.calls,
         bias=asked.fit.bias,
         bias_std=asked.fit.bias_std,
+        pairs=torch.tensor([found[i][0] for i in first])[asked.pairs],
+        answers=asked.answers,
     )
+
+
+def _why_missing(asked: Asked, number: int) -> str:
+    """The first reason that a call about this image gave."""
+    own = (asked.pairs == number).any(1).nonzero().flatten().tolist()
+    said = [asked.answers.reasons[call] for call in own]
+    return next(filter(None, said), "there is no other image to compare it with")
 
 
 def calls_of(size: int, budget: float) -> int:

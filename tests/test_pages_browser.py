@@ -3,26 +3,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from tests.browser import Browser, find_browser
+from tests.evaluation_samples import make_result
 from tests.hackable_rewards import LovesSaturation
 from tests.pair_judges import Brightness, BrightnessPairs
 from visalign.data.preference_files import write_rows
 from visalign.data.preference_sources import shapes_pairs
 from visalign.evaluation.compare_page import compare_page
 from visalign.evaluation.judged_pairs import IntervalSettings
+from visalign.evaluation.pair_probes import PAIR_PROBES
 from visalign.evaluation.probes import chosen
+from visalign.evaluation.report import write_report
 from visalign.pipelines.agree_rewards import agree_rewards, read_set, write_agreement
 from visalign.pipelines.compare import compare_images, read_two
 from visalign.pipelines.evaluate_reward import EvaluateOptions, evaluate
+from visalign.pipelines.image_rows import ImageRow
+from visalign.pipelines.probe_reference import shapes_reference_set
 from visalign.pipelines.probe_reward import probe_reward, write_probe
-from visalign.pipelines.probe_scorer import shapes_reference_set
+from visalign.pipelines.rank_images import ranking_page, ranking_record
+from visalign.pipelines.score import score_rows
+from visalign.pipelines.score_report import score_summary, write_score_page
 from visalign.rewards.catalogue import load_reward
+from visalign.rewards.ranking import rank
 
 PATH = find_browser()
 pytestmark = [
@@ -32,7 +44,6 @@ pytestmark = [
         reason="no Chromium on the path; on Debian: apt-get install chromium. The pages are unchecked",
     ),
 ]
-PAGES = ("compare", "probe", "agree", "evaluate")
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 MOST_TABS = 80
 FOCUSED = """(() => { const e = document.activeElement;
@@ -43,21 +54,17 @@ OVERFLOW = """(() => { const wide = document.documentElement.clientWidth;
     .filter(e => !e.closest('.scroll, pre, nav, .skip, thead'))
     .filter(e => e.getBoundingClientRect().right > wide + 1)
     .slice(0, 5).map(e => e.tagName + '.' + e.className); })()"""
+PICTURES = """(async () => { const bad = [];
+  for (const picture of document.images) {
+    picture.loading = 'eager';
+    await picture.decode().catch(() => bad.push(picture.alt));
+    if (!picture.alt || !picture.naturalWidth) bad.push(picture.src.slice(0, 40));
+  }
+  return bad; })()"""
+"""Pictures that cannot be decoded, or have no text in their place; those that wait are made to load."""
 COLOURS = """(() => { const style = getComputedStyle(document.body);
   const rgb = name => style[name].match(/[\\d.]+/g).slice(0, 3).map(Number);
   return [rgb('color'), rgb('backgroundColor')]; })()"""
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Name -> page, with long names and words where the widths could break."""
-    folder = tmp_path_factory.mktemp("pages")
-    return {
-        "compare": _compare(folder),
-        "probe": _probe(folder),
-        "agree": _agree(folder),
-        "evaluate": _evaluate(folder),
-    }
 
 
 def _compare(folder: Path) -> Path:
@@ -80,6 +87,15 @@ def _probe(folder: Path) -> Path:
     names = ["saturation", "blank", "white_border", "spelling", "neighbours"]
     result = probe_reward(LovesSaturation(), reference, probes=chosen(names))
     return write_probe(folder / "probe", result, reference)
+
+
+def _probe_pairs(folder: Path) -> Path:
+    reference = shapes_reference_set(8)
+    names = ["identical", "position", "swap", "transitivity", "empty_among_real", "brightness", "spelling"]
+    judge = BrightnessPairs(bias=0.5)
+    judge.name = "pairs_with_a_long_name_without_spaces"
+    result = probe_reward(judge, reference, probes=chosen(names, PAIR_PROBES))
+    return write_probe(folder / "probe_pairs", result, reference)
 
 
 def _agree(folder: Path) -> Path:
@@ -111,6 +127,97 @@ def _evaluate(folder: Path) -> Path:
     return folder / "evaluate" / "evaluation.html"
 
 
+def _quality(folder: Path) -> Path:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"image": f"{k}.png", "mos": k / 10, "a_score_with_a_long_name_without_spaces": k + 9 * rng.random()}
+        for k in range(40)
+    ]
+    source = folder / "quality.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(
+        EvaluateOptions(
+            source=str(source),
+            columns=("a_score_with_a_long_name_without_spaces",),
+            output=folder / "quality",
+            settings=IntervalSettings(resamples=100),
+        )
+    )
+    return folder / "quality" / "evaluation.html"
+
+
+def _levels(folder: Path) -> list[str]:
+    """Files of even pictures and one that is broken, with long names."""
+    folder.mkdir()
+    names = [folder / f"a_rather_long_name_without_any_spaces_in_it_{level}.png" for level in range(9)]
+    for level, name in enumerate(names[:-1]):
+        Image.new("RGB", (96, 64) if level % 2 else (300, 200), (30 * level,) * 3).save(name)
+    names[-1].write_bytes(b"no picture")
+    return [str(name) for name in names]
+
+
+def _rank(folder: Path) -> Path:
+    names = _levels(folder / "rank")
+    judge = BrightnessPairs(bias=0.5, fails=lambda left, right: left - right > 0.7)
+    prompt = "a wall that is as bright as it can be"
+    found = rank(names, prompt, judge, budget=1.5)
+    page = folder / "rank.html"
+    page.write_text(ranking_page(ranking_record(found, names, prompt, "brightness_pairs", judge)))
+    return page
+
+
+def _score(folder: Path) -> Path:
+    rewards: dict[str, Any] = {"light_with_a_long_name_without_spaces": Brightness(std=0.1)}
+    rewards |= {name: load_reward(name) for name in ("saturation", "jpeg_size")}
+    rows = [
+        ImageRow(image=name, prompt=f"prompt {k % 2}") for k, name in enumerate(_levels(folder / "score"))
+    ]
+    return write_score_page(
+        folder / "score.html", score_summary(score_rows(rows, rewards), rewards, seconds=1.0)
+    )
+
+
+def _report(folder: Path) -> Path:
+    metrics = [
+        {"iteration": k, "reward_mean": 0.1 * k, "kl": 0.01 * k, "heldout/accuracy": 0.2 + 0.02 * k}
+        for k in range(1, 31)
+    ]
+    return write_report(
+        folder / "run",
+        before=make_result(0.25),
+        after=make_result(0.75),
+        metrics=metrics,
+        config={"model": "shapes-sd3", "a_section": {"a_setting_with_a_long_name": ["value"] * 12}},
+        versions={"torch": "2.9.1"},
+        costs={"seconds": 1234.5, "phases": {"rollout": 700.0, "update": 400.0}},
+        title="Flow-GRPO on a_model_with_a_long_name_without_any_spaces",
+        load_code="pipe = StableDiffusion3Pipeline.from_pretrained('a/folder/with/a/long/name')\n" * 2,
+        resume_command="visalign train a_configuration_with_a_long_name --output somewhere --resume",
+        seen=0,
+    )
+
+
+PAGES: dict[str, Callable[[Path], Path]] = {
+    "compare": _compare,
+    "probe": _probe,
+    "probe_pairs": _probe_pairs,
+    "agree": _agree,
+    "evaluate": _evaluate,
+    "quality": _quality,
+    "rank": _rank,
+    "score": _score,
+    "report": _report,
+}
+"""Name -> what writes the page into a folder, with long names and words where the widths could break."""
+
+
+@pytest.fixture(scope="module")
+def page_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name -> page, written when it is first asked for."""
+    folder = tmp_path_factory.mktemp("pages")
+    return cache(lambda name: PAGES[name](folder))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert PATH is not None
@@ -123,10 +230,10 @@ def browser() -> Iterator[Browser]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_whole_quiet_and_fits(
-    browser: Browser, pages: dict[str, Path], name: str, size: str, dark: bool
+    browser: Browser, page_of: Callable[[str], Path], name: str, size: str, dark: bool
 ) -> None:
     width, height = SIZES[size]
-    browser.open(pages[name], width=width, height=height, dark=dark)
+    browser.open(page_of(name), width=width, height=height, dark=dark)
     assert browser.seen("Runtime.exceptionThrown") == []
     assert browser.seen("Runtime.consoleAPICalled") == []
     assert [entry["entry"]["text"] for entry in browser.seen("Log.entryAdded")] == []
@@ -137,18 +244,15 @@ def test_a_page_is_whole_quiet_and_fits(
     )
     assert inner <= client <= width, browser.value(OVERFLOW)
     assert browser.value(OVERFLOW) == []
-    assert (
-        browser.value("[...document.images].filter(i => !i.alt || !i.complete || !i.naturalWidth).length")
-        == 0
-    )
+    assert browser.value(PICTURES) == []
     ink, paper = (_luminance(colour) for colour in browser.value(COLOURS))
     assert (paper < 0.1) is dark, "the page follows the colour scheme"
     assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7, "WCAG 2.2, 1.4.6"
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_used_by_keyboard(browser: Browser, pages: dict[str, Path], name: str) -> None:
-    browser.open(pages[name], width=1280, height=900, dark=False)
+def test_a_page_is_used_by_keyboard(browser: Browser, page_of: Callable[[str], Path], name: str) -> None:
+    browser.open(page_of(name), width=1280, height=900, dark=False)
     links = set(browser.value("[...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))"))
     browser.press("Tab", 9)
     assert browser.value(FOCUSED) == "#content", "first the link that skips to the content"
@@ -173,7 +277,7 @@ def test_a_page_is_used_by_keyboard(browser: Browser, pages: dict[str, Path], na
         ".filter(id => !document.getElementById(id))"
     )
     assert missing == [], "links within the page lead somewhere"
-    browser.open(pages[name], width=1280, height=900, dark=False)
+    browser.open(page_of(name), width=1280, height=900, dark=False)
     browser.press("Tab", 9)
     browser.press("Enter", 13)
     assert browser.value("location.hash") == "#content"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from visalign.errors import UserError
 
 from .image_references import missing_files
+from .picture_leaks import SECONDS, refuse_shared_pictures
 from .preferences import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
 
@@ -35,11 +36,12 @@ def check_preferences(
 
     Returns:
         Findings that are no reason to stop: repeated pairs, pairs judged differently in different rows,
-        images compared with themselves, all winners on one side, ties.
+        images compared with themselves, all winners on one side, ties; and that not all pictures of several
+        splits could be compared in time.
 
     Raises:
-        UserError: Missing files; a prompt in more than one split; all labels tie; or all winners stand on one
-            side and the judge sees sides.
+        UserError: Missing files; a prompt or a picture in more than one split; all labels tie; or all winners
+            stand on one side and the judge sees sides.
     """
     _refuse_missing([ref for pair in pairs.pairs for ref in (pair.image_left, pair.image_right)], files)
     _refuse_leaks(pairs)
@@ -49,7 +51,8 @@ def check_preferences(
             f"All {len(pairs)} pairs of '{pairs.name}' are ties: there is nothing to agree with. Check which "
             "column holds the label (left, right, tie, or the share for the left image)."
         )
-    found = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs)]
+    sides = [(ref, pair.split) for pair in pairs.pairs for ref in (pair.image_left, pair.image_right)]
+    found = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs), *_shared(pairs.name, sides, files)]
     numbered = zip(_numbers(pairs.rows, len(pairs)), pairs.pairs, strict=True)
     itself = [row for row, pair in numbered if pair.image_left == pair.image_right]
     if itself:
@@ -67,11 +70,11 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
         files: Whether the images will be opened.
 
     Returns:
-        Repeated images.
+        Repeated images; and that not all pictures of several splits could be compared in time.
 
     Raises:
-        UserError: Missing files, one image with two scores, images of one reference in more than one split,
-            all scores equal, or fewer than two images.
+        UserError: Missing files, one image with two scores, a picture or images of one reference in more than
+            one split, all scores equal, or fewer than two images.
     """
     _refuse_missing([record.image for record in records.records], files)
     if len(records) < 2:
@@ -92,7 +95,8 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
             )
         if first[0] != row:
             repeated.append(row)
-    return [_finding("duplicates", repeated, "repeat an image")] if repeated else []
+    found = _shared(records.name, [(record.image, record.split) for record in records.records], files)
+    return found + ([_finding("duplicates", repeated, "repeat an image")] if repeated else [])
 
 
 def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
@@ -137,7 +141,7 @@ def _refuse_leaks(pairs: PreferenceSet) -> None:
         raise UserError(
             f"{len(found)} prompts of '{pairs.name}' stand in more than one split: {shown}. What was "
             "trained on would be tested on. Put each prompt into one split, or read one split alone "
-            "(split=...)."
+            "(split=..., --split)."
         )
 
 
@@ -147,8 +151,19 @@ def _refuse_quality_leaks(records: QualitySet) -> None:
         shown = listed([f"'{name}' ({' and '.join(names)})" for name, names in found.items()])
         raise UserError(
             f"{len(found)} images or references of '{records.name}' stand in more than one split: "
-            f"{shown}. Put all images of a reference into one split, or read one split alone (split=...)."
+            f"{shown}. Put all images of a reference into one split, or read one split alone (--split)."
         )
+
+
+def _shared(name: str, items: Iterable[tuple[str, str | None]], files: bool) -> list[Finding]:
+    """Refuse a picture in more than one split: by its file, and by its content where files are opened."""
+    sets: dict[str, list[str]] = {}
+    for reference, split in items:
+        if split is not None:
+            sets.setdefault(split, []).append(reference)
+    what = f"of '{name}' stand in more than one split"
+    notes = refuse_shared_pictures(sets, what=what, seconds=SECONDS if files else 0)
+    return [Finding(kind="pictures", count=1, message=note) for note in notes if files]
 
 
 def _refuse_missing(references: list[str], files: bool) -> None:

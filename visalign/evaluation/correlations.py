@@ -38,7 +38,7 @@ def srcc(x: ArrayLike, y: ArrayLike) -> float:
     Raises:
         ValueError: Lengths differ, fewer than 2 values, NaN, or one side is constant.
     """
-    first, second = _check(x, y)
+    first, second = check_sides(x, y)
     return _pearson(stats.rankdata(first), stats.rankdata(second))
 
 
@@ -52,7 +52,7 @@ def plcc(x: ArrayLike, y: ArrayLike) -> float:
     Raises:
         ValueError: As `srcc`.
     """
-    return _pearson(*_check(x, y))
+    return _pearson(*check_sides(x, y))
 
 
 def kendall(x: ArrayLike, y: ArrayLike, variant: str = "b") -> float:
@@ -68,14 +68,14 @@ def kendall(x: ArrayLike, y: ArrayLike, variant: str = "b") -> float:
     """
     if variant not in ("b", "c"):
         raise ValueError(f"variant is {variant!r}; allowed are 'b' and 'c'.")
-    first, second = _check(x, y)
+    first, second = check_sides(x, y)
     statistic: Any = stats.kendalltau(first, second, variant=variant)[0]
     return float(statistic)
 
 
 def rmse(x: ArrayLike, y: ArrayLike) -> float:
     """√mean (x − y)²; means something only where both have one unit."""
-    first, second = _check(x, y, constant=True)
+    first, second = check_sides(x, y, constant=True)
     return float(np.sqrt(np.mean((first - second) ** 2)))
 
 
@@ -113,7 +113,7 @@ def fit_logistic(x: ArrayLike, y: ArrayLike, parameters: int = 5) -> LogisticFit
     """
     if parameters not in (4, 5):
         raise ValueError(f"parameters is {parameters}; the usual fits have 4 or 5.")
-    scores, opinions = _check(x, y)
+    scores, opinions = check_sides(x, y)
     if len(scores) <= parameters:
         raise ValueError(f"a fit of {parameters} parameters needs more than {parameters} samples.")
     z = (scores - scores.mean()) / scores.std()
@@ -194,7 +194,17 @@ def _weighted_ranks(values: Array, weights: Array) -> Array:
     return middle[:, place]
 
 
-def _check(x: ArrayLike, y: ArrayLike, *, constant: bool = False) -> tuple[Array, Array]:
+def check_sides(x: ArrayLike, y: ArrayLike, *, constant: bool = False) -> tuple[Array, Array]:
+    """Two sides of a correlation as float64 [N].
+
+    Args:
+        x: [N].
+        y: [N].
+        constant: Whether a side may have one value alone.
+
+    Raises:
+        ValueError: Lengths differ, fewer than 2 values, NaN, or one side is constant and must not be.
+    """
     first, second = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if first.ndim != 1 or first.shape != second.shape:
         raise ValueError(f"needed are two vectors of one length; got {first.shape} and {second.shape}.")

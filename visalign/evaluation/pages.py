@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,22 @@ def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:
         "height": height,
         "pixelated": max(height, width) <= PIXELATED_SIDE,
     }
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of files as a page shows them: without the folder that all of them share.
+
+    >>> short_names(["runs/a/1.png", "runs/b/1.png"])
+    {'runs/a/1.png': 'a/1.png', 'runs/b/1.png': 'b/1.png'}
+    >>> short_names(["runs/a.png"]), short_names(["/a.png", "b.png"])
+    ({'runs/a.png': 'a.png'}, {'/a.png': '/a.png', 'b.png': 'b.png'})
+    """
+    unique = list(dict.fromkeys(names))
+    parts = [name.split("/") for name in unique]
+    shared = 0
+    while parts and all(len(own) > shared + 1 and own[shared] == parts[0][shared] for own in parts):
+        shared += 1
+    return {name: "/".join(own[shared:]) for name, own in zip(unique, parts, strict=True)}
 
 
 def plain(value: float | None, digits: int = 3) -> str:

@@ -7,6 +7,9 @@ from typing import Any
 
 from .agreement import HEADLINE
 
+WITHOUT_TIES = "imscore_dropped"
+"""The policy that leaves out predicted ties."""
+
 
 def preference_notes(report: dict[str, Any]) -> list[str]:
     """Warnings that follow from the numbers of one judge on one preference set.
@@ -24,6 +27,11 @@ def preference_notes(report: dict[str, Any]) -> list[str]:
         found.append(
             f"{counts['failed']} of {counts['pairs']} pairs ({share:.1%}) could not be judged; they count "
             "nowhere."
+        )
+    if counts["judged"] and report["agreement"][WITHOUT_TIES]["micro"]["estimate"] is None:
+        found.append(
+            "The judge gives both images of every pair the same score: it tells none apart, and numbers that "
+            "forgive ties say nothing of it."
         )
     if headline["high"] is not None and headline["high"] < 0.5:
         found.append(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ from visalign.data.preferences import QualitySet
 from .bootstrap import cluster_index, interval, resample_samples
 from .certainty import finite
 from .correlations import fit_logistic, kendall, plcc, srcc, weighted_pearson, weighted_srcc
-from .intervals import Interval
 from .judged_pairs import IntervalSettings
+from .kendall import WeightedKendall
 from .pair_scores import counted_reasons
 from .selective import risk_coverage
 from .slices import quality_slices
@@ -167,7 +166,7 @@ def _correlations(
     clusters: int,
     settings: IntervalSettings,
 ) -> dict[str, Any]:
-    """Intervals hold the logistic map fixed; Kendall's τ comes without one (a draw would sort all pairs)."""
+    """Intervals hold the logistic map fixed."""
     fitted = {number: fit["fitted"] for number, fit in fits.items() if fit["plcc"] is not None}
     statistics: dict[str, Callable[[Array], Array]] = {
         "srcc": lambda weights: weighted_srcc(x, y, weights),
@@ -177,17 +176,14 @@ def _correlations(
     for number, values in fitted.items():
         estimates[f"plcc_logistic{number}"] = plcc(values, y)
         statistics[f"plcc_logistic{number}"] = lambda weights, v=values: weighted_pearson(v, y, weights)
-    draws = _draws(statistics, index, clusters, settings)
-    found: dict[str, Any] = {
-        name: interval(estimates[name], draws[name], clusters, level=settings.level).to_dict()
-        for name in statistics
+    draws = _draws(statistics | {"kendall": WeightedKendall(x, y).taus}, index, clusters, settings)
+    for place, variant in enumerate("bc"):
+        estimates[f"kendall_{variant}"] = kendall(x, y, variant)
+        draws[f"kendall_{variant}"] = draws["kendall"][:, place]
+    return {
+        name: interval(estimate, draws[name], clusters, level=settings.level).to_dict()
+        for name, estimate in estimates.items()
     }
-    for variant in ("b", "c"):
-        value = kendall(x, y, variant)
-        found[f"kendall_{variant}"] = Interval(
-            estimate=value, low=math.nan, high=math.nan, level=settings.level
-        ).to_dict()
-    return found
 
 
 def _draws(

@@ -16,6 +16,9 @@ WIDTH, HEIGHT = 360.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 60.0, 14.0, 12.0, 44.0
 """Margins for tick labels and the names of the axes."""
 
+LONGEST_X, LONGEST_Y = 38, 28
+"""Letters of an axis' name that fit beside it."""
+
 Point = tuple[float, float]
 
 
@@ -46,9 +49,10 @@ class Frame:
                 )
                 x, y = (ends[0], ends[1] + 17) if on_x else (ends[0] - 7, ends[1] + 5)
                 parts.append(_text(x, y, label(mark, step), "middle" if on_x else "end"))
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, str(escape(self.x_name)), "middle"))
+        across, up = escape(_cut(self.x_name, LONGEST_X)), escape(_cut(self.y_name, LONGEST_Y))
+        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, str(across), "middle"))
         middle = (TOP + HEIGHT - BOTTOM) / 2
-        turned = _text(0.0, 0.0, str(escape(self.y_name)), "middle")
+        turned = _text(0.0, 0.0, str(up), "middle")
         parts.append(f'<g transform="translate(14 {middle:.1f}) rotate(-90)">{turned}</g>')
         return parts
 
@@ -127,6 +131,37 @@ def scatter_plot(points: Mapping[str, Any], unit: str) -> Markup:
     inside = [p for p in line if frame.y[0] <= p[1] <= frame.y[1]]
     parts += [_path("line", [frame.place(*p) for p in inside])] if len(inside) > 1 else []
     return _svg(parts, f"{len(sample)} images: mean opinion against score in {unit}, with the logistic fit.")
+
+
+def histogram_plot(histogram: Mapping[str, Any], unit: str, median: float) -> Markup:
+    """How many images have which score.
+
+    Args:
+        histogram: `edges` [K + 1] and `counts` [K].
+        unit: Of the scores.
+        median: Of the scores, marked by a line.
+    """
+    edges, counts = histogram["edges"], histogram["counts"]
+    frame = Frame(
+        x=(edges[0], edges[-1]), y=(0, max(counts) * 1.05), x_name=f"score, {unit}", y_name="images"
+    )
+    parts = frame.draw()
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        (left, top), (right, base) = frame.place(low, count), frame.place(high, 0)
+        width = max(right - left - 1, 0.5)
+        parts.append(
+            f'<rect class="bar" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{base - top:.1f}"/>'
+        )
+    parts.append(_path("ideal", [frame.place(median, frame.y[0]), frame.place(median, frame.y[1])]))
+    said = (
+        f"Histogram of {sum(counts):.0f} scores from {edges[0]:.4g} to {edges[-1]:.4g} in {unit}, "
+        f"median {median:.4g}."
+    )
+    return _svg(parts, said)
+
+
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: most - 1].rstrip()}…"
 
 
 def _bin_points(bins: Sequence[Mapping[str, Any]]) -> list[Point]:
