@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`visalign build-assets`: trains the embedded models and writes them with their cards.
 
-Stages: autoencoder, generator (with its text encoders), clip, language, judge (vision-language). Each
-saves its state as it goes; `--resume` goes on where the last run stopped. Everything is drawn from fixed
-seeds.
+Stages: autoencoder, generator (with its text encoders), clip, language, judge (vision-language), heie (heads
+on the judge). Each but the last saves its state as it goes; `--resume` goes on where the last run stopped.
+Everything is drawn from fixed seeds.
 """
 
 from __future__ import annotations
@@ -40,18 +40,22 @@ class Plan:
     judge_batch: int = 48
     judge_check: int = 1000
     """Held-out pictures and pairs that the vision-language model's card is measured on."""
+    heie_pictures: int = 3000
+    heie_steps: int = 800
+    heie_check: int = 600
+    """Held-out pictures that the heatmap heads' card is measured on."""
     seed: int = 1
 
 
-STAGES = ("autoencoder", "generator", "clip", "language", "judge")
+STAGES = ("autoencoder", "generator", "clip", "language", "judge", "heie")
 
 
 def main(output: Path, only: str | None = None, resume: bool = False, plan: Plan | None = None) -> None:
     """Train what is missing and write the model folders into `output`.
 
     Args:
-        output: gets `shapes-sd3`, `shapes-clip`, `tasks-qwen3`, `shapes-vlm`, and `.build` with the
-            resumable state.
+        output: gets `shapes-sd3`, `shapes-clip`, `tasks-qwen3`, `shapes-vlm`, `shapes-heie`, and `.build`
+            with the resumable state.
         only: one of STAGES; the others must have been trained before where it needs them.
         resume: go on from saved states; without it, existing ones are an error.
         plan: lengths of the stages.
@@ -153,7 +157,11 @@ def _judge(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     from .assets_judge import train_judge
     from .assets_judge_card import NAME, judge_card, save_judge
 
-    sizes = {"vision_steps": plan.judge_vision_steps, "steps": plan.judge_steps, "batch": plan.judge_batch}
+    sizes: dict[str, Any] = {
+        "vision_steps": plan.judge_vision_steps,
+        "steps": plan.judge_steps,
+        "batch": plan.judge_batch,
+    }
     model = _timed(
         work, "judge", lambda: train_judge(work, **sizes, seed=plan.seed + 4, resume=resume, save_every=150)
     )
@@ -162,12 +170,25 @@ def _judge(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     (output / NAME / "README.md").write_text(card, encoding="utf-8")
 
 
+def _heie(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from visalign.data.assets import assets_folder
+
+    from .assets_judge_card import NAME as BASE
+    from .train_heie import NAME, HeiePlan, build_heie
+
+    mine = output / BASE
+    own = mine.is_dir() and mine.resolve() != (assets_folder() / BASE).resolve()
+    sizes = {"pictures": plan.heie_pictures, "steps": plan.heie_steps, "test": plan.heie_check}
+    build_heie(mine if own else BASE, output / NAME, HeiePlan(**sizes, seed=plan.seed + 5))
+
+
 _RUN = {
     "autoencoder": _autoencoder,
     "generator": _generator,
     "clip": _clip,
     "language": _language,
     "judge": _judge,
+    "heie": _heie,
 }
 
 

@@ -1,103 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train HEIE-type heads on a frozen vision-language model and the shapes world.
+"""Train HEIE-type heads on a frozen vision-language model and the shapes world, as `shapes-heie` was made.
 
-    python -m visalign.pipelines.train_heie --model shapes-vlm --out heie_heads.safetensors
+    python -m visalign.pipelines.train_heie --model shapes-vlm --out FOLDER
 
-Each picture is asked about with its own prompt or one that it breaks; the truth of the map are the objects
-that break the prompt, the truth of the score is the verifier's verdict. Test pictures have held-out prompts.
+The folder holds the heads, a `judge.json` that names the model as base, and a card with measured numbers;
+`load_reward("heie", model=FOLDER)` reads it. Each picture is asked about with its own prompt or one that it
+breaks, and half of them are distorted. The truth of the map are the objects that break the prompt, that of
+the score is `assets_heie_data.plausibility`. Test pictures have held-out prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from visalign.data.render import render
-from visalign.data.scenes import sample_scene
-from visalign.data.shapes_preferences import ShapesPreferences
-from visalign.data.verifier import verify_scene
-from visalign.data.wrong_regions import wrong_pixels
+from visalign.data.scenes import SIZE
+from visalign.rewards.heie import HEADS, Heie
 from visalign.rewards.heie_heads import HeieHeads, HeieSettings
-from visalign.rewards.heie_training import HeieData, heie_data, heie_quality, train_heads
+from visalign.rewards.heie_training import train_heads
 from visalign.rewards.reward_dance_questions import EXPLAIN
-from visalign.rewards.vlm import Ask, VisionLanguageJudge
+from visalign.rewards.vlm import VisionLanguageJudge
+from visalign.rewards.vlm_template import JudgeSettings
 
-CHUNK = 200
-"""Pictures whose views are made at once."""
+from .assets_heie_data import faults_data, shapes_faults
+
+NAME = "shapes-heie"
+"""Folder of the packaged heads in `assets/`."""
 
 
-def shapes_data(engine: VisionLanguageJudge, count: int, *, split: str, seed: int, tiles: int) -> HeieData:
-    """Views and truth of pictures, every second one asked about with a prompt that it breaks.
+@dataclass(frozen=True, kw_only=True)
+class HeiePlan:
+    """Sizes of a training; the defaults made `shapes-heie`."""
+
+    pictures: int = 3000
+    """For training."""
+    steps: int = 800
+    batch: int = 32
+    width: int = 64
+    """Of the heads; 64 stays below 0.3 MB in float16."""
+    tiles: int = 2
+    """n of n × n; 1 for none."""
+    test: int = 600
+    """Held-out pictures that the card is measured on."""
+    seed: int = 6
+
+
+def train_on_shapes(engine: VisionLanguageJudge, plan: HeiePlan) -> HeieHeads:
+    """Heads trained on the shapes world.
 
     Args:
         engine: the frozen model.
-        count: of pictures.
-        split: of the prompts, "train" or "heldout".
-        seed: of the draws.
-        tiles: n of n × n.
+        plan: sizes and seed.
     """
-    world, rng = ShapesPreferences(seed, split=split), np.random.default_rng(seed)
-    template = engine.template("explain", EXPLAIN)
-    asks, heat, score = [], [], []
-    for number in range(count):
-        record = world.record(rng)
-        scene = sample_scene(record, rng)
-        for _ in range(50 if number % 2 else 0):
-            record = world.near(record, rng)
-            if not verify_scene(scene, record).correct:
-                break
-        image = torch.from_numpy(render(scene)).permute(2, 0, 1).float() / 255
-        asks.append(Ask(images=[image], prompt=record["prompt"], fields={"instruction": ""}))
-        heat.append(torch.from_numpy(wrong_pixels(scene, record)))
-        score.append(float(verify_scene(scene, record).correct))
-    parts = []
-    for start in range(0, count, CHUNK):
-        here = slice(start, start + CHUNK)
-        truth = torch.stack(heat[here]), torch.tensor(score[here])
-        parts.append(heie_data(engine, template, asks[here], *truth, tiles=tiles))
-        engine.clear_features()
-    return HeieData(
-        seen=[view for part in parts for view in part.seen],
-        heat=torch.cat([part.heat for part in parts]),
-        score=torch.cat([part.score for part in parts]),
+    faults = shapes_faults(plan.pictures, split="train", seed=plan.seed)
+    data = faults_data(engine, faults, tiles=plan.tiles)
+    view = data.seen[0]
+    settings = HeieSettings(
+        hidden=view.hidden.shape[1],
+        features=view.features.shape[2],
+        width=plan.width,
+        cells=max(1, SIZE // (max(view.grid) * plan.tiles)),
+        tiles=plan.tiles,
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        heads = HeieHeads(settings)
+    losses = train_heads(heads, data, steps=plan.steps, batch=plan.batch, seed=plan.seed)
+    print(f"heie: loss {np.mean(losses[:20]):.3f} -> {np.mean(losses[-20:]):.3f}", flush=True)
+    return heads
+
+
+def save_heie(heads: HeieHeads, engine: VisionLanguageJudge, base: str | Path, folder: Path) -> None:
+    """Write heads in float16 and the `judge.json` that names their base.
+
+    Args:
+        heads: trained.
+        engine: that they were trained on.
+        base: packaged name, hub id or folder of its model; a folder is named relative to `folder`.
+        folder: is made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    heads.save(folder / HEADS, half=True)
+    named = os.path.relpath(Path(base).resolve(), folder.resolve()) if Path(base).is_dir() else str(base)
+    templates = {"explain": engine.template("explain", EXPLAIN)}
+    JudgeSettings(templates=templates, positions=engine.positions, rest={"base": named}).write(folder)
+
+
+def build_heie(base: str | Path, folder: Path, plan: HeiePlan | None = None) -> dict[str, float]:
+    """Train heads, save them, measure the saved folder as a user loads it, and write its card.
+
+    Args:
+        base: packaged name, hub id or folder of the model.
+        folder: is made.
+        plan: sizes and seed.
+
+    Returns:
+        What was measured.
+    """
+    from .assets_heie import heie_card, heie_measures
+
+    plan = plan or HeiePlan()
+    started = time.process_time()
+    engine = VisionLanguageJudge.from_pretrained(base)
+    heads = train_on_shapes(engine, plan)
+    seconds = time.process_time() - started
+    save_heie(heads, engine, base, folder)
+    test = shapes_faults(plan.test, split="heldout", seed=plan.seed + 1)
+    judge = Heie(folder, write_reasons=False)
+    found = heie_measures(judge, test)
+    (folder / "README.md").write_text(heie_card(judge, found, plan, seconds), encoding="utf-8")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, measure on held-out prompts, save.
+    """Train, save, measure on held-out prompts.
 
     Args:
         arguments: of the command line.
     """
+    standard = HeiePlan()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="shapes-vlm", help="folder, packaged name or hub id")
-    parser.add_argument("--out", type=Path, required=True, help="file for the heads")
-    parser.add_argument("--pictures", type=int, default=3000, help="for training")
-    parser.add_argument("--test", type=int, default=400, help="pictures for the measurement")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--tiles", type=int, default=2, help="n of n × n; 1 for none")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
-    started = time.perf_counter()
-    engine = VisionLanguageJudge.from_pretrained(given.model)
-    train = shapes_data(engine, given.pictures, split="train", seed=given.seed, tiles=given.tiles)
-    test = shapes_data(engine, given.test, split="heldout", seed=given.seed + 1, tiles=given.tiles)
-    made = time.perf_counter()
-    torch.manual_seed(given.seed)
-    view = train.seen[0]
-    cells = max(1, 64 // (max(view.grid) * given.tiles))
-    heads = HeieHeads(HeieSettings(hidden=view.hidden.shape[1], features=view.features.shape[2], cells=cells))
-    losses = train_heads(heads, train, steps=given.steps, seed=given.seed)
-    heads.save(given.out)
-    print(f"loss {np.mean(losses[:20]):.3f} -> {np.mean(losses[-20:]):.3f}")
-    print(f"views {made - started:.0f} s, heads {time.perf_counter() - made:.0f} s")
-    for name, value in asdict(heie_quality(heads, test)).items():
-        print(f"{name:14} {value:.3f}")
+    parser.add_argument("--out", type=Path, required=True, help="folder for heads, settings and card")
+    for name, value in asdict(standard).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = vars(parser.parse_args(arguments))
+    model, out = given.pop("model"), given.pop("out")
+    for name, value in build_heie(model, out, HeiePlan(**given)).items():
+        print(f"{name:28} {value:.3f}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ Source: Yang et al., "HEIE: MLLM-Based Hierarchical Explainable AIGC Image Impla
 frozen vision-language model, small heads trained on its hidden states and features (`heie_training`), maps of
 the whole picture and of its tiles fused by their Laplace deviations, a score from a hidden state and the map,
 and reasons that the model writes. Differences: one hidden state, read where the answer begins, stands for the
-added [MAP] and [SCORE] tokens, and tiles are asked about one by one instead of inside one conversation.
+added [MAP] and [SCORE] tokens, and tiles are asked about one by one, their maps made with the state of the
+whole picture beside their own, instead of inside one conversation.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Heie:
 
     def __init__(
         self,
-        model: Any = "shapes-vlm",
+        model: Any = "shapes-heie",
         *,
         heads: HeieHeads | str | Path | None = None,
-        tiles: int = 2,
+        tiles: int | None = None,
         size: int = 64,
         template: Template | None = None,
         write_reasons: bool = True,
@@ -62,10 +63,10 @@ class Heie:
         """Load the model and its heads.
 
         Args:
-            model: folder, hub id or packaged name of a Qwen-VL model; or a loaded
-                `rewards.vlm.VisionLanguageJudge`.
+            model: folder, hub id or packaged name of a Qwen-VL model, or of heads whose `judge.json` names it
+                as "base"; or a loaded `rewards.vlm.VisionLanguageJudge`.
             heads: trained heads or their file; `heie_heads.safetensors` in the model's folder when None.
-            tiles: n of n × n tiles beside the whole picture; 1 for none. As the heads were trained.
+            tiles: n of n × n tiles beside the whole picture, 1 for none; as the heads were trained when None.
             size: cells of a returned map on each side.
             template: the question at whose answer the state is read, and that is answered with reasons;
                 instead of the folder's "explain", or ours.
@@ -79,24 +80,24 @@ class Heie:
             FileNotFoundError: there are no heads.
             RewardError: model or heads cannot be used.
         """
-        if tiles < 1 or size < 1:
+        if (tiles is not None and tiles < 1) or size < 1:
             raise ValueError(
                 f"{self.name}: tiles is {tiles} and size {size}; allowed are whole numbers from 1."
             )
         self.engine = engine_of(model, device=device, precision=precision)
         self.heads = heads if isinstance(heads, HeieHeads) else HeieHeads.load(_find(heads, model))
-        width = self.engine.model.config.get_text_config().hidden_size
-        if self.heads.settings.hidden != width:
+        sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
+        if (sizes.hidden, sizes.features) != (width, width):  # a picture's features are its tokens
             raise ValueError(
-                f"{self.name}: the heads read hidden states of {self.heads.settings.hidden} numbers, this "
-                f"model has {width}; give heads that were trained on it."
+                f"{self.name}: the heads read hidden states of {sizes.hidden} numbers and features of "
+                f"{sizes.features}, this model has {width} of both; give heads that were trained on it."
             )
         self.template = template or self.engine.template("explain", EXPLAIN)
         self._fields = check_fields(self.template)
-        self.tiles, self.size = tiles, size
+        self.tiles, self.size = tiles or sizes.tiles, size
         self._tokens = max_new_tokens if write_reasons else 0
         given = "" if isinstance(heads, HeieHeads) else fingerprint(_find(heads, model))
-        options = {"tiles": tiles, "heads": given or _digest(self.heads)}
+        options = {"tiles": self.tiles, "heads": given or _digest(self.heads)}
         self.identity = Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -148,9 +149,9 @@ def _find(heads: str | Path | None, model: Any) -> Path:
     if isinstance(heads, str | Path):
         return Path(heads)
     if heads is None and isinstance(model, str | Path):
-        from .vlm_loading import find_model
+        from visalign.data.assets import resolve_model
 
-        place = find_model(model)
+        place = resolve_model(model)
         if isinstance(place, Path):
             return place / HEADS
     raise RewardError(

@@ -20,7 +20,7 @@ from visalign.core import soft_clamp
 
 from .contract import RewardError
 
-FORMAT = "visalign-heie-1"
+FORMAT = "visalign-heie-2"
 LOG_STD = (-4.0, 1.0)
 """Bounds of the maps' log-deviation: heat is in [0, 1]."""
 
@@ -37,9 +37,11 @@ class HeieSettings:
     """Of the heads; divisible by 4 and by `attention_heads`."""
     attention_heads: int = 4
     queries: int = 4
-    """Vectors that are made of one hidden state."""
+    """Vectors that are made of a hidden state."""
     cells: int = 8
     """Cells of the map on each side of a feature."""
+    tiles: int = 2
+    """n of the n × n tiles that the heads were trained with."""
 
     def __post_init__(self) -> None:
         if min(asdict(self).values()) < 1 or self.width % 4 or self.width % self.attention_heads:
@@ -56,7 +58,7 @@ class MapHead(nn.Module):
         super().__init__()
         width, cells = settings.width, settings.cells
         self.cells, self.queries = cells, settings.queries
-        self.token = nn.Linear(settings.hidden, settings.queries * width)
+        self.token, self.context = (nn.Linear(settings.hidden, settings.queries * width) for _ in range(2))
         self.picture = nn.Linear(settings.features, width)
         self.norm_token, self.norm_picture, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
         self.to_picture = nn.MultiheadAttention(width, settings.attention_heads, batch_first=True)
@@ -64,17 +66,21 @@ class MapHead(nn.Module):
         self.mix = nn.Sequential(nn.Linear(2 * width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
         self.out = nn.Linear(width, 2 * cells * cells)
 
-    def forward(self, hidden: Tensor, features: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, context: Tensor, features: Tensor, grid: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         """Maps [B, rows · cells, columns · cells]: (heat logits, log-deviations).
 
         Args:
             hidden: [B, hidden] of the map's token.
+            context: [B, hidden] of the whole picture's, which a tile needs: what it lacks may be beside it.
             features: [B, rows · columns, features].
             grid: (rows, columns).
         """
         batch = hidden.shape[0]
         place = _places(*grid, self.norm_token.normalized_shape[0]).to(features)
-        tokens = self.norm_token(self.token(hidden).view(batch, self.queries, -1))
+        both = torch.cat([self.token(hidden), self.context(context)], 1)
+        tokens = self.norm_token(both.view(batch, 2 * self.queries, -1))
         seen = self.norm_picture(self.picture(features) + place)
         tokens = tokens + self.to_picture(tokens, seen, seen, need_weights=False)[0]
         told = self.to_token(seen, tokens, tokens, need_weights=False)[0]
@@ -120,35 +126,40 @@ class HeieHeads(nn.Module):
         self.settings = settings
         self.mapper, self.scorer = MapHead(settings), ScoreHead(settings)
 
-    def save(self, file: str | Path) -> None:
+    def save(self, file: str | Path, *, half: bool = False) -> None:
         """Write weights and sizes as safetensors.
 
         Args:
             file: to write.
+            half: in float16; they are read as float32 again.
         """
         from safetensors.torch import save_file
 
         metadata = {"format": FORMAT, "settings": json.dumps(asdict(self.settings))}
-        state = {key: value.detach().cpu().contiguous() for key, value in self.state_dict().items()}
+        dtype = torch.float16 if half else torch.float32
+        state = {
+            key: value.detach().to("cpu", dtype).contiguous() for key, value in self.state_dict().items()
+        }
         save_file(state, str(file), metadata=metadata)
+        Path(file).chmod(0o644)
 
     @classmethod
     def load(cls, file: str | Path) -> HeieHeads:
-        """Read what `save` wrote.
+        """Read what `save` wrote, as float32.
 
         Args:
             file: safetensors.
 
         Raises:
             FileNotFoundError: there is none.
-            RewardError: it holds other things, or keys are missing or left over.
+            RewardError: it holds other things, or keys are missing, left over or of other sizes.
         """
         from safetensors import SafetensorError, safe_open
 
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"There are no HEIE heads at {file}; train some with `python -m "
-                "visalign.pipelines.train_heie --model shapes-vlm --out FILE`, and give that file as heads."
+                f"There are no HEIE heads at {file}; take the packaged judge 'shapes-heie', or train some: "
+                "`python -m visalign.pipelines.train_heie --model MODEL --out FOLDER`, and give that folder."
             )
         try:
             with safe_open(str(file), "pt") as opened:
@@ -158,7 +169,10 @@ class HeieHeads(nn.Module):
             raise RewardError(f"{file} is no safetensors file: {error}.") from error
         if metadata.get("format") != FORMAT:
             raise RewardError(f"{file} has the format {metadata.get('format')!r}; needed is {FORMAT!r}.")
-        heads = cls(HeieSettings(**json.loads(metadata["settings"])))
+        try:
+            heads = cls(HeieSettings(**json.loads(metadata["settings"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RewardError(f"{file} does not say the sizes of HEIE heads: {error}") from error
         try:
             heads.load_state_dict(state)
         except RuntimeError as error:

@@ -126,7 +126,9 @@ def draw_maps(heads: HeieHeads, seen: Sequence[View]) -> Maps:
     hidden = torch.stack([view.hidden for view in seen])
     features = torch.stack([view.features for view in seen])
     batch, parts = hidden.shape[:2]
-    logits, log_std = heads.mapper(hidden.flatten(0, 1), features.flatten(0, 1), seen[0].grid)
+    context = hidden[:, :1].expand_as(hidden)
+    own, around = hidden.flatten(0, 1), context.flatten(0, 1)
+    logits, log_std = heads.mapper(own, around, features.flatten(0, 1), seen[0].grid)
     logits, log_std = (part.view(batch, parts, *part.shape[1:]) for part in (logits, log_std))
     whole = logits[:, 0], log_std[:, 0]
     if parts == 1:

@@ -140,62 +140,7 @@ def train_heads(
     return losses
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeieQuality:
-    """How well heads do on held-out pictures."""
-
-    correlation: float
-    """Of heat and truth over all cells of pictures in which something is wrong (CC)."""
-    auc: float
-    """Probability that a wrong cell is hotter than a right one of the same picture, mean over pictures."""
-    score_auc: float
-    """Probability that a plausible picture (truth above the middle) scores above an implausible one."""
-    error: float
-    """Mean absolute error of the heat."""
-    predicted_std: float
-    """Mean of the map's deviation; a Laplace deviation is √2 times the mean absolute error if it is right."""
-
-
-@torch.no_grad()
-def heie_quality(heads: HeieHeads, data: HeieData) -> HeieQuality:
-    """Measure heads.
-
-    Args:
-        heads: trained.
-        data: held-out pictures.
-    """
-    found = draw_maps(heads, data.seen)
-    target = pooled(data.heat, found.heat)
-    wrong = target.amax((1, 2)) > 0.5
-    aucs = [
-        _auc(heat.flatten(), truth.flatten() > 0.5)
-        for heat, truth in zip(found.heat[wrong], target[wrong], strict=True)
-    ]
-    both = torch.stack([found.heat[wrong].flatten(), target[wrong].flatten()])
-    return HeieQuality(
-        correlation=float(torch.corrcoef(both)[0, 1]),
-        auc=sum(aucs) / max(len(aucs), 1),
-        score_auc=_auc(found.score, data.score > data.score.min() / 2 + data.score.max() / 2),
-        error=float((found.heat - target).abs().mean()),
-        predicted_std=float(found.std.mean()),
-    )
-
-
 def pooled(truth: Tensor, like: Tensor) -> Tensor:
     """Truth [B, h, w] averaged over the cells of a map [B, h', w']."""
     height, width = int(like.shape[1]), int(like.shape[2])
     return F.adaptive_avg_pool2d(truth[:, None], (height, width))[:, 0]
-
-
-def _auc(value: Tensor, positive: Tensor) -> float:
-    """Area under the ROC curve, ties a half."""
-    order = value.argsort()
-    rank = torch.empty_like(value, dtype=torch.float64)
-    rank[order] = torch.arange(1, len(value) + 1, dtype=torch.float64)
-    _, inverse, count = value.unique(return_inverse=True, return_counts=True)
-    mean_rank = torch.zeros(len(count), dtype=torch.float64).index_add_(0, inverse, rank) / count
-    ups = int(positive.sum())
-    downs = len(value) - ups
-    if not ups or not downs:
-        return float("nan")
-    return float((mean_rank[inverse][positive].sum() - ups * (ups + 1) / 2) / (ups * downs))

@@ -8,7 +8,7 @@ object no pixel is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -47,13 +47,30 @@ def wrong_pixels(scene: Scene, record: Record) -> np.ndarray:
         scene: the picture.
         record: what it should show.
     """
+    return _pixels_of(item for item, is_wrong in _judged(scene, record) if is_wrong)
+
+
+def right_pixels(scene: Scene, record: Record) -> np.ndarray:
+    """[64, 64] float32, 1 on the objects that are not to blame, edges graded, 0 elsewhere.
+
+    Args:
+        scene: the picture.
+        record: what it should show.
+    """
+    return _pixels_of(item for item, is_wrong in _judged(scene, record) if not is_wrong)
+
+
+def _judged(scene: Scene, record: Record) -> Iterator[tuple[SceneObject, bool]]:
+    return zip(scene.objects, blamed(scene, record), strict=True)
+
+
+def _pixels_of(objects: Iterable[SceneObject]) -> np.ndarray:
     grid = np.arange(SIZE, dtype=np.float32) + 0.5
-    wrong = np.zeros((SIZE, SIZE), dtype=np.float32)
-    for item, is_wrong in zip(scene.objects, blamed(scene, record), strict=True):
-        if is_wrong:
-            distance = inside_distance(item.shape, grid[None] - item.x, grid[:, None] - item.y, item.radius)
-            wrong = np.maximum(wrong, np.clip(distance + 0.5, 0.0, 1.0))
-    return wrong.astype(np.float32)
+    covered = np.zeros((SIZE, SIZE), dtype=np.float32)
+    for item in objects:
+        distance = inside_distance(item.shape, grid[None] - item.x, grid[:, None] - item.y, item.radius)
+        covered = np.maximum(covered, np.clip(distance + 0.5, 0.0, 1.0))
+    return covered.astype(np.float32)
 
 
 def _changed(scene: Scene, number: int, record: Record) -> Iterator[Scene]:
