@@ -45,12 +45,13 @@ class StackedLora(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M·B, ..., in] -> [M·B, ..., out]; row m·B + i belongs to member m."""
-        members = self.lora_a.shape[0]
+        members, own = self.lora_a.shape[0], self.lora_a.dtype
         if x.shape[0] % members:
             raise ValueError(f"{x.shape[0]} rows for {members} members; repeat the batch with `repeat_rows`.")
-        rows = x.reshape(members, -1, x.shape[-1]).to(self.lora_a.dtype)
-        change = torch.bmm(torch.bmm(rows, self.lora_a.mT), self.lora_b.mT) * self.scaling
-        return self.base(x) + change.reshape(*x.shape[:-1], -1).to(x.dtype)
+        found = self.base(x)
+        narrow = torch.bmm(x.reshape(members, -1, x.shape[-1]).to(own), self.lora_a.mT)
+        whole = found.reshape(members, -1, found.shape[-1]).to(own)
+        return torch.baddbmm(whole, narrow, self.lora_b.mT, alpha=self.scaling).view_as(found).to(found.dtype)
 
 
 class LoraEnsemble(nn.Module):
@@ -93,9 +94,8 @@ class LoraEnsemble(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for parameter in backbone.parameters():
             parameter.requires_grad_(False)
-        self.adapters: dict[str, StackedLora] = {}
         found = [
-            (name, module)
+            name
             for name, module in backbone.named_modules()
             if isinstance(module, nn.Linear) and name.split(".")[-1] in targets
         ]
@@ -103,11 +103,7 @@ class LoraEnsemble(nn.Module):
             raise ValueError(
                 f"no linear layer of the backbone is named {' or '.join(targets)}; see named_modules()."
             )
-        for name, module in found:
-            parent, _, leaf = name.rpartition(".")
-            layer = StackedLora(module, members, rank, alpha / rank, generator)
-            setattr(backbone.get_submodule(parent), leaf, layer)
-            self.adapters[name] = layer
+        self.adapters = stack_adapters(backbone, found, members, rank, alpha / rank, generator)
         self.backbone, self.members, self.rank = backbone, members, rank
         self.head = nn.Parameter(
             torch.randn(members, outputs, hidden_size, generator=generator) / hidden_size**0.5
@@ -159,6 +155,45 @@ class LoraEnsemble(nn.Module):
         """`nuclear_diversity` summed over the adapted layers; add −λ times it to the members' loss."""
         layers = self.adapters.values()
         return torch.stack([nuclear_diversity(layer.lora_a, layer.lora_b) for layer in layers]).sum()
+
+
+def stack_adapters(
+    backbone: nn.Module,
+    names: Sequence[str],
+    members: int,
+    rank: int,
+    scaling: float,
+    generator: torch.Generator,
+) -> dict[str, StackedLora]:
+    """Put stacked adapters around linear layers, in place.
+
+    Args:
+        backbone: holds the layers.
+        names: full names of linear layers.
+        members: M.
+        rank: r.
+        scaling: α/r.
+        generator: of the start; see `StackedLora`.
+
+    Returns:
+        name -> the adapted layer.
+
+    Raises:
+        RewardError: the backbone has no linear layer of such a name.
+    """
+    layers = {name: module for name, module in backbone.named_modules() if isinstance(module, nn.Linear)}
+    lacking = sorted(set(names) - set(layers))
+    if lacking:
+        raise RewardError(
+            f"The model lacks {len(lacking)} linear layers that the members adapt: {', '.join(lacking[:3])}. "
+            "Give the base that they were trained from."
+        )
+    adapters: dict[str, StackedLora] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        adapters[name] = StackedLora(layers[name], members, rank, scaling, generator)
+        setattr(backbone.get_submodule(parent), leaf, adapters[name])
+    return adapters
 
 
 def head_outputs(feature: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

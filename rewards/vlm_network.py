@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,21 +80,23 @@ class SeeingNetwork:
         """Where the model is."""
         return self.trunk.get_input_embeddings().weight.device
 
-    def states(self, rows: Sequence[Row]) -> Tensor:
+    def states(self, rows: Sequence[Row], run: Callable[[Batch], Tensor] | None = None) -> Tensor:
         """Hidden states [N, H] float32 at the rows' marks; with gradient where it is enabled.
 
         Equal rows are computed once; rows with the same pictures and a common beginning share it.
 
         Args:
             rows: N rows, one at least.
+            run: from a batch to what stands at each of its places, [b, S, *]; the language part when None.
         """
+        run = run or self.hidden
         different = list(dict.fromkeys(rows))
         packs = pack_rows(different, self.image_token, share=self.shares)
         found: list[Tensor] = []
         numbers: list[int] = []
         for part in batch_packs(packs, self.max_tokens):
             batch = collate(part, self.image_token, self.pad, self.merge)
-            hidden = self._hidden(batch)
+            hidden = run(batch)
             at = batch.marks.to(hidden.device)
             found.append(hidden[at[:, 0], at[:, 1]].float())
             numbers += batch.numbers
@@ -161,12 +163,23 @@ class SeeingNetwork:
             given["position_ids"] = batch.positions.to(device)
         return given
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        """[b, S, H]. Without packs no mask is needed: padding stands behind everything that is read."""
+    def hidden(
+        self, batch: Batch, change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ) -> Tensor:
+        """Last hidden states [b, S, H] of a batch.
+
+        Without packs no mask is needed: padding stands behind everything that is read.
+
+        Args:
+            batch: rows or packs.
+            change: of what the language part takes, e.g. more rows.
+        """
         given = self.inputs(batch)
         dtype = given["inputs_embeds"].dtype
         mask = None if batch.segments is None else attention_mask(batch.segments.to(self.device), dtype)
-        return self.trunk.language_model(**given, attention_mask=mask, use_cache=False).last_hidden_state
+        given["attention_mask"] = mask
+        given = given if change is None else change(given)
+        return self.trunk.language_model(**given, use_cache=False).last_hidden_state
 
     def _look(self, shown: Sequence[Shown]) -> list[PictureFeatures]:
         return self.eye.features(self.trunk, shown)
