@@ -108,5 +108,6 @@ one word (a few: in more) and is not true; share of right answers, {found["yes/n
 
 {check} held-out pairs whose utilities differ by at least {CLEAR}, both orders, log-odds averaged:
 {found["pair"]:.3f} right. Expected rating against 1 + 4 · quality, {check} pictures: mean absolute error
-{found["rating error"]:.2f}.
+{found["rating error"]:.2f}; of the pairs among them whose qualities differ by at least {CLEAR}, the ratings
+order {found["rating order"]:.3f} correctly.
 """

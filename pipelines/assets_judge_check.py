@@ -14,7 +14,7 @@ from torch import Tensor
 from visalign.data.prompts import CATEGORIES, Record
 from visalign.data.render import render_many
 from visalign.data.scenes import Scene, sample_scene
-from visalign.data.shapes_preferences import ShapesPreferences
+from visalign.data.shapes_preferences import CLEAR, ShapesPreferences
 from visalign.data.verifier import verify_scene
 
 from .assets_judge import TOKENS, see
@@ -46,7 +46,7 @@ def answer_logits(model: Any, tokenizer: Any, asked: list[list[Question]], featu
 def answer_accuracy(
     model: Any, tokenizer: Any, *, pictures: int = 300, pairs: int = 300, seed: int = CHECK_SEED
 ) -> dict[str, float]:
-    """Held-out accuracy of yes/no by category, of pairs with a clear truth, and the error of ratings.
+    """Held-out accuracy of yes/no by category, of pairs with a clear truth; error and order of ratings.
 
     Args:
         model: the model in evaluation mode.
@@ -80,7 +80,7 @@ def answer_accuracy(
             hits[tags[number // 2]].append(hit)
     found = {name: float(np.mean(hits[name])) for name in ("yes/no", *CATEGORIES) if hits[name]}
     found["pair"] = _pair_accuracy(model, tokenizer, world, pairs, yes, no)
-    found["rating error"] = _rating_error(model, tokenizer, world, pictures)
+    found["rating error"], found["rating order"] = _ratings(model, tokenizer, world, pictures)
     return found
 
 
@@ -114,8 +114,8 @@ def _pair_accuracy(
     return float(np.mean(hits))
 
 
-def _rating_error(model: Any, tokenizer: Any, world: ShapesPreferences, pictures: int) -> float:
-    """Mean absolute difference between the expected rating and 1 + 4·quality."""
+def _ratings(model: Any, tokenizer: Any, world: ShapesPreferences, pictures: int) -> tuple[float, float]:
+    """Mean |expected rating − 1 − 4·quality|, and the share of clear pairs of pictures in the right order."""
     scenes = [world.quality(number).scene for number in range(pictures)]
     features = see(model, render_many(scenes))
     # the answer's first token is its tag, so the digit is asked for behind it
@@ -134,4 +134,5 @@ def _rating_error(model: Any, tokenizer: Any, world: ShapesPreferences, pictures
     prob = model.lm_head(hidden[where.any(0)]).float()[:, digits].softmax(-1)
     expected = prob @ torch.arange(1.0, 6.0)
     truth = torch.tensor([1.0 + 4.0 * scene.quality for scene in scenes])
-    return float((expected - truth).abs().mean())
+    clear = truth[:, None] - truth >= 4.0 * CLEAR
+    return float((expected - truth).abs().mean()), float((expected[:, None] > expected)[clear].float().mean())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from visalign.core.preference_ict import ict_labels
+from visalign.errors import UserError, suggestion
 from visalign.rewards.clip_towers import cosine
 from visalign.rewards.hp import Hp
 from visalign.rewards.ict import Ict
@@ -37,6 +39,7 @@ class IctJudge:
         self.theta, self.autocast = config.data.theta, config.model.autocast
         self.save_dtype = getattr(torch, config.model.save_dtype)
         self.module.requires_grad_(True)
+        freeze(self.module.encoder.model, config.model.frozen)
         self.module.encoder.logit_scale.requires_grad_(False)  # the cosine has none
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -115,6 +118,8 @@ class HpJudge:
         self.module.head.requires_grad_(True)
         if model.train == "full":
             self._picture_tower().requires_grad_(True)
+            freeze(self.module.encoder.model, model.frozen)
+        self.path = model.path
 
     def _picture_tower(self) -> nn.Module:
         """The part of the encoder that pictures go through."""
@@ -145,10 +150,39 @@ class HpJudge:
     def save(self, folder: Path) -> None:
         """What `Hp.from_pretrained` reads."""
         self.module.eval()
-        self.judge.save(folder, dtype=self.save_dtype)
+        self.judge.save(folder, dtype=self.save_dtype, base=base_name(self.path, folder))
 
 
 def precision(device: torch.device, name: str | None) -> Any:
     """Autocast to the dtype of that name, or nothing."""
     dtype = torch.float32 if name is None else getattr(torch, name)
     return torch.autocast(device.type, dtype, enabled=name is not None)
+
+
+def base_name(path: str, folder: Path) -> str:
+    """What a folder calls the model it was trained from: a packaged name or hub id as it is, another folder
+    by the way to it."""
+    return os.path.relpath(path, folder) if Path(path).is_dir() else path
+
+
+def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
+    """Keep parameters as they are.
+
+    Args:
+        model: whose parameters are frozen.
+        beginnings: of their names.
+
+    Raises:
+        UserError: no name begins so.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for beginning in beginnings:
+        if not any(name.startswith(beginning) for name in names):
+            first = sorted({".".join(name.split(".")[:2]) for name in names})
+            raise UserError(
+                f"model.frozen has {beginning!r}, and no parameter's name begins so. "
+                f"{suggestion(beginning, first)}They begin with {', '.join(first)}."
+            )
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(beginnings)):
+            parameter.requires_grad_(False)

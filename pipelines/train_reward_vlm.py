@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,13 @@ from visalign.rewards.ranknet_head import RanknetHead
 from visalign.rewards.reward_dance_questions import PAIR, YES_NO
 from visalign.rewards.visual_quality import RATING
 from visalign.rewards.vlm import Ask, VisionLanguageJudge
+from visalign.rewards.vlm_bases import name_base
 from visalign.rewards.vlm_template import SETTINGS, JudgeSettings, Template
 from visalign.rewards.yes_no_reader import NO, YES, token_set
 from visalign.training.reward_tasks import Outputs, RewardBatch
 
 from .train_reward_batches import pair_images, pair_labels, pair_rows
-from .train_reward_clip import precision
+from .train_reward_clip import base_name, freeze, precision
 from .train_reward_config import TrainRewardConfig
 from .train_reward_examples import Example
 
@@ -78,6 +77,7 @@ class Hpsv3Judge:
                 model.add_adapter(lora_config(config))
             elif config.model.train == "full":
                 model.requires_grad_(True)
+                freeze(model, config.model.frozen)
         self.module.head.requires_grad_(True)
         self.token: nn.Parameter | None = None
         if config.model.train == "lora":
@@ -130,8 +130,7 @@ class Hpsv3Judge:
         full = self.config.model.train == "full"
         if full:
             model.to(getattr(torch, self.config.model.save_dtype))
-        base = os.path.relpath(path, folder) if Path(path).is_dir() else path
-        self.module.save_pretrained(folder, base=None if full else base)
+        self.module.save_pretrained(folder, base=None if full else base_name(path, folder))
         shrink(folder, getattr(torch, self.config.model.save_dtype))
 
 
@@ -160,17 +159,13 @@ class AnswerJudge:
                 for key, usual in (("yes", YES), ("no", NO))
             )
             self.split, self.ids = len(yes), [*yes, *no]
-        self.peft: Any = None
         if config.model.train == "lora":
-            from peft import get_peft_model
-
-            with torch.random.fork_rng(), warnings.catch_warnings():
-                # peft 0.18 reads a property that transformers 5.23 has renamed
-                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            with torch.random.fork_rng():
                 torch.manual_seed(config.seed)
-                self.peft = get_peft_model(self.engine.model, lora_config(config))
+                self.engine.model.add_adapter(lora_config(config))
         else:
             self.engine.model.requires_grad_(True)
+            freeze(self.engine.model, config.model.frozen)
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.engine.model.named_parameters() if p.requires_grad]
@@ -208,33 +203,43 @@ class AnswerJudge:
         with precision(self.engine.network.device, self.config.model.autocast):
             states = self.engine.states(rows)
         logits = self.engine.head_logits(states, self.ids)
+        log_mass = (logits.logsumexp(-1) - self.engine.log_total(states)).clamp(max=0.0)
         if self.kind != "rating":
             odds = logits[:, : self.split].logsumexp(-1) - logits[:, self.split :].logsumexp(-1)
-            return {"value": scale * odds}
+            return {"value": scale * odds, "log_mass": log_mass}
         prob = logits.softmax(-1)
         scores = self.scores.to(prob)
         mean = prob @ scores
         spread = (prob * (scores - mean[:, None]).square()).sum(-1)
-        return {"value": mean, "log_std": 0.5 * spread.clamp(min=1e-12).log()}
+        return {"value": mean, "log_std": 0.5 * spread.clamp(min=1e-12).log(), "log_mass": log_mass}
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """The whole model with its processor and `judge.json`, adapters added to the weights."""
-        model = self.engine.model.eval() if self.peft is None else self.peft.merge_and_unload()
-        model.to(getattr(torch, self.config.model.save_dtype)).save_pretrained(folder)
-        self.engine.processor.save_pretrained(folder)
+        """What the judges' `from_pretrained` reads: `judge.json` with the LoRA, or with the whole model."""
+        model = self.engine.model.eval()
+        dtype = getattr(torch, self.config.model.save_dtype)
         settings = self.engine.settings
+        rest = dict(settings.rest)
+        if self.config.model.train == "lora":
+            rest["base"] = base_name(self.config.model.path, folder)
+            model.save_pretrained(folder)
+            name_base(folder, rest["base"])
+        else:
+            rest.pop("base", None)
+            model.to(dtype).save_pretrained(folder)
+            self.engine.processor.save_pretrained(folder)
         templates = {**settings.templates, self.template.name: self.template}
-        JudgeSettings(templates=templates, positions=self.engine.positions, rest=settings.rest).write(folder)
-        readable(folder)
+        JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
+        shrink(folder, dtype)
 
 
 def refuse(reasons: Sequence[str | None], prompts: Sequence[str]) -> None:
     """Refuse examples that the model cannot read, by UserError."""
     for prompt, reason in zip(prompts, reasons, strict=True):
         if reason is not None:
+            shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}… ({len(prompt):,} characters)"
             raise UserError(
-                f"An example with the prompt {prompt!r} cannot be learnt: {reason}. Take it out of the set."
+                f"An example with the prompt {shown!r} cannot be learnt: {reason}. Take it out of the set."
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .contract import RewardError
+from .identity import fingerprint
 from .open_clip_folder import save_open_clip
 
 
@@ -89,6 +90,14 @@ class ClipParts:
     """Folder of the weights, or None where open_clip keeps them itself."""
     model_cfg: Mapping[str, Any] | None = None
     """open_clip's model_cfg, or None for transformers."""
+    base: str = ""
+    """Fingerprint of the other weights, where `place` holds only those that differ from them."""
+
+    @property
+    def weights(self) -> str:
+        """Fingerprint of the weight files; "" where open_clip keeps them itself."""
+        own = "" if self.place is None else fingerprint(self.place)
+        return f"{self.base}+{own}" if self.base else own
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
         """Write config, weights and tokenizer into a folder that `load_clip` reads again.

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from .checkpoint_files import local_folder, read_tensors
+from .clip_changes import BASE, load_changes
 from .clip_encoder import ClipEncoder, ClipParts
 from .clip_transformers import CLIP_VIT_H_14, DTYPES, load_transformers_clip
 from .open_clip_folder import CONFIG, check_end_token, load_open_clip, open_clip_place
@@ -83,7 +85,8 @@ def load_fine_tuned_clip(
     """Load a fine-tuned contrastive model: as `ClipParts.save` wrote it, or as ICTHP published it.
 
     Args:
-        model: what `find_folder` takes, or a bare `pytorch_model.bin` of a CLIP ViT-H/14.
+        model: what `find_folder` takes, also with the changes to a base alone (`clip_changes`); or a bare
+            `pytorch_model.bin` of a CLIP ViT-H/14.
         subfolder: looked into where the folder has it ("hp_backbone").
         device: where the towers go.
         precision: "fp32", "bf16" or "fp16".
@@ -103,6 +106,8 @@ def load_fine_tuned_clip(
     folder = find_folder(model)
     if subfolder and (folder / subfolder).is_dir():
         folder = folder / subfolder
+    if (folder / BASE).is_file():
+        return load_changes(folder, load=partial(load_fine_tuned_clip, device=device, precision=precision))
     if (folder / CONFIG).is_file():
         return load_clip(folder, device=device, precision=precision)
     return load_transformers_clip(folder, config=CLIP_VIT_H_14, device=device, precision=precision)

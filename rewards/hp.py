@@ -19,6 +19,7 @@ from visalign.interfaces import Metadata, Scores
 
 from .affine_head import AffineHead
 from .checkpoint_files import read_tensors
+from .clip_changes import save_changes
 from .clip_encoder import ClipEncoder
 from .clip_loading import find_folder, load_fine_tuned_clip
 from .clip_towers import IMAGE_CACHE_BYTES, ClipTowers
@@ -142,16 +143,27 @@ class Hp:
         """The network for a trainer; it holds the judge's own weights."""
         return HpModel(self.towers.encoder, self.head)
 
-    def save(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
+    def save(
+        self, folder: str | Path, dtype: torch.dtype = torch.float16, *, base: str | None = None
+    ) -> None:
         """Write towers, config, tokenizer and head, which `from_pretrained` reads again.
 
         Args:
             folder: is made.
             dtype: of the towers' weights on disk; the head is float32.
+            base: packaged name, hub id, or folder relative to `folder`, that the towers were trained from; of
+                them only what differs is then written.
+
+        Raises:
+            RewardError: the towers do not come from that base.
         """
         from safetensors.torch import save_file
 
-        self.towers.parts.save(folder, dtype)
+        parts = self.towers.parts
+        if base is None:
+            parts.save(folder, dtype)
+        else:
+            save_changes(folder, parts, base, load=load_fine_tuned_clip, dtype=dtype)
         file = Path(folder) / HEAD
         save_file({key: value.cpu().contiguous() for key, value in self.head.state_dict().items()}, file)
         file.chmod(0o644)

@@ -30,7 +30,7 @@ from torch import nn
 
 from visalign.interfaces import Metadata, Scores
 
-from .contract import make_scores, read_request, scatter
+from .contract import make_scores, prompt_problem, read_request, scatter
 from .hpsv3_loading import load_hpsv3
 from .hpsv3_model import REWARD_TOKEN, TEMPLATE, HPSv3Batch, HPSv3Model
 from .identity import Identity
@@ -118,10 +118,9 @@ class HPSv3:
         reasons = list(request.images.reasons)
         rows = []
         for row, image in request.images.readable():
-            if request.prompts[row].strip():
+            reasons[row] = prompt_problem(request.prompts[row])
+            if reasons[row] is None:
                 rows.append((row, image))
-            else:
-                reasons[row] = "the prompt is empty, so there is nothing to compare the image with"
         batch = self.model.encode([image for _, image in rows], [request.prompts[row] for row, _ in rows])
         for (row, _), reason in zip(rows, batch.reasons, strict=True):
             reasons[row] = reason

@@ -24,9 +24,11 @@ from .checkpoint_files import local_folder, read_tensors
 from .contract import RewardError
 from .hpsv3_model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model
 from .identity import fingerprint
+from .quiet_loading import quiet_loading
 from .qwen_vl_layout import current_keys
 from .ranknet_head import RanknetHead
 from .vlm import VisionLanguageJudge
+from .vlm_bases import base_of
 from .vlm_loading import find_model, load_processor
 from .vlm_template import SETTINGS, JudgeSettings, Template
 
@@ -87,7 +89,7 @@ def _load_ours(
         raise RewardError(f"The head of {folder.name}/{SETTINGS} is {head_settings!r}; HPSv3's is 'ranknet'.")
     if not (folder / HEAD_FILE).is_file():
         raise FileNotFoundError(f"{folder} holds no {HEAD_FILE}; copy the folder again.")
-    source = base or _base_of(folder, settings)
+    source = base or base_of(folder, settings)
     adapter = folder if (folder / "adapter_config.json").is_file() else None
     options = {**settings.rest.get("pixels", {}), "settings": settings, **options}
     options.setdefault("positions", settings.positions)
@@ -169,7 +171,8 @@ def _backbone(source: str | Path, state: dict[str, Tensor], dtype: torch.dtype) 
         wanted = AutoModelForImageTextToText.from_config(config).state_dict()
     check_keys(wanted, state)
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    return kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    with quiet_loading():
+        return kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
 
 
 def check_keys(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
@@ -219,15 +222,6 @@ def _weight_file(folder: Path) -> Path:
             "file itself, or a folder that HPSv3Model.save_pretrained wrote."
         )
     return files[0]
-
-
-def _base_of(folder: Path, settings: JudgeSettings) -> str | Path:
-    """Where the model of our layout is: in the folder, beside it, or under a name."""
-    named = settings.rest.get("base")
-    if named is None:
-        return folder
-    beside = folder / str(named)
-    return beside.resolve() if beside.is_dir() else str(named)
 
 
 def _folder(place: str | Path) -> Path:

@@ -6,7 +6,6 @@ Source: Ma et al., "HPSv3", arXiv 2508.03789, and its released code for the head
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from visalign.core.preference_uncertainty import soft_clamp
 from .contract import RewardError
 from .ranknet_head import RanknetHead
 from .vlm import Ask, Row, VisionLanguageJudge
+from .vlm_bases import name_base
 from .vlm_template import JudgeSettings, Template
 
 REWARD_TOKEN = "<|Reward|>"
@@ -201,7 +201,7 @@ class HPSv3Model(nn.Module):
         if base is None or has_adapter:
             model.save_pretrained(folder)
         if has_adapter:
-            _name_base(folder / "adapter_config.json", str(base))
+            name_base(folder, str(base))
         if base is None:
             self.engine.processor.save_pretrained(folder)
         tensors = {key: value.detach().cpu().contiguous() for key, value in self.head.state_dict().items()}
@@ -219,10 +219,3 @@ class HPSv3Model(nn.Module):
         templates = {**settings.templates, "hpsv3": self.template}
         JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
         (folder / HEAD_FILE).chmod((folder / "judge.json").stat().st_mode)
-
-
-def _name_base(file: Path, base: str) -> None:
-    """Put the base's name into a LoRA's config, where peft writes the place it was loaded from."""
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config["base_model_name_or_path"] = base
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

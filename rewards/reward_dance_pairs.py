@@ -12,7 +12,7 @@ from torch import Tensor
 from visalign.core import both_orders
 from visalign.interfaces import Metadata, Preferences
 
-from .contract import Request, read_request, scatter
+from .contract import Request, prompt_problem, read_request, scatter
 from .identity import Identity
 from .images import load_images
 from .reward_dance_questions import PAIR, PAIR_EXPLAIN, check_options, reasons_behind
@@ -34,7 +34,7 @@ class RewardDancePairs:
 
     def __init__(
         self,
-        model: Any = "shapes-vlm",
+        model: Any = "shapes-pairs",
         *,
         both_orders: bool = True,
         instruction: str = "",
@@ -116,7 +116,7 @@ class RewardDancePairs:
     def _compare(self, request: Request, pairs: Tensor) -> Preferences:
         from .vlm import Ask
 
-        reasons: list[str | None] = [_pair_reason(request, i, j) for i, j in pairs.tolist()]
+        reasons: list[str | None] = [self._pair_reason(request, i, j) for i, j in pairs.tolist()]
         rows = [row for row, reason in enumerate(reasons) if reason is None]
         asks = []
         for i, j in pairs[rows].tolist():
@@ -150,13 +150,13 @@ class RewardDancePairs:
             prob=full.sigmoid(), valid=valid, log_odds=full, parts=parts, text=text, reason=reasons
         )
 
-
-def _pair_reason(request: Request, left: int, right: int) -> str | None:
-    for side, row in (("left", left), ("right", right)):
-        if request.images.reasons[row] is not None:
-            return f"{side}: {request.images.reasons[row]}"
-    if request.prompts[left] != request.prompts[right]:
-        return "the two images have different prompts"
-    return (
-        None if request.prompts[left].strip() else "the prompt is empty, so there is nothing to compare with"
-    )
+    def _pair_reason(self, request: Request, left: int, right: int) -> str | None:
+        """Why a pair cannot be asked about; the prompt counts where the template asks for it."""
+        for side, row in (("left", left), ("right", right)):
+            if request.images.reasons[row] is not None:
+                return f"{side}: {request.images.reasons[row]}"
+        if "prompt" not in self.template.fields:
+            return None
+        if request.prompts[left] != request.prompts[right]:
+            return "the two images have different prompts"
+        return prompt_problem(request.prompts[left])

@@ -15,7 +15,9 @@ from visalign.data.assets import resolve_model
 
 from .contract import RewardError
 from .identity import fingerprint
-from .vlm_template import JudgeSettings
+from .quiet_loading import quiet_loading
+from .vlm_bases import base_of, has_base, is_adapter
+from .vlm_template import SETTINGS, JudgeSettings
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,25 @@ def load_seeing_model(
     """
     from transformers import AutoModelForImageTextToText
 
+    own = resolve_model(folder_or_id)
+    folders = [own] if isinstance(own, Path) else []
+    adapters = [] if adapter is None else [adapter]
+    while folders and has_base(folders[-1]):  # a LoRA or settings alone, on a base that may be one again
+        if is_adapter(folders[-1]):
+            adapters.insert(0, folders[-1])
+        folder_or_id = base_of(folders[-1], JudgeSettings.read(folders[-1]))
+        below = resolve_model(folder_or_id)
+        if not isinstance(below, Path) or below in folders:
+            break
+        folders.append(below)
     place = find_model(folder_or_id)
+    settings = next((JudgeSettings.read(f) for f in folders if (f / SETTINGS).is_file()), JudgeSettings())
     processor = load_processor(place)
     try:
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            str(place), dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
+        with quiet_loading():
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
+                str(place), dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise RewardError(
             f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Check that config "
@@ -60,17 +75,15 @@ def load_seeing_model(
         ) from error
     model, told = loaded
     _check_loaded(str(folder_or_id), told)
-    if adapter is not None:
-        model = add_adapter(model, adapter, merge=merge)
-    local = isinstance(place, Path)
-    weights = fingerprint(place) if local else ""
-    if adapter is not None:
-        weights += "+" + fingerprint(adapter)
+    for one in adapters:
+        model = add_adapter(model, one, merge=merge or one is not adapters[-1])
+    weights = fingerprint(place) if isinstance(place, Path) else ""
+    weights = "+".join([weights, *(fingerprint(one) for one in adapters)])
     return Loaded(
         model=model.to(device).eval().requires_grad_(False),
         processor=processor,
-        settings=JudgeSettings.read(place) if local else JudgeSettings(),
-        name=Path(place).name if local else str(place),
+        settings=settings,
+        name=own.name if isinstance(own, Path) else own,
         weights=weights,
     )
 
@@ -144,7 +157,7 @@ def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:
     ):
         raise FileNotFoundError(f"{adapter} holds no adapter_config.json; give the folder of a peft LoRA.")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), quiet_loading():
             # peft 0.18 reads a property that transformers 5.23 has renamed
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))

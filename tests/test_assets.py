@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -136,6 +137,8 @@ def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
     assert abs(found["yes/no"] - stated(text, r"right answers, ([\d.]+) in all")) < 0.03
     assert abs(found["pair"] - stated(text, r"log-odds averaged:\n([\d.]+) right")) < 0.08
     assert abs(found["rating error"] - stated(text, r"mean absolute error\s+([\d.]+\d)")) < 0.1
+    assert abs(found["rating order"] - stated(text, r"the ratings\s+order ([\d.]+\d)")) < 0.03
+    assert found["rating order"] >= 0.95
 
 
 def test_the_trained_judges_order_clear_pairs_as_their_cards_say() -> None:
@@ -160,8 +163,44 @@ def test_the_trained_judges_order_clear_pairs_as_their_cards_say() -> None:
         )
 
 
+def test_the_heatmap_heads_are_as_good_as_their_card_says() -> None:
+    from visalign.pipelines.assets_heie import heie_measures
+    from visalign.pipelines.assets_heie_data import shapes_faults
+    from visalign.rewards.heie import Heie
+
+    text = card("shapes-heie")
+    assert size_of(Path(resolve_model("shapes-heie"))) <= 0.4
+    judge = Heie(write_reasons=False)
+    found = heie_measures(judge, shapes_faults(160, split="heldout", seed=11))
+    row = r"weighted by their deviations \|"
+    assert found["correlation"] == pytest.approx(stated(text, row + r" ([\d.]+)"), abs=0.06)
+    assert found["auc"] == pytest.approx(stated(text, row + r" [\d.]+ \| ([\d.]+)"), abs=0.02)
+    assert found["iou"] == pytest.approx(stated(text, row + r"(?: [\d.]+ \|){2} ([\d.]+)"), abs=0.08)
+    assert found["srcc"] == pytest.approx(stated(text, r"of score and truth: ([\d.]+)"), abs=0.06)
+    assert found["auc right"] == pytest.approx(stated(text, r"undistorted: ([\d.]+)"), abs=0.03)
+    for name, place in (("coverage 0.9", 1), ("wrong coverage 0.9", 2)):
+        column = rf"\| 0\.9 (?:\| [\d.]+ ){{{place - 1}}}\| ([\d.]+)"
+        assert found[name] == pytest.approx(stated(text, column), abs=0.05)
+    assert found["correlation"] > 0.8 and found["srcc"] > 0.8 and found["auc right"] > 0.95
+
+
+def test_the_judge_of_pairs_names_the_better_one_as_its_card_says() -> None:
+    from visalign.data.shapes_preferences import ShapesPreferences
+    from visalign.rewards.reward_dance_pairs import RewardDancePairs
+
+    world = ShapesPreferences(11, split="heldout")
+    pairs = [pair for pair in (world.pair(n) for n in range(400)) if pair.is_clear]
+    left, right = (np.stack([pair.pictures()[side] for pair in pairs]) for side in (0, 1))
+    found = RewardDancePairs().compare(left, right, [pair.prompt for pair in pairs])
+    better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
+    share = ((found.prob > 0.5) == better).float().mean().item()
+    assert bool(found.valid.all()) and share >= 0.93
+    wanted = stated(card("shapes-pairs"), r"truth is clear \| [\d.]+ \| ([\d.]+)")
+    assert wanted >= 0.95 and share == pytest.approx(wanted, abs=0.03)
+
+
 def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no stage 'vae'\. Stages: autoencoder, .*, language, judge"):
+    with pytest.raises(ValueError, match=r"no stage 'vae'\. Stages: autoencoder, .*, judge, heie"):
         build_assets.main(tmp_path, only="vae")
     with pytest.raises(ValueError, match="train the stage 'autoencoder' first"):
         build_assets.main(tmp_path, only="generator")
@@ -225,6 +264,9 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
         judge_steps=2,
         judge_batch=4,
         judge_check=4,
+        heie_pictures=8,
+        heie_steps=2,
+        heie_check=12,
     )
     build_assets.main(tmp_path, plan=plan)
     pipe: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "shapes-sd3", dtype=torch.float32)
@@ -233,7 +275,9 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     assert {plain.transformer.dtype, plain.vae.dtype, plain.text_encoder.dtype} == {torch.float32}
     assert load_open_clip(tmp_path / "shapes-clip")[0].logit_scale.isfinite()
     built = [name for name in PACKAGED if (tmp_path / name).is_dir()]
-    assert built == ["shapes-sd3", "shapes-clip", "tasks-qwen3", "shapes-vlm"]
+    assert built == ["shapes-sd3", "shapes-clip", "tasks-qwen3", "shapes-vlm", "shapes-heie"]
+    named = json.loads((tmp_path / "shapes-heie" / "judge.json").read_text(encoding="utf-8"))["base"]
+    assert named == "../shapes-vlm"
     for name in built:
         text = (tmp_path / name / "README.md").read_text(encoding="utf-8")
         assert "2 steps of" in text

@@ -2,6 +2,11 @@
 """Ranking 24 images on 30 % of the round robin's calls: agreement with the full order, coverage.
 
     python tests/benchmarks/ranking_budget.py [--groups 200] [--size 24] [--budget 0.3] [--methods active]
+    python tests/benchmarks/ranking_budget.py --judge reward_dance_pairs --groups 20 --methods active
+
+With --judge the packaged judge of that name ranks groups of pictures of one held-out prompt each (`rank`),
+the true scores are their utilities, and `cover` is left out, as utilities have another unit. Otherwise the
+judge is simulated.
 
 True scores are normal with the stated spread (logits); a judge's log-odds for an ordered pair are the
 difference of the scores plus a bias for the left side plus logistic noise, drawn once per ordered pair, so
@@ -21,13 +26,20 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from visalign.core import fit_ranking, group_pairs, next_pairs, win_rates
 from visalign.core.pairing import METHODS, Method
 from visalign.core.ranking import Model
+from visalign.data.render import render_many
+from visalign.data.scenes import sample_scene
+from visalign.data.shapes_preferences import ShapesPreferences, degraded, utility
+from visalign.rewards import load_judge, rank
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,37 @@ def simulate(judge: Judge, size: int, budget: float, method: Method, seed: int) 
     }
 
 
+def ask(name: str, size: int, budget: float, method: Method, seed: int) -> dict[str, float]:
+    """One group of pictures and a real judge: the numbers of one row."""
+    judge: Any = load_judge(name)
+    world = ShapesPreferences(seed, split="heldout")
+    rng = np.random.default_rng(seed)
+    record = world.record(rng)
+    scenes = [
+        degraded(sample_scene(record if rng.random() < 0.5 else world.near(record, rng), rng), rng)
+        for _ in range(size)
+    ]
+    true = torch.tensor([utility(scene, record) for scene in scenes]).double()
+    images = torch.from_numpy(render_many(scenes)).permute(0, 3, 1, 2).float() / 255
+    pairs = group_pairs([0] * size, size)
+    once = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
+    twice = torch.cat([once, once.flip(1)])
+    prob = judge.compare_pairs(images, twice, [record["prompt"]] * size).prob.double()
+    full, both = win_rates(once, prob[: len(once)], size), win_rates(twice, prob, size)
+    found = rank(images, record["prompt"], judge, budget=budget, method=method)
+    answers, clear = prob > 0.5, true[twice[:, 0]] != true[twice[:, 1]]
+    return {
+        "accuracy": float((answers == (true[twice[:, 0]] > true[twice[:, 1]]))[clear].double().mean()),
+        "swap": float((answers[: len(once)] != answers[len(once) :]).double().mean()),
+        "full": spearman(found.score, full),
+        "both": spearman(found.score, both),
+        "truth": spearman(found.score, true),
+        "full_truth": spearman(full, true),
+        "cover": float("nan"),
+        "calls": float(found.calls),
+    }
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Budgeted ranking against the full round robin.")
@@ -107,22 +150,28 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     # Pairing rule and priors were chosen on seeds below 224.
     parser.add_argument("--seed", type=int, default=1000, help="of the first group")
+    parser.add_argument("--judge", default=None, help="a packaged judge that compares, not a simulated one")
     options = parser.parse_args()
     print(
         "| answers | spread | bias | noise | accuracy | swap "
         "| method | calls | full (5 %) | both | truth | cover |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for judge in JUDGES:
+    judges = JUDGES if options.judge is None else (options.judge,)
+    for judge in judges:
         for method in options.methods:
-            rows = [
-                simulate(judge, options.size, options.budget, method, options.seed + k)
-                for k in range(options.groups)
-            ]
+            one = partial(ask, judge) if isinstance(judge, str) else partial(simulate, judge)
+            seeds = range(options.seed, options.seed + options.groups)
+            rows = [one(options.size, options.budget, method, seed) for seed in seeds]
             columns = {key: torch.tensor([row[key] for row in rows]).double() for key in rows[0]}
             mean = {key: float(values.mean()) for key, values in columns.items()}
+            settings = (
+                f"{judge} | – | – | –"
+                if isinstance(judge, str)
+                else f"{judge.answers} | {judge.spread:g} | {judge.bias:g} | {judge.noise:g}"
+            )
             print(
-                f"| {judge.answers} | {judge.spread:g} | {judge.bias:g} | {judge.noise:g} "
+                f"| {settings} "
                 f"| {mean['accuracy']:.2f} | {mean['swap']:.2f} | {method} | {mean['calls']:.0f} "
                 f"| {mean['full']:.3f} ({float(columns['full'].quantile(0.05)):.3f}) | {mean['both']:.3f} "
                 f"| {mean['truth']:.3f} (all: {mean['full_truth']:.3f}) | {mean['cover']:.3f} |",

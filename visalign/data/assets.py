@@ -13,6 +13,9 @@ PACKAGED = (
     "shapes-ict",
     "shapes-hp",
     "shapes-hpsv3",
+    "shapes-hpsv3-ensemble",
+    "shapes-pairs",
+    "shapes-heie",
 )
 """The models that come with the package."""
 
