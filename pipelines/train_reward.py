@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .flow_grpo_inputs import FINGERPRINTS, check_unchanged, write_once
 from .interrupted import TrainingInterrupted
 from .job_config import FREE_KEYS
 from .run_folder import check_same_run
-from .train_reward_card import reward_card
+from .train_reward_card import card_notes, first_notes, reward_card
 from .train_reward_config import TrainRewardConfig
 from .train_reward_inputs import RewardInputs, prepare_reward
 from .train_reward_measure import Measure
@@ -45,7 +45,7 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
     """
     import torch
 
-    from .train_reward_build import build_judge
+    from .train_reward_build import build_judge, remembered
 
     output = Path(output)
     check_same_run(config, output, resume=resume, free=FREE_KEYS)
@@ -56,12 +56,16 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
         check_unchanged(output, inputs.fingerprints)
     accelerator = build_accelerator(config.run, output)
     judge = build_judge(config, accelerator.device)
-    measure = Measure(config, judge, inputs.heldout)
+    inputs = replace(inputs, train=remembered(judge, inputs.train))
+    heldout = None if inputs.heldout is None else remembered(judge, inputs.heldout)
+    processes = (accelerator.process_index, accelerator.num_processes)
+    measure = Measure(config, judge, heldout, processes)
     trainer = _trainer(config, inputs, judge, measure, accelerator, output)
-    for note in inputs.notes:
+    for note in (*inputs.notes, *first_notes(judge)):
         trainer.progress.note(note)
-    write_once(output / "config.yaml", "pipeline: train_reward\n" + config_to_yaml(config))
-    write_once(output / FINGERPRINTS, json.dumps(dict(inputs.fingerprints), indent=1) + "\n")
+    if accelerator.is_main_process:
+        write_once(output / "config.yaml", "pipeline: train_reward\n" + config_to_yaml(config))
+        write_once(output / FINGERPRINTS, json.dumps(dict(inputs.fingerprints), indent=1) + "\n")
     if not config.run.trackers:
         return _work(config, inputs, judge, trainer, measure, output, resume)
     accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
@@ -80,7 +84,7 @@ def _trainer(
     output: Path,
 ) -> Any:
     from visalign.training.loop import Keeping
-    from visalign.training.progress import TrainingProgress
+    from visalign.training.progress import SHOWN_OF_A_JUDGE, TrainingProgress
     from visalign.training.reward import RewardTrainer
 
     from .train_reward_batches import ExampleBatches
@@ -105,7 +109,12 @@ def _trainer(
         accelerator=accelerator,
         seed=config.seed,
         evaluate=lambda _: measure(),
-        progress=TrainingProgress(length.iterations, max_seconds=length.max_seconds),
+        progress=TrainingProgress(
+            length.iterations,
+            max_seconds=length.max_seconds,
+            enabled=accelerator.is_main_process,
+            shown=SHOWN_OF_A_JUDGE,
+        ),
     )
 
 
@@ -122,13 +131,8 @@ def _work(
     from visalign.training.runtime import peak_memory_bytes
     from visalign.versions import versions
 
-    begin, path = time.perf_counter(), output / "before.json"
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        trainer.progress.note(f"Measuring on {measure.size} held-out examples before training.")
-        before = measure()
-        write_once(path, _json(before))
+    begin = time.perf_counter()
+    before = _before(trainer, measure, output / "before.json")
     measuring = time.perf_counter() - begin
     if resume:
         trainer.resume()
@@ -142,6 +146,7 @@ def _work(
         measuring += time.perf_counter() - begin
         if trainer.accelerator.is_main_process:
             judge.save(output / JUDGE)
+        notes = card_notes(judge)
     state, peak = result.state, peak_memory_bytes()
     summary = {
         "before": before,
@@ -162,10 +167,24 @@ def _work(
     if trainer.accelerator.is_main_process:
         from visalign.evaluation.atomic import write_atomic
 
-        write_atomic(output / JUDGE / "README.md", reward_card(config, summary, len(inputs.train)).encode())
+        card = reward_card(config, summary, len(inputs.train), notes)
+        write_atomic(output / JUDGE / "README.md", card.encode())
         write_atomic(output / "summary.json", _json(summary).encode())
     trainer.accelerator.wait_for_everyone()
     return json.loads(_json(summary))
+
+
+def _before(trainer: Any, measure: Measure, path: Path) -> dict[str, Any]:
+    """The numbers before training: those of the file, or measured and written there."""
+    is_known = path.is_file()
+    trainer.accelerator.wait_for_everyone()  # all have looked before one writes
+    if is_known:
+        return json.loads(path.read_text(encoding="utf-8"))
+    trainer.progress.note(f"Measuring on {measure.size} held-out examples before training.")
+    before = measure()
+    if trainer.accelerator.is_main_process:
+        write_once(path, _json(before))
+    return before
 
 
 def _json(value: Any) -> str:

@@ -50,16 +50,20 @@ def _order(seed: int, epoch: int, total: int) -> np.ndarray:
     return np.random.default_rng([seed, 51, epoch]).permutation(total)
 
 
-def in_order(examples: Examples, encode: Encode, *, size: int) -> Iterator[RewardBatch]:
-    """All examples once, as they stand.
+def in_order(
+    examples: Examples, encode: Encode, *, size: int, part: tuple[int, int] = (0, 1)
+) -> Iterator[tuple[int, RewardBatch]]:
+    """(number, batch) of all examples once, as they stand.
 
     Args:
         examples: the set.
         encode: of the judge.
         size: examples per batch.
+        part: (i, n): every n-th batch from the i-th on, for n processes.
     """
-    for start in range(0, len(examples), size):
-        yield encode([examples[i] for i in range(start, min(start + size, len(examples)))])
+    for number in range(part[0], -(-len(examples) // size), part[1]):
+        last = min((number + 1) * size, len(examples))
+        yield number, encode([examples[i] for i in range(number * size, last)])
 
 
 def pair_labels(examples: Sequence[Example], *, heldout: bool) -> dict[str, Tensor | None]:

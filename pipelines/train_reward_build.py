@@ -12,7 +12,7 @@ import torch
 from visalign.training.reward_tasks import RewardBatch, TrainableJudge
 
 from .train_reward_config import TrainRewardConfig
-from .train_reward_examples import Example
+from .train_reward_examples import Example, Examples
 
 
 class TrainedJudge(TrainableJudge, Protocol):
@@ -44,6 +44,16 @@ def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge
 
         judge = IctJudge(config, device) if kind == "ict" else HpJudge(config, device)
         return judge
+    if kind == "checklist":
+        from .train_reward_checklist import ChecklistJudge
+
+        return ChecklistJudge(config, device)
     from .train_reward_vlm import AnswerJudge, Hpsv3Judge
 
     return Hpsv3Judge(config, device) if kind == "hpsv3" else AnswerJudge(config, device)
+
+
+def remembered(judge: TrainedJudge, examples: Examples) -> Examples:
+    """The examples as the judge keeps them: one whose model is frozen reads each picture once."""
+    keep = getattr(judge, "remember", None)
+    return examples if keep is None else keep(examples)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from visalign.training.reward_tasks import TASKS
 
-from .train_reward_config import TrainRewardConfig
+from .train_reward_config import RewardModelConfig, TrainRewardConfig
 
 MEANING = {
     "accuracy": "pairs on the right side, where the truth is clear",
@@ -19,6 +19,7 @@ MEANING = {
     "std_auroc": "AUROC of that standard deviation for pairs on the wrong side (0.5: no use)",
     "std_auroc_votes": "AUROC of it for pairs against the majority of the votes",
     "std_auroc_lead": "the same among pairs of equal lead",
+    "mass_low": "probability of all answers that are read, its 1 % quantile over the examples",
     "mae": "mean absolute error of the rating",
     "srcc": "Spearman correlation with the mean opinion score",
 }
@@ -28,18 +29,22 @@ READERS = {
     "yes_no": "visalign.rewards.reward_dance.RewardDance",
     "pair": "visalign.rewards.reward_dance_pairs.RewardDancePairs",
     "rating": "visalign.rewards.visual_quality.VisualQuality",
+    "checklist": "visalign.rewards.checklist.VisionReward",
     "ict": "visalign.rewards.ict.Ict",
     "hp": "visalign.rewards.hp.Hp",
 }
 
 
-def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples: int) -> str:
+def reward_card(
+    config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: Sequence[str] = ()
+) -> str:
     """The text of README.md.
 
     Args:
         config: of the job.
         summary: of the run, with before, after, updates, training_seconds.
         examples: size of the training set.
+        notes: further lines, of the judge.
     """
     model, data = config.model, config.data
     before, after = summary["before"], summary["after"]
@@ -56,8 +61,8 @@ def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples:
     lines = [
         f"# A judge of kind {model.kind}",
         "",
-        f"Trained from `{model.path}` ({model.train}, {summary['trainable_parameters']:,} parameters moved); "
-        f"read by `{READERS[model.kind]}`.",
+        f"Trained from `{model.path}` ({_moved(model)}, {summary['trainable_parameters']:,} parameters "
+        f"moved); read by `{READERS[model.kind]}`.",
         "",
         "## Training",
         "",
@@ -81,7 +86,24 @@ def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples:
             "The first column was measured on the first examples alone while the judge was untrained.",
             "",
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *notes])
+
+
+def _moved(model: RewardModelConfig) -> str:
+    return model.train + "".join(f" but `{name}`" for name in model.frozen)
+
+
+def first_notes(judge: Any) -> list[str]:
+    """What is to be said of a judge before it is trained."""
+    if not hasattr(judge, "remember") or not judge.frozen:
+        return []
+    return ["Each picture is asked about once, when it is first read: the first iterations take the longest."]
+
+
+def card_notes(judge: Any) -> list[str]:
+    """What a judge has to say of itself as it is now; most have nothing."""
+    say = getattr(judge, "card_notes", None)
+    return [] if say is None else say()
 
 
 def _number(value: Any) -> str:

@@ -11,12 +11,14 @@ from visalign.training.reward_settings import RewardObjectiveSettings, RewardOpt
 from visalign.training.reward_tasks import TASKS
 
 from .job_config import LoraConfig, RunConfig, at_least, check_dtype
+from .train_reward_unused import refuse_unused
 
 TRAINS = {
     "hpsv3": ("head", "lora", "full"),
     "yes_no": ("lora", "full"),
     "pair": ("lora", "full"),
     "rating": ("lora", "full"),
+    "checklist": ("head", "lora"),
     "ict": ("full",),
     "hp": ("head", "full"),
 }
@@ -27,6 +29,7 @@ JUDGE_TASKS = {
     "yes_no": ("yes_no",),
     "pair": ("yes_no",),
     "rating": ("rating", "rating_fidelity"),
+    "checklist": ("checklist",),
     "ict": ("ict",),
     "hp": ("hp", "bradley_terry"),
 }
@@ -41,16 +44,24 @@ class RewardModelConfig:
 
     kind: str = "hpsv3"
     """hpsv3 (mean and standard deviation from a vision-language model), yes_no (log-odds of yes), pair (is
-    the second picture better), rating (expectation over score tokens), ict (cosine), hp (head on images)."""
+    the second picture better), rating (expectation over score tokens), checklist (weighted answers to many
+    yes/no questions), ict (cosine), hp (head on images)."""
     path: str = "shapes-vlm"
     """A packaged model, a folder, or a hub id: a vision-language model, or a CLIP model for ict and hp."""
     train: str = "lora"
-    """head (the new head alone), lora (adapters in the language part, and the head), or full."""
+    """head (the new head alone, of a checklist its weights), lora (adapters in the language part, and the
+    head), or full."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=8, alpha=16.0))
     """The adapters, with train=lora."""
+    frozen: list[str] = field(default_factory=list)
+    """Beginnings of names of parameters that stay as they are with train=full, e.g. visual.attnpool of
+    shapes-clip."""
     head: list[int] | None = None
     """Inner widths of a new head; null: the published ones, 1024 and 16 for hpsv3, 1024, 128, 64, 16
     for hp."""
+    checklist: str | None = None
+    """checklist: JSON file of questions, weights to begin with and masks; null: that of the model's folder,
+    else the one for the shapes world. Negative weights stay negative: such questions speak of faults."""
     dtype: str = "float32"
     """Of the weights while training."""
     autocast: str | None = None
@@ -68,6 +79,16 @@ class RewardModelConfig:
             raise UserError(
                 f"model.train is {self.train!r}; a judge of kind {self.kind} can be trained as "
                 f"{', '.join(TRAINS[self.kind])}."
+            )
+        if self.frozen and self.train != "full":
+            raise UserError(
+                f"model.frozen is {self.frozen} and model.train is {self.train!r}, which moves none of these "
+                "weights. Set train: full, or take frozen out."
+            )
+        if self.checklist is not None and self.kind != "checklist":
+            raise UserError(
+                f"model.checklist is set, and a judge of kind {self.kind} asks no list of questions. Leave "
+                "it out, or set model.kind to checklist."
             )
         for name in ("dtype", "autocast", "save_dtype"):
             check_dtype(f"model.{name}", getattr(self, name))
@@ -168,14 +189,17 @@ class TrainRewardConfig:
                 f"objective.task is {self.objective.task!r}; a judge of kind {self.model.kind} learns by "
                 f"{', '.join(allowed)}. Set objective.task, or another model.kind."
             )
-        rated = self.data.train == "shapes:quality"
-        if rated and TASKS[self.objective.task].labels == "pairs" and self.model.kind != "yes_no":
-            raise UserError(
-                f"data.train is shapes:quality, which holds single rated pictures, and {self.objective.task} "
-                "learns from pairs. Give shapes:pairs or a file of pairs."
-            )
-        if self.model.kind == "rating" and self.data.train == "shapes:pairs":
-            raise UserError(
-                "data.train is shapes:pairs, and a judge of kind rating learns from rated pictures. Give "
-                "shapes:quality or a file with image and mos."
-            )
+        refuse_unused(self)
+        learns = TASKS[self.objective.task].labels
+        for name in ("data.train", "data.heldout"):
+            source = getattr(self.data, name.removeprefix("data."))
+            if source == "shapes:quality" and learns != "rows":
+                raise UserError(
+                    f"{name} is shapes:quality, which holds single rated pictures, and {self.objective.task} "
+                    f"learns from {learns}. Give shapes:pairs or a file of pairs."
+                )
+            if source == "shapes:pairs" and learns == "rows":
+                raise UserError(
+                    f"{name} is shapes:pairs, and a judge of kind {self.model.kind} learns from rated "
+                    "pictures. Give shapes:quality or a file with image and mos."
+                )

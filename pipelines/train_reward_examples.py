@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from visalign.data.render import render
 from visalign.data.scenes import STYLES, Scene, sample_scene
 from visalign.data.shapes_preferences import KINDS, ShapesPreferences, degraded
 from visalign.errors import UserError
+
+from .train_reward_rows import row_name, row_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class Example:
     target_std: float = math.nan
     refined: str | None = None
     """Triples: the prompt of the third picture; None: the same."""
+    features: Tensor | None = None
+    """[pictures, F] what a frozen model says of the pictures, in their stead."""
 
 
 class Examples(Protocol):
@@ -201,7 +205,7 @@ class FilePairs:
         if lacking:
             raise UserError(
                 f"{len(lacking)} rows of '{pairs.name}' have no column image_refined (the first is row "
-                f"{_row(pairs.rows, lacking[0])}); ict learns from triples: image_left and image_right, "
+                f"{row_number(pairs, lacking[0])}); ict learns from triples: image_left and image_right, "
                 "of which one is better, and image_refined, made from a richer prompt."
             )
 
@@ -209,7 +213,7 @@ class FilePairs:
         if tied:
             raise UserError(
                 f"{len(tied)} rows of '{pairs.name}' are ties (the first is row "
-                f"{_row(pairs.rows, tied[0])}); ict learns that one of image_left and "
+                f"{row_number(pairs, tied[0])}); ict learns that one of image_left and "
                 "image_right is better. Take them out."
             )
 
@@ -222,7 +226,7 @@ class FilePairs:
 
     def __getitem__(self, number: int) -> Example:
         pair = self.pairs.pairs[number]
-        where = f"row {_row(self.pairs.rows, number)} of '{self.pairs.name}'"
+        where = row_name(self.pairs, number)
         sides = [pair.image_left, pair.image_right]
         if self.triples:
             if pair.label > 0.5:
@@ -262,7 +266,7 @@ class FileRatings:
 
     def __getitem__(self, number: int) -> Example:
         record = self.records.records[number]
-        where = f"row {_row(self.records.rows, number)} of '{self.records.name}'"
+        where = row_name(self.records, number)
         sign = 1.0 if self.records.higher_is_better else -1.0
         return Example(
             prompt=record.prompt,
@@ -292,7 +296,3 @@ def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
                 "out."
             )
     return tuple(image for image in batch.images if image is not None)
-
-
-def _row(rows: Sequence[int], number: int) -> Any:
-    return rows[number] if rows else number + 1

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from visalign.data.picture_leaks import refuse_shared_pictures
 from visalign.data.preference_checks import check_preferences, check_quality, without_duplicates
 from visalign.data.preference_sources import GENERATED, load_source
 from visalign.data.preferences import PreferenceSet, QualitySet
@@ -16,6 +17,7 @@ from visalign.errors import UserError
 from visalign.training.reward_tasks import TASKS
 
 from .flow_grpo_inputs import fingerprint
+from .train_reward_checks import check_files, sizes
 from .train_reward_config import TrainRewardConfig
 from .train_reward_examples import (
     Examples,
@@ -39,7 +41,7 @@ class RewardInputs:
     notes: tuple[str, ...]
     """What is odd about the sets but can be worked with."""
     fingerprints: Mapping[str, str]
-    """data.train, data.heldout -> SHA-256 of the rows that were read from files."""
+    """data.train, data.heldout, model.checklist -> SHA-256 of what was read from files."""
 
 
 def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
@@ -49,7 +51,8 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
         config: the configuration.
 
     Raises:
-        UserError: missing files, contradictions, all ties, prompts of the held-out set that are trained on.
+        UserError: missing files, contradictions, all ties, prompts or pictures of the held-out set that are
+            trained on.
     """
     data, notes = config.data, list[str]()
     generated = data.train in GENERATED
@@ -67,9 +70,34 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
                 f"data.train: {listed([repr(prompt) for prompt in shared])}. What is learnt would be "
                 "measured. Put each prompt into one of the two."
             )
-    return RewardInputs(
-        train=train, heldout=heldout, notes=tuple(notes), fingerprints=_fingerprints(train, heldout)
-    )
+        sets = {"data.heldout": _pictures(heldout), "data.train": _pictures(train)}
+        notes += refuse_shared_pictures(sets, what="of data.heldout also stand in data.train")
+    check_files(config, train, "data.train")
+    check_files(config, heldout, "data.heldout")
+    notes += sizes(config, train)
+    found = _fingerprints(train, heldout)
+    if config.model.checklist is not None:
+        found["model.checklist"] = _checklist_print(config.model.checklist)
+    return RewardInputs(train=train, heldout=heldout, notes=tuple(notes), fingerprints=found)
+
+
+def _checklist_print(file: str) -> str:
+    """Fingerprint of a checklist that can be read."""
+    from visalign.rewards.checklist_data import Checklist
+
+    try:
+        return fingerprint([Checklist.read(file).to_dict()])
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"model.checklist: {error}") from error
+
+
+def _pictures(examples: Examples) -> list[str]:
+    """References of the pictures of a set from files."""
+    if isinstance(examples, FilePairs):
+        return [ref for pair in examples.pairs.pairs for ref in (pair.image_left, pair.image_right)]
+    if isinstance(examples, FileRatings):
+        return [record.image for record in examples.records.records]
+    return []
 
 
 def _fingerprints(train: Examples, heldout: Examples | None) -> dict[str, str]:

@@ -23,6 +23,7 @@ from visalign.pipelines.train_reward_batches import ExampleBatches
 from visalign.pipelines.train_reward_build import build_judge
 from visalign.pipelines.train_reward_examples import ShapesPairs, ShapesRatings, ShapesTriples
 from visalign.pipelines.train_reward_inputs import prepare_reward
+from visalign.rewards.checklist import VisionReward
 from visalign.rewards.hp import Hp
 from visalign.rewards.hpsv3 import HPSv3
 from visalign.rewards.ict import Ict
@@ -32,7 +33,14 @@ from visalign.rewards.visual_quality import VisualQuality
 from visalign.training.checkpoint import CheckpointError
 from visalign.training.metrics import read_metrics, without_times
 
-CONFIGS = ("shapes_hp", "shapes_hpsv3", "shapes_ict", "shapes_reward_dance", "shapes_visual_quality")
+CONFIGS = (
+    "shapes_hp",
+    "shapes_hpsv3",
+    "shapes_ict",
+    "shapes_reward_dance",
+    "shapes_vision_reward",
+    "shapes_visual_quality",
+)
 JUDGES = (
     ("hp", "head", "hp"),
     ("hp", "full", "bradley_terry"),
@@ -44,8 +52,17 @@ JUDGES = (
     ("pair", "lora", "yes_no"),
     ("rating", "full", "rating_fidelity"),
     ("rating", "lora", "rating"),
+    ("checklist", "head", "checklist"),
+    ("checklist", "lora", "checklist"),
 )
 TEXT: dict[str, Any] = {"type": "text", "text": "{prompt}"}
+QUESTION: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "{question}"}]
+CHECKLIST: dict[str, Any] = {
+    "questions": ["is it seen", "is it red", "is it bad", "has it {prompt}"],
+    "coef": [1.5, 0.5, -1.0, 0.25],
+    "intercept": 0.5,
+    "masked_features": {"0": [1]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +76,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         content = [*({"type": "image"} for _ in range(pictures)), TEXT]
         return {"messages": [{"role": "user", "content": content}], **words}
 
-    answers = {"yes": ["y"], "no": ["n"]}
+    answers = {"yes": list("ynabcdefghijkl"), "no": list("mopqrstuvwxz ")}  # most of what can be said
     templates = {
         "yes_no": template(1, **answers),
         "pair": template(2, **answers),
         "rating": template(1, scores=["1", "2", "3", "4", "5"]),
+        "checklist": {**template(1, **answers), "messages": [{"role": "user", "content": QUESTION}]},
     }
-    (folder / "vlm" / "judge.json").write_text(json.dumps({"templates": templates}))
+    settings = {"templates": templates, "checklist": CHECKLIST}
+    (folder / "vlm" / "judge.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -91,7 +110,7 @@ def _config(models: Path, kind: str, train: str = "", task: str = "", **more: An
             "batch": 4,
             "micro_batch": 2,
         },
-        "objective": {"task": task or known[kind][1], "margin": 0.1},
+        "objective": {"task": task or known[kind][1]},
         "optimiser": {"lr": 1e-3, "updates_per_iteration": 2},
         "evaluation": {"every": 1},
         "run": {"iterations": 2, "checkpoint_every": 1, "device": "cpu"},
@@ -114,6 +133,7 @@ def _read(kind: str, folder: Path) -> Any:
         "yes_no": RewardDance,
         "pair": RewardDancePairs,
         "rating": VisualQuality,
+        "checklist": VisionReward,
     }[kind](folder)
 
 
@@ -144,7 +164,7 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
     folder.mkdir()
     judge.save(folder)
     reader, prompts = _read(kind, folder), [example.prompt for example in examples]
-    if kind in ("yes_no", "pair"):
+    if kind in ("yes_no", "pair", "checklist"):
         reader._read.min_mass = 0.0  # a random model says anything
     if kind == "rating":
         reader.min_mass = 0.0

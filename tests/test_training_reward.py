@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.reward_toy import ToyJudge, ToyPairs, pair_batch
 from visalign.core import yes_no_answer
@@ -25,7 +26,7 @@ from visalign.core.preference import (
 )
 from visalign.core.preference_ict import hp_loss, ict_labels, ict_loss
 from visalign.core.preference_uncertainty import uncertain_preference_loss
-from visalign.core.yes_no import yes_no_loss, yes_no_pair_loss
+from visalign.core.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 from visalign.errors import UserError
 from visalign.training import checkpoint
 from visalign.training.loop import Keeping
@@ -199,6 +200,32 @@ def test_rating_is_the_squared_error_and_fidelity_is_small_for_the_right_order()
     assert 0 < right < 0.1 < wrong
 
 
+def test_saying_something_else_costs_its_logarithm():
+    odds, log_mass = torch.tensor([1.0, -2.0, 0.5, 0.0]), torch.tensor([-0.1, -0.7, -3.0, 0.0])
+    value = {"value": odds, "log_mass": log_mass}
+    rows = RewardBatch(inputs=None, size=4, target=torch.tensor([1.0, 0.3, math.nan, 0.0]))
+    answer = YesNo(odds, F.logsigmoid(odds) + log_mass, F.logsigmoid(-odds) + log_mass)
+    whole = yes_no_loss(answer, rows.target, over="vocabulary").sum() / 3  # type: ignore[arg-type]
+    assert _loss("yes_no", value, rows) == pytest.approx(float(whole), rel=1e-5)
+    ratio = _loss("yes_no", value, rows, mass=0.0)
+    assert _loss("yes_no", value, rows, mass=2.0) - ratio == pytest.approx(2 * 0.8 / 3, rel=1e-4)
+
+    pairs = RewardBatch(
+        inputs=None,
+        size=2,
+        left=torch.tensor([0, 1]),
+        right=torch.tensor([2, 3]),
+        label=torch.tensor([1.0, 0.0]),
+    )
+    assert _loss("yes_no", value, pairs) - _loss("yes_no", value, pairs, mass=0.0) == pytest.approx(3.8 / 4)
+
+    rated = RewardBatch(inputs=None, size=4, target=torch.tensor([1.0, 2.0, math.nan, 4.0]))
+    spread = {**value, "log_std": torch.zeros(4)}
+    for task, cost in (("rating", 0.8 / 3), ("rating_fidelity", 3.8 / 4)):
+        found = _loss(task, spread, rated) - _loss(task, spread, rated, mass=0.0)
+        assert found == pytest.approx(cost, rel=1e-4), task
+
+
 def test_micro_batches_and_processes_add_up_to_the_batch(tmp_path):
     """The gradient of one update, from one batch of 48, from parts of 7, and from two processes' shares."""
     found = []
@@ -285,7 +312,7 @@ def test_the_published_monte_carlo_form_lets_the_deviation_collapse(tmp_path):
             judge=judge,
             task=task,
             optimiser=pace,
-            objective={"samples": 50},
+            objective={"samples": 50} if task == "upstream_monte_carlo" else {},
             keeping={"checkpoint_every": 100},
         ).train()
         spread[task] = _heldout(judge, task, 2)["std_mean"]
@@ -322,7 +349,7 @@ def test_wrong_input_by_message(tmp_path):
     with pytest.raises(UserError, match=r"objective.task is 'uncertanty'. Did you mean 'uncertainty'"):
         RewardObjectiveSettings(task="uncertanty")
     with pytest.raises(UserError, match=r"objective.tie_strength is 1.0; for rao_kupper it must be above 1"):
-        RewardObjectiveSettings(ties="rao_kupper", tie_strength=1.0)
+        RewardObjectiveSettings(task="bradley_terry", ties="rao_kupper", tie_strength=1.0)
     with pytest.raises(UserError, match=r"optimiser.decay is 'cosin'. Did you mean 'cosine'"):
         RewardOptimiserSettings(decay="cosin")
     with pytest.raises(UserError, match="no trainable parameter"):

@@ -187,23 +187,24 @@ class Loop:
         self.progress.note(f"Resumed from {folder} after iteration {loaded.step}.")
         return True
 
-    def evaluated(self, evaluate: Evaluate | None, ema: EMA) -> dict[str, float]:
-        """The evaluation on the way, where the iteration just finished is due for one; in the main process
-        alone, for which the others wait.
+    def evaluated(self, evaluate: Evaluate | None, ema: EMA, *, together: bool = False) -> dict[str, float]:
+        """The evaluation on the way, where the iteration just finished is due for one.
 
         Args:
             evaluate: called with the iterations finished.
             ema: the averages that are in place meanwhile.
+            together: all processes call `evaluate`, which shares the work; else the main process alone does,
+                for which the others wait.
 
         Returns:
-            `heldout/...`, empty in the other processes and where none is due.
+            `heldout/...`, empty where none is due and in processes that did not evaluate.
         """
         every, iteration = self.keeping.evaluate_every, self.algorithm.state.iteration
         if evaluate is None or not every or iteration % every:
             return {}
         found: Mapping[str, float] = {}
         with self.clock.phase("evaluation"):
-            if self.accelerator.is_main_process:
+            if together or self.accelerator.is_main_process:
                 with ema.applied():
                     found = evaluate(iteration)
             self.accelerator.wait_for_everyone()

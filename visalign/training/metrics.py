@@ -66,7 +66,8 @@ METRICS: dict[str, str] = {
     "not counted",
     "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling; "
     "of a judge on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
-    "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead; of ratings mae and srcc",
+    "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; of ratings mae, srcc and "
+    "mass_low",
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -24,6 +24,18 @@ SHOWN = (
     ("samples/s", "samples_per_second", "{:.1f}"),
 )
 """Column title, metric, format; a metric that an iteration lacks shows its last value."""
+
+SHOWN_OF_A_JUDGE = (
+    ("loss", "loss", "{:.4f}"),
+    ("held-out", "heldout/accuracy", "{:.3f}"),
+    ("ECE", "heldout/ece", "{:.3f}"),
+    ("SRCC", "heldout/srcc", "{:.3f}"),
+    ("MAE", "heldout/mae", "{:.3f}"),
+    ("grad", "grad_norm", "{:.2g}"),
+    ("lr", "lr", "{:.1e}"),
+    ("samples/s", "samples_per_second", "{:.1f}"),
+)
+"""The same for the training of a judge, where a metric that no iteration had has no column."""
 
 
 def clock_text(seconds: float) -> str:
@@ -53,6 +65,7 @@ class TrainingProgress:
         enabled: False shows nothing (all processes but the first).
         every: iterations between two lines when the output is no terminal.
         rows: iterations kept in the live table.
+        shown: columns, as `SHOWN`.
     """
 
     def __init__(
@@ -64,8 +77,9 @@ class TrainingProgress:
         enabled: bool = True,
         every: int = 1,
         rows: int = 8,
+        shown: Sequence[tuple[str, str, str]] = SHOWN,
     ) -> None:
-        self.console = console or Console()
+        self.console, self._shown = console or Console(), shown
         self.enabled, self.every, self.rows = enabled, every, rows
         self._total, self._done, self._begun_at = total, 0, 0
         self._seconds, self._seconds_left = 0.0, math.inf if max_seconds is None else max_seconds
@@ -110,8 +124,10 @@ class TrainingProgress:
         self._done = int(record["iteration"])
         seconds = float(record.get("seconds") or 0.0)
         self._seconds, self._seconds_left = self._seconds + seconds, self._seconds_left - seconds
-        clip = (record.get("clip_low") or 0.0) + (record.get("clip_high") or 0.0)
-        self._last = {**self._last, **{k: v for k, v in record.items() if v is not None}, "clip": clip}
+        known = {key: value for key, value in record.items() if value is not None}
+        if "clip_low" in record or "clip_high" in record:
+            known["clip"] = known.get("clip_low", 0.0) + known.get("clip_high", 0.0)
+        self._last = {**self._last, **known}
         self._recent = [*self._recent, dict(self._last)][-self.rows :]
         self._bar.update(self._task, completed=self._done, left=f"{clock_text(self.seconds_left())} left")
         if self._live is not None:
@@ -133,13 +149,18 @@ class TrainingProgress:
         return max(min(left, self._seconds_left), 0.0)
 
     def _cells(self, record: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return [(title, _cell(form, record[key]) if key in record else "") for title, key, form in SHOWN]
+        return [
+            (title, _cell(form, record[key]) if key in record else "") for title, key, form in self._shown
+        ]
 
     def _view(self) -> Group:
         table = Table(expand=True, box=None, pad_edge=False)
         table.add_column("iteration", justify="right")
-        for title, _, _ in SHOWN:
-            table.add_column(title, justify="right")
+        is_all = self._shown is SHOWN or not self._recent
+        kept = [n for n, (_, key, _) in enumerate(self._shown) if is_all or key in self._last]
+        for number in kept:
+            table.add_column(self._shown[number][0], justify="right")
         for record in self._recent:
-            table.add_row(str(record["iteration"]), *(text for _, text in self._cells(record)))
+            cells = self._cells(record)
+            table.add_row(str(record["iteration"]), *(cells[number][1] for number in kept))
         return Group(table, self._bar)

@@ -2,8 +2,8 @@
 """Training a judge on labels: AdamW over batches that are functions of their number, with exact resume.
 
 The loss of an update is Σ w ℓ / Σ w over its whole batch: micro-batches and processes change memory and time,
-not the update (but for what looks across a batch, such as ICT's negatives, which see their own micro-batch).
-Dropout and other draws of update n come from (seed, n) alone.
+not the update. Exceptions are what looks across a batch, such as ICT's negatives, which see their own
+micro-batch, and draws (dropout, Monte Carlo): those of update n come from (seed, n, process) alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class RewardTrainer:
         keeping: length, checkpoints, evaluation.
         accelerator: processes and trackers.
         seed: of dropout and of sampled losses.
-        evaluate: called with the iteration while the averaged weights are in place; logged as `heldout/...`.
+        evaluate: called with the iteration while the averaged weights are in place, by all processes
+            together; logged as `heldout/...`.
         progress: where the records are shown.
 
     Raises:
@@ -120,6 +121,12 @@ class RewardTrainer:
         state.iteration += 1
         state.examples += examples
         norms = [step.norm for step in steps if math.isfinite(step.norm)]
+        if not norms:
+            raise UserError(
+                f"None of the {len(steps)} updates of iteration {state.iteration} had a finite gradient; "
+                f"their mean loss is {np.mean([step.loss for step in steps]):.3g}. Start again with a lower "
+                "optimiser.lr or, if model.autocast or model.dtype is float16, in bfloat16 or float32."
+            )
         record = {
             "iteration": state.iteration,
             "updates": state.updates,
@@ -130,7 +137,8 @@ class RewardTrainer:
             "lr": steps[-1].lr,
         }
         self.judge.train(False)
-        return {**record, **self.loop.evaluated(self.evaluate, self.ema), **self.loop.timed(examples)}
+        measured = self.loop.evaluated(self.evaluate, self.ema, together=True)
+        return {**record, **measured, **self.loop.timed(examples)}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: weights, averages, AdamW's moments."""

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from .reward_tasks import Outputs, RewardBatch, Task, TrainableJudge
 
 BINS = 10
 """Of the calibration error, equally wide over [0, 1]."""
+LOW = 0.01
+"""Quantile of the answers' mass that is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class HeldoutPairs:
     """Votes behind `share`."""
     clear: Tensor
     """Bool: whether the truth is clear."""
+    mass: Tensor | None = None
+    """Probability of all answers that are read, the smaller of the pair's two; None where none is read."""
 
 
 @torch.no_grad()
@@ -64,8 +68,23 @@ def judge_pairs(judge: TrainableJudge, batches: Iterable[RewardBatch], task: Tas
     return HeldoutPairs(
         prob=columns.pop("prob", None),
         std=columns.pop("std", None),
+        mass=columns.pop("mass", None),
         **columns,
     )
+
+
+def join_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
+    """Pairs of one judge and task that were asked about in parts, in the order of the parts.
+
+    Args:
+        parts: one at least.
+    """
+
+    def joined(name: str) -> Tensor | None:
+        found = [getattr(part, name) for part in parts]
+        return None if found[0] is None else torch.cat(found)
+
+    return HeldoutPairs(**{field.name: joined(field.name) for field in fields(HeldoutPairs)})  # type: ignore[arg-type]
 
 
 def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tensor]:
@@ -81,6 +100,9 @@ def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tens
         columns |= {"share": (votes[:, 0] + votes[:, 2] / 2) / total, "weight": total}
     if task.log_prob is not None:
         columns["prob"] = task.log_prob(outputs, batch)[0].exp()
+    if "log_mass" in outputs:
+        mass = outputs["log_mass"].cpu().exp()
+        columns["mass"] = torch.minimum(mass[batch.left], mass[batch.right])
     if "log_std" in outputs:
         log_std = outputs["log_std"].cpu().float()
         columns["std"] = pair_deviation(log_std[batch.left].exp(), log_std[batch.right].exp())
@@ -88,12 +110,13 @@ def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tens
 
 
 def pair_measures(pairs: HeldoutPairs, *, bins: int = BINS) -> dict[str, float]:
-    """accuracy, accuracy_all, and where the judge offers them nll, ece, std_mean, and std_auroc*.
+    """accuracy, accuracy_all, and where the judge offers them nll, ece, std_mean, std_auroc*, and mass_low.
 
     Accuracy: pairs whose truth is clear (accuracy_all: is known) and not ½; an equal score counts half. NLL
     and ECE: against the votes, each with its number as weight; nll in nats per vote. std_auroc: whether the
     deviation of a pair is larger where its sign is wrong; std_auroc_votes: where it is against the majority
     of the votes; std_auroc_lead: the latter among pairs of equal lead. NaN where all are right or all wrong.
+    mass_low: the LOW quantile of the answers' mass, whose rest the judge gives to other words.
 
     Args:
         pairs: of `judge_pairs`.
@@ -118,6 +141,8 @@ def pair_measures(pairs: HeldoutPairs, *, bins: int = BINS) -> dict[str, float]:
         measures["std_auroc_votes"] = auroc(pairs.std[split], against < 0)
         lead = lead_stratum(pairs.difference[split])
         measures["std_auroc_lead"] = auroc(pairs.std[split], against < 0, lead)
+    if pairs.mass is not None and len(pairs.mass):
+        measures["mass_low"] = float(pairs.mass.quantile(LOW))
     return measures
 
 

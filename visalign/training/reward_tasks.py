@@ -8,7 +8,6 @@ others where the task needs them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +24,6 @@ from visalign.core.preference import (
     tie_log_prob,
     vote_shares,
 )
-from visalign.core.preference_fidelity import fidelity_loss, quality_preferences, thurstone_score
 from visalign.core.preference_ict import IctLabels, ict_loss
 from visalign.core.preference_uncertainty import (
     log_win_probability,
@@ -33,6 +31,8 @@ from visalign.core.preference_uncertainty import (
     uncertain_preference_loss,
 )
 from visalign.core.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
+
+from .reward_rating import rating, rating_fidelity, strayed
 
 if TYPE_CHECKING:
     from .reward_settings import RewardObjectiveSettings
@@ -231,45 +231,39 @@ def _ict(
 def _yes_no(
     outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """On rows the likelihood of the answer; on pairs Bradley-Terry on the log-odds, with some likelihood."""
+    """On rows the likelihood of the answer; on pairs Bradley-Terry on the log-odds, with some likelihood.
+
+    With mass 1 the former is the likelihood over the vocabulary, `yes_no_loss(over="vocabulary")`.
+    """
+    away = strayed(outputs, settings)
     if batch.target is not None:
         odds = outputs["value"]
         target = batch.target.to(odds)
-        return yes_no_loss(_answer(odds), target).sum(), (~torch.isnan(target)).sum().to(odds)
+        known = ~torch.isnan(target)
+        loss = yes_no_loss(_answer(odds), target) + torch.where(known, away, 0.0)
+        return loss.sum(), known.sum().to(odds)
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
     loss = yes_no_pair_loss(_answer(left), _answer(right), label, likelihood_weight=settings.likelihood)
+    loss = loss + (away[batch.left] + away[batch.right]) / 2
     return (loss * weight).sum(), weight.sum()
+
+
+def _checklist(
+    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Logistic regression on the difference of weighted answers, λ/2 |w|² added per pair."""
+    left, right = _sides(outputs, batch)
+    label, weight = _labels(batch, settings, left)
+    away = strayed(outputs, settings)
+    loss = bradley_terry_loss(left, right, label) + (away[batch.left] + away[batch.right]) / 2
+    penalty = settings.penalty / 2 * outputs["weights"].square().sum()
+    return (loss * weight).sum() + penalty * weight.sum(), weight.sum()
 
 
 def _answer(odds: Tensor) -> YesNo:
     """What log-odds say of yes and no among the two."""
     return YesNo(odds, F.logsigmoid(odds), F.logsigmoid(-odds))
-
-
-def _rating(
-    outputs: Outputs, batch: RewardBatch, _: RewardObjectiveSettings, __: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Squared error of the expectation over the score tokens."""
-    if batch.target is None:
-        raise ValueError("the task rating learns from rated pictures, and the batch has no target.")
-    value = outputs["value"]
-    target = batch.target.to(value)
-    known = ~torch.isnan(target)
-    loss = torch.where(known, (value - target.nan_to_num(0.0)).square(), 0.0)
-    return loss.sum(), known.sum().to(value)
-
-
-def _rating_fidelity(
-    outputs: Outputs, batch: RewardBatch, _: RewardObjectiveSettings, __: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """VisualQuality-R1's fidelity of Thurstone's probability, between all pictures of a micro-batch."""
-    if batch.target is None:
-        raise ValueError("the task rating_fidelity learns from rated pictures, and the batch has no target.")
-    mean, variance = outputs["value"], (2 * outputs["log_std"]).exp()
-    label = quality_preferences(batch.target.to(mean)).fill_diagonal_(math.nan)
-    score = thurstone_score(mean[:, None], mean[None, :], variance[:, None], variance[None, :])
-    return fidelity_loss(score, label).sum(), (~torch.isnan(label)).sum().to(mean)
 
 
 def _logistic(outputs: Outputs, batch: RewardBatch) -> tuple[Tensor, Tensor]:
@@ -291,8 +285,9 @@ TASKS: dict[str, Task] = {
     "ict": Task(loss=_ict, labels="triples"),
     "hp": Task(loss=_hp),
     "yes_no": Task(loss=_yes_no, log_prob=_logistic),
-    "rating": Task(loss=_rating, labels="rows"),
-    "rating_fidelity": Task(loss=_rating_fidelity, labels="rows"),
+    "rating": Task(loss=rating, labels="rows"),
+    "rating_fidelity": Task(loss=rating_fidelity, labels="rows"),
+    "checklist": Task(loss=_checklist, log_prob=_logistic),
 }
 """Name -> what is learned. uncertainty_upstream and upstream_monte_carlo are HPSv3's released code, which
 drives
