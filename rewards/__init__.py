@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .images import ImageBatch, load_images, to_pil
     from .implicit_process_reward import ImplicitProcessReward
     from .lift import Lift
+    from .lora_ensemble_judge import LoraEnsembleReward
     from .ocr import OcrReward
     from .process_reward import ProcessRewardModel
     from .ranking import Ranking, rank
@@ -72,6 +73,7 @@ __all__ = [
     "JsonFormat",
     "LengthReward",
     "Lift",
+    "LoraEnsembleReward",
     "OcrReward",
     "ProcessRewardModel",
     "Ranking",
@@ -137,6 +139,7 @@ _HOME = {
     "load_reward": "catalogue",
     "load_text_reward": "text_catalogue",
     "make_scores": "contract",
+    "LoraEnsembleReward": "lora_ensemble_judge",
     "OcrReward": "ocr",
     "ProcessRewardModel": "process_reward",
     "rank": "ranking",

@@ -35,6 +35,7 @@ CATALOGUE = {
     "edge_density": "visalign.rewards.image_statistics:EdgeDensity",
     "hpsv3": "visalign.rewards.hpsv3:HPSv3",
     "visual_quality_r1": "visalign.rewards.visual_quality:VisualQuality",
+    "lora_ensemble": "visalign.rewards.lora_ensemble_judge:LoraEnsembleReward",
     "reward_dance": "visalign.rewards.reward_dance:RewardDance",
     "reward_dance_pairs": "visalign.rewards.reward_dance_pairs:RewardDancePairs",
     "vision_reward": "visalign.rewards.checklist:VisionReward",

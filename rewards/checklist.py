@@ -21,7 +21,7 @@ from visalign.interfaces import Metadata, PointwiseReward, Scores
 
 from .checklist_data import SHAPES_CHECKLIST, Checklist
 from .checklist_rule import ChecklistRule
-from .contract import Request, make_scores, read_request, scatter
+from .contract import Request, make_scores, prompt_problem, read_request, scatter
 from .failure import Naming, failure_reasons
 from .identity import Identity
 from .images import as_contract
@@ -97,7 +97,7 @@ class VisionReward:
                 f"{self.name}: max_unanswered is {max_unanswered}; allowed are shares in [0, 1]."
             )
         self.engine = engine_of(model, device=device, precision=precision)
-        self.checklist = _checklist(checklist, self.engine)
+        self.checklist = checklist_of(checklist, self.engine)
         self.template = template or self.engine.template("checklist", CHECKLIST)
         if "question" not in self.template.fields:
             raise ValueError(
@@ -140,9 +140,7 @@ class VisionReward:
         columns |= {"unanswered": value.clone()}
         text = [""] * len(request)
         if rows:
-            neutral = torch.full_like(yes, 0.5)
-            neutral[:, list(self.checklist.rule.masked)] = 0.0
-            counted = torch.where(torch.isnan(yes), neutral, yes)
+            counted = self.checklist.rule.counted(yes)
             score = self.checklist.rule.score(counted, None if aligned is None else aligned[rows].double())
             value = scatter(score.float(), rows, len(request))
             for number, question in enumerate(self.checklist.questions):
@@ -161,8 +159,8 @@ class VisionReward:
         questions = self.checklist.questions
         asks_prompt = any("{prompt}" in question for question in questions)
         for row, prompt in enumerate(request.prompts):
-            if asks_prompt and not prompt.strip():
-                reasons[row] = reasons[row] or "the prompt is empty, and a question asks about it"
+            if asks_prompt:
+                reasons[row] = reasons[row] or prompt_problem(prompt)
         rows, plain = requests(request, self.template, reasons)
         asks = [
             Ask(
@@ -207,7 +205,16 @@ class VisionReward:
         return aligned
 
 
-def _checklist(given: Any, engine: Any) -> Checklist:
+def checklist_of(given: Any, engine: Any) -> Checklist:
+    """The checklist that a judge was given, that of its model's folder, or the one for the shapes world.
+
+    Args:
+        given: a checklist, its object, a JSON file, or None.
+        engine: of the model.
+
+    Raises:
+        FileNotFoundError, ValueError: it cannot be read.
+    """
     if isinstance(given, Checklist):
         return given
     if given is None:

@@ -48,6 +48,17 @@ class Checklist:
         rest = {key: value for key, value in given.items() if key != "questions"}
         return cls(questions=tuple(given["questions"]), rule=ChecklistRule.from_dict(rest))
 
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `from_dict` reads."""
+        rule = self.rule
+        return {
+            "questions": list(self.questions),
+            "coef": list(rule.weights),
+            "intercept": rule.intercept,
+            "masked_features": {str(question): list(held) for question, held in rule.masked.items()},
+            "has_alignment": rule.has_alignment,
+        }
+
     @classmethod
     def read(cls, file: str | Path) -> Checklist:
         """Read a JSON file; see `from_dict`."""

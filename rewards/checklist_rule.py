@@ -69,6 +69,23 @@ class ChecklistRule:
             ValueError: another number of questions than the weights are for, a mask of a question that there
                 is not, or answers outside [0, 1].
         """
+        columns = self.features(yes, alignment)
+        weights = torch.tensor(list(self.weights), dtype=columns.dtype, device=columns.device)
+        return (columns * weights).sum(1) + self.intercept
+
+    def features(self, yes: Tensor, alignment: Tensor | None = None) -> Tensor:
+        """What each weight is multiplied with: the alignment where the rule has it, then x_f·m_f.
+
+        Args:
+            yes: as in `score`.
+            alignment: as in `score`.
+
+        Returns:
+            [B, F] in the dtype of `yes`, differentiable.
+
+        Raises:
+            ValueError: as `score`.
+        """
         features = self._check(yes, alignment)
         applies = torch.ones_like(yes)
         for question, held in self.masked.items():
@@ -78,8 +95,14 @@ class ChecklistRule:
         columns = ((2 * yes - 1) * applies)[:, features]
         if alignment is not None:
             columns = torch.cat((alignment[:, None].to(columns.dtype), columns), 1)
-        weights = torch.tensor(list(self.weights), dtype=columns.dtype, device=columns.device)
-        return (columns * weights).sum(1) + self.intercept
+        return columns
+
+    def counted(self, yes: Tensor) -> Tensor:
+        """Answers [B, N] in which one that is missing (NaN) counts x = 0, and as no where it decides about
+        others."""
+        neutral = torch.full_like(yes, 0.5)
+        neutral[:, list(self.masked)] = 0.0
+        return torch.where(torch.isnan(yes), neutral, yes)
 
     def _check(self, yes: Tensor, alignment: Tensor | None) -> list[int]:
         """The questions that are features."""

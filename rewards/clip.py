@@ -27,8 +27,9 @@ __all__ = ["ClipScore", "check_end_token", "load_open_clip", "save_open_clip"]
 class ClipScore:
     """Cosine of image and prompt, float32; each unique image and each unique prompt is encoded once.
 
-    A prompt longer than the model's context is cut before the end token, and the sample's `text` says so. A
-    prompt that spells out the end token in its middle is invalid: the model would stop reading there.
+    A prompt longer than the model's context is cut before the end token; the sample's `text` says so, and its
+    part "cut" is 1, which is 0 elsewhere. A prompt that spells out the end token in its middle is invalid:
+    the model would stop reading there.
     """
 
     name = "clip_score"
@@ -72,7 +73,8 @@ class ClipScore:
         request = read_request(self.name, images, prompts, metadata)
         found = self.towers.match(request)
         value = scatter(found.cosine, found.rows, len(request))
-        return make_scores(value, found.reasons, self.unit, text=found.notes)
+        parts = {"cut": found.cut}
+        return make_scores(value, found.reasons, self.unit, parts=parts, text=found.notes)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""

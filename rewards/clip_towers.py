@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .clip_encoder import ClipEncoder, ClipParts
 from .clip_loading import load_clip
-from .contract import Request
+from .contract import Request, prompt_problem
 from .feature_cache import FeatureCache, encode_once, image_key, text_key
-from .identity import Identity, fingerprint
+from .identity import Identity
 from .resize import checked_shape, model_levels, model_pixels
 from .weights_in_memory import WeightPrint, weight_state
 
@@ -35,6 +35,8 @@ class Matched:
     rows: list[int]
     reasons: list[str | None]
     notes: list[str]
+    cut: Tensor
+    """[B] float32, 1 where the prompt was longer than the context and its end was not read, else 0."""
 
 
 class ClipTowers:
@@ -91,7 +93,7 @@ class ClipTowers:
 
     def _noted(self, parts: ClipParts) -> ClipParts:
         """The same; its weights are those of its files now."""
-        self._print = WeightPrint(parts.encoder, "" if parts.place is None else fingerprint(parts.place))
+        self._print = WeightPrint(parts.encoder, parts.weights)
         return parts
 
     @cached_property
@@ -136,11 +138,12 @@ class ClipTowers:
         """Cosine of each image and its prompt, where both could be read."""
         reasons = list(request.images.reasons)
         notes = self.read_prompts(request.prompts, reasons)
+        cut = torch.tensor([float(bool(note)) for note in notes])
         rows, picture = self.image_features(request, reasons)
         if not rows:
-            return Matched(torch.zeros(0), [], reasons, notes)
+            return Matched(torch.zeros(0), [], reasons, notes, cut)
         text = self.text_features([request.prompts[row] for row in rows])
-        return Matched(cosine(picture, text), rows, reasons, notes)
+        return Matched(cosine(picture, text), rows, reasons, notes, cut)
 
     def image_features(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor]:
         """Embeddings of the images in rows without a reason; notes a reason where a picture is refused.
@@ -217,32 +220,34 @@ class ClipTowers:
         return self.parts.tokenizer(list(prompts))
 
     def read_prompts(self, prompts: Sequence[str], reasons: list[str | None]) -> list[str]:
-        """Note which prompts are cut; mark the rows whose prompt is empty or holds the end token itself."""
-        notes = [""] * len(prompts)
-        for row, prompt in enumerate(prompts):
-            if not prompt.strip():
-                reasons[row] = reasons[row] or "the prompt is empty, so there is nothing to compare with"
+        """Note which prompts are cut; mark those that are empty, no text, or hold the model's own marks."""
+        told = {prompt: ("", prompt_problem(prompt)) for prompt in prompts}
+        sound = [prompt for prompt, (_, problem) in told.items() if problem is None]
         end = self.parts.end
-        if end is None or not prompts:
-            return notes
-        unique = list(dict.fromkeys(prompts))
-        tokenizer = self.parts.tokenizer
-        tokens = tokenizer(unique)
-        length = tokens.shape[1]
-        ends = (tokens == end).int().argmax(1).tolist()
-        full = tokenizer(unique, context_length=4 * length)
-        told: dict[str, tuple[str, str | None]] = {}
-        for number, (prompt, at) in enumerate(zip(unique, ends, strict=True)):
-            told[prompt] = ("", None)
-            if at == length - 1:
-                if int((full[number] == end).int().argmax()) > length - 1:
+        if end is not None and sound:
+            tokenizer = self.parts.tokenizer
+            length = tokenizer(sound[:1]).shape[1]
+            full = tokenizer(sound, context_length=4 * length)
+            # A word behind the prompt shows an end token at its end, which padding may look like.
+            longer = tokenizer([f"{prompt} a" for prompt in sound], context_length=4 * length)
+            for number, prompt in enumerate(sound):
+                ids = longer[number].tolist()
+                behind = ids[ids.index(end) + 1 :] if end in ids else []
+                spelled = "end" if len(set(behind)) > 1 else "start" if self._start in ids[1:] else ""
+                if spelled:
+                    reason = f"the prompt spells out the model's {spelled} token; remove it from the text"
+                    told[prompt] = ("", reason)
+                elif int((full[number] == end).int().argmax()) > length - 1:
                     told[prompt] = (f"the prompt was cut to {length} tokens", None)
-            elif len(set(full[number, at + 1 :].tolist())) > 1:
-                told[prompt] = ("", "the prompt spells out the model's end token; remove it from the text")
         for row, prompt in enumerate(prompts):
-            notes[row], reason = told[prompt]
-            reasons[row] = reasons[row] or reason
-        return notes
+            reasons[row] = reasons[row] or told[prompt][1]
+        return [told[prompt][0] for prompt in prompts]
+
+    @cached_property
+    def _start(self) -> int | None:
+        """The token that every text begins with, if there is one."""
+        first = set(self.parts.tokenizer(["a", "two circles", "!"])[:, 0].tolist())
+        return first.pop() if len(first) == 1 else None
 
     def _normalised(self, pixels: Tensor) -> Tensor:
         mean, std = (

@@ -38,7 +38,9 @@ def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseRewa
     - "normal" (Thurstone), for all other units: Φ(d / s); without a standard deviation 1, 0, or 1/2 for
       scores that are equal up to rounding.
 
-    Each distinct (image, prompt, record) is scored once. Rows where either image could not be judged are
+    What σ is depends on the judge: the spread of one judgement, or the standard error of a mean (see
+    `units.DEVIATIONS`); P is of a judgement or of the means accordingly. Each distinct (image, prompt,
+    record) is scored once. Rows where either image could not be judged, or has NaN as standard deviation, are
     invalid with its reason. The parts hold the two scores, "left" and "right", in the reward's unit.
 
     Args:

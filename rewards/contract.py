@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ends of every reward: a checked request goes in; out come `Scores`, where failure is no number."""
+"""The two ends of every reward: a checked request goes in; out come `Scores`, where failure is no number.
+
+One rule for prompts without a visible character: a reward that looks at the prompt masks the row with the
+reason of `prompt_problem`, because a picture cannot be compared with nothing; one that does not look at it
+scores the picture. A reward of records (GenEval's, the shapes verifier, OCR's "text") looks at these instead.
+"""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +19,9 @@ from torch import Tensor
 from visalign.interfaces import Metadata, Scores
 
 from .images import ImageBatch, load_images
+
+_INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")
+"""Unicode's categories of separators, control and format characters."""
 
 
 class RewardError(RuntimeError):
@@ -62,6 +71,20 @@ def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metad
             "need be."
         )
     return Request(batch, list(prompts), _read_metadata(name, metadata, len(prompts)))
+
+
+def prompt_problem(prompt: str) -> str | None:
+    """Why a reward that looks at the prompt masks a row; None for a text with a visible character.
+
+    Args:
+        prompt: of one row; blanks, line ends, control and format characters (a zero-width space) are not
+            visible, and half of a surrogate pair is no text.
+    """
+    if any("\ud800" <= sign <= "\udfff" for sign in prompt):
+        return "the prompt is no text in Unicode: it holds half of a surrogate pair"
+    if any(unicodedata.category(sign) not in _INVISIBLE for sign in prompt):
+        return None
+    return "the prompt is empty, so there is nothing to compare the image with"
 
 
 def _read_metadata(name: str, metadata: Metadata | None, size: int) -> list[Mapping[str, Any] | None]:

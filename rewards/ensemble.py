@@ -30,10 +30,11 @@ class Ensemble:
     is the largest and the penalty is added).
 
     `Scores.std` is the total by the law of total variance: √(mean of the members' own variances (aleatoric)
-    + variance between the members (epistemic)); a member without a standard deviation of its own counts as
-    certain. Where one member alone judged a row, total and epistemic are NaN: no spread is known. The parts
-    hold each member's score under its label, calibrated where asked, "epistemic", "aleatoric", and "members",
-    how many judged the row.
+    + variance between the members (epistemic)); a member that never gives a standard deviation counts as
+    certain. Where one member alone judged a row, total and epistemic are NaN: no spread is known; where a
+    member that gives one gave NaN, total and aleatoric are: that is no certainty. The parts hold each
+    member's score under its label, calibrated where asked, "epistemic", "aleatoric", and "members", how many
+    judged the row.
 
     Coste et al., Reward Model Ensembles Help Mitigate Overoptimization, arXiv 2310.02743.
     """
@@ -140,7 +141,7 @@ class Ensemble:
             mean[number, rows[~scores.valid.cpu()]] = torch.nan
             if scores.std is not None:
                 std = scores.std.detach().cpu().double() / self._scale[label][1]
-                variance[number, rows] = std.square().nan_to_num(0.0)
+                variance[number, rows] = std.square()
             for row, reason in zip(rows.tolist(), failure_reasons(scores), strict=True):
                 if reason is not None:
                     failures[row].append(f"{label}: {reason}")

@@ -19,6 +19,7 @@ from torch import Tensor
 from .contract import RewardError
 from .identity import fingerprint
 from .images import to_pil
+from .quiet_loading import quiet_loading
 
 KINDS = ("detection", "segmentation", "zero_shot")
 ALIASES = {
@@ -119,7 +120,8 @@ class TransformersDetector:
             reader: Any = (
                 transformers.AutoProcessor if kind == "zero_shot" else transformers.AutoImageProcessor
             )
-            model, info = maker.from_pretrained(self.source, output_loading_info=True)
+            with quiet_loading():
+                model, info = maker.from_pretrained(self.source, output_loading_info=True)
             processor = reader.from_pretrained(self.source)
         except (OSError, ValueError) as error:
             raise RewardError(

@@ -31,6 +31,7 @@ from .vlm_requests import requests
 from .vlm_rows import Ask
 from .vlm_template import Template
 from .yes_no_logprobs import read_yes_no
+from .yes_no_reader import MIN_MASS
 
 LOW, HIGH = 1.0, 10.0
 TOP_LOGPROBS = 20
@@ -74,6 +75,7 @@ class DeepSeekGRM:
         meta_server: ChatServer | None = None,
         template: Template | str | None = None,
         meta_template: Template | str | None = None,
+        min_mass: float = MIN_MASS,
         seed: int = 0,
         temperature: float = 1.0,
         max_new_tokens: int = 2048,
@@ -90,6 +92,7 @@ class DeepSeekGRM:
             meta_server: of the meta judge; the judge's own when None.
             template: instead of ours: a `Template`, or the text alone, with {prompt}.
             meta_template: the same for the meta judge, with {critique}.
+            min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
             seed: of the first sample.
             temperature: of the samples.
             max_new_tokens: of a sample.
@@ -102,6 +105,10 @@ class DeepSeekGRM:
             raise RewardError(
                 f"{self.name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers})."
             )
+        if not 0 <= min_mass < 1:
+            raise RewardError(
+                f"{self.name}: min_mass is {min_mass}; allowed are probabilities from 0 up to below 1."
+            )
         self.server = connect(self.name, server, base_url, model, server_options)
         self.meta_server = meta_server or self.server
         self.template = as_template(self.name, template, CRITIQUE)
@@ -109,12 +116,13 @@ class DeepSeekGRM:
         self.drawing = Drawing(
             answers=answers, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens
         )
-        self.k_meta, self.votes = k_meta, k_meta or answers
+        self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
         self.unit = f"sum of {self.votes} scores from 1 to 10"
         self.range = (self.votes * LOW, self.votes * HIGH)
         options: dict[str, Any] = {**self.drawing.options(), "k_meta": k_meta}
         if k_meta is not None:
             options |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
+            options["min_mass"] = min_mass
         self.identity = Identity(judge=self.name, **self.server.identity_fields(self.template, **options))
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -157,7 +165,7 @@ class DeepSeekGRM:
 
         def read(reply: Reply) -> float:
             yes, no = words.get("yes", ("yes",)), words.get("no", ("no",))
-            return read_yes_no(reply.first_token, yes=yes, no=no).bound
+            return read_yes_no(reply.first_token, yes=yes, no=no, min_mass=self.min_mass).bound
 
         found = iter(
             self.meta_server.ask(

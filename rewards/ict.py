@@ -129,7 +129,8 @@ class Ict:
         request = read_request(self.name, images, prompts, metadata)
         found = self.towers.match(request)
         value = scatter(self._truncated(found.cosine), found.rows, len(request))
-        return make_scores(value, found.reasons, self.unit, text=found.notes)
+        parts = {"cut": found.cut}
+        return make_scores(value, found.reasons, self.unit, parts=parts, text=found.notes)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""

@@ -75,7 +75,7 @@ class IctHp:
         self.hp = Hp(hp, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Product per (image, prompt), with parts "ict" and "hp"; metadata is not looked at.
+        """Product per (image, prompt), with parts "ict", "hp" and "cut"; metadata is not looked at.
 
         Raises:
             FileNotFoundError: a model folder lacks a part.
@@ -85,7 +85,7 @@ class IctHp:
         hp = self.hp.score(images, prompts, metadata)
         factor = hp.value if self.mode == "paper" else hp.value.sigmoid()
         reasons = [first or second for first, second in zip(ict.reason or [], hp.reason or [], strict=True)]
-        parts = {"ict": ict.value, "hp": factor}
+        parts = {"ict": ict.value, "hp": factor, **ict.parts}
         return make_scores(ict.value * factor, reasons, self.unit, parts=parts, text=ict.text)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -21,7 +21,7 @@ from visalign.interfaces import Metadata, Scores
 from .affine_head import standardise
 from .checkpoint_files import local_folder, read_tensors
 from .clip_transformers import DTYPES, OPENAI_MEAN, OPENAI_STD
-from .contract import make_scores, read_request, scatter
+from .contract import make_scores, prompt_problem, read_request, scatter
 from .feature_cache import FeatureCache, encode_once, image_key, text_key
 from .identity import Identity, fingerprint
 from .image_reward_model import ImageRewardModel, build
@@ -40,7 +40,7 @@ class ImageReward:
     """(r − 0.16717) / 1.03334 with the head's raw output r, float32; roughly −2 to 2.
 
     The image tower runs once per picture, whatever the number of its prompts. A prompt that is cut gets a
-    note in `text`; special tokens spelled out in a prompt are read as plain text.
+    note in `text` and 1 in the part "cut"; special tokens spelled out in a prompt are read as plain text.
     """
 
     name = "image_reward"
@@ -146,6 +146,9 @@ class ImageReward:
         tokens, mask, notes = self._tokens(request.prompts)
         rows, pictures = [], []
         for row, image in request.images.readable():
+            reasons[row] = prompt_problem(request.prompts[row])
+            if reasons[row] is not None:
+                continue
             try:
                 checked_shape(image.shape[1], image.shape[2], self.preprocess)
             except ValueError as error:
@@ -156,7 +159,8 @@ class ImageReward:
         raw = self._raw(pictures, [request.prompts[row] for row in rows], tokens[rows], mask[rows])
         values = {"value": standardise(raw), "raw": raw}
         full = {key: scatter(value, rows, len(request)) for key, value in values.items()}
-        return make_scores(full["value"], reasons, self.unit, parts={"raw": full["raw"]}, text=notes)
+        parts = {"raw": full["raw"], "cut": torch.tensor([float(bool(note)) for note in notes])}
+        return make_scores(full["value"], reasons, self.unit, parts=parts, text=notes)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
@@ -201,7 +205,7 @@ class ImageReward:
 
     def _tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor, list[str]]:
         """Ids and mask [N, max_tokens], and a note where a prompt was cut."""
-        texts = list(prompts)
+        texts = ["" if prompt_problem(prompt) else prompt for prompt in prompts]
         if not texts:
             empty = torch.zeros(0, self.max_tokens, dtype=torch.long)
             return empty, empty, []

@@ -44,7 +44,8 @@ TEMPLATE = question(
 class Lift:
     """Mean over the questions of 0.9 for Good, 0.2 for Normal, 0.05 for Bad; the parts hold each question.
 
-    A picture of which one question has no readable answer has no score.
+    A picture of which one question has no readable answer has no score. `std`, with more than one answer, is
+    the standard error of the mean.
     """
 
     name = "lift"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -101,14 +102,15 @@ class OcrReward:
         size = len(request)
         values, extra, text = [], [], [""] * size
         for row, number, target in zip(rows, index, targets, strict=True):
-            values.append(text_score(target, seen[number], rule=self.rule))
+            found = text_score(target, seen[number], rule=self.rule)
+            if found is None:
+                reasons[row] = f"the wanted text holds no character that the rule {self.rule!r} compares"
+            values.append(math.nan if found is None else found)
             wanted, got = (len(normal_text(part)) for part in ("".join(target), seen[number]))
             extra.append(max(0, got - wanted) / max(got, 1))
             text[row] = seen[number]
         parts = {"extra": scatter(extra, rows, size)}
-        return make_scores(
-            scatter([v or 0.0 for v in values], rows, size), reasons, self.unit, parts=parts, text=text
-        )
+        return make_scores(scatter(values, rows, size), reasons, self.unit, parts=parts, text=text)
 
     def _read(self, picture: np.ndarray) -> str:
         with Naming(self.name):

@@ -87,7 +87,7 @@ class PickScore:
         found = self.towers.match(request)
         size = len(request)
         value = scatter(self._scaled(found.cosine), found.rows, size)
-        parts = {"cosine": scatter(found.cosine, found.rows, size)}
+        parts = {"cosine": scatter(found.cosine, found.rows, size), "cut": found.cut}
         return make_scores(value, found.reasons, self.unit, parts=parts, text=found.notes)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -64,6 +64,8 @@ class RatingDigits:
             )
         self.engine, self.template, self.high = engine, template, high
         self._words = words
+        more = ("digit_mass",) if digits else ()
+        self._names = ("value", "std", "mass", "left_over", *more)
         self._score_ids = _ids(engine, words)
         self._digit_ids = _ids(engine, digits) if digits else []
 
@@ -72,11 +74,12 @@ class RatingDigits:
 
         Args:
             asks: `rewards.vlm.Ask` each.
-            min_mass: smallest probability of all scores together that counts as a rating.
+            min_mass: smallest probability of all scores together that counts as a rating; of what begins as
+                one also the smallest share that goes on with digits.
         """
         if not asks:
             none = torch.zeros(0)
-            return Ratings({"value": none, "std": none, "mass": none, "left_over": none}, [], [])
+            return Ratings(dict.fromkeys(self._names, none), [], [])
         reply = self.engine.answer_logits(self.template, asks, self._score_ids, left_over=True)
         logits = reply.logits.double().cpu()
         mass = (logits.logsumexp(-1) - reply.log_total.double().cpu()).exp().clamp(max=1.0)
@@ -89,37 +92,51 @@ class RatingDigits:
                 )
         rows = [row for row, reason in enumerate(reasons) if reason is None]
         mean = torch.full((len(asks),), torch.nan, dtype=torch.float64)
-        std = mean.clone()
+        std, whole = mean.clone(), mean.clone()
         if rows:
-            value, prob = self._leaves([asks[row] for row in rows], logits[rows].softmax(-1))
+            value, prob, whole[rows] = self._leaves([asks[row] for row in rows], logits[rows].softmax(-1))
             mean[rows] = (prob * value).sum(-1)
             std[rows] = (prob * (value - mean[rows, None]).square()).sum(-1).sqrt()
-        columns = {"value": mean, "std": std, "mass": mass, "left_over": 1 - mass}
-        return Ratings({k: v.float() for k, v in columns.items()}, [""] * len(asks), reasons)
+        for row in rows:
+            share = float(whole[row].nan_to_num(0.0))
+            if not share >= min_mass or not math.isfinite(float(mean[row])):
+                reasons[row] = (
+                    "the model writes no digits behind the point of its rating: complete ratings have "
+                    f"{share:.2g} of the probability of all that begin as one, and at least {min_mass:g} is "
+                    "asked for"
+                )
+                mean[row] = std[row] = torch.nan
+        columns = {"value": mean, "std": std, "mass": mass, "left_over": 1 - mass, "digit_mass": whole}
+        return Ratings({k: columns[k].float() for k in self._names}, [""] * len(asks), reasons)
 
-    def _leaves(self, asks: list[Any], prob: Tensor) -> tuple[Tensor, Tensor]:
-        """(ratings [L], their probabilities [b, L]) that sum to 1."""
+    def _leaves(self, asks: list[Any], prob: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(ratings [L], their probabilities [b, L] that sum to 1, what complete ratings have of all [b])."""
         values = torch.tensor(self.values, dtype=torch.float64)
         if not self._digit_ids:
-            return values, prob
+            return values, prob, torch.ones(len(prob), dtype=torch.float64)
         whole = [n for n, value in enumerate(self.values) if value < self.high]
         top = [n for n, value in enumerate(self.values) if value >= self.high]
-        tenths = self._digits(asks, [f"{self._words[n]}." for n in whole])
+        tenths, tenths_mass = self._digits(asks, [f"{self._words[n]}." for n in whole])
         stems = [f"{self._words[n]}.{digit}" for n in whole for digit in range(10)]
-        hundredths = self._digits(asks, stems)
-        both = (prob[:, whole, None] * tenths).flatten(1)[..., None] * hundredths
+        hundredths, hundredths_mass = self._digits(asks, stems)
+        first = (prob[:, whole, None] * tenths).flatten(1)
+        both = first[..., None] * hundredths
         steps = torch.arange(100, dtype=torch.float64) / 100
         fine = (values[whole][:, None] + steps).flatten()
-        return torch.cat([fine, values[top]]), torch.cat([both.flatten(1), prob[:, top]], 1)
+        share = tenths_mass.repeat_interleave(10, 1) * hundredths_mass
+        complete = (first * share).sum(1) + prob[:, top].sum(1)
+        return torch.cat([fine, values[top]]), torch.cat([both.flatten(1), prob[:, top]], 1), complete
 
-    def _digits(self, asks: list[Any], stems: list[str]) -> Tensor:
-        """[b, stems, 10] probabilities of the next digit behind each stem."""
+    def _digits(self, asks: list[Any], stems: list[str]) -> tuple[Tensor, Tensor]:
+        """Behind each stem: ([b, stems, 10] shares of the digits, [b, stems] probability of any digit)."""
         asked = [replace(ask, continuation=stem) for ask in asks for stem in stems]
-        reply = self.engine.answer_logits(self.template, asked, self._digit_ids)
+        reply = self.engine.answer_logits(self.template, asked, self._digit_ids, left_over=True)
         broken = next(filter(None, reply.reasons), None)
         if broken is not None:
             raise RewardError(f"A rating's digits could not be read: {broken}.")
-        return reply.logits.double().cpu().view(len(asks), len(stems), 10).softmax(-1)
+        logits = reply.logits.double().cpu().view(len(asks), len(stems), 10)
+        total = reply.log_total.double().cpu().view(len(asks), len(stems))
+        return logits.softmax(-1), (logits.logsumexp(-1) - total).exp().clamp(max=1.0)
 
 
 def _number(word: str, low: float, high: float, name: str) -> float:

@@ -145,8 +145,9 @@ def rate(
         fields: further names that the template fills.
 
     Returns:
-        Mean and, where more than one answer is drawn, standard deviation (ddof 1) of the readable answers and
-        the part "readable", their share; `text` is the first of them.
+        Mean of the n readable answers; where more than one is drawn also their standard deviation s (ddof 1)
+        as the part "spread", the standard error of the mean, s/√n, as `std`, and the part "readable", their
+        share. `text` is the first of them.
     """
     size = len(request)
     reasons = list(request.images.reasons)
@@ -165,12 +166,13 @@ def rate(
             reasons[row] = failed(answers)
             continue
         text[row] = known[0][1]
-        share = {"readable": len(known) / len(answers)} if drawing.answers > 1 else {}
-        means = {key: math.fsum(parts[key] for parts, _ in known) / len(known) for key in known[0][0]}
-        for key, value in {**means, **share}.items():
+        told = {key: math.fsum(parts[key] for parts, _ in known) / len(known) for key in known[0][0]}
+        if drawing.answers > 1:
+            spread = float(torch.tensor([parts["value"] for parts, _ in known], dtype=torch.float64).std())
+            told |= {"readable": len(known) / len(answers), "spread": spread}
+            std[row] = spread / math.sqrt(len(known))
+        for key, value in told.items():
             columns.setdefault(key, torch.full((size,), torch.nan))[row] = value
-        if len(known) > 1:
-            std[row] = torch.tensor([parts["value"] for parts, _ in known], dtype=torch.float64).std()
     value = columns.pop("value", torch.full((size,), torch.nan))
     scores = make_scores(value, reasons, unit, parts=columns, text=text)
     if drawing.answers == 1:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from .contract import RewardError
+from .quiet_loading import quiet_loading
 
 UNBOUNDED = 10**9
 """Tokenizers without a limit give a huge number as model_max_length."""
@@ -60,7 +61,8 @@ def load_classifier(
     if isinstance(model, torch.nn.Module):
         return model.to(device, dtype).eval()
     try:
-        loaded, report = loader.from_pretrained(str(model), dtype=dtype, output_loading_info=True)
+        with quiet_loading():
+            loaded, report = loader.from_pretrained(str(model), dtype=dtype, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"{name}: {model} cannot be loaded as a {kind} classification model ({error}). Give a folder "

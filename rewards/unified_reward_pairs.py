@@ -21,7 +21,7 @@ from visalign.interfaces import Metadata, Preferences
 from .chat_answers import Reply
 from .chat_messages import question
 from .chat_server import ChatServer
-from .contract import Request, RewardError, read_request
+from .contract import Request, RewardError, prompt_problem, read_request
 from .identity import Identity
 from .judge_text import AnswerError
 from .judge_verdicts import flex_answer, pair_scores, verdict
@@ -220,8 +220,8 @@ def _unusable(first: Request, second: Request, template: Template) -> list[str |
             for side, reason in (("left", first.images.reasons[row]), ("right", second.images.reasons[row]))
             if reason is not None
         ]
-        if not lost and "prompt" in template.fields and not prompt.strip():
-            lost = ["the prompt is empty, so there is nothing to compare the images with"]
+        if not lost and "prompt" in template.fields and (empty := prompt_problem(prompt)):
+            lost = [empty]
         reasons.append("; ".join(lost) or None)
     return reasons
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table of units: what each judge's number means, which scales peers give it, and the way between them.
+"""What each judge's numbers mean: units, the scales that peers give them, and standard deviations.
 
 A weight that was tuned on one scale of a CLIP-type score is wrong by up to 100 on another. `SCALES` says what
 peers mean by their number; `convert` goes from one scale to another where the map is affine, and refuses
@@ -90,6 +90,55 @@ SCALES: dict[str, Scale] = {
     "rating / 10": Scale("rating", "LAION aesthetic in several trainers", 0.1),
 }
 """name -> meaning and affine map from the family's base."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """What `Scores.std` (or `Preferences.std`) of one judge is."""
+
+    kind: str
+    """A key of `DEVIATION_KINDS`."""
+    formula: str = ""
+    """How it is computed, or where it went; "" where there is nothing to say."""
+
+
+DEVIATION_KINDS = {
+    "none": "std is None: the judge says nothing of its uncertainty, and a comparison of scores is sure.",
+    "spread": "How far one judgement of this picture scatters, however many answers there were. With it "
+    "`as_pairwise` gives the probability that one judgement prefers the left picture (Thurstone), and μ − λσ "
+    "is a low quantile of single judgements.",
+    "standard error": "How far the value scatters if the judge is asked anew: s/√n of n answers, or the same "
+    "of their sum. With it `as_pairwise` gives the probability that the left picture's mean is higher, and "
+    "μ − λσ is a confidence bound of the mean.",
+    "total": "√(aleatoric² + epistemic²) over members: the mean of the members' own variances, of whatever "
+    "kind, and the variance between the members. Both stand among the parts.",
+    "passed on": "That of the judge that is asked, in the unit of the value.",
+}
+"""Kinds of standard deviations, and what `as_pairwise` and lower bounds make of them."""
+
+_WITHOUT = (
+    *("shapes_verifier", "geneval", "ocr", "heie", "reward_dance", "reward_dance_pairs", "vision_reward"),
+    *("clip_score", "pick_score", "hps_v2", "laion_aesthetic", "image_reward", "ict", "hp", "ict_hp"),
+    *("brightness", "contrast", "saturation", "colourfulness", "edge_density", "sharpness", "jpeg_size"),
+    "yes_no_server",
+)
+
+DEVIATIONS: dict[str, Deviation] = {
+    **dict.fromkeys(_WITHOUT, Deviation("none")),
+    "hpsv3": Deviation("spread", "exp(log σ) of the head, trained as the deviation of one preference"),
+    "visual_quality_r1": Deviation(
+        "spread", "√Σ p (s − μ)² over the ratings it may write; of K answers their s (ddof 1), not s/√K"
+    ),
+    "unified_reward": Deviation("standard error", 's/√n of the n readable answers; s is the part "spread"'),
+    "lift": Deviation("standard error", "√(Σ s²/n) / Q over Q questions with n readable answers each"),
+    "deepseek_grm": Deviation("standard error", "K s/√n of the sum of K votes, n of them readable"),
+    "unified_reward_pairs": Deviation("standard error", "½ √(s²/n + t²/m), of P(left better) in two orders"),
+    "calibrated": Deviation("none", "the judge's own goes into the place among the reference"),
+    "lora_ensemble": Deviation("total", "√(mean of σ² + variance of μ) over the adapters' members"),
+    "ensemble": Deviation("total", "√(mean of σ² + variance of μ) over the members"),
+    "remote": Deviation("passed on", "as the server's judge gives it"),
+}
+"""judge -> what its standard deviation is. NaN is never certainty: such rows are masked or NaN."""
 
 
 def convert(value: Value, source: str, target: str, *, logit_scale: float | None = None) -> Value:

@@ -61,8 +61,10 @@ RATING_THINKING = _question(
 class VisualQuality:
     """Rating of a picture's quality from 1 to 5 with its standard deviation; the prompt is not looked at.
 
+    `std` is the spread of one answer, not the error of their mean, as Thurstone's model takes it.
     Direct: value Σ p·s and std √Σ p·(s − value)² over the ratings s that the model may write next; the parts
-    hold "mass", the probability of all scores among everything it may write, and "left_over", the rest.
+    hold "mass", the probability of all scores among everything it may write, "left_over", the rest, and for
+    ratings with decimals "digit_mass", the share of what begins as a rating that goes on with digits.
     Sampled: mean and standard deviation (ddof 1) of the answers that can be read; the parts hold "readable",
     their share, and `text` is the first of them.
 
@@ -102,7 +104,8 @@ class VisualQuality:
             max_new_tokens: of an answer; 2048 with thinking and 16 without when None.
             template: instead of the folder's, or ours. In "direct" its words "scores" are the whole ratings,
                 each one token, and "digits" the ten digits where ratings have two decimal places.
-            min_mass: smallest probability of all scores together that counts as a rating ("direct").
+            min_mass: smallest probability of all scores together that counts as a rating ("direct"), and
+                smallest "digit_mass".
             variance_floor: γ of the comparison, in squared rating steps.
             device: where the model runs.
             precision: of its weights.

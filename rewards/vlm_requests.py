@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .contract import Request
+from .contract import Request, prompt_problem
 from .vlm_template import Template
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,8 +58,8 @@ def requests(
         if reasons[row] is not None:
             continue
         prompt = request.prompts[row]
-        if "prompt" in template.fields and not prompt.strip():
-            reasons[row] = "the prompt is empty, so there is nothing to compare the image with"
+        if "prompt" in template.fields and (reason := prompt_problem(prompt)):
+            reasons[row] = reason
             continue
         rows.append(row)
         asks.append(Ask(images=[image], prompt=prompt, fields=dict(fields or {})))
@@ -74,8 +74,13 @@ def check_fields(template: Template, *, instruction: str = "") -> dict[str, str]
         instruction: of the user, for the template's `{instruction}`.
 
     Raises:
-        ValueError: an instruction for which the template has no place.
+        ValueError: an instruction for which the template has no place, or a {question} that nobody fills.
     """
+    if "question" in template.fields:
+        raise ValueError(
+            f"The template {template.name!r} has {{question}}, which this judge does not fill; write the "
+            "question itself into its text. Judges with several questions, such as vision_reward, fill it."
+        )
     if instruction and "instruction" not in template.fields:
         raise ValueError(
             f"The template {template.name!r} has no place for an instruction; write {{instruction}} into its "

@@ -183,7 +183,8 @@ class RowEncoder:
             template.filled(fields), tokenize=False, add_generation_prompt=True, **template.chat
         )
         whole = text + template.answer_prefix + continuation
-        return tuple(self.tokenizer(whole, add_special_tokens=False)["input_ids"])
+        # Rows that are too long get a reason of their own, so that transformers need not warn of them.
+        return tuple(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _place(self, ids: Sequence[int], token: str, template: Template) -> int:
         """Where the one token stands that is read."""

@@ -13,6 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from visalign.core.yes_no import YesNo, yes_no_answer
+
 from .judge_text import AnswerError
 
 _ROUNDING = 1e-7
@@ -22,70 +26,77 @@ _MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
 
 
 @dataclass(frozen=True)
-class YesNo:
-    """What a list of first tokens says."""
+class ListedAnswer:
+    """What a list of first tokens says of yes and no."""
 
-    log_odds: float
-    """Of yes against no, in nats, by the list alone: infinite where it has one side only."""
+    answer: YesNo
+    """By the list alone, one float64 number each: log-odds are infinite where it has one side only."""
     bound: float
-    """The same, finite always: where one side is missing, the log-odds are at least this far from 0."""
+    """The log-odds, finite always: where one side is missing, they are at least this far from 0."""
     is_bound: bool
     """Whether one side was missing."""
-    mass: float
-    """Probability of yes and no together."""
-    left_over: float
-    """Probability of everything else."""
 
     @property
     def prob(self) -> float:
-        """P(yes) / (P(yes) + P(no)), by the list alone."""
-        return _sigmoid(self.log_odds)
+        """σ(bound): P(yes) / (P(yes) + P(no)), or the nearest to ½ that the list allows."""
+        return _sigmoid(self.bound)
+
+    @property
+    def mass(self) -> float:
+        """Probability of the listed yes and no together."""
+        return float(self.answer.mass)
+
+    @property
+    def left_over(self) -> float:
+        """Probability of everything else."""
+        return max(0.0, float(self.answer.left_over))
 
 
 def read_yes_no(
-    listed: Mapping[str, float], *, yes: Sequence[str] = ("yes",), no: Sequence[str] = ("no",)
-) -> YesNo:
+    listed: Mapping[str, float],
+    *,
+    yes: Sequence[str] = ("yes",),
+    no: Sequence[str] = ("no",),
+    min_mass: float = 0.0,
+) -> ListedAnswer:
     """Add up the tokens that spell yes and those that spell no, whatever their case and blanks.
 
     Args:
         listed: token -> log-prob in nats.
         yes: words for yes.
         no: words for no.
+        min_mass: smallest probability of both together that counts as an answer.
 
     Raises:
-        AnswerError: neither side is listed, or a log-prob is no number or above 0.
+        AnswerError: neither side is listed, both together are too improbable, or a log-prob is no number or
+            above 0.
     """
     for token, value in listed.items():
         if math.isnan(value) or value > 1e-3:
             raise AnswerError(f"the log-prob of the first token {token!r} is {value:g}, which is none")
-    spelled = {token: token.translate(_MARKS).strip().lower() for token in listed}
+    spelled = [token.translate(_MARKS).strip().lower() for token in listed]
     sides = []
     for words in (yes, no):
         wanted = {word.strip().lower() for word in words}
-        sides.append(_logsumexp([listed[token] for token, word in spelled.items() if word in wanted]))
-    log_yes, log_no = sides
+        sides.append([place for place, word in enumerate(spelled) if word in wanted])
+    log_prob = torch.tensor(list(listed.values()), dtype=torch.float64)
+    answer = yes_no_answer(log_prob, *sides, normalised=True)
+    log_yes, log_no = float(answer.log_yes), float(answer.log_no)
     if log_yes == log_no == -math.inf:
         first = max(listed, key=lambda token: listed[token], default=None)
         raise AnswerError(
             f"neither yes nor no is among the {len(listed)} likeliest first tokens ({first!r} leads)"
         )
-    mass = math.exp(log_yes) + math.exp(log_no)
+    if not float(answer.mass) >= min_mass:
+        raise AnswerError(
+            f"the model answers neither yes nor no: both together have probability {float(answer.mass):.3g}, "
+            f"and min_mass is {min_mass:g}"
+        )
     total = math.fsum(math.exp(value) for value in listed.values())
     unseen = max(min(1 - total, min(math.exp(value) for value in listed.values())), _ROUNDING)
-    cap = math.log(unseen)
-    bound = max(log_yes, cap) - max(log_no, cap) if -math.inf in sides else log_yes - log_no
-    return YesNo(
-        log_odds=log_yes - log_no,
-        bound=bound,
-        is_bound=-math.inf in sides,
-        mass=mass,
-        left_over=max(0.0, 1 - mass),
-    )
-
-
-def _logsumexp(values: Sequence[float]) -> float:
-    top = max(values, default=-math.inf)
-    return top if top == -math.inf else top + math.log(math.fsum(math.exp(value - top) for value in values))
+    is_bound, cap = -math.inf in (log_yes, log_no), math.log(unseen)
+    bound = max(log_yes, cap) - max(log_no, cap) if is_bound else log_yes - log_no
+    return ListedAnswer(answer, bound, is_bound)
 
 
 def _sigmoid(x: float) -> float:

@@ -26,6 +26,9 @@ NO = ("no", "No", "NO", " no", " No", " NO")
 
 MIN_MASS = 0.1
 """Below this probability of yes and no together a model has answered neither."""
+SUREST = 87.0
+"""Bound of the log-odds: a side whose probability is 0, the surest answer there is, counts as e^−87, which
+float32 still holds."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Odds:
     """What a model said to B yes/no questions."""
 
     log_odds: Tensor
-    """[B] float32 ln(p_yes / p_no); NaN where there is a reason."""
+    """[B] float32 ln(p_yes / p_no) within ±`SUREST`; NaN where there is a reason."""
     mass: Tensor
     """[B] float32 p_yes + p_no over the whole vocabulary; NaN where it was not computed."""
     decision: list[str]
@@ -93,7 +96,8 @@ class YesNoReader:
         log_prob = logits - reply.log_total.detach().double().cpu()[:, None]
         split, size = len(self._yes), len(self.ids)
         answer = yes_no_answer(log_prob, range(split), range(split, size), normalised=True)
-        odds, mass = answer.log_odds.float(), answer.mass.clamp(max=1.0).float()
+        odds = answer.log_odds.clamp(-SUREST, SUREST).float()
+        mass = answer.mass.clamp(max=1.0).float()
         reasons = list(reply.reasons)
         for row, share in enumerate(mass.tolist()):
             if reasons[row] is None and not share >= self.min_mass:
@@ -102,7 +106,7 @@ class YesNoReader:
                     f"probability, and at least {self.min_mass:g} is asked for"
                 )
             elif reasons[row] is None and not math.isfinite(float(odds[row])):
-                reasons[row] = "the model's log-odds are not finite"
+                reasons[row] = "the model's log-odds are no number"
         valid = torch.tensor([reason is None for reason in reasons])
         return Odds(torch.where(valid, odds, torch.nan), mass, self._decisions(logits, odds), reasons)
 

@@ -36,9 +36,9 @@ QUESTION = question(
 class YesNoServer:
     """Log-odds of yes against no in nats.
 
-    The parts hold "prob", P(yes) of the two; "mass", the probability of both together; "left_over", that of
-    everything else; "is_bound", 1 where the list holds one side only: the value is then the smallest
-    distance from 0 that the list allows.
+    The parts hold "prob", P(yes) of the two, σ of the value; "mass", the probability of both together;
+    "left_over", that of everything else; "is_bound", 1 where the list holds one side only: the value is then
+    the smallest distance from 0 that the list allows.
     """
 
     name = "yes_no_server"
@@ -102,12 +102,12 @@ class YesNoServer:
                 f"{self.top_logprobs}, or use one that gives them"
             )
         words = self.template.words
-        said = read_yes_no(reply.first_token, yes=words.get("yes", ("yes",)), no=words.get("no", ("no",)))
-        if said.mass < self.min_mass:
-            raise AnswerError(
-                f"the model answers neither yes nor no: both together have probability {said.mass:.3g}, and "
-                f"min_mass is {self.min_mass:g}"
-            )
+        said = read_yes_no(
+            reply.first_token,
+            yes=words.get("yes", ("yes",)),
+            no=words.get("no", ("no",)),
+            min_mass=self.min_mass,
+        )
         return {
             "value": said.bound,
             "prob": said.prob,

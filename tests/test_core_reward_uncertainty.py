@@ -78,6 +78,15 @@ class TestMembers:
         assert_values(precise[:2], (1 + 3 / 4) / (5 / 4), 2, rtol=1e-5)
         assert precise[2].isnan()
 
+    def test_a_member_without_a_known_deviation_has_no_weight(self) -> None:
+        std = torch.tensor([[1.0, NAN], [2, NAN], [NAN, NAN]], dtype=torch.float64)
+        mean = torch.tensor([[1.0, 1], [3, 3], [1000, 5]], dtype=torch.float64)
+        precise, spread = combine_members(mean, std=std, how="inverse_variance")
+        assert_values(precise[:1], (1 + 3 / 4) / (5 / 4), rtol=1e-5)
+        assert precise[1].isnan() and spread[1] == 2
+        vague = torch.tensor([[1e20], [2e20]], dtype=torch.float64)
+        assert_values(combine_members(f64(0, 5)[:, None], std=vague, how="inverse_variance")[0], 1)
+
     def test_a_member_that_failed_counts_for_nothing(self) -> None:
         valid = torch.tensor([[True] * 3, [True] * 3, [False] * 3])
         mean, spread = combine_members(self.MEAN, valid=valid)

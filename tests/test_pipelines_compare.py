@@ -210,7 +210,7 @@ def test_rank_puts_the_best_first_and_keeps_what_failed(pictures: Path) -> None:
     assert [row["place"] for row in result["images"]] == [1, 2, None] and result["calls"] == 2
     assert "c.png" in result["images"][2]["reason"] and result["images"][2]["score"] is None
     table = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "saturation", "-o", "r.json")
-    assert table.exit_code == 0 and "2 calls" in table.output
+    assert table.exit_code == 0 and "saturation scored 2 images" in table.output
     assert json.loads(Path("r.json").read_text())["unit"] == result["unit"]
     wrong = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "saturation", "--budget", "3")
     assert wrong.exit_code == 2 and "budget is 3.0; allowed are shares" in wrong.output

@@ -389,3 +389,28 @@ def test_the_cache_is_shared(tmp_path: Path) -> None:
     first, second = evaluate(given), evaluate(given)
     assert (tmp_path / "cache" / "judgements.sqlite").is_file()
     assert first["judges"] == second["judges"]
+
+
+def test_a_judge_that_tells_nothing_apart_is_said_to(tmp_path: Path) -> None:
+    flat = {"flat_left": lambda p: 1.0, "flat_right": lambda p: 1.0}
+    given = str(table(tmp_path, 40, **flat))
+    options = EvaluateOptions(
+        source=given, columns=("flat", "good"), settings=IntervalSettings(resamples=100)
+    )
+    judges = evaluate(options)["judges"]
+    assert [any("tells none apart" in note for note in judge["notes"]) for judge in judges] == [True, False]
+
+
+def test_kendalls_tau_has_an_interval_in_terminal_and_page(tmp_path: Path) -> None:
+    rows = [
+        record.to_row() | {"q": record.mos + k % 3} for k, record in enumerate(shapes_quality(40).records)
+    ]
+    file, out = tmp_path / "q.jsonl", tmp_path / "out"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    ran = CliRunner().invoke(app, ["evaluate", str(file), "-s", "q", "--resamples", "100", "-o", str(out)])
+    assert ran.exit_code == 0, ran.output
+    found = json.loads((out / "evaluation.json").read_text())["judges"][0]["correlations"]["kendall_b"]
+    low, high = (f"{found[end]:.3f}" for end in ("low", "high"))
+    assert f"kendall b           {found['estimate']:.3f} [{low}, {high}]" in ran.output
+    page = (out / "evaluation.html").read_text().split("Kendall&#39;s τ-b")[1]
+    assert f"{found['estimate']:.3f}<small>{low} to {high}</small>" in page

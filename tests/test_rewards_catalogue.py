@@ -96,6 +96,7 @@ def test_catalogue_names_load_lazily():
         "jpeg_size",
         "sharpness",
         "hpsv3",
+        "lora_ensemble",
         "unified_reward",
         "unified_reward_pairs",
         "lift",

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.rewards_tiny_clip import CONTEXT, tiny_tokenizer
 from tests.rewards_tiny_transformers import SIZES, save_tiny_transformers_clip, tiny_clip_state
-from visalign.rewards import check_reward
+from visalign.rewards import check_reward, load_reward
 from visalign.rewards.clip import ClipScore
 from visalign.rewards.clip_towers import ClipTowers
 from visalign.rewards.contract import read_request
@@ -249,3 +249,35 @@ def test_pil_and_tensor_give_the_same_score(folder):
     reward = ClipScore(folder, cache_bytes=0)
     left, right = reward.score(pictures, PROMPTS[:2]), reward.score(tensors, PROMPTS[:2])
     assert torch.equal(left.value, right.value)
+
+
+@pytest.mark.parametrize("name", ["clip_score", "ict", "ict_hp", "pick_score", "hps_v2"])
+def test_a_prompt_that_was_cut_shows_in_the_parts(name, images):
+    options = {"model": "shapes-clip"} if name in ("pick_score", "hps_v2") else {}
+    prompts = ["a red circle", "a red circle left of a blue square " * 9, "", "two circles"]
+    scores = load_reward(name, **options).score(images, prompts)
+    assert scores.valid.tolist() == [True, True, False, True]
+    cut = scores.parts["cut"]
+    assert cut[[0, 1, 3]].tolist() == [0, 1, 0] and cut.isnan().tolist() == [False, False, True, False]
+    assert scores.text is not None and scores.text[1].startswith("the prompt was cut to 12 tokens")
+
+
+SPELLED = [
+    ("<|endoftext|>", "spells out the model's end token"),
+    ("a red circle <|endoftext|>", "spells out the model's end token"),
+    ("a <|endoftext|> b", "spells out the model's end token"),
+    ("<|startoftext|> a red circle", "spells out the model's start token"),
+    ("a \ud800 circle", "half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "reason"), SPELLED)
+@pytest.mark.parametrize("packaged", [True, False])
+def test_a_prompt_that_is_no_plain_text_costs_its_own_row(folder, images, prompt, reason, packaged):
+    judge = ClipScore("shapes-clip" if packaged else folder)
+    if not packaged:
+        prompt = prompt.replace("<|endoftext|>", "<end>").replace("<|startoftext|>", "<start>")
+    scores = judge.score(images[:2], [prompt, "a red circle"])
+    assert scores.valid.tolist() == [False, True] and scores.reason is not None
+    assert reason in str(scores.reason[0])
+    torch.testing.assert_close(scores.value[1:], judge.score(images[1:2], ["a red circle"]).value)

@@ -50,6 +50,16 @@ def _score(how: str = "mean", **options: Any) -> Scores:
     return Ensemble(members, how=how, **options).score(grey([0.5]), ["p"])
 
 
+def test_a_deviation_that_is_not_known_is_no_certainty() -> None:
+    members = {"a": Fixed(1, std=0.3), "b": Fixed(2, std=NAN), "c": Fixed(3)}
+    scores = Ensemble(members).score(grey([0.5]), ["p"])
+    assert scores.value.tolist() == [1] and bool(scores.valid[0])
+    assert scores.std is not None and bool(scores.std.isnan()[0])
+    assert bool(scores.parts["aleatoric"].isnan()[0]) and scores.parts["epistemic"].tolist() == [0.5]
+    known = Ensemble({"a": Fixed(1, std=0.3), "c": Fixed(3)}).score(grey([0.5]), ["p"])
+    assert known.parts["aleatoric"].tolist() == pytest.approx([0.3 / math.sqrt(2)])
+
+
 def test_aggregations_by_hand() -> None:
     # members 0.5, 1.0, 1.5: mean 1, variance 0.25 (ddof 1)
     assert float(_score().value) == pytest.approx(1) and float(_score("min").value) == pytest.approx(0.5)

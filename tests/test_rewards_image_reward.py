@@ -288,3 +288,14 @@ def test_what_is_not_there_or_not_allowed(folder, tmp_path, images):
             tiny(folder, **options)
     with pytest.raises(ValueError, match="3 images and 1 prompts"):
         tiny(folder).score_with_gradient(images, PROMPTS[:1])
+
+
+def test_a_cut_prompt_and_an_empty_one_show(folder, images):
+    judge = ImageReward(folder, max_tokens=5)
+    prompts = ["a red circle", "two circles left of a blue square", "\u200b ", "a \ud800"]
+    scores = judge.score(images[[0, 1, 2, 0]], prompts)
+    assert scores.valid.tolist() == [True, True, False, False] and scores.parts["cut"][:2].tolist() == [0, 1]
+    assert scores.reason is not None and "prompt is empty" in str(scores.reason[2])
+    assert "surrogate" in str(scores.reason[3])
+    alone = judge.score(images[:1], ["a red circle"]).value
+    torch.testing.assert_close(scores.value[:1], alone, rtol=1e-5, atol=1e-6)

@@ -187,6 +187,13 @@ def test_tagged_score():
         ("It isn't Good. It is Bad", "Bad"),
         ("Normal rather than Good", "Normal"),
         ("Bad. Bad indeed.", "Bad"),
+        ("I would not say it is Good. It is Normal.", "Normal"),
+        ("I don't think that this picture is Good, it is Bad", "Bad"),
+        ("I cannot call this Good; Normal", "Normal"),
+        ("It is not blurry and the quality is Good", "Good"),
+        ("It has no flaws. Good", "Good"),
+        ("no artifacts, Good, without any doubt", "Good"),
+        ("I doubt that it is Good. Normal", "Normal"),
     ],
 )
 def test_lift_label(text, label):
@@ -205,10 +212,23 @@ def test_lift_label(text, label):
         "Gut",
         "Good or Normal",
         "Not-Good",
+        "I would not say it is Good",
+        "I don't think that this picture is Good",
+        "I cannot call this one Good",
+        "I doubt it is Good",
+        "The picture is not blurry and Good",
     ],
 )
 def test_lift_label_refuses(text):
     with pytest.raises(AnswerError, match="must state one of Good, Normal, Bad"):
+        lift_label(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["It is not really sharp enough to be Good", "Only if it were sharper would it be Good"]
+)
+def test_a_label_that_may_be_denied_is_refused(text):
+    with pytest.raises(AnswerError, match=r"may deny the label it names: .* Good"):
         lift_label(text)
 
 
@@ -264,6 +284,12 @@ def test_boxed_scores():
         ("Image 1 is hardly better; Image 2 is better", 2),
         ("The better image is Image 2", 2),
         ("<answer>Image 2 is better</answer> no: <answer>Image 1 is better</answer>", 1),
+        ("The first image is better", 1),
+        ("I prefer the second picture", 2),
+        ("<answer>The second image</answer>", 2),
+        ("The first image is worse than the second one", 2),
+        ("Image 1 is better because the text in Image 2 is wrong", 1),
+        ("Image 1 is better, in no small part by its colours", 1),
     ],
 )
 def test_verdict(text, side):
@@ -283,6 +309,12 @@ def test_verdict(text, side):
         ("Image 1 is not better", "neither 'Image 1 is better' nor"),
         ("I cannot say whether Image 1 is better", "neither"),
         ("Image 10 is better", "neither"),
+        ("Image 2 is not better than Image 1", "denies or doubts one, which leaves a tie open"),
+        ("Image 1 is better than Image 2 in no respect", "denies or doubts one"),
+        ("Image 1 is better by no means", "denies or doubts one"),
+        ("Saying that Image 1 is better would be wrong", "denies or doubts one"),
+        ("The first image is better and the second image is better", "calls both pictures better"),
+        ("At first I liked it", "neither"),
         ("Bild 1 ist besser", "neither"),
         ("图像1更好", "neither"),
         ("I'm sorry, I can't compare pictures of people.", "neither"),
@@ -355,21 +387,26 @@ def test_yes_no_list():
     said = read_yes_no(
         {" Yes": math.log(0.5), "yes": math.log(0.1), "NO": math.log(0.2), "Maybe": math.log(0.1)}
     )
-    assert said.log_odds == said.bound == pytest.approx(math.log(3))
+    assert float(said.answer.log_odds) == said.bound == pytest.approx(math.log(3))
     assert (said.prob, said.mass, said.left_over) == pytest.approx((0.75, 0.8, 0.2))
     assert not said.is_bound
 
 
 def test_a_missing_side_is_bounded():
     said = read_yes_no({"yes": math.log(0.7), "The": math.log(0.2)})
-    assert said.is_bound and said.log_odds == math.inf and said.prob == 1
+    assert said.is_bound and float(said.answer.log_odds) == math.inf and float(said.answer.prob) == 1
+    assert said.prob == pytest.approx(0.7 / 0.8), "not surer than the bound"
     assert said.bound == pytest.approx(
         math.log(0.7 / 0.1)
     )  # what the list leaves is 0.1, below its last, 0.2
     other = read_yes_no({"no": math.log(0.5), "a": math.log(0.02)})
     assert other.bound == pytest.approx(-math.log(0.5 / 0.02))
     assert math.isfinite(read_yes_no({"yes": 0.0}).bound)
-    assert read_yes_no({"▁ja": -1.0, "Ġnein": -1.0}, yes=("ja",), no=("nein",)).log_odds == 0
+    assert read_yes_no({"▁ja": -1.0, "Ġnein": -1.0}, yes=("ja",), no=("nein",)).bound == 0
+    certain = read_yes_no({"no": 0.0})
+    assert 0 < certain.prob < 1e-6 and certain.left_over == 0
+    with pytest.raises(AnswerError, match=r"both together have probability 0\.3, and min_mass is 0\.4"):
+        read_yes_no({"yes": math.log(0.1), "no": math.log(0.2), "The": math.log(0.7)}, min_mass=0.4)
 
 
 @pytest.mark.parametrize(

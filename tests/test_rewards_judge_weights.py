@@ -23,6 +23,7 @@ from visalign.rewards.reward_dance import RewardDance
 from visalign.rewards.reward_dance_pairs import RewardDancePairs
 from visalign.rewards.reward_dance_reference import ReferenceReward
 from visalign.rewards.visual_quality import VisualQuality
+from visalign.rewards.weights_in_memory import WeightPrint, tensor_print, weights_of
 
 LETTERS: dict[str, Any] = {"yes": ["y", "s"], "no": ["n"], "min_mass": 0.0}
 
@@ -152,3 +153,65 @@ def test_the_floor_of_a_comparison_is_part_of_the_identity() -> None:
     options: dict[str, Any] = {"mode": "sampled", "template": template}
     one, two = (VisualQuality(engine, variance_floor=floor, **options).identity for floor in (0.01, 0.1))
     assert one.differences(two) == ["options"]
+
+
+ODD = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", ODD)
+def test_a_fingerprint_sees_every_bit_and_every_place(dtype) -> None:
+    tensor = torch.arange(3 * 37).view(3, 37).remainder(7).to(dtype)
+    if dtype is torch.bool:
+        tensor = torch.rand(3, 37, generator=torch.Generator().manual_seed(0)) > 0.5
+    prints = {tensor_print(tensor), tensor_print(tensor[[1, 0, 2]]), tensor_print(tensor.T), ""}
+    for row, column in ((0, 0), (2, 36), (1, 18)):
+        other = tensor.clone()
+        other[row, column] = not other[row, column] if dtype is torch.bool else other[row, column] + 1
+        prints.add(tensor_print(other))
+    assert len(prints) == 7
+    assert tensor_print(tensor.T.contiguous().T) == tensor_print(tensor) == tensor_print(tensor.clone())
+    assert tensor_print(tensor.flatten()[1:]) == tensor_print(tensor.flatten()[1:].clone())
+    assert len(tensor_print(tensor[:0])) == 32 and len(tensor_print(tensor[0, 0])) == 32
+
+
+def test_swapped_rows_of_many_blocks_are_seen(monkeypatch) -> None:
+    from visalign.rewards import weights_in_memory
+
+    monkeypatch.setattr(weights_in_memory, "_BLOCK", 16)
+    weights_in_memory._factors.cache_clear()
+    tensor = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    order = torch.arange(40)
+    order[[3, 31]] = order[[31, 3]]  # from one block to the same place in another
+    assert tensor_print(tensor) != tensor_print(tensor[order])
+    weights_in_memory._factors.cache_clear()
+
+
+def test_a_permutation_of_rows_is_another_model() -> None:
+    layer = torch.nn.Linear(6, 4)
+    before = weights_of(layer)
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight[[1, 0, 2, 3]])
+    assert weights_of(layer) != before
+    norm = torch.nn.BatchNorm1d(4)
+    plain = weights_of(norm)
+    norm.running_mean.add_(1)  # type: ignore[operator, union-attr]  # a tensor
+    assert weights_of(norm) != plain
+
+
+def test_in_training_only_what_changed_is_read_again(monkeypatch) -> None:
+    from visalign.rewards import weights_in_memory
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    net[0].requires_grad_(False)
+    seen, real = [], weights_in_memory.tensor_print
+    monkeypatch.setattr(weights_in_memory, "tensor_print", lambda x: seen.append(tuple(x.shape)) or real(x))
+    print_of = WeightPrint(net, None)
+    found = [str(print_of), str(print_of)]
+    assert len(seen) == 4
+    step = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=0.1)
+    for _ in range(2):
+        net(torch.ones(2, 4)).sum().backward()
+        step.step()
+        found.append(str(print_of))
+    assert seen[4:] == [(1, 4), (1,)] * 2
+    assert len(set(found)) == 3 and found[-1] == weights_of(net)

@@ -187,3 +187,10 @@ def test_a_real_engine_reads_a_rendered_sign() -> None:
     reward = OcrReward(load_rapidocr())
     scores = reward.score([picture, flooded, Image.new("RGB", (320, 96), "white")], ['"OPEN 24 hours"'] * 3)
     assert scores.value[0] == 1 and 0.4 < float(scores.value[1]) < 0.7 and scores.value[2] == 0
+
+
+def test_a_row_that_the_rule_cannot_score_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("visalign.rewards.ocr.text_score", lambda target, text, rule: None)
+    scores = OcrReward(lambda picture: "x").score(BLANK, ['a sign "x"'])
+    assert not scores.valid[0] and bool(scores.value.isnan()[0]) and scores.reason is not None
+    assert "holds no character that the rule 'window' compares" in str(scores.reason[0])

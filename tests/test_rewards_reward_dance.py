@@ -18,6 +18,7 @@ from visalign.rewards.reward_dance_pairs import RewardDancePairs
 from visalign.rewards.reward_dance_questions import EXPLAIN, PAIR, YES_NO
 from visalign.rewards.reward_dance_reference import ReferenceReward, select_references
 from visalign.rewards.win_rate import GroupWinRate
+from visalign.rewards.yes_no_reader import SUREST
 
 LETTERS = {"yes": ["y", "s"], "no": ["n"], "min_mass": 0.0}
 """Spellings for a model whose tokens are letters."""
@@ -68,12 +69,24 @@ def test_a_model_that_answers_both_alike_is_undecided_at_zero():
     assert scripted({"yes": 0.5, "no": 0.5}).score(images(1), ["a"]).value[0] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_certainty_is_no_number():
-    scores = scripted({"yes": 1.0}).score(images(1), ["a"])
-    assert not scores.valid[0] and "not finite" in why(scores, 0)
+def test_certainty_is_the_surest_answer_and_finite():
+    judge = scripted({"yes": 1.0})
+    assert judge.score(images(1), ["a"]).value.tolist() == [SUREST]
+    sure = scripted({"no": 0.9}).score(images(1), ["a"])
+    assert sure.valid[0] and sure.value.tolist() == [-SUREST] and 0 < float(sure.parts["prob"]) < 1e-30
+    nearly = scripted({"yes": 0.9, "no": 1e-30}).score(images(1), ["a"]).value
+    assert float(nearly) == pytest.approx(math.log(0.9e30), abs=1e-3) and float(nearly) < SUREST
+    neither = scripted({"7": 1.0}, min_mass=0.0).score(images(1), ["a"])
+    assert not neither.valid[0] and "log-odds are no number" in why(neither, 0)
 
 
-@pytest.mark.parametrize("prompt", ["", " \n\t"])
+def test_a_certain_pair_keeps_its_bias_measurable():
+    engine = ScriptedEngine(lambda template, ask: {"yes": 1.0})
+    said = RewardDancePairs(engine).compare(images(1), images(1, seed=1), ["a"])
+    assert said.valid[0] and said.prob.tolist() == [0.5] and said.parts["second_bias"].tolist() == [SUREST]
+
+
+@pytest.mark.parametrize("prompt", ["", " \n\t", "\u200b\ufeff"])
 def test_an_empty_prompt_is_masked(prompt):
     scores = scripted({"yes": 0.5, "no": 0.4}).score(images(2), [prompt, "a"])
     assert scores.valid.tolist() == [False, True] and "empty" in why(scores, 0)
@@ -99,6 +112,9 @@ def test_options_that_cannot_be_are_refused():
         RewardDance(engine, yes=["maybe"])
     with pytest.raises(ValueError, match=r"Write \['yes'\]"):
         RewardDance(engine, yes="yes")
+    for kind in (RewardDance, RewardDancePairs):
+        with pytest.raises(ValueError, match=r"'test' has \{question\}, which this judge does not fill"):
+            kind(engine, template=ask_text("{question} {prompt}"))
     with pytest.raises(ValueError, match="has no place for an instruction"):
         RewardDance(engine, template=ASK, instruction="look at hands")
     with pytest.raises(ValueError, match="precision is 'int8'"):
@@ -171,6 +187,16 @@ def test_a_pair_fails_with_the_side_that_is_broken():
     assert said.valid.tolist() == [True, False] and "different prompts" in why(said, 1)
     with pytest.raises(ValueError, match="2 left and 3 right"):
         judge.compare(images(2), images(3), ["a", "b"])
+
+
+def test_a_pair_needs_a_prompt_only_where_the_question_asks_for_it():
+    engine = ScriptedEngine(lambda template, ask: {"yes": 0.6, "no": 0.3})
+    asked = RewardDancePairs(engine).compare(images(1), images(1, seed=1), [" "])
+    assert not asked.valid[0] and "prompt is empty" in why(asked, 0)
+    quality = RewardDancePairs(engine, template=ask_text("the second sharper?", pictures=2))
+    assert quality.compare(images(1), images(1, seed=1), [""]).valid[0]
+    numbered = quality.compare_pairs(images(2), torch.tensor([[0, 1]]), ["", "other"])
+    assert numbered.valid[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,12 +63,13 @@ def test_points_of_three_aspects():
     assert found.std is None and found.unit == "points from 1 to 5"
 
 
-def test_final_score_and_its_spread():
+def test_final_score_its_spread_and_its_standard_error():
     with serving(lambda body: chat(f"Final Score: {(2, 3, 4, 9)[body['seed']]}")) as stub:
         judge = UnifiedReward(stub.url, "tiny", mode="final", answers=4, temperature=1.0, **QUICK)
         found = judge.score(bright(0.5), ["a cat"])
-        assert found.value.tolist() == [3] and found.std is not None and found.std.tolist() == [1]
-        assert found.parts["readable"].tolist() == [0.75]
+        assert found.value.tolist() == [3] and found.parts["readable"].tolist() == [0.75]
+        assert found.parts["spread"].tolist() == [1], "of 2, 3 and 4"
+        assert found.std is not None and found.std.tolist() == pytest.approx([1 / math.sqrt(3)])
         lonely = UnifiedReward(stub.url, "tiny", mode="final", answers=2, seed=2, temperature=1.0, **QUICK)
         lost = lonely.score(bright(0.5), ["a cat"])
     assert not lost.valid[0] and lost.std is not None and lost.std.isnan().all()
@@ -242,8 +243,8 @@ def test_lift():
 def test_lift_spread():
     with serving(lambda body: chat(("Good", "Bad")[body["seed"]])) as stub:
         found = Lift(stub.url, "tiny", answers=2, temperature=1.0, **QUICK).score(bright(0.2), ["a"])
-    each = 0.85 / math.sqrt(2)
-    assert found.std is not None and found.std.item() == pytest.approx(each * math.sqrt(2) / 2)
+    error = 0.85 / math.sqrt(2) / math.sqrt(2)  # of two answers to one question; the value is the mean of two
+    assert found.std is not None and found.std.item() == pytest.approx(error * math.sqrt(2) / 2)
 
 
 def test_grm_sums_votes_and_scales_for_those_that_fail():
@@ -286,6 +287,25 @@ def test_the_meta_judge_keeps_the_best():
     assert str(lost.reason[0]).startswith("the meta judge rated none of 4 samples: 4 of 4 answers failed")
 
 
+def test_a_meta_judge_that_hardly_answers_keeps_nothing():
+    def answer(body):
+        if "A judge wrote" not in words(body):
+            return chat(rf"critique \boxed{{{(3, 9)[body['seed']]}}}")
+        is_nine = "boxed{9}" in words(body)
+        said = {"Maybe": math.log(0.99), "yes": math.log(0.009)} if is_nine else {"no": math.log(0.9)}
+        return chat("y", finish="length", logprobs=said)
+
+    with serving(answer) as stub:
+        options = {"answers": 2, "k_meta": 1, **QUICK}
+        found = DeepSeekGRM(stub.url, "tiny", **options).score(bright(0.5), ["a"])
+        least = DeepSeekGRM(stub.url, "tiny", min_mass=0.0, **options)
+        lenient = least.score(bright(0.5), ["a"])
+    assert found.value.tolist() == [3] and lenient.value.tolist() == [9]
+    assert least.identity.options["min_mass"] == 0
+    with pytest.raises(RewardError, match=r"min_mass is 1\.5; allowed are probabilities"):
+        DeepSeekGRM("http://localhost:1", "tiny", min_mass=1.5)
+
+
 def test_yes_no_of_a_server():
     said = {
         "cat": {" Yes": math.log(0.6), "no": math.log(0.2), "Maybe": math.log(0.1)},
@@ -301,7 +321,7 @@ def test_yes_no_of_a_server():
         found = judge.score(bright(0.5).repeat(5, 1, 1, 1), list(said))
     assert found.valid.tolist() == [True, True, False, False, False]
     assert found.value[:2].tolist() == pytest.approx([math.log(3), math.log(0.9 / 0.05)])
-    assert found.parts["prob"][:2].tolist() == pytest.approx([0.75, 1])
+    assert found.parts["prob"][:2].tolist() == pytest.approx([0.75, 0.9 / 0.95]), "σ of the value"
     assert found.parts["left_over"][:2].tolist() == pytest.approx([0.2, 0.1])
     assert found.parts["is_bound"][:2].tolist() == [0, 1]
     assert found.reason is not None

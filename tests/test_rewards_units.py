@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from visalign.rewards import CATALOGUE, load_reward
-from visalign.rewards.units import JUDGE_UNITS, SCALES, convert
+from visalign.rewards import CATALOGUE, load_judge, load_reward
+from visalign.rewards.units import DEVIATION_KINDS, DEVIATIONS, JUDGE_UNITS, SCALES, convert
 
 
 @pytest.mark.parametrize(
@@ -70,3 +72,29 @@ def test_the_table_says_what_the_judges_say():
         assert name in CATALOGUE and row.scale in SCALES
         judge = load_reward(name)
         assert (judge.unit, judge.range) == (row.unit, row.range), name
+
+
+def test_every_judge_stands_in_the_table_of_deviations():
+    assert set(DEVIATIONS) == set(CATALOGUE) | {"ensemble"}
+    assert {row.kind for row in DEVIATIONS.values()} == set(DEVIATION_KINDS)
+    assert all(row.formula for row in DEVIATIONS.values() if row.kind != "none")
+
+
+SINGLE = (
+    *("clip_score", "ict", "hp", "ict_hp", "hpsv3", "visual_quality_r1", "reward_dance", "pick_score"),
+    *("hps_v2", "reward_dance_pairs", "vision_reward", "jpeg_size", "sharpness", "brightness"),
+)
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_judges_give_a_deviation_where_the_table_says_so(name):
+    options = {"model": "shapes-clip"} if name in ("pick_score", "hps_v2") else {}
+    judge: Any = load_judge(name, **options)
+    images = torch.linspace(0.1, 0.9, 2 * 3 * 32 * 32).view(2, 3, 32, 32)
+    prompts = ["a red circle"] * 2
+    told = (
+        judge.compare(images, images.flip(0), prompts)
+        if name.endswith("pairs")
+        else judge.score(images, prompts)
+    )
+    assert (told.std is None) == (DEVIATIONS[name].kind == "none")

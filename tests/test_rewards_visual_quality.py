@@ -65,6 +65,44 @@ def test_a_model_that_writes_no_rating_is_masked():
     assert direct(lambda ask: {"3": 0.05}, min_mass=0.0).score(images(1), [""]).value[0] == pytest.approx(3.0)
 
 
+def test_digits_that_the_model_would_not_write_make_no_rating():
+    """Behind "3." the model writes something else: what is left of the digits is rounding noise."""
+
+    def probability(ask):
+        noise = {digit: 1e-9 for digit in "0123456789"}
+        return {"3": 0.6, "5": 0.4 * (1 - len(ask.continuation) / 9)} if not ask.continuation else noise
+
+    judge = direct(probability, FINE, min_mass=0.5)
+    scores = judge.score(images(1), [""])
+    assert not scores.valid[0] and math.isnan(scores.value[0]) and math.isnan(given(scores.std)[0])
+    assert "writes no digits behind the point" in why(scores, 0) and "0.4 of the probability" in why(
+        scores, 0
+    )
+    lenient = direct(probability, FINE, min_mass=0.3).score(images(1), [""])
+    assert lenient.valid[0] and lenient.parts["digit_mass"][0] == pytest.approx(0.4, abs=1e-6)
+
+
+def test_the_mass_of_the_digits_by_hand():
+    def probability(ask):
+        if not ask.continuation:
+            return {"2": 0.5, "3": 0.25, "5": 0.25}
+        if len(ask.continuation) == 3:
+            return {"0": 0.5, "5": 0.3}
+        return {"0": 0.6} if ask.continuation == "2." else {"1": 0.1, "2": 0.1}
+
+    scores = direct(probability, FINE, min_mass=0.0).score(images(1), [""])
+    hand = 0.5 * 0.6 * 0.8 + 0.25 * 0.2 * 0.8 + 0.25
+    assert scores.parts["digit_mass"][0] == pytest.approx(hand, abs=1e-6)
+
+
+def test_no_digit_at_all_behind_the_point_is_a_failure_even_without_a_least_mass():
+    def probability(ask):
+        return {"3": 0.9} if not ask.continuation else {}
+
+    scores = direct(probability, FINE, min_mass=0.0).score(images(1), [""])
+    assert not scores.valid[0] and "complete ratings have 0 of the probability" in why(scores, 0)
+
+
 def answering(*texts, prefix="", **options):
     engine = ScriptedEngine(answers=lambda _, ask: list(texts))
     template = ask_text("rate", answer_prefix=prefix)

@@ -2,18 +2,21 @@
 """Judges that see from a folder: settings, templates, adapters, and what is refused by message."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging
 
 from tests.tiny_judges import ONE, noise, tiny_judge
 from tests.tiny_language_models import tiny_model, tiny_tokenizer
 from tests.tiny_vision_language_models import save_tiny_seeing_model, tiny_seeing_model
 from visalign.rewards.contract import RewardError
 from visalign.rewards.identity import Identity
+from visalign.rewards.quiet_loading import quiet_loading
 from visalign.rewards.vlm import Ask, VisionLanguageJudge
 from visalign.rewards.vlm_network import eye_of
 from visalign.rewards.vlm_template import JudgeSettings, Template, escape
@@ -166,3 +169,54 @@ def test_escaping_changes_nothing_else() -> None:
     assert escape("a cat, <b> {x} <| |>", tokens) == "a cat, <b> {x} <| |>"
     assert escape("<|Reward|>", tokens) == "< |Reward|>"
     assert escape("ab", ["ab", "a b"]) == "a  b"
+
+
+def test_loading_is_silent_and_leaves_the_users_settings(tmp_path, capfd) -> None:
+    save_tiny_seeing_model(tmp_path)
+    capfd.readouterr()
+    shown: list[Any] = []
+
+    def hook(factory: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        shown.append(kwargs)
+        return factory(*args, **kwargs)
+
+    before, enabled = logging.set_tqdm_hook(hook), logging.is_progress_bar_enabled()
+    try:
+        VisionLanguageJudge.from_pretrained(tmp_path)
+        assert capfd.readouterr().err == ""
+        assert shown and all(kwargs["disable"] for kwargs in shown), "the user's hook is asked all the same"
+        list(logging.tqdm(range(2), desc="Loading weights"))
+        assert "Loading weights: 100%" in capfd.readouterr().err, "the user's own loads show their bar again"
+        with pytest.raises(RewardError), quiet_loading():
+            raise RewardError("no such model")
+        assert logging.set_tqdm_hook(hook) is hook and logging.is_progress_bar_enabled() == enabled
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def test_loads_at_the_same_time_put_the_settings_back_once() -> None:
+    inside, before = threading.Barrier(3), logging.set_tqdm_hook(None)
+    logging.set_tqdm_hook(before)
+
+    def load() -> None:
+        with quiet_loading():
+            inside.wait(timeout=10)
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with quiet_loading():
+        inside.wait(timeout=10)
+    for thread in threads:
+        thread.join()
+    assert logging.set_tqdm_hook(before) is before
+
+
+def test_a_text_that_is_too_long_is_a_reason_and_no_warning(tmp_path, capfd) -> None:
+    judge = VisionLanguageJudge.from_pretrained(save_tiny_seeing_model(tmp_path), max_tokens=64)
+    judge.processor.tokenizer.model_max_length = 64
+    capfd.readouterr()
+    long = Ask(images=ASK.images, prompt="a cat " * 400)
+    (row, _), (reason, none) = judge.encode(ONE, [long, ASK])
+    assert row is None and none is None and "the model reads at most 64" in str(reason)
+    assert capfd.readouterr().err == ""

@@ -63,8 +63,8 @@ def _quality(case: Any) -> Outputs:
 def _yes_no_list(case: Any) -> Outputs:
     found = [_or(lambda row=row: read_yes_no(row), None) for row in case.inputs["top_logprobs"]]
     return {
-        "prob": [math.nan if row is None else row.prob for row in found],
-        "log_odds": [math.nan if row is None else row.log_odds for row in found],
+        "prob": [math.nan if row is None else float(row.answer.prob) for row in found],
+        "log_odds": [math.nan if row is None else float(row.answer.log_odds) for row in found],
         "mass": [0.0 if row is None else row.mass for row in found],
     }
 

@@ -135,7 +135,7 @@ def combine_members(
         known = present & torch.isfinite(std)
         weight = torch.where(known, inverse_variance_weights(torch.where(known, std, 1.0)), 0.0)
         total = weight.sum(0)
-        result = torch.where(total > 0, (weight * value).sum(0) / total.clamp(min=1e-30), torch.nan)
+        result = (weight * value).sum(0) / torch.where(total > 0, total, torch.nan)
     else:
         raise ValueError(f'how must be "mean", "min", "lower_bound" or "inverse_variance"; got {how!r}.')
     answered = count > 0
