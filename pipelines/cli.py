@@ -121,13 +121,15 @@ def _show_plan(config: str, overrides: list[str]) -> None:
 
 def _train(config: str, overrides: list[str], output: Path | None, *, resume: bool, then: str) -> None:
     with user_messages():
+        from visalign.rewards.quiet_loading import quiet_loading
+
         from .cli_jobs import load_job, resume_command
         from .cli_show import show_summary
         from .run_folder import output_folder
 
         folder = output_folder(output, Path(config).stem, resume=resume)
         job = load_job(config, overrides)
-    with user_messages(resume=resume_command(config, overrides, folder)):
+    with user_messages(resume=resume_command(config, overrides, folder)), quiet_loading():
         job.run(job.config, output=folder, resume=resume)
         if int(os.environ.get("RANK", "0")) == 0:
             show_summary(Console(), folder, then=then)

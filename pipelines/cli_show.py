@@ -14,11 +14,12 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from visalign.config import config_folder, list_configs
 from visalign.evaluation.atomic import write_atomic
+from visalign.evaluation.pages import short_names
 
 from .score import ScoreRow, to_csv, to_json, to_jsonl
 
@@ -216,22 +217,20 @@ def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> Non
         write_atomic(output, stream.getvalue().encode())
 
 
-def score_table(rows: Sequence[ScoreRow]) -> Table:
-    """One line per image, one column per reward, and the reasons of what could not be judged.
+def score_table(rows: Sequence[ScoreRow]) -> Group:
+    """One line per image, one column per reward; below it the reasons of what could not be judged.
 
     Args:
         rows: what `visalign.pipelines.score.score_images` returned.
     """
     columns = {row.reward: f"{row.reward} ({row.unit})" for row in rows}
-    table = Table("image", *(escape(title) for title in columns.values()), "problem")
-    lines: dict[str, dict[str, ScoreRow]] = {}
-    for row in rows:
-        lines.setdefault(row.image, {})[row.reward] = row
-    for image, by_reward in lines.items():
-        reasons = dict.fromkeys(row.reason for row in by_reward.values() if row.reason)
-        cells = [number(row.value) for row in by_reward.values()]
-        table.add_row(Text(image), *cells, Text("; ".join(reasons)))
-    return table
+    names = short_names(row.image for row in rows)
+    table = Table(Column("image", overflow="fold"), *(escape(title) for title in columns.values()))
+    for start in range(0, len(rows), max(len(columns), 1)):
+        by_reward = rows[start : start + len(columns)]
+        table.add_row(Text(names[by_reward[0].image]), *(number(row.value) for row in by_reward))
+    failed = dict.fromkeys((row.image, row.reason) for row in rows if row.reason)
+    return Group(table, *(Text(f"! {names[image]}: {reason}") for image, reason in failed))
 
 
 def number(value: Any) -> str:
