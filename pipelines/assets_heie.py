@@ -99,19 +99,7 @@ def heie_card(judge: Heie, found: Mapping[str, float], plan: HeiePlan, seconds: 
 
     count = sum(parameter.numel() for parameter in judge.heads.parameters())
     base = judge.engine.settings.rest.get("base", judge.engine.name)
-    ways = {
-        "whole and tiles, weighted by their deviations": "",
-        "whole and tiles, plain mean": "mean ",
-        "whole picture alone": "whole ",
-        "tiles alone": "tiles ",
-    }
-    if "whole error" not in found:
-        ways = {"whole picture alone": ""}
-    names = ("correlation", "auc", "iou", "error")
-    rows = "\n".join(
-        f"| {words} | " + " | ".join(f"{found[way + name]:.3f}" for name in names) + " |"
-        for words, way in ways.items()
-    )
+    rows = _map_rows(found)
     covered = "\n".join(
         f"| {level:g} | {found[f'coverage {level:g}']:.3f} | {found[f'wrong coverage {level:g}']:.3f} |"
         for level in LEVELS
@@ -157,3 +145,20 @@ Share of cells whose truth lies in the Laplace interval of a level:
 
 What is missing from a picture heats no cell; where two objects break a relation both are to be hot.
 """
+
+
+def _map_rows(found: Mapping[str, float]) -> str:
+    """A line of the card's table for each way to make the map."""
+    ways = {
+        "whole and tiles, weighted by their deviations": "",
+        "whole and tiles, plain mean": "mean ",
+        "whole picture alone": "whole ",
+        "tiles alone": "tiles ",
+    }
+    if "whole error" not in found:
+        ways = {"whole picture alone": ""}
+    names = ("correlation", "auc", "iou", "error")
+    return "\n".join(
+        f"| {words} | " + " | ".join(f"{found[way + name]:.3f}" for name in names) + " |"
+        for words, way in ways.items()
+    )
