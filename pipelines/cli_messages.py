@@ -6,6 +6,7 @@ from __future__ import annotations
 import dis
 import errno
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,7 +35,8 @@ _SYSTEM = {
 def user_messages(*, resume: str | None = None) -> Iterator[None]:
     """Turn errors that are meant for the user into one message on the error stream and an exit code.
 
-    Unexpected errors pass with their traceback; so does everything when VISALIGN_TRACEBACK is set.
+    Warnings are said without the line of code that they come from. Unexpected errors pass with their
+    traceback; so does everything when VISALIGN_TRACEBACK is set.
 
     Args:
         resume: the command that continues the job, said after Ctrl-C.
@@ -42,6 +44,9 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
     Raises:
         typer.Exit: code 2 after a user's error, 130 after Ctrl-C.
     """
+    form = warnings.formatwarning
+    if not os.environ.get("VISALIGN_TRACEBACK"):
+        warnings.formatwarning = _plain_warning
     try:
         yield
     except KeyboardInterrupt:
@@ -53,6 +58,14 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
             raise
         show_message(describe(error), title="Error", style="red")
         raise typer.Exit(USER_ERROR) from None
+    finally:
+        warnings.formatwarning = form
+
+
+def _plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"Warning: {message}\n"
 
 
 def is_deliberate(error: BaseException) -> bool:

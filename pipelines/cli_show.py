@@ -102,7 +102,7 @@ def show_summary(console: Console, folder: Path, *, then: str) -> None:
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     parts: list[RenderableType] = []
-    if "before" in summary and "after" in summary:
+    if summary.get("before") and summary.get("after"):
         parts.append(before_after(summary["before"], summary["after"]))
     parts += [Text(line) for line in (gain_line(summary), cost_line(summary)) if line]
     files = "\n".join(f"  {path}" for path in result_files(folder))
@@ -110,14 +110,20 @@ def show_summary(console: Console, folder: Path, *, then: str) -> None:
     console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
 
 
+HELDOUT = {"accuracy": "accuracy", "ece": "calibration error", "srcc": "SRCC", "mae": "mean absolute error"}
+"""Measure of a summary -> its name in the closing panel."""
+
+
 def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    """A table of held-out accuracy, per category and as a whole, and of the rewards, before and after.
+    """A table of held-out accuracy, per category and as a whole, of a judge's other measures, and of the
+    rewards, before and after.
 
     Args:
         before: `before` of a run's summary.
         after: `after` of it.
     """
-    rows = [("held-out accuracy", before.get("accuracy"), after.get("accuracy"))]
+    known = [key for key in HELDOUT if key in before and key in after]
+    rows = [(f"held-out {HELDOUT[key]}", before[key], after[key]) for key in known]
     for tag, value in (before.get("by_category") or {}).items():
         rows.append((f"  {tag.replace('_', ' ')}", value, (after.get("by_category") or {}).get(tag)))
     for name, reward in (before.get("rewards") or {}).items():
@@ -191,6 +197,7 @@ def result_files(folder: Path) -> list[str]:
     wanted = {
         "report.html": "pictures and numbers, opens in a browser",
         "lora": "for pipe.load_lora_weights" if pictures else "for peft.PeftModel.from_pretrained",
+        "judge": "the judge and its card; give this folder as the model of its reward",
         "model": f"for {'StableDiffusion3Pipeline' if pictures else 'AutoModelForCausalLM'}.from_pretrained",
         "summary.json": "the numbers",
         "metrics.jsonl": "a line per iteration",

@@ -19,6 +19,8 @@ from visalign.rewards.contract import RewardError
 from visalign.rewards.failure import Naming, failure_reasons
 from visalign.rewards.images import load_images
 
+from .image_rows import require_text_name
+
 SIDES = ("A", "B")
 CLEAR = 1e-6
 """Log-odds below this are a tie."""
@@ -31,8 +33,10 @@ def read_two(paths: Sequence[Path]) -> list[Tensor]:
         paths: Of the files.
 
     Raises:
-        UserError: One of them cannot be read.
+        UserError: One of them cannot be read, or has a name that is not UTF-8.
     """
+    for path in paths:
+        require_text_name(path)
     batch = load_images([str(path) for path in paths])
     for side, reason in zip(SIDES, batch.reasons, strict=True):
         if reason is not None:

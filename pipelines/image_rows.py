@@ -42,7 +42,7 @@ def find_images(items: Sequence[Path]) -> list[Path]:
         Paths, each once, in the order given.
 
     Raises:
-        UserError: nothing was named, or a folder holds no image.
+        UserError: nothing was named, a folder holds no image, or a name is not UTF-8.
     """
     found: dict[Path, None] = {}
     for item in items:
@@ -57,7 +57,26 @@ def find_images(items: Sequence[Path]) -> list[Path]:
         found.update(dict.fromkeys(inside))
     if not found:
         raise UserError("No images were named. Give files or folders.")
+    for path in found:
+        require_text_name(path)
     return list(found)
+
+
+def require_text_name(path: Path) -> None:
+    """Refuse a name that no table and no page can hold, before anything is judged.
+
+    Args:
+        path: Of an image.
+
+    Raises:
+        UserError: The name's bytes are not UTF-8.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"The name of the image {os.fsencode(path)!r} is not UTF-8, and tables and pages are. Rename it."
+        ) from error
 
 
 def image_rows(items: Sequence[Path], prompt: str | None = None) -> list[ImageRow]:

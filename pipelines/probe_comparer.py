@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,32 +15,13 @@ from visalign.evaluation.probes import Level, Probe, Sample
 from visalign.interfaces import PairwiseReward
 
 from .probe_forms import ALONE, FORMS, among_white
-from .probe_pairs import PairQuestions
+from .probe_pairs import PairQuestions, Said
 from .probe_reference import Reference
 
 TIE = 1e-6
 """Log-odds below this are a tie."""
 
 Leveled = tuple[np.ndarray, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Real:
-    """What was said of each sample and its other picture, NaN where nothing was."""
-
-    first: np.ndarray
-    """[N] log-odds of the sample, standing on the left."""
-    second: np.ndarray
-    """[N] log-odds of the other one, standing on the left."""
-    reasons: list[str | None]
-
-    @property
-    def lead(self) -> np.ndarray:
-        return (self.first - self.second) / 2
-
-    @property
-    def bias(self) -> np.ndarray:
-        return (self.first + self.second) / 2
 
 
 class Comparer:
@@ -122,7 +102,8 @@ class Comparer:
             "own_bias": self.questions.own_bias(),
         }
 
-    def _ask_real(self) -> _Real:
+    def _ask_real(self) -> Said:
+        """What is said of each of the N samples and its other picture, NaN where nothing is."""
         said = self.questions.both(self.paired, lambda row: (self._sample(row), self._rival(row)))
         size = len(self.reference.samples)
         first, second = np.full(size, np.nan), np.full(size, np.nan)
@@ -130,7 +111,7 @@ class Comparer:
         reasons: list[str | None] = [None] * size
         for row, reason in zip(said.rows, said.reasons, strict=True):
             reasons[row] = reason
-        return _Real(first, second, reasons)
+        return Said(list(range(size)), first, second, reasons)
 
     def _sample(self, row: int) -> Sample:
         return self.reference.samples[row]

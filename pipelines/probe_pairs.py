@@ -43,6 +43,11 @@ class Said:
         """[n] log-odds of the one over the two, whatever a place is worth."""
         return (self.first - self.second) / 2
 
+    @property
+    def bias(self) -> np.ndarray:
+        """[n] what standing on the left is worth."""
+        return (self.first + self.second) / 2
+
 
 class PairQuestions:
     """Asks a judge about pairs.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,9 +47,9 @@ def ranking_record(
     asked = _asked(found, names)
     judged = set(found.order)
     others = [row for row in range(len(names)) if row not in judged]
+    own = Counter(call[side] for call in asked for side in ("left", "right"))
     rows = []
     for place, row in enumerate([*found.order, *others], 1):
-        own = sum(names[row] in (call["left"], call["right"]) for call in asked)
         rows.append(
             {
                 "place": place if row in judged else None,
@@ -58,7 +59,7 @@ def ranking_record(
                 "high": number(found.high[row]),
                 "reason": None if row in judged else found.reason[row] or "not judged",
             }
-            | ({"calls": own} if is_pairwise else {})
+            | ({"calls": own[names[row]]} if is_pairwise else {})
         )
     return {
         "format": "visalign ranking 1",

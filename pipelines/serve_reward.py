@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from types import FrameType
@@ -41,7 +42,8 @@ def serve_reward(
         threads: CPU threads of the judge's process.
 
     Raises:
-        UserError: no token where one is needed, or uvicorn is not installed.
+        UserError: no token where one is needed, the address cannot be listened on, or uvicorn is not
+            installed.
         RewardError: the judge cannot be loaded.
     """
     token = _token(host, token_env)
@@ -51,6 +53,7 @@ def serve_reward(
         raise UserError(
             "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
         ) from error
+    _check_free(host, port)
     from visalign.rewards.judge_server import Limits, judge_server
     from visalign.rewards.judge_worker import JudgeWorker
 
@@ -84,6 +87,18 @@ def _end_in_order(server: Any, app: Any, worker: Any) -> None:
         end(number, frame)
 
     server.handle_exit = interrupted
+
+
+def _check_free(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on before the judge is loaded, which may take minutes."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise UserError(
+            f"Nothing can listen on {host}, port {port}: {error.strerror or error}. Give another --port or "
+            "--host, or end what listens there."
+        ) from error
 
 
 def _token(host: str, token_env: str | None) -> str | None:

@@ -19,6 +19,7 @@ from visalign.rewards.failure import failure_reasons
 from visalign.rewards.reward_dance_questions import YES_NO
 from visalign.rewards.vlm import Ask
 from visalign.rewards.vlm_bases import name_base
+from visalign.rewards.vlm_requests import check_fields
 from visalign.rewards.vlm_template import JudgeSettings, Template
 from visalign.rewards.yes_no_reader import NO, YES, token_set
 from visalign.training.reward_tasks import Outputs, RewardBatch
@@ -27,7 +28,7 @@ from .train_reward_batches import pair_images, pair_labels, pair_rows
 from .train_reward_clip import base_name, precision
 from .train_reward_config import TrainRewardConfig
 from .train_reward_examples import Example, Examples
-from .train_reward_vlm import load_engine, lora_config, refuse, shrink
+from .train_reward_vlm import add_lora, load_engine, refuse, shrink
 
 
 class ChecklistJudge:
@@ -58,7 +59,7 @@ class ChecklistJudge:
         if not self.frozen:
             with torch.random.fork_rng():
                 torch.manual_seed(config.seed)
-                self.engine.model.add_adapter(lora_config(config))
+                add_lora(self.engine.model, config)
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         adapters = [(n, p) for n, p in self.engine.model.named_parameters() if p.requires_grad]
@@ -198,7 +199,11 @@ class Questions:
         ]
         rows, reasons = self.engine.encode(self.templates[0], asks)
         if len(self.templates) > 1:
-            more, why = self.engine.encode(self.templates[1], [Ask(images=[i], prompt=p) for i, p in both])
+            given = check_fields(self.templates[1])
+            more, why = self.engine.encode(
+                self.templates[1],
+                [Ask(images=[image], prompt=prompt, fields=given) for image, prompt in both],
+            )
             rows, reasons = [*rows, *more], [*reasons, *why]
         refuse(reasons, [ask.prompt for ask in asks] + list(prompts))
         return rows, len(both)

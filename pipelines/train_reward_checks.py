@@ -37,7 +37,7 @@ def check_files(config: TrainRewardConfig, examples: Examples | None, name: str)
                     f"{config.model.kind} reads it. Write one, or take the row out."
                 )
     seen: set[str] = set()
-    for where, reference in _pictures(examples):
+    for where, reference in pictures(examples):
         if "://" in reference or reference in seen:
             continue
         seen.add(reference)
@@ -50,8 +50,8 @@ def check_files(config: TrainRewardConfig, examples: Examples | None, name: str)
                 raise UserError(f"{name}: {error}") from error
 
 
-def _pictures(examples: Examples | None) -> Iterator[tuple[str, str]]:
-    """(row in words, reference) of each picture of a set from files."""
+def pictures(examples: Examples | None) -> Iterator[tuple[str, str]]:
+    """(row in words, reference) of each picture of a set from files, refined ones of triples included."""
     if isinstance(examples, FilePairs):
         for number, pair in enumerate(examples.pairs.pairs):
             references = [pair.image_left, pair.image_right]

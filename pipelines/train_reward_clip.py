@@ -161,8 +161,8 @@ def precision(device: torch.device, name: str | None) -> Any:
 
 def base_name(path: str, folder: Path) -> str:
     """What a folder calls the model it was trained from: a packaged name or hub id as it is, another folder
-    by the way to it."""
-    return os.path.relpath(path, folder) if Path(path).is_dir() else path
+    or file by the way to it."""
+    return os.path.relpath(path, folder) if Path(path).exists() else path
 
 
 def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
@@ -173,14 +173,14 @@ def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
         beginnings: of their names.
 
     Raises:
-        UserError: no name begins so.
+        UserError: no name of a parameter that would move begins so.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for beginning in beginnings:
         if not any(name.startswith(beginning) for name in names):
             first = sorted({".".join(name.split(".")[:2]) for name in names})
             raise UserError(
-                f"model.frozen has {beginning!r}, and no parameter's name begins so. "
+                f"model.frozen has {beginning!r}, and no name of a parameter that would move begins so. "
                 f"{suggestion(beginning, first)}They begin with {', '.join(first)}."
             )
     for name, parameter in model.named_parameters():

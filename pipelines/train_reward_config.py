@@ -52,7 +52,8 @@ class RewardModelConfig:
     """head (the new head alone, of a checklist its weights), lora (adapters in the language part, and the
     head), or full."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=8, alpha=16.0))
-    """The adapters, with train=lora."""
+    """The adapters, with train=lora; target_modules null: attention and MLP projections of the language
+    part."""
     frozen: list[str] = field(default_factory=list)
     """Beginnings of names of parameters that stay as they are with train=full, e.g. visual.attnpool of
     shapes-clip."""
@@ -85,6 +86,7 @@ class RewardModelConfig:
                 f"model.frozen is {self.frozen} and model.train is {self.train!r}, which moves none of these "
                 "weights. Set train: full, or take frozen out."
             )
+        self._refuse_unused()
         if self.checklist is not None and self.kind != "checklist":
             raise UserError(
                 f"model.checklist is set, and a judge of kind {self.kind} asks no list of questions. Leave "
@@ -98,6 +100,18 @@ class RewardModelConfig:
                 f"{inner} widths of at least 1" if inner else "null, as this kind has no head of its own"
             )
             raise UserError(f"model.head is {self.head}; allowed for {self.kind}: {allowed}.")
+
+    def _refuse_unused(self) -> None:
+        if self.dtype != "float32" and self.kind in ("ict", "hp"):
+            raise UserError(
+                f"model.dtype is {self.dtype!r}, and a judge of kind {self.kind} is trained in float32. "
+                "Leave it out; model.autocast is what makes it faster."
+            )
+        if self.autocast is not None and (self.kind, self.train) == ("checklist", "head"):
+            raise UserError(
+                f"model.autocast is {self.autocast!r}, and the answers of a frozen model are read without "
+                "it. Leave it out, or set train: lora."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from visalign.errors import UserError
 from visalign.training.reward_tasks import TASKS
 
 from .flow_grpo_inputs import fingerprint
-from .train_reward_checks import check_files, sizes
+from .train_reward_checks import check_files, pictures, sizes
 from .train_reward_config import TrainRewardConfig
 from .train_reward_examples import (
     Examples,
@@ -70,7 +70,8 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
                 f"data.train: {listed([repr(prompt) for prompt in shared])}. What is learnt would be "
                 "measured. Put each prompt into one of the two."
             )
-        sets = {"data.heldout": _pictures(heldout), "data.train": _pictures(train)}
+        both = {"data.heldout": heldout, "data.train": train}
+        sets = {name: [reference for _, reference in pictures(one)] for name, one in both.items()}
         notes += refuse_shared_pictures(sets, what="of data.heldout also stand in data.train")
     check_files(config, train, "data.train")
     check_files(config, heldout, "data.heldout")
@@ -89,15 +90,6 @@ def _checklist_print(file: str) -> str:
         return fingerprint([Checklist.read(file).to_dict()])
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"model.checklist: {error}") from error
-
-
-def _pictures(examples: Examples) -> list[str]:
-    """References of the pictures of a set from files."""
-    if isinstance(examples, FilePairs):
-        return [ref for pair in examples.pairs.pairs for ref in (pair.image_left, pair.image_right)]
-    if isinstance(examples, FileRatings):
-        return [record.image for record in examples.records.records]
-    return []
 
 
 def _fingerprints(train: Examples, heldout: Examples | None) -> dict[str, str]:

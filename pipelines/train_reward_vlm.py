@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from visalign.rewards.reward_dance_questions import PAIR, YES_NO
 from visalign.rewards.visual_quality import RATING
 from visalign.rewards.vlm import Ask, VisionLanguageJudge
 from visalign.rewards.vlm_bases import name_base
+from visalign.rewards.vlm_requests import check_fields
 from visalign.rewards.vlm_template import SETTINGS, JudgeSettings, Template
 from visalign.rewards.yes_no_reader import NO, YES, token_set
 from visalign.training.reward_tasks import Outputs, RewardBatch
@@ -42,14 +44,25 @@ def load_engine(config: TrainRewardConfig, device: torch.device) -> VisionLangua
     )
 
 
-def lora_config(config: TrainRewardConfig) -> Any:
-    """peft's settings of the adapters."""
+def add_lora(model: Any, config: TrainRewardConfig) -> None:
+    """Put new adapters into a model; their start comes from torch's global generator.
+
+    Raises:
+        UserError: model.lora does not fit the model.
+    """
     from peft import LoraConfig
 
     lora = config.model.lora
     targets = LANGUAGE if lora.target_modules is None else list(lora.target_modules)
     alpha: Any = lora.alpha  # peft divides by the rank; fractions are fine
-    return LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+    given = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+    try:
+        model.add_adapter(given)
+    except ValueError as error:
+        raise UserError(
+            f"model.lora cannot be added to {config.model.path!r}: {error} Name linear layers of this model "
+            "in model.lora.target_modules, or leave it out."
+        ) from error
 
 
 class Hpsv3Judge:
@@ -74,7 +87,7 @@ class Hpsv3Judge:
             self.module.add_token()
             model = self.engine.model
             if config.model.train == "lora":
-                model.add_adapter(lora_config(config))
+                add_lora(model, config)
             elif config.model.train == "full":
                 model.requires_grad_(True)
                 freeze(model, config.model.frozen)
@@ -149,8 +162,12 @@ class AnswerJudge:
             self.kind
         ]
         self.template: Template = self.engine.template(name, default)
+        self._fields = check_fields(self.template)
         if self.kind == "rating":
             words = self.template.words["scores"]
+            self.template = replace(
+                self.template, words={"scores": words}
+            )  # whole ratings are what is learnt
             self.scores = torch.tensor([float(str(word)) for word in words])
             self.ids = self.engine.token_ids([str(word) for word in words])
         else:
@@ -162,7 +179,7 @@ class AnswerJudge:
         if config.model.train == "lora":
             with torch.random.fork_rng():
                 torch.manual_seed(config.seed)
-                self.engine.model.add_adapter(lora_config(config))
+                add_lora(self.engine.model, config)
         else:
             self.engine.model.requires_grad_(True)
             freeze(self.engine.model, config.model.frozen)
@@ -194,6 +211,7 @@ class AnswerJudge:
         return RewardBatch(inputs=(rows, 1.0), size=count, target=torch.cat([first, 1 - first]))
 
     def _rows(self, asks: list[Ask]) -> list[Any]:
+        asks = [replace(ask, fields=self._fields) for ask in asks]  # as the judge that is saved asks
         rows, reasons = self.engine.encode(self.template, asks)
         refuse(reasons, [ask.prompt for ask in asks])
         return rows

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fine-tuned contrastive model as its base and the tensors that differ from it: a fraction of its size.
 
-The folder holds `clip_base.json`, {"base": packaged name, hub id, or folder relative to this one, "changed":
-number of tensors}, and `clip_changes.safetensors`, tensors under their names in the base's state dict.
-Tokenizer, sizes and preprocessing are the base's.
+The folder holds `clip_base.json`, {"base": packaged name, hub id, or folder or file relative to this one,
+"changed": number of tensors}, and `clip_changes.safetensors`, tensors under their names in the base's state
+dict. Tokenizer, sizes and preprocessing are the base's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def save_changes(folder: str | Path, parts: ClipParts, base: str, *, load: Load,
     Args:
         folder: is made.
         parts: the fine-tuned model.
-        base: what it came from: packaged name, hub id, or folder relative to `folder`.
+        base: what it came from: packaged name, hub id, or folder or file relative to `folder`.
         load: of the base.
         dtype: of the floating-point weights on disk.
 
@@ -72,7 +72,8 @@ def load_changes(folder: Path, *, load: Load) -> ClipParts:
 
     Raises:
         FileNotFoundError: the changes are missing.
-        RewardError: the file names no base, or tensors that the base does not have, each named.
+        RewardError: the file names no base or its own folder, or tensors that the base does not have, each
+            named.
     """
     try:
         told = json.loads((folder / BASE).read_text(encoding="utf-8"))
@@ -82,6 +83,10 @@ def load_changes(folder: Path, *, load: Load) -> ClipParts:
             f"{folder / BASE} names no base ({type(error).__name__}: {error}); it needs "
             '{"base": "...", "changed": number of tensors}.'
         ) from error
+    if (folder / base).resolve() == folder.resolve():
+        raise RewardError(
+            f"{folder / BASE} names its own folder as base ({base!r}); name the model that was fine-tuned."
+        )
     if count and not (folder / CHANGES).is_file():
         raise FileNotFoundError(f"The model folder {folder} lacks {CHANGES}; copy the folder again.")
     parts = load(_place(folder, base))
@@ -106,7 +111,7 @@ def load_changes(folder: Path, *, load: Load) -> ClipParts:
 
 def _place(folder: Path, base: str) -> str | Path:
     beside = folder / base
-    return beside.resolve() if beside.is_dir() else base
+    return beside.resolve() if beside.exists() else base
 
 
 def _listed(names: list[str]) -> str:

@@ -107,7 +107,8 @@ def load_fine_tuned_clip(
     if subfolder and (folder / subfolder).is_dir():
         folder = folder / subfolder
     if (folder / BASE).is_file():
-        return load_changes(folder, load=partial(load_fine_tuned_clip, device=device, precision=precision))
+        again = partial(load_fine_tuned_clip, subfolder=subfolder, device=device, precision=precision)
+        return load_changes(folder, load=again)
     if (folder / CONFIG).is_file():
         return load_clip(folder, device=device, precision=precision)
     return load_transformers_clip(folder, config=CLIP_VIT_H_14, device=device, precision=precision)

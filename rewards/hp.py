@@ -9,6 +9,7 @@ Source: Ba et al., arXiv 2507.19002 (ICCV 2025); checkpoint 8y/HP: a fine-tuned 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from .weights_in_memory import WeightPrint, weight_state
 HEAD = "hp_head.safetensors"
 """The head in a folder that `Hp.save` wrote."""
 PUBLISHED_HEAD = "hp_scorer/mlp_pytorch_model.bin"
+BACKBONE = "hp_backbone"
+"""Subfolder of the published towers."""
 
 
 class HpModel(nn.Module):
@@ -91,9 +94,7 @@ class Hp:
             batch_size=batch_size,
             cache_bytes=cache_bytes,
             precision=precision,
-            load=lambda: load_fine_tuned_clip(
-                model, subfolder="hp_backbone", device=device, precision=precision
-            ),
+            load=lambda: load_fine_tuned_clip(model, subfolder=BACKBONE, device=device, precision=precision),
         )
 
     @classmethod
@@ -163,7 +164,8 @@ class Hp:
         if base is None:
             parts.save(folder, dtype)
         else:
-            save_changes(folder, parts, base, load=load_fine_tuned_clip, dtype=dtype)
+            load = partial(load_fine_tuned_clip, subfolder=BACKBONE)
+            save_changes(folder, parts, base, load=load, dtype=dtype)
         file = Path(folder) / HEAD
         save_file({key: value.cpu().contiguous() for key, value in self.head.state_dict().items()}, file)
         file.chmod(0o644)

@@ -59,7 +59,7 @@ class Refused(Exception):
     """
 
     def __init__(self, status: int, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
+        super().__init__(message.encode(errors="replace").decode())  # JSON can name what UTF-8 cannot hold
         self.status = status
         self.headers: dict[str, str] = {}
         if status == 401:

@@ -11,9 +11,10 @@ weights; then their folders are joined:
 
 With own files as data the seed changes the order and the new weights alone; split the files for more.
 
-Pairs do not tell a reward's level: a constant added to all scores changes no comparison, so each member has
-a level of its own, and their distance is no uncertainty. `align` takes it out, on pictures that the members
-know; do so before `save` if "epistemic", "min" or "lower_bound" of single pictures are to be used.
+Pairs do not tell a reward's level: a constant added to all scores changes no comparison. They hardly tell
+its scale: leads c times as large with a deviation to match say the same of every pair. So each member has a
+level and a scale of its own, and the distance between these is no uncertainty. `align` takes it out, on
+pictures that the members know; do so before `save` if "epistemic", "min" or "lower_bound" are to be used.
 
 Sources: Zhai et al., UP-RLHF, arXiv 2401.00243 (LoRA ensembles of reward models); Coste et al., arXiv
 2310.02743 (mean, worst case, lower bound); Lakshminarayanan et al., arXiv 1612.01474 (total variance of
@@ -156,25 +157,33 @@ class LoraEnsembleReward:
 
     @torch.no_grad()
     def align(self, images: Any, prompts: Sequence[str]) -> None:
-        """Give all members the ensemble's mean level on these pictures: a constant in each member's head.
+        """Give all members one level and one scale on these pictures: a constant and a factor for each.
 
-        The mean over the members stays as it is, and so does every difference within a member.
+        The scale is that of the member whose scores are spread the most, since a deviation can be added but
+        not taken away (`lora_ensemble_model.stretched`); the level is the members' mean. A member's order of
+        pictures stays as it is, and so, but for an approximation, do its probabilities of pairs.
 
         Args:
             images: pictures like those that the members learnt from; a hundred or more.
             prompts: theirs.
 
         Raises:
-            RewardError: no picture was judged by all members.
+            RewardError: fewer than two pictures were judged by all members, or one gives all the same score.
         """
         scores, model = self.score(images, prompts), self.model
         said = torch.stack([scores.parts[f"member_{m}"] for m in range(model.members)]).double()
         known = said[:, scores.valid & said.isfinite().all(0)]
-        if not known.shape[1]:
-            raise RewardError(f"{self.name}: no picture was judged by all members; give others to align.")
-        level = known.mean(1)
+        spread = known.std(1) if known.shape[1] > 1 else torch.zeros(len(known))
+        if not bool((spread > 0).all()):
+            raise RewardError(
+                f"{self.name}: {known.shape[1]} pictures were judged by all members, with spreads of "
+                f"{', '.join(f'{one:.3g}' for one in spread.tolist())}; give a hundred or more to align."
+            )
+        factor = spread.max() / spread
+        level = known.mean(1) * factor
         bias = model.heads.biases[-1]
-        bias[:, 0] += (level.mean() - level).to(bias)
+        model.stretch *= factor.to(model.stretch)
+        bias[:, 0] += ((level.mean() - level).to(bias)) / model.stretch
         self._keep(model)
 
     def save(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from .vlm_template import Template
 
 TOKEN = "reward_token"
 """Key of the members' embeddings of the reward token, [M, H]."""
+STRETCH = "stretch"
+"""Key of the factors on the members' scales, [M], at least 1; all 1 where it is missing."""
 
 
 class RanknetHeads(nn.Module):
@@ -61,7 +64,7 @@ class LoraEnsembleModel(nn.Module):
         engine: the vision-language model, whose layers get the adapters in place; it serves nothing else
             afterwards.
         tensors: of all members: `<layer>.lora_A` [M, r, in], `<layer>.lora_B` [M, out, r],
-            `rm_head.{0,3,5}.{weight,bias}` [M, ...], `reward_token` [M, H].
+            `rm_head.{0,3,5}.{weight,bias}` [M, ...], `reward_token` [M, H], and perhaps `stretch` [M].
         template: with `REWARD_TOKEN` once.
         scaling: of the adapters, α/r.
         clamp: bounds of the log-deviation (soft), or None.
@@ -80,6 +83,7 @@ class LoraEnsembleModel(nn.Module):
         clamp: tuple[float, float] | None,
     ) -> None:
         super().__init__()
+        tensors = {**tensors, STRETCH: tensors.get(STRETCH, torch.ones(len(tensors.get(TOKEN, ()))))}
         members, heads, layers = _parts(tensors)
         weights = engine.weights
         try:
@@ -103,6 +107,7 @@ class LoraEnsembleModel(nn.Module):
         self.heads = RanknetHeads(heads).to(engine.network.device)
         size = engine.model.config.get_text_config().hidden_size
         self.tokens = nn.Parameter(torch.zeros(members, size, device=engine.network.device))
+        self.stretch = nn.Parameter(torch.ones(members, device=engine.network.device))
         check_keys(self.tensors(), tensors)
         with torch.no_grad():
             for key, own in self.tensors().items():
@@ -117,14 +122,16 @@ class LoraEnsembleModel(nn.Module):
         found = dict(self.heads.tensors())
         for name, layer in self.adapters.items():
             found |= {f"{name}.lora_A": layer.lora_a, f"{name}.lora_B": layer.lora_b}
-        return found | {TOKEN: self.tokens}
+        return found | {TOKEN: self.tokens, STRETCH: self.stretch}
 
     def forward(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """(mean [M, N], log-deviation [M, N]) float32 of N encoded rows."""
         states = self.engine.network.states(rows, self._run)
         found = self.heads(states.view(len(rows), self.members, -1).transpose(0, 1))
         log_std = found[..., 1]
-        return found[..., 0], log_std if self.clamp is None else soft_clamp(log_std, *self.clamp)
+        if self.clamp is not None:
+            log_std = soft_clamp(log_std, *self.clamp)
+        return stretched(found[..., 0], log_std, self.stretch[:, None])
 
     def _run(self, batch: Batch) -> Tensor:
         """[b, S, M·H]: hidden states of all members beside one another."""
@@ -147,6 +154,25 @@ class LoraEnsembleModel(nn.Module):
             return value
         axis = 1 if name == "position_ids" and value.ndim == 3 else 0  # three axes of positions stand first
         return torch.cat([value] * self.members, axis)
+
+
+def stretched(mean: Tensor, log_std: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """The same judgement of every pair on a scale c times as wide: c·μ and √(c²σ² + (c² − 1)·4/π).
+
+    With E[σ(z)] ≈ σ(Δ / √(1 + π s²/8)) for z ~ N(Δ, s²), the lead c·Δ and c²(1 + π s²/8) = 1 + π s'²/8 give
+    the probability that Δ and s give, and s'² is shared by the two pictures of a pair.
+
+    Args:
+        mean: μ, [M, N].
+        log_std: ln σ, [M, N].
+        factor: c ≥ 1, broadcast to [M, N].
+
+    MacKay, "The evidence framework applied to classification networks", Neural Computation 4(5), 1992, for
+    the approximation.
+    """
+    more = (factor.square() - 1).clamp(min=0) * (4 / math.pi)
+    wide = 0.5 * torch.log((2 * (log_std + factor.log())).exp() + more)
+    return factor * mean, torch.where(factor == 1, log_std, wide)
 
 
 def _language(engine: VisionLanguageJudge) -> nn.Module:

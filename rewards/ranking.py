@@ -170,6 +170,7 @@ def _rank_pairs(
             valid=~torch.isnan(nothing),
             reason=list(request.images.reasons),
             calls=0,
+            pairs=torch.zeros(0, 2, dtype=torch.long),
         )
     first, index = distinct_images([image for _, image in found], [0] * len(found))
     chosen = [found[i] for i in first]
@@ -295,6 +296,5 @@ def _fit(pairs: Tensor, odds: Tensor, size: int, model: Model | None) -> Ranking
 
 def _order(score: Tensor) -> list[int]:
     """Numbers of the judged, best first; equal scores keep their order."""
-    filled = torch.where(torch.isnan(score), -torch.inf, score)
-    best = filled.argsort(descending=True, stable=True).tolist()
+    best = torch.where(score.isnan(), -torch.inf, score).argsort(descending=True, stable=True).tolist()
     return [row for row in best if not math.isnan(float(score[row]))]

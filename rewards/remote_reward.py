@@ -27,7 +27,7 @@ from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, Pixels, WireError, pac
 from .wire_answer import unpack_answer
 
 _PASSING = (408, 429, 502, 503, 504)
-_OURS = (401, 403, 404, 411, 413, 415)
+_OURS = (401, 403, 404, 411, 415)
 _IN_FLIGHT = 2
 """Requests of one call that are under way at once."""
 _LONGEST_REST = 30.0
@@ -96,7 +96,7 @@ class RemoteReward:
         if card.get("identity"):
             self.identity = Identity(judge=self.name, model="remote", weights=str(card["identity"]))
         self._batch = min(batch_size or int(limits["max_batch"]), int(limits["max_rows"]))
-        self._pixels = int(limits["max_pixels"])
+        self._pixels, self._longest = int(limits["max_pixels"]), int(limits["max_prompt"])
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images."""
@@ -110,7 +110,7 @@ class RemoteReward:
             answer, why = self._ask("/v1/score", asked)
             return answer if isinstance(answer, Scores) else unknown_scores(len(asked), why, self.unit)
 
-        return spread_scores(self._in_turn(ask, self._chunks([pixels])), rows, reasons, self.unit)
+        return spread_scores(self._in_turn(ask, self._chunks([pixels], texts)), rows, reasons, self.unit)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -128,7 +128,7 @@ class RemoteReward:
             answer, why = self._ask("/v1/compare", asked)
             return answer if isinstance(answer, Preferences) else unknown_preferences(len(asked), why)
 
-        return spread_preferences(self._in_turn(ask, self._chunks([one, two])), rows, reasons)
+        return spread_preferences(self._in_turn(ask, self._chunks([one, two], texts)), rows, reasons)
 
     def close(self) -> None:
         """Hang up."""
@@ -144,11 +144,13 @@ class RemoteReward:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _chunks(self, sides: Sequence[Pixels]) -> list[slice]:
-        """Rows of one request each: at most a batch, and at most as many pixels as the server takes."""
+    def _chunks(self, sides: Sequence[Pixels], prompts: Sequence[str]) -> list[slice]:
+        """Rows of one request each: at most a batch, and at most as many pixels as the server takes; what it
+        will refuse as too large stands alone."""
         parts, start, pixels = [], 0, 0
-        for row, images in enumerate(zip(*sides, strict=True)):
+        for row, (prompt, *images) in enumerate(zip(prompts, *sides, strict=True)):
             own = sum(image.shape[1] * image.shape[2] for image in images)
+            own = own if len(prompt) <= self._longest else self._pixels + 1
             if row > start and (row - start >= self._batch or pixels + own > self._pixels):
                 parts.append(slice(start, row))
                 start, pixels = row, 0

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,36 +147,55 @@ def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:
 
     Raises:
         FileNotFoundError: there is no adapter in the folder.
-        RewardError: it does not belong to the model.
+        RewardError: it is broken, or does not belong to the model (each key named).
     """
     from peft import PeftModel
+    from safetensors import SafetensorError
 
     folder = Path(adapter)
     if not (folder / "adapter_config.json").is_file() and (
         folder.exists() or str(adapter).count("/") != 1 or str(adapter)[0] in "./~"
     ):
         raise FileNotFoundError(f"{adapter} holds no adapter_config.json; give the folder of a peft LoRA.")
+    if folder.is_dir() and not any(
+        (folder / f"adapter_model.{end}").is_file() for end in ("safetensors", "bin")
+    ):
+        raise FileNotFoundError(
+            f"{adapter} lacks adapter_model.safetensors; copy the folder of the LoRA again."
+        )
     try:
         with warnings.catch_warnings(), quiet_loading():
             # peft 0.18 reads a property that transformers 5.23 has renamed
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
+            told = wrapped.load_adapter(str(adapter), "default")  # again, to hear what did not fit
+    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise RewardError(
             f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model."
         ) from error
+    if wrong := _unfit(told.missing_keys, told.unexpected_keys):
+        raise RewardError(
+            f"The LoRA {adapter} does not fit the model: {wrong}. Give the adapter of this base model, "
+            "complete."
+        )
     return wrapped.merge_and_unload() if merge else wrapped.get_base_model()
 
 
 def _check_loaded(name: str, told: Mapping[str, Any]) -> None:
     """Refuse weights of which some are missing or left over: transformers fills gaps with random numbers."""
-    missing, left = (sorted(map(str, told.get(key, ()))) for key in ("missing_keys", "unexpected_keys"))
-    if missing or left:
-        shown = [
-            ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "") or "nothing"
-            for keys in (missing, left)
-        ]
+    if wrong := _unfit(told.get("missing_keys", ()), told.get("unexpected_keys", ())):
         raise RewardError(
-            f"The weights of {name!r} do not fit its config: missing {shown[0]}; unexpected {shown[1]}. "
-            "Give config and weights of one model, complete."
+            f"The weights of {name!r} do not fit its config: {wrong}. Give config and weights of one model, "
+            "complete."
         )
+
+
+def _unfit(missing: Iterable[Any], left: Iterable[Any]) -> str:
+    """Keys that are missing or left over, in words; "" where there are none."""
+    both = [sorted(map(str, keys)) for keys in (missing, left)]
+    shown = [
+        ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "") or "nothing"
+        for keys in both
+    ]
+    return f"missing {shown[0]}; unexpected {shown[1]}" if any(both) else ""

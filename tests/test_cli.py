@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,6 +246,19 @@ def test_errors_for_the_user_are_messages_and_the_others_are_not() -> None:
     assert caught(OSError(errno.ENOSPC, "No space left on device", "file")) == "message"
     assert caught(ValueError("of somebody else's code")) == "traceback"
     assert caught(KeyError("a slip")) == "traceback"
+
+
+def test_warnings_are_said_without_the_code_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> str:
+        return warnings.formatwarning(UserWarning("the cache was damaged"), UserWarning, __file__, 1)
+
+    with pytest.raises(typer.Exit), cli_messages.user_messages():
+        assert said() == "Warning: the cache was damaged\n"
+        raise ConfigError("x")
+    assert __file__ in said(), "what others set is back"
+    monkeypatch.setenv("VISALIGN_TRACEBACK", "1")
+    with cli_messages.user_messages():
+        assert __file__ in said()
 
 
 def _ours(source: str) -> BaseException:

@@ -127,6 +127,7 @@ def test_the_closing_panel_shows_what_the_run_wrote(finished):
     show_summary(console, finished[0], then="visalign configs")
     text = console.export_text()
     assert "GB of memory at most" in text and "visalign configs" in text
+    assert "held-out accuracy" in text
 
 
 def test_metrics_hold_parts_and_heldout(finished):

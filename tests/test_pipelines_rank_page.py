@@ -99,10 +99,17 @@ def test_an_answer_against_the_order_is_listed_without_the_bias() -> None:
     assert rows[2]["cells"][0] == ("won", "90") and rows[1]["cells"][2] == ("lost", "10")
 
 
+def test_pictures_that_cannot_be_read_are_not_called_scored(names: list[str]) -> None:
+    result = record(names[4:], BrightnessPairs())
+    assert result["asked"] == [] and result["images"][0]["calls"] == 0 and result["position_bias"] is None
+    assert sentences(result) == ["brightness_pairs: 0 calls."]
+    assert "Nothing was asked: there were no two images to compare." in ranking_page(result)
+
+
 def test_whether_the_first_place_is_open(names: list[str]) -> None:
     wide, narrow = (record(names, Brightness(std=std)) for std in (0.3, 0.01))
     assert sentences(wide)[-1] == "The first place is open: 3 other intervals overlap with that of the first."
-    assert "lies apart from all others" in sentences(narrow)[-1]
+    assert sentences(narrow)[-1] == "The interval of 3.png lies apart from all others: it is the best."
     lower = record(names, Brightness(std=0.01, higher_is_better=False))
     assert lower["images"][0]["image"] == names[0] and "lies apart" in sentences(lower)[-1]
     assert "lower is better" in sentences(lower)[0] and lower["asked"] is None

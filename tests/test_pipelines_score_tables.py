@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,25 @@ def test_folders_are_read_to_the_bottom_and_prompts_may_lie_beside(light: Light)
         Path(path).with_suffix(".txt").write_text(f"prompt of {Path(path).stem}\n")
     assert [row.prompt for row in image_rows([Path("pictures")])][:2] == ["prompt of 0", "prompt of 2"]
     assert {row.prompt for row in image_rows([Path("pictures")], "mine")} == {"mine"}
+
+
+def test_a_name_that_is_no_text_is_refused_before_anything_is_judged(light: Light) -> None:
+    place = os.fsdecode(b"pictures/caf\xe9.png")
+    try:
+        shutil.copy("pictures/0.png", place)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    for command in (
+        ("score", "pictures", "-p", "x", "-r", "light", "-o", "out.jsonl"),
+        ("rank", "pictures", "-p", "x", "-r", "light", "-o", "out.html"),
+        ("compare", place, "pictures/0.png", "-p", "x", "-r", "light", "-o", "out.html"),
+    ):
+        told = CliRunner().invoke(app, list(command))
+        assert told.exit_code == 2, told.output
+        assert r"b'pictures/caf\xe9.png' is not UTF-8, and tables and pages are. Rename it." in " ".join(
+            told.output.split()
+        )
+    assert not light.asked
 
 
 def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -> None:

@@ -291,6 +291,12 @@ def test_triples_come_from_pairs_with_a_refined_picture(models, tmp_path):
     assert len(example.images) == 3 and example.refined == "a red circle"
     right = sum(b"t2b.png") % 256 / 255
     assert float(example.images[0].mean()) == pytest.approx(right, abs=1e-3)
+    held = {
+        "heldout": _set(tmp_path, "h.jsonl", [dict(_pairs("h")[0], image_left="r.png")]),
+        "heldout_size": None,
+    }
+    with pytest.raises(UserError, match=r"of data\.heldout also stand in data\.train.*r\.png"):
+        prepare_reward(_config(models, "ict", data={**data, **held}))
     bare = {**data, "train": _set(tmp_path / "bare", "t.jsonl", _pairs("t"))}
     with pytest.raises(UserError, match=r"data.train: 6 rows of .* have no column image_refined"):
         prepare_reward(_config(models, "ict", data=bare))
@@ -353,6 +359,14 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
             "model.train is 'lora'; a judge of kind ict can be trained as full",
         ),
         (["model.head=[8]"], "model.head is .*; allowed for hpsv3: 2 widths"),
+        (
+            ["model.kind=hp", "objective.task=hp", "model.train=head", "model.dtype=bfloat16"],
+            "model.dtype is 'bfloat16', and a judge of kind hp is trained in float32",
+        ),
+        (
+            ["model.kind=checklist", "model.train=head", "model.autocast=bfloat16"],
+            "model.autocast is 'bfloat16', and the answers of a frozen model are read without it",
+        ),
         (["objective.task=hp"], "objective.task is 'hp'; a judge of kind hpsv3 learns by uncertainty"),
         (["data.train=shapes:quality"], "data.train is shapes:quality, which holds single rated pictures"),
         (["data.labels=majority"], "data.labels is 'majority'.*Allowed: votes, truth, probability"),

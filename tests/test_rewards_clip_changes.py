@@ -75,6 +75,22 @@ def test_changes_may_be_kept_on_changes(base, tmp_path):
     )
 
 
+def test_the_base_may_be_a_folder_as_hp_was_published(base, tmp_path):
+    shutil.copytree(base, tmp_path / "published" / "hp_backbone")
+    judge = moved(tmp_path / "published", 10)
+    judge.save(tmp_path / "fine", base=base_name(str(tmp_path / "published"), tmp_path / "fine"))
+    assert json.loads((tmp_path / "fine" / BASE).read_text())["base"] == "../published"
+    torch.testing.assert_close(
+        scores(Hp.from_pretrained(tmp_path / "fine")), scores(judge), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_weight_file_is_named_by_the_way_to_it(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    name = base_name(str(tmp_path / "pytorch_model.bin"), tmp_path / "run" / "judge")
+    assert name == "../../pytorch_model.bin"
+
+
 def test_an_unchanged_tower_is_the_base_alone(base, tmp_path):
     judge = moved(base, 5, names="nothing")
     judge.save(tmp_path / "fine", base=str(base))
@@ -120,6 +136,10 @@ def test_what_does_not_fit_is_named(base, tmp_path):
     (fine / CHANGES).unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {CHANGES}; copy the folder again"):
         load_fine_tuned_clip(fine)
+    for own in (".", "../fine", ""):
+        (fine / BASE).write_text(json.dumps({**told, "base": own}))
+        with pytest.raises(RewardError, match=r"names its own folder as base"):
+            load_fine_tuned_clip(fine)
     (fine / BASE).write_text("{}")
     with pytest.raises(RewardError, match=r"names no base \(KeyError: 'base'\); it needs"):
         load_fine_tuned_clip(fine)
@@ -140,5 +160,7 @@ def test_frozen_parts_are_named_as_the_model_names_them(base):
     }
     with pytest.raises(UserError, match=r"'visual.attnpool', and no .*They begin with .*visual\.conv1"):
         freeze(model, ["visual.attnpool"])
+    with pytest.raises(UserError, match=r"'transformer', and no name of a parameter that would move"):
+        freeze(model, ["transformer"])  # stands still already
     freeze(model, [])
     assert any(parameter.requires_grad for parameter in model.parameters())

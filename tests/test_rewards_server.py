@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -461,6 +462,18 @@ def test_an_open_address_needs_a_token(monkeypatch: pytest.MonkeyPatch):
     for item, message in (("quality", "write NAME=VALUE"), ("a=[", "the value cannot be read")):
         with pytest.raises(UserError, match=message):
             parse_options([item])
+
+
+def test_an_address_that_is_taken_is_refused_before_the_judge_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"on 127\.0\.0\.1, port {port}: Address already in use"):
+            serve_reward("no-such-judge", port=port)
+    monkeypatch.setenv("TOKEN", "sesame")
+    with pytest.raises(UserError, match=r"Nothing can listen on 192\.0\.2\.1"):  # an address of nobody
+        serve_reward("no-such-judge", host="192.0.2.1", token_env="TOKEN")
 
 
 def test_the_card_is_plain_json(habits: Any):

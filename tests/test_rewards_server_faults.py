@@ -5,6 +5,7 @@ that break or answer nonsense, the end of the server."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -29,10 +30,10 @@ from visalign.rewards.contract import RewardError
 from visalign.rewards.identity import Identity
 from visalign.rewards.judge_batches import Batcher
 from visalign.rewards.judge_process import JudgeFailed, JudgeRefused, judge_card
-from visalign.rewards.judge_server import judge_server
+from visalign.rewards.judge_server import Limits, judge_server
 from visalign.rewards.judge_worker import JudgeWorker, WorkerDied, WorkerUnavailable
 from visalign.rewards.remote_reward import RemoteReward
-from visalign.rewards.wire import MEDIA_TYPE, JudgeRequest, pack_request
+from visalign.rewards.wire import FORMAT, MEDIA_TYPE, JudgeRequest, pack_request
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
@@ -234,6 +235,30 @@ def test_other_paths_and_methods_are_refused_in_the_same_form(odd: Any):
         assert (
             reply.status_code == status and "There are GET /health, POST /v1/score" in reply.json()["error"]
         )
+
+
+def test_a_refusal_can_name_what_is_no_text(odd: Any):
+    head = {
+        "__metadata__": {"format": FORMAT, "request": '{"prompts": ["a"]}'},
+        "image\ud800": {"dtype": "U8", "shape": [1, 3, 1, 1], "data_offsets": [0, 3]},
+    }
+    header = json.dumps(head).encode()
+    body = len(header).to_bytes(8, "little") + header + b"rgb"
+    reply = httpx.post(f"{odd[0]}/v1/score", content=body, headers={"Content-Type": MEDIA_TYPE})
+    assert reply.status_code == 400 and "missing or extra: image.0, image?." in reply.json()["error"]
+
+
+def test_what_is_too_large_for_the_server_is_invalid_and_its_neighbours_are_judged():
+    limits = Limits(max_pixels=500, max_prompt=50)
+    images = [LEVELS[0], torch.zeros(3, 20, 30, dtype=torch.uint8), LEVELS[2], LEVELS[3]]
+    prompts = ["1", "2", "x" * 51, "4"]
+    with serving(app_of(Habits(), limits=limits)) as url:
+        scores = RemoteReward(url, attempts=1).score(images, prompts)
+    assert scores.valid.tolist() == [True, False, False, True] and scores.reason is not None
+    assert "600 pixels; at most 500" in str(scores.reason[1])
+    assert "51 characters; at most 50" in str(scores.reason[2])
+    own = Habits().score([images[0], images[3]], ["1", "4"])
+    assert torch.equal(scores.value[[0, 3]], own.value)
 
 
 def test_narrow_pictures_are_read_as_at_home():

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from tests.tiny_judges import ONE, noise
 from tests.tiny_vision_language_models import save_tiny_seeing_model
@@ -95,6 +96,28 @@ def test_loras_that_name_each_other_are_refused(models):
     (models / "two" / "judge.json").write_text(json.dumps({"templates": {}, "base": "../one"}))
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         VisionLanguageJudge.from_pretrained(models / "one")
+
+
+def test_a_lora_is_strict(models):
+    """peft warns of tensors that are missing, and says nothing of those that are left over."""
+    save_lora(models / "base", models / "lora", 1, "../base")
+    file = models / "lora" / "adapter_model.safetensors"
+    state = load_file(file)
+    lost = next(key for key in state if key.endswith("layers.0.self_attn.q_proj.lora_A.weight"))
+    save_file({key: value for key, value in state.items() if key != lost}, file, {"format": "pt"})
+    with pytest.raises(
+        RewardError, match=r"missing .*layers\.0\.self_attn\.q_proj\.lora_A.*; unexpected nothing"
+    ):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+    save_file({**state, "base_model.model.other.lora_A.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    with pytest.raises(RewardError, match=r"missing nothing; unexpected base_model\.model\.other\.lora_A"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+    file.write_bytes(b"nothing of the kind")
+    with pytest.raises(RewardError, match=r"does not fit the model: .*header"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks adapter_model\.safetensors; copy the folder"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
 
 
 def test_the_settings_name_comes_first(tmp_path):

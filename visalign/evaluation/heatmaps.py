@@ -22,11 +22,13 @@ class HeatmapQuality:
     """Agreement of N maps with their truth; NaN where no picture is of the kind that is counted."""
 
     correlation: float
-    """Pearson's r of heat and truth over all cells of the pictures with a wrong cell together."""
+    """Pearson's r of heat and truth over all cells of the pictures with a wrong cell together; NaN where one
+    of the two is the same everywhere."""
     auc: float
-    """Probability that a wrong cell is hotter than a right one of its picture, mean over those pictures."""
+    """Probability that a wrong cell is hotter than a right one of its picture, mean over the pictures that
+    have both."""
     iou: float
-    """Cells hot and wrong over cells hot or wrong, mean over those pictures."""
+    """Cells hot and wrong over cells hot or wrong, mean over the pictures with a wrong cell."""
     found: float
     """Share of those pictures with a hot cell."""
     alarms: float
@@ -48,12 +50,14 @@ def heatmap_quality(heat: ArrayLike, truth: ArrayLike) -> HeatmapQuality:
     maps, target = _maps(heat, truth)
     hot, wrong = maps >= THRESHOLD, target >= THRESHOLD
     faulty = wrong.any((1, 2))
-    pairs = [(one.ravel(), two.ravel()) for one, two in zip(maps[faulty], wrong[faulty], strict=True)]
-    both, either = (hot & wrong)[faulty].sum((1, 2)), (hot | wrong)[faulty].sum((1, 2))
+    mixed = faulty & ~wrong.all((1, 2))
+    areas = [auroc(one.ravel(), two.ravel()) for one, two in zip(maps[mixed], wrong[mixed], strict=True)]
     some = bool(faulty.any())
+    varies = some and all(np.ptp(side[faulty]) > 0 for side in (maps, target))
+    both, either = (hot & wrong)[faulty].sum((1, 2)), (hot | wrong)[faulty].sum((1, 2))
     return HeatmapQuality(
-        correlation=plcc(maps[faulty].ravel(), target[faulty].ravel()) if some else math.nan,
-        auc=float(np.mean([auroc(one, two) for one, two in pairs])) if some else math.nan,
+        correlation=plcc(maps[faulty].ravel(), target[faulty].ravel()) if varies else math.nan,
+        auc=float(np.mean(areas)) if areas else math.nan,
         iou=float((both / either).mean()) if some else math.nan,
         found=float(hot[faulty].any((1, 2)).mean()) if some else math.nan,
         alarms=math.nan if faulty.all() else float(hot[~faulty].any((1, 2)).mean()),

@@ -113,7 +113,9 @@ def _best(result: Mapping[str, Any], placed: Sequence[Mapping[str, Any]]) -> lis
     near, far = ("low", "high") if sign > 0 else ("high", "low")
     rivals = sum(sign * row[far] >= sign * placed[0][near] for row in placed[1:])
     if not rivals:
-        return [f"The interval of {placed[0]['image']} lies apart from all others: it is the best."]
+        best = placed[0]["image"]
+        name = short_names(row["image"] for row in result["images"])[best]
+        return [f"The interval of {name} lies apart from all others: it is the best."]
     number = "interval" if rivals == 1 else "intervals"
     return [f"The first place is open: {rivals} other {number} overlap with that of the first."]
 

@@ -133,7 +133,7 @@ class RewardTrainer:
             "updates_skipped": state.skipped,
             "samples": state.examples,
             "loss": float(np.mean([step.loss for step in steps])),
-            "grad_norm": float(np.mean(norms)) if norms else math.nan,
+            "grad_norm": float(np.mean(norms)),
             "lr": steps[-1].lr,
         }
         self.judge.train(False)
