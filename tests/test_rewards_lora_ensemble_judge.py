@@ -254,7 +254,7 @@ def test_rows_that_cannot_be_judged_carry_their_reason(judge: LoraEnsembleReward
 
 def test_the_packaged_ensemble_is_as_good_as_its_card_says() -> None:
     world = ShapesPreferences(11, split="heldout")
-    pairs = [pair for pair in (world.pair(n) for n in range(150)) if pair.is_clear]
+    pairs = [pair for pair in (world.pair(n) for n in range(400)) if pair.is_clear]
     pictures = np.stack([picture for pair in pairs for picture in pair.pictures()])
     scores = load_reward("lora_ensemble").score(pictures, [pair.prompt for pair in pairs for _ in range(2)])
     better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
@@ -265,5 +265,5 @@ def test_the_packaged_ensemble_is_as_good_as_its_card_says() -> None:
     stated = re.search(r"total deviation of the difference \| ([\d.]+)", card)
     assert stated is not None
     accuracy = ((left > right) == better).float().mean().item()
-    assert accuracy >= 0.92 and accuracy == pytest.approx(float(stated[1]), abs=0.04)
+    assert accuracy >= 0.95 and accuracy == pytest.approx(float(stated[1]), abs=0.03)
     assert scores.parts["members"].min() == 3 and scores.parts["epistemic"].min() > 0
