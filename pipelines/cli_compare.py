@@ -23,6 +23,7 @@ Options = Annotated[
 Cache = Annotated[
     Path | None, typer.Option("--cache", help="Folder in which judgements are kept for all later commands.")
 ]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -32,9 +33,7 @@ def compare(
     prompt: Prompt,
     reward: Judges,
     options: Options = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")
-    ] = None,
+    output: Output = None,
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
@@ -116,9 +115,7 @@ def rank(
         float, typer.Option(help="Calls of a pairwise judge, as a share of all pairs; above 0, at most 2.")
     ] = 0.3,
     level: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.9,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")
-    ] = None,
+    output: Output = None,
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
