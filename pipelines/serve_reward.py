@@ -54,8 +54,8 @@ def serve_reward(
             "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
         ) from error
     _check_free(host, port)
-    from visalign.rewards.judge_server import Limits, judge_server
-    from visalign.rewards.judge_worker import JudgeWorker
+    from visalign.rewards.serve.server import Limits, judge_server
+    from visalign.rewards.serve.worker import JudgeWorker
 
     worker = JudgeWorker(name, options, threads=threads)
     try:

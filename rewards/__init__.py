@@ -7,49 +7,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .calibrated import Calibrated
-    from .callables import FunctionReward
+    from visalign.rewards.base.callables import FunctionReward
+    from visalign.rewards.base.contract import RewardError, make_scores, read_request
+    from visalign.rewards.base.explanation import Explanation
+    from visalign.rewards.base.failure import failure_reasons
+    from visalign.rewards.base.images import ImageBatch, load_images, to_pil
+    from visalign.rewards.chat.deepseek_grm import DeepSeekGRM
+    from visalign.rewards.chat.lift import Lift
+    from visalign.rewards.chat.server import ChatServer
+    from visalign.rewards.chat.unified_reward import UnifiedReward
+    from visalign.rewards.chat.unified_reward_pairs import UnifiedRewardPairs
+    from visalign.rewards.chat.yes_no import YesNoServer
+    from visalign.rewards.checks.image_reward import check_reward
+    from visalign.rewards.checks.text_reward import check_text_reward
+    from visalign.rewards.code.reward import CodeTests
+    from visalign.rewards.combine.calibrated import Calibrated
+    from visalign.rewards.combine.ensemble import Ensemble
+    from visalign.rewards.combine.uncertainty import UncertaintyUsed
+    from visalign.rewards.combine.weighted_sum import WeightedSum
+    from visalign.rewards.heie.judge import Heie
+    from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
+    from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
+    from visalign.rewards.pairs.as_pairwise import as_pairwise
+    from visalign.rewards.pairs.as_pointwise import GroupWinRate, as_pointwise
+    from visalign.rewards.pairs.ranking import Ranking, rank
+    from visalign.rewards.questions.checklist_data import Checklist
+    from visalign.rewards.questions.reward_dance import RewardDance
+    from visalign.rewards.questions.reward_dance_pairs import RewardDancePairs
+    from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
+    from visalign.rewards.questions.vision_reward import VisionReward
+    from visalign.rewards.questions.visual_quality_r1 import VisualQuality
+    from visalign.rewards.text.callables import TextFunctionReward
+    from visalign.rewards.text.catalogue import TEXT_CATALOGUE, load_text_reward
+    from visalign.rewards.text.format import JsonFormat, TextFormat
+    from visalign.rewards.text.implicit_process_reward import ImplicitProcessReward
+    from visalign.rewards.text.length import LengthReward, RepetitionPenalty
+    from visalign.rewards.text.process_reward import ProcessRewardModel
+    from visalign.rewards.text.reward_model import RewardModel
+    from visalign.rewards.text.verifiable import VerifiableAnswer
+    from visalign.rewards.text.weighted_sum import WeightedTextSum
+    from visalign.rewards.verifiers.geneval import GenEval
+    from visalign.rewards.verifiers.ocr import OcrReward
+    from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+
     from .catalogue import CATALOGUE, load_judge, load_reward
-    from .chat_server import ChatServer
-    from .check import check_reward
-    from .checklist import VisionReward
-    from .checklist_data import Checklist
-    from .code_tests import CodeTests
-    from .comparing import as_pairwise
-    from .compose import WeightedSum
-    from .contract import RewardError, make_scores, read_request
-    from .ensemble import Ensemble
-    from .explanation import Explanation
-    from .failure import failure_reasons
-    from .geneval import GenEval
-    from .grm import DeepSeekGRM
-    from .heie import Heie
-    from .hpsv3 import HPSv3, HPSv3Model
-    from .images import ImageBatch, load_images, to_pil
-    from .implicit_process_reward import ImplicitProcessReward
-    from .lift import Lift
-    from .lora_ensemble_judge import LoraEnsembleReward
-    from .ocr import OcrReward
-    from .process_reward import ProcessRewardModel
-    from .ranking import Ranking, rank
-    from .reward_dance import RewardDance
-    from .reward_dance_pairs import RewardDancePairs
-    from .reward_dance_reference import ReferenceReward, select_references
-    from .text_answers import VerifiableAnswer
-    from .text_callables import TextFunctionReward
-    from .text_catalogue import TEXT_CATALOGUE, load_text_reward
-    from .text_check import check_text_reward
-    from .text_compose import WeightedTextSum
-    from .text_format import JsonFormat, TextFormat
-    from .text_length import LengthReward, RepetitionPenalty
-    from .text_reward_model import RewardModel
-    from .uncertainty_use import UncertaintyUsed
-    from .unified_reward import UnifiedReward
-    from .unified_reward_pairs import UnifiedRewardPairs
-    from .visual_quality import VisualQuality
-    from .vlm import Ask, VisionLanguageJudge
-    from .win_rate import GroupWinRate, as_pointwise
-    from .yes_no_server import YesNoServer
 
 __all__ = [
     "CATALOGUE",
@@ -112,63 +113,63 @@ __all__ = [
 ]
 
 _HOME = {
-    "as_pairwise": "comparing",
-    "as_pointwise": "win_rate",
-    "Ask": "vlm",
+    "as_pairwise": "pairs.as_pairwise",
+    "as_pointwise": "pairs.as_pointwise",
+    "Ask": "vlm.engine",
     "CATALOGUE": "catalogue",
-    "check_reward": "check",
-    "check_text_reward": "text_check",
-    "Checklist": "checklist_data",
-    "Calibrated": "calibrated",
-    "CodeTests": "code_tests",
-    "Ensemble": "ensemble",
-    "Explanation": "explanation",
-    "failure_reasons": "failure",
-    "FunctionReward": "callables",
-    "GenEval": "geneval",
-    "GroupWinRate": "win_rate",
-    "Heie": "heie",
-    "HPSv3": "hpsv3",
-    "HPSv3Model": "hpsv3",
-    "ImageBatch": "images",
-    "ImplicitProcessReward": "implicit_process_reward",
-    "JsonFormat": "text_format",
-    "LengthReward": "text_length",
-    "load_images": "images",
+    "check_reward": "checks.image_reward",
+    "check_text_reward": "checks.text_reward",
+    "Checklist": "questions.checklist_data",
+    "Calibrated": "combine.calibrated",
+    "CodeTests": "code.reward",
+    "Ensemble": "combine.ensemble",
+    "Explanation": "base.explanation",
+    "failure_reasons": "base.failure",
+    "FunctionReward": "base.callables",
+    "GenEval": "verifiers.geneval",
+    "GroupWinRate": "pairs.as_pointwise",
+    "Heie": "heie.judge",
+    "HPSv3": "hpsv3.judge",
+    "HPSv3Model": "hpsv3.judge",
+    "ImageBatch": "base.images",
+    "ImplicitProcessReward": "text.implicit_process_reward",
+    "JsonFormat": "text.format",
+    "LengthReward": "text.length",
+    "load_images": "base.images",
     "load_judge": "catalogue",
     "load_reward": "catalogue",
-    "load_text_reward": "text_catalogue",
-    "make_scores": "contract",
-    "LoraEnsembleReward": "lora_ensemble_judge",
-    "OcrReward": "ocr",
-    "ProcessRewardModel": "process_reward",
-    "rank": "ranking",
-    "Ranking": "ranking",
-    "read_request": "contract",
-    "ReferenceReward": "reward_dance_reference",
-    "RepetitionPenalty": "text_length",
-    "RewardDance": "reward_dance",
-    "RewardDancePairs": "reward_dance_pairs",
-    "RewardError": "contract",
-    "RewardModel": "text_reward_model",
-    "select_references": "reward_dance_reference",
-    "TEXT_CATALOGUE": "text_catalogue",
-    "TextFormat": "text_format",
-    "TextFunctionReward": "text_callables",
-    "to_pil": "images",
-    "UncertaintyUsed": "uncertainty_use",
-    "VerifiableAnswer": "text_answers",
-    "VisionLanguageJudge": "vlm",
-    "VisionReward": "checklist",
-    "VisualQuality": "visual_quality",
-    "WeightedSum": "compose",
-    "WeightedTextSum": "text_compose",
-    "ChatServer": "chat_server",
-    "DeepSeekGRM": "grm",
-    "Lift": "lift",
-    "UnifiedReward": "unified_reward",
-    "UnifiedRewardPairs": "unified_reward_pairs",
-    "YesNoServer": "yes_no_server",
+    "load_text_reward": "text.catalogue",
+    "make_scores": "base.contract",
+    "LoraEnsembleReward": "hpsv3.ensemble_judge",
+    "OcrReward": "verifiers.ocr",
+    "ProcessRewardModel": "text.process_reward",
+    "rank": "pairs.ranking",
+    "Ranking": "pairs.ranking",
+    "read_request": "base.contract",
+    "ReferenceReward": "questions.reward_dance_reference",
+    "RepetitionPenalty": "text.length",
+    "RewardDance": "questions.reward_dance",
+    "RewardDancePairs": "questions.reward_dance_pairs",
+    "RewardError": "base.contract",
+    "RewardModel": "text.reward_model",
+    "select_references": "questions.reward_dance_reference",
+    "TEXT_CATALOGUE": "text.catalogue",
+    "TextFormat": "text.format",
+    "TextFunctionReward": "text.callables",
+    "to_pil": "base.images",
+    "UncertaintyUsed": "combine.uncertainty",
+    "VerifiableAnswer": "text.verifiable",
+    "VisionLanguageJudge": "vlm.engine",
+    "VisionReward": "questions.vision_reward",
+    "VisualQuality": "questions.visual_quality_r1",
+    "WeightedSum": "combine.weighted_sum",
+    "WeightedTextSum": "text.weighted_sum",
+    "ChatServer": "chat.server",
+    "DeepSeekGRM": "chat.deepseek_grm",
+    "Lift": "chat.lift",
+    "UnifiedReward": "chat.unified_reward",
+    "UnifiedRewardPairs": "chat.unified_reward_pairs",
+    "YesNoServer": "chat.yes_no",
 }
 
 

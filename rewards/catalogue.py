@@ -15,42 +15,41 @@ from types import ModuleType
 from typing import Any
 
 from visalign.interfaces import PairwiseReward, PointwiseReward
-
-from .contract import RewardError
+from visalign.rewards.base.contract import RewardError
 
 CATALOGUE = {
-    "shapes_verifier": "visalign.rewards.shapes_verifier:ShapesVerifier",
-    "clip_score": "visalign.rewards.clip:ClipScore",
-    "pick_score": "visalign.rewards.pick_score:PickScore",
-    "hps_v2": "visalign.rewards.hps_v2:HpsV2",
-    "laion_aesthetic": "visalign.rewards.laion_aesthetic:LaionAesthetic",
-    "image_reward": "visalign.rewards.image_reward:ImageReward",
-    "ict": "visalign.rewards.ict:Ict",
-    "hp": "visalign.rewards.hp:Hp",
-    "ict_hp": "visalign.rewards.ict_hp:IctHp",
-    "brightness": "visalign.rewards.image_statistics:Brightness",
-    "contrast": "visalign.rewards.image_statistics:Contrast",
-    "saturation": "visalign.rewards.image_statistics:Saturation",
-    "colourfulness": "visalign.rewards.image_statistics:Colourfulness",
-    "edge_density": "visalign.rewards.image_statistics:EdgeDensity",
-    "hpsv3": "visalign.rewards.hpsv3:HPSv3",
-    "visual_quality_r1": "visalign.rewards.visual_quality:VisualQuality",
-    "lora_ensemble": "visalign.rewards.lora_ensemble_judge:LoraEnsembleReward",
-    "reward_dance": "visalign.rewards.reward_dance:RewardDance",
-    "reward_dance_pairs": "visalign.rewards.reward_dance_pairs:RewardDancePairs",
-    "vision_reward": "visalign.rewards.checklist:VisionReward",
-    "heie": "visalign.rewards.heie:Heie",
-    "geneval": "visalign.rewards.geneval:GenEval",
-    "ocr": "visalign.rewards.ocr:OcrReward",
-    "jpeg_size": "visalign.rewards.jpeg:JpegSize",
-    "sharpness": "visalign.rewards.sharpness:Sharpness",
-    "calibrated": "visalign.rewards.calibrated:Calibrated",
-    "remote": "visalign.rewards.remote_reward:RemoteReward",
-    "unified_reward": "visalign.rewards.unified_reward:UnifiedReward",
-    "unified_reward_pairs": "visalign.rewards.unified_reward_pairs:UnifiedRewardPairs",
-    "lift": "visalign.rewards.lift:Lift",
-    "deepseek_grm": "visalign.rewards.grm:DeepSeekGRM",
-    "yes_no_server": "visalign.rewards.yes_no_server:YesNoServer",
+    "shapes_verifier": "visalign.rewards.verifiers.shapes_verifier:ShapesVerifier",
+    "clip_score": "visalign.rewards.scorers.clip_score:ClipScore",
+    "pick_score": "visalign.rewards.scorers.pick_score:PickScore",
+    "hps_v2": "visalign.rewards.scorers.hps_v2:HpsV2",
+    "laion_aesthetic": "visalign.rewards.scorers.laion_aesthetic:LaionAesthetic",
+    "image_reward": "visalign.rewards.scorers.image_reward:ImageReward",
+    "ict": "visalign.rewards.scorers.ict:Ict",
+    "hp": "visalign.rewards.scorers.hp:Hp",
+    "ict_hp": "visalign.rewards.scorers.ict_hp:IctHp",
+    "brightness": "visalign.rewards.statistics.image_statistics:Brightness",
+    "contrast": "visalign.rewards.statistics.image_statistics:Contrast",
+    "saturation": "visalign.rewards.statistics.image_statistics:Saturation",
+    "colourfulness": "visalign.rewards.statistics.image_statistics:Colourfulness",
+    "edge_density": "visalign.rewards.statistics.image_statistics:EdgeDensity",
+    "hpsv3": "visalign.rewards.hpsv3.judge:HPSv3",
+    "visual_quality_r1": "visalign.rewards.questions.visual_quality_r1:VisualQuality",
+    "lora_ensemble": "visalign.rewards.hpsv3.ensemble_judge:LoraEnsembleReward",
+    "reward_dance": "visalign.rewards.questions.reward_dance:RewardDance",
+    "reward_dance_pairs": "visalign.rewards.questions.reward_dance_pairs:RewardDancePairs",
+    "vision_reward": "visalign.rewards.questions.vision_reward:VisionReward",
+    "heie": "visalign.rewards.heie.judge:Heie",
+    "geneval": "visalign.rewards.verifiers.geneval:GenEval",
+    "ocr": "visalign.rewards.verifiers.ocr:OcrReward",
+    "jpeg_size": "visalign.rewards.statistics.jpeg_size:JpegSize",
+    "sharpness": "visalign.rewards.statistics.sharpness:Sharpness",
+    "calibrated": "visalign.rewards.combine.calibrated:Calibrated",
+    "remote": "visalign.rewards.serve.client:RemoteReward",
+    "unified_reward": "visalign.rewards.chat.unified_reward:UnifiedReward",
+    "unified_reward_pairs": "visalign.rewards.chat.unified_reward_pairs:UnifiedRewardPairs",
+    "lift": "visalign.rewards.chat.lift:Lift",
+    "deepseek_grm": "visalign.rewards.chat.deepseek_grm:DeepSeekGRM",
+    "yes_no_server": "visalign.rewards.chat.yes_no:YesNoServer",
 }
 """name -> module:class. A module is imported when its reward is loaded."""
 
@@ -82,7 +81,7 @@ def load_judge(name: str, **options: Any) -> PointwiseReward | PairwiseReward:
     Args:
         name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
             name a class or an object with the reward contract (`visalign.interfaces.PointwiseReward`), or a
-            function in one of the forms of `visalign.rewards.callables`.
+            function in one of the forms of `visalign.rewards.base.callables`.
         **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).
 
     Returns:
@@ -119,7 +118,7 @@ def load_judge(name: str, **options: Any) -> PointwiseReward | PairwiseReward:
 
 
 def _wrap(name: str, function: Callable[..., Any], options: dict[str, Any]) -> PointwiseReward:
-    from .callables import FunctionReward
+    from visalign.rewards.base.callables import FunctionReward
 
     options = {"name": name.rpartition(":")[2], **options}
     check_options(name, FunctionReward, {"function": function, **options})

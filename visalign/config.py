@@ -17,8 +17,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from visalign.errors import ConfigError, suggestion
-from visalign.schema import check_content, field_types, section_schema
+from .errors import ConfigError, suggestion
+from .schema import check_content, field_types, section_schema
 
 T = TypeVar("T")
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from visalign import __version__
-from visalign.config import config_folder, list_configs
 from visalign.data.assets import PACKAGED, assets_folder
-from visalign.errors import UserError
-from visalign.versions import NEEDED, installed_version
+
+from .config import config_folder, list_configs
+from .errors import UserError
+from .versions import NEEDED, installed_version
 
 OPTIONAL = {"wandb": "experiment tracking", "hypothesis": "tests", "ruff": "checks", "pyright": "checks"}
 """Distributions that one can do without, and what for."""
@@ -178,7 +179,7 @@ def _packages() -> str:
 def _wings() -> str:
     """Whether `visalign.rewards` and `visalign.pipelines` can be found: links in a checkout, else folders."""
     found = []
-    for wing, module in {"rewards": "contract", "pipelines": "cli"}.items():
+    for wing, module in {"rewards": "base.contract", "pipelines": "cli.app"}.items():
         if importlib.util.find_spec(f"visalign.{wing}.{module}") is None:
             raise UserError(f"visalign.{wing} is incomplete. Install anew: python -m pip install -e .")
         place = Path(__file__).resolve().parent / wing
@@ -222,7 +223,7 @@ def _model(folder: Path) -> str:
 def _advantages() -> str:
     import torch
 
-    from visalign.core.advantages import group_advantages
+    from visalign.core.advantages.group import group_advantages
 
     got = group_advantages(torch.tensor([1.0, 3.0, 7.0, 7.0]), torch.tensor([0, 0, 1, 1]), scale="none")
     if got.tolist() != [-1.0, 1.0, 0.0, 0.0]:
@@ -251,10 +252,10 @@ def _sde_step() -> str:
 def _verifier() -> str:
     import numpy as np
 
-    from visalign.data.prompts import parse_prompt
-    from visalign.data.render import render
-    from visalign.data.scenes import sample_scene
-    from visalign.data.verifier import verify
+    from visalign.data.shapes.prompts import parse_prompt
+    from visalign.data.shapes.render import render
+    from visalign.data.shapes.scenes import sample_scene
+    from visalign.data.shapes.verifier import verify
 
     asked, other = parse_prompt("two red circles"), parse_prompt("three blue squares")
     picture = render(sample_scene(asked, np.random.default_rng(0), style="flat"))

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from visalign.errors import ConfigError, did_you_mean, nearest
+from .errors import ConfigError, did_you_mean, nearest
 
 
 def field_types(schema: Any) -> dict[str, Any]:

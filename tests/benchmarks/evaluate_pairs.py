@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from visalign.evaluation.judged_pairs import IntervalSettings
-from visalign.pipelines.evaluate_reward import EvaluateOptions, evaluate
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
 
 LIMIT = 20.0
 """Seconds that the whole may take."""

@@ -58,7 +58,7 @@ def naive_entropy(hidden: Tensor, head: Tensor, target: Tensor, advantage: Tenso
 
 def load_ours() -> Loss:
     sys.path.insert(0, str(ROOT))
-    from visalign.core.fused_head import fused_log_prob_entropy
+    from visalign.core.tokens.fused_head import fused_log_prob_entropy
 
     def ours(hidden: Tensor, head: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
         return surrogate(fused_log_prob_entropy(hidden, head, target).log_prob, advantage)
@@ -231,7 +231,7 @@ def show(options: argparse.Namespace, vocab: int, found: dict[str, dict[str, flo
 def show_error(options: argparse.Namespace, vocab: int) -> None:
     """Relative to the largest element, against float64 on the same operands, of the first 128 rows."""
     sys.path.insert(0, str(ROOT))
-    from visalign.core.fused_head import fused_log_prob_entropy
+    from visalign.core.tokens.fused_head import fused_log_prob_entropy
 
     for dtype in ("float32", "bfloat16"):
         options.dtype = dtype

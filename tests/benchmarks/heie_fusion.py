@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visalign.evaluation.heatmaps import THRESHOLD, heatmap_quality
-from visalign.evaluation.intervals import paired_bootstrap
-from visalign.pipelines.assets_heie import ways_to_fuse
-from visalign.pipelines.assets_heie_data import faults_data, shapes_faults
-from visalign.pipelines.train_heie import HeiePlan, train_on_shapes
-from visalign.rewards.heie import Heie
-from visalign.rewards.heie_inputs import draw_maps, enlarged
-from visalign.rewards.heie_training import pooled
+from visalign.evaluation.statistics.heatmaps import THRESHOLD, heatmap_quality
+from visalign.evaluation.statistics.intervals import paired_bootstrap
+from visalign.pipelines.packaged.heie import ways_to_fuse
+from visalign.pipelines.packaged.heie_data import faults_data, shapes_faults
+from visalign.pipelines.packaged.heie_plan import HeiePlan
+from visalign.pipelines.packaged.train_heie import train_on_shapes
+from visalign.rewards.heie.inputs import draw_maps, enlarged
+from visalign.rewards.heie.judge import Heie
+from visalign.rewards.heie.training import pooled
 
 MEASURES = ("correlation", "auc", "iou", "error")
 

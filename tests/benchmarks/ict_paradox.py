@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from visalign.data.render import render
-from visalign.data.scenes import STYLES, Scene, sample_scene
-from visalign.data.shapes_preferences import ShapesPreferences
-from visalign.data.verifier import verify_scene
-from visalign.rewards.clip import ClipScore
-from visalign.rewards.hp import Hp
-from visalign.rewards.ict import Ict
-from visalign.rewards.ict_hp import IctHp
+from visalign.data.shapes.preferences import ShapesPreferences
+from visalign.data.shapes.render import render
+from visalign.data.shapes.scenes import STYLES, Scene, sample_scene
+from visalign.data.shapes.verifier import verify_scene
+from visalign.rewards.scorers.clip_score import ClipScore
+from visalign.rewards.scorers.hp import Hp
+from visalign.rewards.scorers.ict import Ict
+from visalign.rewards.scorers.ict_hp import IctHp
 
 DRAWS = 1_000
 

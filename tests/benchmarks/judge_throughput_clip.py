@@ -25,9 +25,9 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.data.assets import resolve_model
-from visalign.data.prompts import train_prompts
-from visalign.rewards.clip import ClipScore
-from visalign.rewards.images import to_pil
+from visalign.data.shapes.prompts import train_prompts
+from visalign.rewards.base.images import to_pil
+from visalign.rewards.scorers.clip_score import ClipScore
 
 
 def inputs(images: int, prompts: int, side: int) -> tuple[list[Image.Image], list[str]]:

@@ -22,9 +22,9 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.data.assets import resolve_model
-from visalign.data.prompts import train_prompts
-from visalign.rewards.vlm import Ask, VisionLanguageJudge
-from visalign.rewards.vlm_template import Template
+from visalign.data.shapes.prompts import train_prompts
+from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.rewards.vlm.template import Template
 
 YES_NO = Template(
     name="yes_no",
@@ -47,8 +47,8 @@ def load(model: str) -> tuple[VisionLanguageJudge, str]:
             return VisionLanguageJudge.from_pretrained(place), place.name
     except FileNotFoundError:
         pass
-    from visalign.pipelines.assets_judge import new_judge
-    from visalign.pipelines.assets_judge_card import judge_processor
+    from visalign.pipelines.packaged.judge import new_judge
+    from visalign.pipelines.packaged.judge_card import judge_processor
 
     torch.manual_seed(0)
     processor: Any = judge_processor()

@@ -35,14 +35,14 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from visalign.data.assets import resolve_model  # noqa: E402  # after the path
-from visalign.data.prompts import train_prompts  # noqa: E402
-from visalign.rewards.hpsv3 import HPSv3, HPSv3Model  # noqa: E402
-from visalign.rewards.lora_ensemble import LoraEnsemble, last_token  # noqa: E402
-from visalign.rewards.lora_ensemble_judge import LoraEnsembleReward  # noqa: E402
-from visalign.rewards.ranknet_head import RanknetHead  # noqa: E402
-from visalign.rewards.vlm import VisionLanguageJudge  # noqa: E402
-from visalign.rewards.vlm_template import JudgeSettings  # noqa: E402
+from visalign.data.assets import resolve_model
+from visalign.data.shapes.prompts import train_prompts
+from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
+from visalign.rewards.hpsv3.ensemble_layers import LoraEnsemble, last_token
+from visalign.rewards.hpsv3.head import RanknetHead
+from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
+from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.template import JudgeSettings
 
 TARGETS = ["q_proj", "v_proj"]
 WIDTH = 128

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visalign.core.preference_uncertainty import log_win_probability, pair_deviation
+from visalign.core.preference.uncertainty import log_win_probability, pair_deviation
 from visalign.interfaces import Scores
-from visalign.pipelines.train_reward_examples import Example, ShapesPairs
-from visalign.rewards.hpsv3 import REWARD_TOKEN, HPSv3
-from visalign.rewards.lora_ensemble_judge import LoraEnsembleReward
-from visalign.rewards.vlm import Ask
-from visalign.training.reward_heldout import HeldoutPairs, auroc, pair_measures
+from visalign.pipelines.train_reward.examples import Example, ShapesPairs
+from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
+from visalign.rewards.hpsv3.judge import REWARD_TOKEN, HPSv3
+from visalign.rewards.vlm.engine import Ask
+from visalign.training.reward.heldout import HeldoutPairs, auroc, pair_measures
 
 BATCH, DRAWS, TILE = 100, 1_000, 16
 ALIGNED, ALIGN_SEED = 100, 77

@@ -18,9 +18,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from visalign.config import load_config, read_config, resolve_config  # noqa: E402
-from visalign.pipelines import flow_grpo, pref_grpo  # noqa: E402
-from visalign.training.metrics import read_metrics  # noqa: E402
+from visalign.config import load_config, read_config, resolve_config
+from visalign.pipelines.flow_grpo import job as flow_grpo
+from visalign.pipelines.flow_grpo import pref_grpo
+from visalign.training.loop.metrics import read_metrics
 
 WATCHED = ("clip_score", "sharpness", "saturation", "edge_density", "contrast")
 """Rewards that nobody trains on, reported to see what else moves."""

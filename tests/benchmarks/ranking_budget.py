@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from visalign.core import fit_ranking, group_pairs, next_pairs, win_rates
-from visalign.core.pairing import METHODS, Method
-from visalign.core.ranking import Model
-from visalign.data.render import render_many
-from visalign.data.scenes import sample_scene
-from visalign.data.shapes_preferences import ShapesPreferences, degraded, utility
+from visalign.core.preference.pairing import METHODS, Method
+from visalign.core.preference.ranking import Model
+from visalign.data.shapes.preferences import ShapesPreferences, degraded, utility
+from visalign.data.shapes.render import render_many
+from visalign.data.shapes.scenes import sample_scene
 from visalign.rewards import load_judge, rank
 
 

@@ -37,13 +37,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.reward_servers import serving  # noqa: E402
+from tests.support.reward_servers import serving  # noqa: E402
 from visalign.rewards import load_judge  # noqa: E402
-from visalign.rewards.judge_server import judge_server  # noqa: E402
-from visalign.rewards.judge_worker import JudgeWorker  # noqa: E402
-from visalign.rewards.remote_reward import RemoteReward, read_pictures  # noqa: E402
-from visalign.rewards.wire import JudgeRequest, pack_request, unpack_request  # noqa: E402
-from visalign.rewards.wire_answer import pack_answer, unpack_answer  # noqa: E402
+from visalign.rewards.serve.client import RemoteReward, read_pictures
+from visalign.rewards.serve.server import judge_server
+from visalign.rewards.serve.wire import JudgeRequest, pack_request, unpack_request
+from visalign.rewards.serve.wire_answer import pack_answer, unpack_answer
+from visalign.rewards.serve.worker import JudgeWorker
 
 _CUT = """
 import http.client, sys

@@ -15,10 +15,10 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from visalign.data.shapes_preferences import ShapesPreferences  # noqa: E402
+from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.rewards import load_reward  # noqa: E402
-from visalign.rewards.cached import CachedReward  # noqa: E402
-from visalign.rewards.score_cache import ScoreCache  # noqa: E402
+from visalign.rewards.cache.reward import CachedReward
+from visalign.rewards.cache.store import ScoreCache
 
 
 def main() -> None:

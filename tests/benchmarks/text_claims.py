@@ -26,14 +26,20 @@ from rich.table import Table
 
 from visalign.config import load_config
 from visalign.core import ratio_level
-from visalign.data.text_tasks import MANY_ANSWERS, canonical_answer, check_answer, heldout_tasks, text_tasks
-from visalign.flow.noise import sample_seed
-from visalign.pipelines import text_grpo
-from visalign.pipelines.text_build import build_text_policy
-from visalign.pipelines.text_config import TextModelConfig
-from visalign.pipelines.text_grpo import TextGRPOConfig
+from visalign.data.text_tasks.tasks import (
+    MANY_ANSWERS,
+    canonical_answer,
+    check_answer,
+    heldout_tasks,
+    text_tasks,
+)
+from visalign.pipelines.text import grpo as text_grpo
+from visalign.pipelines.text.config import TextModelConfig
+from visalign.pipelines.text.grpo import TextGRPOConfig
+from visalign.pipelines.text.parts import build_text_policy
+from visalign.seeds import sample_seed
 from visalign.text import Stop
-from visalign.training.metrics import read_metrics
+from visalign.training.loop.metrics import read_metrics
 
 COMMON = (
     "rollout.prompts_per_iteration=32",

@@ -24,16 +24,16 @@ import transformers
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from visalign.adapters.causal_lm import CausalLMPolicy
-from visalign.adapters.chat import PromptEncoder
-from visalign.data.text_tasks import text_tasks
+from visalign.adapters.causal_lm.chat import PromptEncoder
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.data.text_tasks.tasks import text_tasks
 from visalign.interfaces import Scores
-from visalign.rewards.text_tasks import TaskAnswer
-from visalign.training.loop import Keeping
-from visalign.training.sampler import PromptSampler
-from visalign.training.settings import OptimiserSettings
-from visalign.training.text import TextTrainer
-from visalign.training.text_settings import TextObjectiveSettings, TextRolloutSettings
+from visalign.rewards.text.tasks import TaskAnswer
+from visalign.training.loop.loop import Keeping
+from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.sampler import PromptSampler
+from visalign.training.text.settings import TextObjectiveSettings, TextRolloutSettings
+from visalign.training.text.trainer import TextTrainer
 
 SEED = 0
 INSTALL = "pip install trl==1.16.0"

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from visalign.config import load_config
-from visalign.pipelines.flow_grpo import FlowGRPOConfig, _build
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, _build
 from visalign.training import FlowGRPOTrainer
 
 WORK = ("transformer: forward in the rollout", "transformer: forward and backward in the update")

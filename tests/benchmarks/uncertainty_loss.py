@@ -23,19 +23,20 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from visalign.core.preference_uncertainty import soft_clamp
-from visalign.pipelines.train_reward_batches import pair_images, pair_labels, pair_rows
-from visalign.pipelines.train_reward_examples import ShapesPairs
-from visalign.rewards.hpsv3 import HPSv3
-from visalign.rewards.ranknet_head import RanknetHead
-from visalign.rewards.reward_dance_questions import YES_NO
-from visalign.rewards.visual_quality import RATING
-from visalign.rewards.vlm import Ask, VisionLanguageJudge
-from visalign.training.loop import Keeping
-from visalign.training.reward import RewardTrainer
-from visalign.training.reward_heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
-from visalign.training.reward_settings import RewardObjectiveSettings, RewardOptimiserSettings
-from visalign.training.reward_tasks import TASKS, Outputs, RewardBatch
+from visalign.core.preference.uncertainty import soft_clamp
+from visalign.pipelines.train_reward.batches import pair_images, pair_labels, pair_rows
+from visalign.pipelines.train_reward.examples import ShapesPairs
+from visalign.rewards.hpsv3.head import RanknetHead
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.questions.reward_dance_questions import YES_NO
+from visalign.rewards.questions.visual_quality_r1 import RATING
+from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.training.loop.loop import Keeping
+from visalign.training.reward.batch import Outputs, RewardBatch
+from visalign.training.reward.heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.tasks import TASKS
+from visalign.training.reward.trainer import RewardTrainer
 
 LOSSES = {
     "uncertainty": "likelihood by quadrature",

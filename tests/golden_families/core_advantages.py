@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-from visalign.core.advantages import group_advantages, whiten
-from visalign.core.baselines import (
+from visalign.core.advantages.baselines import (
     best_of_group_advantages,
     gpg_advantages,
     opo_advantages,
     pass_at_k_advantages,
 )
-from visalign.core.combine import gdpo_advantages, normalise_then_sum, weighted_mean, weighted_sum
-from visalign.core.pairwise import win_rates
-from visalign.core.returns import (
+from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_mean, weighted_sum
+from visalign.core.advantages.group import group_advantages, whiten
+from visalign.core.advantages.returns import (
     discounted_returns,
     gae,
     reinforce_pp_advantages,
     remax_advantages,
 )
-from visalign.core.reward_terms import adaptive_kl_coefficient, kl_in_reward, soft_overlong
+from visalign.core.preference.pairwise import win_rates
+from visalign.core.rewards.terms import adaptive_kl_coefficient, kl_in_reward, soft_overlong
 
 Outputs = dict[str, Any]
 NAN = float("nan")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.fused_head import fused_log_prob_entropy, log_prob_entropy
+from visalign.core.tokens.fused_head import fused_log_prob_entropy, log_prob_entropy
 
 Outputs = dict[str, Any]
 

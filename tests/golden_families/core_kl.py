@@ -9,12 +9,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.aggregation import MODES, aggregate, count_step, row_tokens
-from visalign.core.best_of import best_of_n_kl_bound, expected_best_of_k, pass_at_k
-from visalign.core.kl import Estimator, categorical_kl, kl_estimate, kl_penalty
-from visalign.core.ratios import log_ratio
-from visalign.core.surrogates import ppo_clip
-from visalign.core.value import value_clip_fraction, value_loss
+from visalign.core.rewards.best_of import best_of_n_kl_bound, expected_best_of_k, pass_at_k
+from visalign.core.surrogates.aggregation import MODES, aggregate, count_step, row_tokens
+from visalign.core.surrogates.kl import Estimator, categorical_kl, kl_estimate, kl_penalty
+from visalign.core.surrogates.ppo import ppo_clip
+from visalign.core.surrogates.ratios import log_ratio
+from visalign.core.surrogates.value import value_clip_fraction, value_loss
 
 Outputs = dict[str, Any]
 ESTIMATORS = get_args(Estimator)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from visalign.core.advantages import group_advantages, whiten
-from visalign.core.combine import normalise_then_sum, weighted_sum
-from visalign.core.comparisons import gdro_loss, soft_plackett_luce
-from visalign.core.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
-from visalign.core.reward_shaping import neighbour_weights, reward_fusion, reward_probability
-from visalign.evaluation.diversity import (
+from visalign.core.advantages.combine import normalise_then_sum, weighted_sum
+from visalign.core.advantages.group import group_advantages, whiten
+from visalign.core.preference.groupwise import gdro_loss, soft_plackett_luce
+from visalign.core.rewards.shaping import neighbour_weights, reward_fusion, reward_probability
+from visalign.core.surrogates.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
+from visalign.evaluation.statistics.diversity import (
     effective_rank,
     starc_distance,
     support_metrics,

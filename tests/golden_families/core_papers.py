@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from visalign.core.advantage_copo import (
+from visalign.core.advantages.copo import (
     between_group_advantages,
     consistency_entropy,
     copo_advantages,
     copo_weight,
 )
-from visalign.core.advantage_entropy import (
+from visalign.core.advantages.entropy import (
     aem_advantages,
     aem_scale,
     empg_advantages,
@@ -23,30 +23,30 @@ from visalign.core.advantage_entropy import (
     tea_weights,
     weighted_entropy,
 )
-from visalign.core.advantage_risk import (
+from visalign.core.advantages.group import group_advantages
+from visalign.core.advantages.returns import discounted_returns
+from visalign.core.advantages.risk import (
     conditional_value_at_risk,
     mixed_value_at_risk,
     range_value_at_risk,
     soft_minimum,
     track_quantile,
 )
-from visalign.core.advantage_rules import (
+from visalign.core.advantages.rules import (
     conditional_advantages,
     prl_advantages,
     replay_advantages,
     replay_weight,
 )
-from visalign.core.advantages import group_advantages
-from visalign.core.entropy import covariance_statistics, token_covariance
-from visalign.core.returns import discounted_returns
-from visalign.core.reward_shaping import jepo_credit, preference_as_reward
-from visalign.core.step_rewards import (
+from visalign.core.rewards.shaping import jepo_credit, preference_as_reward
+from visalign.core.rewards.steps import (
     clip_step_rewards,
     delta_step_rewards,
     implicit_prm_loss,
     implicit_step_rewards,
     turning_point_rewards,
 )
+from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 
 Outputs = dict[str, Any]
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.aggregation import MODES, aggregate, count_step
-from visalign.core.entropy import entrocraft_direction, entrocraft_keep, token_covariance
-from visalign.core.ratios import log_ratio
-from visalign.core.selection import (
+from visalign.core.surrogates.aggregation import MODES, aggregate, count_step
+from visalign.core.surrogates.ppo import ppo_clip
+from visalign.core.surrogates.ratios import log_ratio
+from visalign.core.tokens.entropy import entrocraft_direction, entrocraft_keep, token_covariance
+from visalign.core.tokens.selection import (
     clip_cov_keep,
     clip_cov_thresholds,
     kl_cov_penalty,
@@ -22,7 +23,7 @@ from visalign.core.selection import (
     top_entropy_keep,
     top_entropy_thresholds,
 )
-from visalign.core.selection_rules import (
+from visalign.core.tokens.selection_rules import (
     clip_b_keep,
     clip_b_thresholds,
     clip_v_keep,
@@ -30,10 +31,9 @@ from visalign.core.selection_rules import (
     discriminator_scores,
     entropy_discriminator,
 )
-from visalign.core.selection_statistics import ppo_clipped
-from visalign.core.siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
-from visalign.core.steer import steer_change, steer_thresholds, steer_weights
-from visalign.core.surrogates import ppo_clip
+from visalign.core.tokens.siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
+from visalign.core.tokens.statistics import ppo_clipped
+from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 
 Outputs = dict[str, Any]
 TOKENS: Any = {"decisions": "tokens"}

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from visalign.core.aggregation import MODES, aggregate, count_step
-from visalign.core.kl import gaussian_kl, kl_estimate
-from visalign.core.off_policy import importance_weights, off_policy_mask
-from visalign.core.ratios import gaussian_log_prob, log_ratio, ratio_level
-from visalign.core.surrogate_balance import dro, flow_balance
-from visalign.core.surrogate_forms import gmpo, gradient_keeping_clip, sapo
-from visalign.core.surrogate_weighted import (
+from visalign.core.surrogates.aggregation import MODES, aggregate, count_step
+from visalign.core.surrogates.balance import dro, flow_balance
+from visalign.core.surrogates.forms import gmpo, gradient_keeping_clip, sapo
+from visalign.core.surrogates.kl import gaussian_kl, kl_estimate
+from visalign.core.surrogates.off_policy import importance_weights, off_policy_mask
+from visalign.core.surrogates.ppo import ppo_clip
+from visalign.core.surrogates.ratios import gaussian_log_prob, log_ratio, ratio_level
+from visalign.core.surrogates.weighted import (
     binary_kl,
     binary_tv,
     cispo,
@@ -25,7 +26,6 @@ from visalign.core.surrogate_weighted import (
     reinforce,
     vespo,
 )
-from visalign.core.surrogates import ppo_clip
 
 Outputs = dict[str, Any]
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from visalign.evaluation.agreement import POLICIES, pickscore, ranking_pairs
-from visalign.evaluation.calibration import brier, nll, reliability
-from visalign.evaluation.correlations import kendall, plcc, rmse, srcc
-from visalign.evaluation.selective import BoundedRewards, ensemble_summary
+from visalign.evaluation.statistics.agreement import POLICIES, pickscore, ranking_pairs
+from visalign.evaluation.statistics.calibration import brier, nll, reliability
+from visalign.evaluation.statistics.correlations import kendall, plcc, rmse, srcc
+from visalign.evaluation.statistics.selective import BoundedRewards, ensemble_summary
 
 Outputs = dict[str, Any]
 

@@ -17,32 +17,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visalign.core.preference import (
+from visalign.core.preference.bradley_terry import (
     average_pairs,
     bradley_terry_loss,
     outcome_loss,
     tie_log_prob,
 )
-from visalign.core.preference_clip import (
+from visalign.core.preference.clip import (
     listwise_choice_loss,
     paired_cosine,
     pickscore_loss,
     rank_margin_loss,
 )
-from visalign.core.preference_fidelity import fidelity_rewards
-from visalign.core.preference_ict import IctLabels, hp_loss, ict_hp_loss, ict_loss
-from visalign.core.preference_uncertainty import (
+from visalign.core.preference.fidelity import fidelity_rewards
+from visalign.core.preference.heatmaps import ctrl_u_loss, ctrl_u_weight
+from visalign.core.preference.ict import IctLabels, hp_loss, ict_hp_loss, ict_loss
+from visalign.core.preference.uncertainty import (
     log_win_probability,
     mean_log_win,
     pair_deviation,
     uncertain_preference_loss,
 )
-from visalign.core.reward_off_policy import off_policy_pair_weights
-from visalign.core.reward_uncertainty import bhattacharyya, bhattacharyya_overlap, penalise
-from visalign.core.uncertainty_losses import ctrl_u_loss, ctrl_u_weight
-from visalign.core.yes_no import YesNo, yes_no_answer
-from visalign.rewards.affine_head import AffineHead, standardise
-from visalign.rewards.ranknet_head import RanknetHead
+from visalign.core.preference.yes_no import YesNo, yes_no_answer
+from visalign.core.rewards.off_policy import off_policy_pair_weights
+from visalign.core.rewards.uncertainty import bhattacharyya, bhattacharyya_overlap, penalise
+from visalign.rewards.hpsv3.head import RanknetHead
+from visalign.rewards.weights.affine_head import AffineHead, standardise
 
 Outputs = dict[str, Any]
 COLLAPSED = Path(__file__).resolve().parent.parent / "golden" / "laion_affine.npz"

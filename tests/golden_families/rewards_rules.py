@@ -11,8 +11,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from visalign.rewards.checklist_rule import ChecklistRule
-from visalign.rewards.judge_answers import (
+from visalign.rewards.chat.logprobs import read_yes_no
+from visalign.rewards.hpsv3.qwen_layout import current_key, smart_resize
+from visalign.rewards.questions.checklist_rule import ChecklistRule
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.reading.ratings import (
     ASPECTS,
     LIFT_VALUES,
     aspect_mean,
@@ -24,10 +27,7 @@ from visalign.rewards.judge_answers import (
     rational_scores,
     tagged_score,
 )
-from visalign.rewards.judge_text import AnswerError
-from visalign.rewards.judge_verdicts import flex_answer, verdict
-from visalign.rewards.qwen_vl_layout import current_key, smart_resize
-from visalign.rewards.yes_no_logprobs import read_yes_no
+from visalign.rewards.reading.verdicts import flex_answer, verdict
 
 Outputs = dict[str, Any]
 UP_TO_SIX = (0.0, math.nextafter(6.0, 0.0))

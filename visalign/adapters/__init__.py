@@ -10,21 +10,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from visalign.adapters.causal_lm.chat import PromptEncoder
+    from visalign.adapters.causal_lm.log_partition import PromptLogPartition
+    from visalign.adapters.causal_lm.lora import text_lora
+    from visalign.adapters.causal_lm.policy import CausalLMPolicy
+    from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
+    from visalign.adapters.causal_lm.written_answers import WrittenBatches, written_rollout
+    from visalign.adapters.sd3.joint_attention import (
+        append_null_token,
+        collapse_null_tokens,
+        use_weighted_attention,
+    )
+    from visalign.adapters.sd3.policy import SD3Policy
+    from visalign.adapters.sd3.text import SD3Condition
+    from visalign.adapters.server.generator import ServerGenerator
+    from visalign.adapters.server.rollout import Rescored, rescored
     from visalign.remote import ServerError
 
-    from .causal_lm import CausalLMPolicy
-    from .causal_lm_lora import text_lora
-    from .chat import PromptEncoder
     from .check import AdapterError, check_adapter
-    from .joint_attention import append_null_token, collapse_null_tokens, use_weighted_attention
-    from .log_partition import PromptLogPartition
     from .lora import LoraSettings
-    from .sd3 import SD3Policy
-    from .sd3_text import SD3Condition
-    from .server_generation import ServerGenerator
-    from .server_rollout import Rescored, rescored
-    from .value_head import ValueHead, ValueModel
-    from .written_answers import WrittenBatches, written_rollout
 
 __all__ = [
     "AdapterError",
@@ -51,25 +55,25 @@ __all__ = [
 
 _HOME = {
     "AdapterError": "check",
-    "CausalLMPolicy": "causal_lm",
+    "CausalLMPolicy": "causal_lm.policy",
     "LoraSettings": "lora",
-    "PromptEncoder": "chat",
-    "PromptLogPartition": "log_partition",
-    "Rescored": "server_rollout",
-    "SD3Condition": "sd3_text",
-    "SD3Policy": "sd3",
-    "ServerError": "server_generation",
-    "ServerGenerator": "server_generation",
-    "ValueHead": "value_head",
-    "ValueModel": "value_head",
-    "WrittenBatches": "written_answers",
-    "append_null_token": "joint_attention",
+    "PromptEncoder": "causal_lm.chat",
+    "PromptLogPartition": "causal_lm.log_partition",
+    "Rescored": "server.rollout",
+    "SD3Condition": "sd3.text",
+    "SD3Policy": "sd3.policy",
+    "ServerError": "server.generator",
+    "ServerGenerator": "server.generator",
+    "ValueHead": "causal_lm.value_head",
+    "ValueModel": "causal_lm.value_head",
+    "WrittenBatches": "causal_lm.written_answers",
+    "append_null_token": "sd3.joint_attention",
     "check_adapter": "check",
-    "collapse_null_tokens": "joint_attention",
-    "rescored": "server_rollout",
-    "text_lora": "causal_lm_lora",
-    "use_weighted_attention": "joint_attention",
-    "written_rollout": "written_answers",
+    "collapse_null_tokens": "sd3.joint_attention",
+    "rescored": "server.rollout",
+    "text_lora": "causal_lm.lora",
+    "use_weighted_attention": "sd3.joint_attention",
+    "written_rollout": "causal_lm.written_answers",
 }
 
 

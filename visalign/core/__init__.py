@@ -6,8 +6,20 @@ advantage, log-ratio, surrogate, off-policy correction, selection, KL, aggregati
 README.md here has the paper of each function.
 """
 
-from .advantage_copo import between_group_advantages, consistency_entropy, copo_advantages, copo_weight
-from .advantage_entropy import (
+from visalign.core.advantages.baselines import (
+    best_of_group_advantages,
+    gpg_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+)
+from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_mean, weighted_sum
+from visalign.core.advantages.copo import (
+    between_group_advantages,
+    consistency_entropy,
+    copo_advantages,
+    copo_weight,
+)
+from visalign.core.advantages.entropy import (
     aem_advantages,
     aem_scale,
     empg_advantages,
@@ -15,19 +27,89 @@ from .advantage_entropy import (
     tea_weights,
     weighted_entropy,
 )
-from .advantage_risk import (
+from visalign.core.advantages.group import clamp_advantages, group_advantages, whiten
+from visalign.core.advantages.process import aggregate_steps, process_advantages, span_index, span_rewards
+from visalign.core.advantages.returns import (
+    discounted_returns,
+    gae,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    remax_advantages,
+)
+from visalign.core.advantages.risk import (
     conditional_value_at_risk,
     mixed_value_at_risk,
     range_value_at_risk,
     soft_minimum,
     track_quantile,
 )
-from .advantage_rules import conditional_advantages, prl_advantages, replay_advantages, replay_weight
-from .advantages import clamp_advantages, group_advantages, whiten
-from .aggregation import MODES, Counts, aggregate, count_step, row_tokens
-from .algorithms import NAMED, named_objective
-from .baselines import best_of_group_advantages, gpg_advantages, opo_advantages, pass_at_k_advantages
-from .best_of import (
+from visalign.core.advantages.rules import (
+    conditional_advantages,
+    prl_advantages,
+    replay_advantages,
+    replay_weight,
+)
+from visalign.core.groups.labels import group_index
+from visalign.core.objective.algorithms import NAMED, named_objective
+from visalign.core.objective.data import Loss, PolicyOutput, Prepared, Trajectories
+from visalign.core.objective.explain import Explanation, explain
+from visalign.core.objective.invariance import InvarianceReport, check_invariance
+from visalign.core.objective.objective import Objective
+from visalign.core.objective.peers import PEERS, diff_presets
+from visalign.core.preference.bradley_terry import (
+    average_pairs,
+    bradley_terry_loss,
+    margin_ranking_loss,
+    outcome_loss,
+    soft_labels,
+    tie_log_prob,
+    vote_shares,
+    vote_weights,
+)
+from visalign.core.preference.clip import (
+    listwise_choice_loss,
+    paired_cosine,
+    pickscore_loss,
+    rank_margin_loss,
+)
+from visalign.core.preference.fidelity import (
+    answer_statistics,
+    fidelity,
+    fidelity_loss,
+    fidelity_rewards,
+    quality_preferences,
+    thurstone_probability,
+    thurstone_score,
+)
+from visalign.core.preference.groupwise import gdro_loss, soft_plackett_luce
+from visalign.core.preference.heatmaps import (
+    class_disagreement,
+    ctrl_u_loss,
+    ctrl_u_weight,
+    fuse_heatmaps,
+    laplace_loss,
+    uncertainty_weight,
+)
+from visalign.core.preference.ict import (
+    IctLabels,
+    hp_loss,
+    ict_hp_loss,
+    ict_labels,
+    ict_loss,
+    truncated_score,
+)
+from visalign.core.preference.pairing import next_pairs
+from visalign.core.preference.pairwise import group_pairs, win_rates
+from visalign.core.preference.ranking import RankingFit, fit_ranking
+from visalign.core.preference.uncertainty import (
+    log_win_probability,
+    mean_log_win,
+    pair_deviation,
+    soft_clamp,
+    uncertain_preference_loss,
+)
+from visalign.core.preference.yes_no import YesNo, both_orders, yes_no_answer, yes_no_loss, yes_no_pair_loss
+from visalign.core.rewards.best_of import (
     answer_counts,
     best_of_n_kl_bound,
     best_of_n_kl_estimate,
@@ -35,9 +117,76 @@ from .best_of import (
     majority_at_k,
     pass_at_k,
 )
-from .combine import gdpo_advantages, normalise_then_sum, weighted_mean, weighted_sum
-from .comparisons import gdro_loss, soft_plackett_luce
-from .entropy import (
+from visalign.core.rewards.off_policy import off_policy_pair_weights, relative_log_density
+from visalign.core.rewards.shaping import (
+    jepo_credit,
+    likelihood_reward,
+    neighbour_weights,
+    preference_as_reward,
+    reward_fusion,
+    reward_probability,
+)
+from visalign.core.rewards.steps import (
+    clip_step_rewards,
+    delta_step_rewards,
+    implicit_prm_loss,
+    implicit_step_rewards,
+    turning_point_rewards,
+)
+from visalign.core.rewards.terms import (
+    adaptive_kl_coefficient,
+    filter_overlong,
+    kl_in_reward,
+    penalty_kl_coefficient,
+    place_terminal,
+    soft_overlong,
+)
+from visalign.core.rewards.uncertainty import (
+    bhattacharyya,
+    bhattacharyya_overlap,
+    combine_members,
+    inverse_variance_weights,
+    penalise,
+    shrink_advantages,
+)
+from visalign.core.surrogates.aggregation import MODES, Counts, aggregate, count_step, row_tokens
+from visalign.core.surrogates.balance import dro, flow_balance
+from visalign.core.surrogates.forms import gmpo, gradient_keeping_clip, ppo_kl, sapo
+from visalign.core.surrogates.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
+from visalign.core.surrogates.kl import categorical_kl, gaussian_kl, kl_estimate, kl_penalty
+from visalign.core.surrogates.off_policy import (
+    ImportanceWeights,
+    effective_sample_size,
+    importance_weights,
+    off_policy_mask,
+)
+from visalign.core.surrogates.ppo import (
+    ClipFractions,
+    RatioStatistics,
+    clip_fractions,
+    ppo_clip,
+    ratio_statistics,
+)
+from visalign.core.surrogates.ratios import (
+    LEVELS,
+    gaussian_log_prob,
+    guard_log_ratio,
+    guard_step_weight,
+    log_ratio,
+    ratio_level,
+    sequence_log_ratio,
+)
+from visalign.core.surrogates.value import explained_variance, value_clip_fraction, value_loss
+from visalign.core.surrogates.weighted import (
+    binary_kl,
+    binary_tv,
+    cispo,
+    dppo,
+    gamma_weight,
+    reinforce,
+    vespo,
+)
+from visalign.core.tokens.entropy import (
     adapt_entropy_coefficient,
     covariance_statistics,
     entrocraft_direction,
@@ -48,90 +197,8 @@ from .entropy import (
     predicted_entropy_change,
     token_covariance,
 )
-from .explain import Explanation, explain
-from .fused_head import fused_log_prob_entropy, log_prob_entropy
-from .gradient_balance import combine_gradients, min_norm_weights, smooth_weights
-from .groups import group_index
-from .invariance import InvarianceReport, check_invariance
-from .kl import categorical_kl, gaussian_kl, kl_estimate, kl_penalty
-from .objective import Objective
-from .objective_data import Loss, PolicyOutput, Prepared, Trajectories
-from .off_policy import ImportanceWeights, effective_sample_size, importance_weights, off_policy_mask
-from .pairing import next_pairs
-from .pairwise import group_pairs, win_rates
-from .preference import (
-    average_pairs,
-    bradley_terry_loss,
-    margin_ranking_loss,
-    outcome_loss,
-    soft_labels,
-    tie_log_prob,
-    vote_shares,
-    vote_weights,
-)
-from .preference_clip import listwise_choice_loss, paired_cosine, pickscore_loss, rank_margin_loss
-from .preference_fidelity import (
-    answer_statistics,
-    fidelity,
-    fidelity_loss,
-    fidelity_rewards,
-    quality_preferences,
-    thurstone_probability,
-    thurstone_score,
-)
-from .preference_ict import IctLabels, hp_loss, ict_hp_loss, ict_labels, ict_loss, truncated_score
-from .preference_uncertainty import (
-    log_win_probability,
-    mean_log_win,
-    pair_deviation,
-    soft_clamp,
-    uncertain_preference_loss,
-)
-from .presets import PEERS, diff_presets
-from .process_rewards import aggregate_steps, process_advantages, span_index, span_rewards
-from .ranking import RankingFit, fit_ranking
-from .ratios import (
-    LEVELS,
-    gaussian_log_prob,
-    guard_log_ratio,
-    guard_step_weight,
-    log_ratio,
-    ratio_level,
-    sequence_log_ratio,
-)
-from .returns import (
-    discounted_returns,
-    gae,
-    reinforce_pp_advantages,
-    reinforce_pp_baseline_advantages,
-    remax_advantages,
-)
-from .reward_off_policy import off_policy_pair_weights, relative_log_density
-from .reward_shaping import (
-    jepo_credit,
-    likelihood_reward,
-    neighbour_weights,
-    preference_as_reward,
-    reward_fusion,
-    reward_probability,
-)
-from .reward_terms import (
-    adaptive_kl_coefficient,
-    filter_overlong,
-    kl_in_reward,
-    penalty_kl_coefficient,
-    place_terminal,
-    soft_overlong,
-)
-from .reward_uncertainty import (
-    bhattacharyya,
-    bhattacharyya_overlap,
-    combine_members,
-    inverse_variance_weights,
-    penalise,
-    shrink_advantages,
-)
-from .selection import (
+from visalign.core.tokens.fused_head import fused_log_prob_entropy, log_prob_entropy
+from visalign.core.tokens.selection import (
     clip_cov_keep,
     clip_cov_thresholds,
     kl_cov_penalty,
@@ -140,7 +207,7 @@ from .selection import (
     top_entropy_keep,
     top_entropy_thresholds,
 )
-from .selection_rules import (
+from visalign.core.tokens.selection_rules import (
     clip_b_keep,
     clip_b_thresholds,
     clip_v_keep,
@@ -148,30 +215,9 @@ from .selection_rules import (
     discriminator_scores,
     entropy_discriminator,
 )
-from .selection_statistics import Decisions, ppo_clipped, require_tokens
-from .siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
-from .steer import steer_change, steer_thresholds, steer_weights
-from .step_rewards import (
-    clip_step_rewards,
-    delta_step_rewards,
-    implicit_prm_loss,
-    implicit_step_rewards,
-    turning_point_rewards,
-)
-from .surrogate_balance import dro, flow_balance
-from .surrogate_forms import gmpo, gradient_keeping_clip, ppo_kl, sapo
-from .surrogate_weighted import binary_kl, binary_tv, cispo, dppo, gamma_weight, reinforce, vespo
-from .surrogates import ClipFractions, RatioStatistics, clip_fractions, ppo_clip, ratio_statistics
-from .uncertainty_losses import (
-    class_disagreement,
-    ctrl_u_loss,
-    ctrl_u_weight,
-    fuse_heatmaps,
-    laplace_loss,
-    uncertainty_weight,
-)
-from .value import explained_variance, value_clip_fraction, value_loss
-from .yes_no import YesNo, both_orders, yes_no_answer, yes_no_loss, yes_no_pair_loss
+from visalign.core.tokens.siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
+from visalign.core.tokens.statistics import Decisions, ppo_clipped, require_tokens
+from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 
 __all__ = [
     "LEVELS", "MODES", "NAMED", "PEERS", "ClipFractions", "Counts", "Decisions", "Explanation", "IctLabels",

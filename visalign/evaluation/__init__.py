@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out evaluation of a model, and of rewards on preference and quality sets, with intervals and pages."""
 
-from .comparison import Comparison, compare
-from .curves import CURVES, Curve
-from .heldout import evaluate
-from .intervals import Interval, paired_bootstrap, wilson_interval
-from .judge import check_judge
-from .judged_pairs import IntervalSettings
-from .pair_scores import PairScores, from_probabilities, from_scores
-from .preference_evaluation import evaluate_preferences
-from .quality_evaluation import QualityScores, evaluate_quality, from_values
-from .report import write_report, write_summary
-from .result import HeldoutResult, load_heldout
-from .reward_comparison import compare_on_preferences, compare_on_quality
+from visalign.evaluation.heldout.comparison import Comparison, compare
+from visalign.evaluation.heldout.correctness import check_judge
+from visalign.evaluation.heldout.images import evaluate
+from visalign.evaluation.heldout.result import HeldoutResult, load_heldout
+from visalign.evaluation.pages.curves import CURVES, Curve
+from visalign.evaluation.pages.report import write_report, write_summary
+from visalign.evaluation.rewards.comparison import compare_on_preferences, compare_on_quality
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
+from visalign.evaluation.rewards.preferences import evaluate_preferences
+from visalign.evaluation.rewards.quality import QualityScores, evaluate_quality, from_values
+from visalign.evaluation.statistics.intervals import Interval, paired_bootstrap, wilson_interval
 
 __all__ = [
     "CURVES",

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flow trajectories: time grids, one SDE kernel and CPS, Gaussian log-probs, rollout and replay."""
 
-from .noise import initial_noise, sample_seed, step_noise
-from .replay import RatioCheck, RatioError, StepStats, check_log_ratio, ratio_check, replay
+from visalign.core.surrogates.ratio_check import RatioCheck, RatioError, check_log_ratio
+from visalign.seeds import sample_seed
+
+from .noise import initial_noise, step_noise
+from .replay import StepStats, ratio_check, replay
 from .rollout import rollout
 from .schedules import diffusers_time_grid, noise_rate, time_grid
 from .trajectory import Pairs, Trajectory

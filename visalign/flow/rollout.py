@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from visalign.core.ratios import EventNorm
+from visalign.core.surrogates.ratios import EventNorm
 from visalign.interfaces import Condition, DiffusionPolicy
 
 from .noise import checked_seeds, initial_noise, step_noise

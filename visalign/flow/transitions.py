@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.ratios import EventNorm, gaussian_log_prob, reduce_event
+from visalign.core.surrogates.ratios import EventNorm, gaussian_log_prob, reduce_event
 
 from .schedules import NOISE_SCHEDULES, noise_rate
 

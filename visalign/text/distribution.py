@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visalign.core.fused_head import LogProbEntropy
+from visalign.core.tokens.fused_head import LogProbEntropy
 from visalign.errors import UserError
 
 

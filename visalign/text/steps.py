@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.process_rewards import (
-    Place,
-    Reduction,
-    aggregate_steps,
-    span_index,
-    span_rewards,
-)
+from visalign.core.advantages.process import Place, Reduction, aggregate_steps, span_index, span_rewards
 from visalign.errors import UserError
 
 from .rollout import TextRollout

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training loops: sample, judge, compare, update; with exact resume."""
 
-from .checkpoint import CheckpointError
-from .collect import RewardFailure
-from .cost import forward_equivalents_per_image
-from .ema import EMA
-from .flow_grpo import FlowGRPOTrainer
-from .loop import Keeping, Loop, TrainResult
-from .metrics import METRICS, MetricsFile, read_metrics
-from .progress import TrainingProgress
-from .runtime import peak_memory_bytes
-from .sampler import Batch, PromptSampler, check_batch_algebra
-from .settings import ObjectiveSettings, OptimiserSettings, RolloutSettings
+from visalign.training.diffusion.cost import forward_equivalents_per_image
+from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
+from visalign.training.diffusion.trainer import FlowGRPOTrainer
+from visalign.training.loop.checkpoint import CheckpointError
+from visalign.training.loop.ema import EMA
+from visalign.training.loop.judging import RewardFailure
+from visalign.training.loop.loop import Keeping, Loop, TrainResult
+from visalign.training.loop.metrics import METRICS, MetricsFile, read_metrics
+from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.progress import TrainingProgress
+from visalign.training.loop.runtime import peak_memory_bytes
+from visalign.training.loop.sampler import Batch, PromptSampler, check_batch_algebra
 
 __all__ = [
     "EMA",

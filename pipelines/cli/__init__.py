@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, one file per command: options in, a job called, messages out.
+
+It needs every job; nothing imports it but `visalign.__main__`.
+"""

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign`. What is heavy is imported inside the command that needs it: --help is quick."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from visalign import __version__
+
+from .agree import agree
+from .compare import compare, rank
+from .evaluate import evaluate
+from .messages import user_messages
+from .probe import probe_reward
+from .score import score
+from .serve import serve_reward
+
+app = typer.Typer(
+    name="visalign",
+    help="Align visual generation: train with rewards, score images, look at what came out.",
+    epilog="Errors are shown without a traceback; set VISALIGN_TRACEBACK=1 to see it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+QUICKSTART = "shapes_quickstart"
+
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Results folder; else a dated one in runs/.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes: key.sub=value ...", show_default=False)]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what the output folder holds.")]
+
+
+def main() -> None:
+    """Entry point of the installed command and of `python -m visalign`."""
+    app(prog_name="visalign")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def quickstart(
+    output: Output = None,
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+) -> None:
+    """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
+    _train(QUICKSTART, [f"seed={seed}"], output, resume=False, then="visalign train shapes_flow_grpo")
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="A name from `visalign configs`, or a YAML file.")],
+    overrides: Overrides = None,
+    output: Output = None,
+    resume: Resume = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")
+    ] = False,
+) -> None:
+    """Run the job of a configuration file."""
+    if dry_run:
+        _show_plan(config, overrides or [])
+    else:
+        _train(config, overrides or [], output, resume=resume, then="visalign score --help")
+
+
+@app.command("train-reward")
+def train_reward(
+    config: Annotated[str, typer.Argument(help="Such as shapes_hpsv3, or a YAML file.")],
+    overrides: Overrides = None,
+    output: Output = None,
+    resume: Resume = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")
+    ] = False,
+) -> None:
+    """Train a judge on pairs, votes or quality scores."""
+    with user_messages():
+        from visalign.pipelines.jobs import require_pipeline
+
+        require_pipeline(config, "train_reward")
+    if dry_run:
+        _show_plan(config, overrides or [])
+    else:
+        _train(config, overrides or [], output, resume=resume, then="visalign evaluate --help")
+
+
+def _show_plan(config: str, overrides: list[str]) -> None:
+    with user_messages():
+        from visalign.config import config_to_yaml
+        from visalign.pipelines.jobs import load_job
+
+        from .show import show_plan, show_yaml
+
+        job = load_job(config, overrides)
+        console = Console()
+        show_yaml(console, config_to_yaml(job.config))
+        show_plan(console, job.plan(job.config))
+
+
+def _train(config: str, overrides: list[str], output: Path | None, *, resume: bool, then: str) -> None:
+    with user_messages():
+        from visalign.pipelines.jobs import load_job
+        from visalign.pipelines.shared.resume import resume_command
+        from visalign.pipelines.shared.run_folder import output_folder
+        from visalign.rewards.weights.quiet_loading import quiet_loading
+
+        from .show import show_summary
+
+        folder = output_folder(output, Path(config).stem, resume=resume)
+        job = load_job(config, overrides)
+    with user_messages(resume=resume_command(config, overrides, folder)), quiet_loading():
+        job.run(job.config, output=folder, resume=resume)
+        if int(os.environ.get("RANK", "0")) == 0:
+            show_summary(Console(), folder, then=then)
+
+
+app.command()(score)
+app.command()(evaluate)
+app.command("serve-reward")(serve_reward)
+app.command("probe-reward")(probe_reward)
+app.command()(compare)
+app.command()(rank)
+app.command()(agree)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this installation and print what to paste into an issue."""
+    from visalign.doctor import examine
+
+    report = examine()
+    typer.echo(report.text)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@app.command()
+def configs(
+    name: Annotated[str | None, typer.Argument(help="Show this one.", show_default=False)] = None,
+) -> None:
+    """List the packaged configurations, or show one."""
+    with user_messages():
+        from visalign.config import resolve_config
+
+        from .show import show_configs, show_yaml
+
+        if name is None:
+            show_configs(Console())
+        else:
+            show_yaml(Console(), resolve_config(name).read_text(encoding="utf-8"))
+
+
+@app.command("build-assets")
+def build_assets(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the models.")] = Path("assets"),
+    only: Annotated[str | None, typer.Option("--only", help="Build this model alone.")] = None,
+    resume: Resume = False,
+) -> None:
+    """Train the small packaged models anew (hours on a CPU)."""
+    with user_messages(resume=f"visalign build-assets --output {output} --resume"):
+        from visalign.pipelines.packaged.build import main as build
+
+        build(output=output, only=only, resume=resume)

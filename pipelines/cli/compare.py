@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `visalign compare` and `visalign rank`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from .messages import user_messages
+
+Judges = Annotated[list[str], typer.Option("--reward", "-r", help="A judge's name; repeat for several.")]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", help="What the images should show.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a judge; repeat for several.")
+]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", help="Folder in which judgements are kept for all later commands.")
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="An image.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    prompt: Prompt,
+    reward: Judges,
+    options: Options = None,
+    output: Output = None,
+    cache: Cache = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two images: which, by how much, how sure, why. Exit code 1 when some judge could not judge."""
+    with user_messages():
+        from visalign.atomic import write_atomic
+        from visalign.evaluation.pages.compare_page import compare_page
+        from visalign.pipelines.compare.compare import compare_images, read_two
+        from visalign.pipelines.shared.reward_options import load_each, new_file, with_cache
+        from visalign.rewards.catalogue import load_judge
+
+        new_file(output, endings=(".html", ".json"))
+        images = read_two([first, second])
+        judges = with_cache(load_each(reward, options or [], load_judge), cache)
+        result = compare_images(images, prompt, judges)
+        result["images"] = {"A": str(first), "B": str(second)}
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        if as_json:
+            typer.echo(text, nl=False)
+        else:
+            show_comparison(Console(), result)
+        if output is not None:
+            is_page = output.suffix.lower() == ".html"
+            page = compare_page(result, images, [first.name, second.name]) if is_page else text
+            write_atomic(output, page.encode())
+            typer.echo(f"{'Page' if is_page else 'JSON'}: {output}", err=as_json)
+    if result["votes"].get("failed"):
+        raise typer.Exit(1)
+
+
+def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
+    """A line per judge, what it says, and the summary.
+
+    Args:
+        console: Where to write.
+        result: From `visalign.pipelines.compare.compare.compare_images`.
+    """
+    from visalign.evaluation.pages.base import plain
+    from visalign.evaluation.pages.compare_page import in_words, margin
+
+    table = Table("judge", "which, how sure", "A", "B", "by how much (for A)", "notes")
+    for judge in result["judges"]:
+        sides = judge.get("sides") or {}
+        values = [plain(sides[side]["value"]) if sides else "" for side in "AB"]
+        table.add_row(
+            Text(judge["label"]),
+            in_words(judge),
+            *values,
+            Text(margin(judge)),
+            Text("; ".join(judge["notes"])),
+        )
+    console.print(table)
+    for judge in result["judges"]:
+        for what, text in texts_of(judge):
+            console.print(Text(f"{judge['label']}, {what}: {text}"))
+    console.print(Text(result["summary"]))
+
+
+def texts_of(judge: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(of what, explanation) that a judge wrote.
+
+    Args:
+        judge: One of the result's judges.
+    """
+    if judge["kind"] == "scores":
+        return [(side, found["text"]) for side, found in judge["sides"].items() if found["text"]]
+    return [(f"{o['left']} on the left", o["text"]) for o in judge["orders"] if o["text"]]
+
+
+def rank(
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders of images.", show_default=False)
+    ],
+    prompt: Prompt,
+    reward: Annotated[str, typer.Option("--reward", "-r", help="A judge's name.")],
+    options: Options = None,
+    budget: Annotated[
+        float, typer.Option(help="Calls of a pairwise judge, as a share of all pairs; above 0, at most 2.")
+    ] = 0.3,
+    level: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.9,
+    output: Output = None,
+    cache: Cache = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put images of one prompt in order, best first. Exit code 1 when some image could not be judged."""
+    with user_messages():
+        from visalign.atomic import write_atomic
+        from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
+        from visalign.pipelines.score.image_rows import find_images
+        from visalign.pipelines.shared.reward_options import load_each, new_file, with_cache
+        from visalign.rewards.catalogue import load_judge
+        from visalign.rewards.pairs.ranking import rank as order
+
+        new_file(output, endings=(".html", ".json"))
+        paths = find_images(images)
+        judge = with_cache(load_each([reward], options or [], load_judge), cache)[reward]
+        found = order([str(path) for path in paths], prompt, judge, budget=budget, level=level)
+        result = ranking_record(found, [str(path) for path in paths], prompt, reward, judge)
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        if as_json:
+            typer.echo(text, nl=False)
+        else:
+            show_ranking(Console(), result)
+        if output is not None:
+            is_page = output.suffix.lower() == ".html"
+            write_atomic(output, (ranking_page(result) if is_page else text).encode())
+            typer.echo(f"{'Page' if is_page else 'JSON'}: {output}", err=as_json)
+    failed = sum(row["reason"] is not None for row in result["images"])
+    if failed:
+        typer.echo(
+            f"{failed} of {len(paths)} images could not be judged; the reasons stand in their rows.", err=True
+        )
+        raise typer.Exit(1)
+
+
+def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
+    """A line per image.
+
+    Args:
+        console: Where to write.
+        result: From `ranking_record`.
+    """
+    from visalign.evaluation.pages.base import plain, short_names
+    from visalign.evaluation.pages.rank_page import sentences
+
+    names = short_names(row["image"] for row in result["images"])
+    image = Column("image", overflow="fold")
+    table = Table("place", image, f"score ({result['unit']})", f"{result['level']:.0%} interval")
+    for row in result["images"]:
+        interval = "" if row["low"] is None else f"{plain(row['low'])} to {plain(row['high'])}"
+        place = "–" if row["place"] is None else str(row["place"])
+        table.add_row(place, Text(names[row["image"]]), plain(row["score"]), interval)
+    console.print(table)
+    for row in result["images"]:
+        if row["reason"]:
+            console.print(Text(f"! {names[row['image']]}: {row['reason']}"))
+    for sentence in sentences(result):
+        console.print(Text(sentence))

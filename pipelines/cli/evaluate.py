@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign evaluate`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from .messages import user_messages
+
+if TYPE_CHECKING:
+    from visalign.pipelines.evaluate.job import EvaluateOptions
+
+
+def evaluate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A set: JSONL, CSV or Parquet file, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
+            show_default=False,
+        ),
+    ],
+    reward: Annotated[
+        list[str] | None, typer.Option("--reward", "-r", help="A judge to ask; repeat for several.")
+    ] = None,
+    scores: Annotated[
+        list[str] | None,
+        typer.Option("--scores", "-s", help="Scores in columns NAME_left, NAME_right (quality: NAME)."),
+    ] = None,
+    lower_is_better: Annotated[
+        list[str] | None, typer.Option(help="Those --scores where lower is better.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the set.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use at most so many records.", min=1)] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for page, JSON and scores; else the screen.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the scoring in --output.")] = False,
+    swap_sides: Annotated[bool, typer.Option("--swap-sides", help="Mix the sides of the pairs.")] = False,
+    keep_duplicates: Annotated[
+        bool, typer.Option("--keep-duplicates", help="Count rows that repeat an earlier row.")
+    ] = False,
+    cache: Annotated[Path | None, typer.Option(help="Folder of the cache of judgements.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images or pairs asked at once.", min=1)] = 32,
+    max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failures.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    resamples: Annotated[int, typer.Option(help="Bootstrap draws.", min=100)] = 1_000,
+    bins: Annotated[int, typer.Option(help="Of the reliability diagram.", min=1)] = 10,
+) -> None:
+    """Measure rewards on a preference set or a quality set: agreement, calibration, correlation, slices."""
+    command = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
+    with user_messages(resume=command if output is not None else None):
+        from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+        from visalign.pipelines.evaluate.job import EvaluateOptions
+
+        options = EvaluateOptions(
+            source=source,
+            rewards=tuple(reward or ()),
+            columns=tuple(scores or ()),
+            lower_is_better=tuple(lower_is_better or ()),
+            split=split,
+            limit=limit,
+            output=output,
+            resume=resume,
+            swap_sides=swap_sides,
+            keep_duplicates=keep_duplicates,
+            batch_size=batch_size,
+            max_failure_rate=max_failure_rate,
+            cache=cache,
+            settings=IntervalSettings(seed=seed, resamples=resamples, bins=bins),
+        )
+        _run(options)
+
+
+def _run(options: EvaluateOptions) -> None:
+    from visalign.pipelines.evaluate.job import PAGE
+    from visalign.pipelines.evaluate.job import evaluate as run
+    from visalign.pipelines.evaluate.show import show_evaluation
+
+    console = Console()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("asking the judge", total=None, visible=bool(options.rewards))
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        result = run(options, on_batch=show)
+    show_evaluation(console, result)
+    for item in result["failed"]:
+        console.print(f"No report on {item['judge']}: {item['error']}", highlight=False, soft_wrap=True)
+    if options.output is not None:
+        console.print(f"Page: {options.output / PAGE}", highlight=False, soft_wrap=True)

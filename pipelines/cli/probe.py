@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign probe-reward`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from .messages import user_messages
+
+if TYPE_CHECKING:
+    from visalign.pipelines.probe.reference import Reference
+
+
+def probe_reward(
+    reward: Annotated[str, typer.Argument(help="A judge's name, module:Name or file.py:Name.")],
+    reference: Annotated[
+        list[Path] | None,
+        typer.Option("--reference", "-i", help="Table, folder or image to probe on; else the shapes world."),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="For reference pictures without one.")
+    ] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--option", help="NAME=VALUE for the judge; repeat for several.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Try this probe; repeat for several.")
+    ] = None,
+    count: Annotated[int, typer.Option(help="Use at most so many reference pictures.", min=2)] = 64,
+    batch_size: Annotated[int, typer.Option(help="Pictures or pairs judged at once.", min=1)] = 32,
+    seed: Annotated[int, typer.Option(help="Of noise and of the shapes world.", min=0)] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Find what moves a judge that should not. Exit code 1 when some probe fails."""
+    with user_messages():
+        from visalign.evaluation.probes.catalogue import chosen
+        from visalign.evaluation.probes.pair_probes import PAIR_PROBES
+        from visalign.pipelines.probe.job import PAGE, probes_for, write_probe
+        from visalign.pipelines.probe.job import probe_reward as run
+        from visalign.pipelines.shared.option_items import parse_options
+        from visalign.pipelines.shared.run_folder import check_run_folder
+        from visalign.rewards.catalogue import load_judge
+
+        if output is not None:
+            check_run_folder(output, resume=False)
+        chosen(only, PAIR_PROBES)
+        judge = load_judge(reward, **parse_options(options or []))
+        probes = probes_for(judge, only)
+        found = _reference(reference, prompt, count, seed)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("probing", total=len(probes))
+            result = run(
+                judge,
+                found,
+                probes=probes,
+                seed=seed,
+                batch_size=batch_size,
+                on_probe=lambda done, total, title: progress.update(task, completed=done, description=title),
+            )
+        if as_json:
+            typer.echo(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False))
+        else:
+            show_probe(Console(), result)
+        if output is not None:
+            write_probe(output, result, found, seed=seed)
+            typer.echo(f"Page: {output / PAGE}", err=as_json)
+    if result["summary"].get("fails"):
+        raise typer.Exit(1)
+
+
+def _reference(items: list[Path] | None, prompt: str | None, count: int, seed: int) -> Reference:
+    """What the user named, or pictures of the shapes world."""
+    from visalign.pipelines.probe.reference import read_reference, shapes_reference_set
+    from visalign.pipelines.score.image_rows import image_rows
+
+    if not items:
+        return shapes_reference_set(count, seed=seed)
+    return read_reference(", ".join(map(str, items)), image_rows(items, prompt)[:count])
+
+
+def show_probe(console: Console, result: Mapping[str, Any]) -> None:
+    """One line per probe: the level that is furthest on the wrong side, and the verdict.
+
+    Args:
+        console: Where to write.
+        result: From `visalign.pipelines.probe.job.probe_reward`.
+    """
+    from visalign.evaluation.pages.probe_page import (
+        VERDICTS,
+        best_paid,
+        headline,
+        in_words,
+        unit_in_words,
+        worst_level,
+    )
+
+    table = Table("probe", "level", "mean response, or share", "verdict")
+    styles = {"bad": "red", "good": "green", "flat": ""}
+    for probe in result["probes"]:
+        level = worst_level(probe)
+        colour, words = VERDICTS[probe["verdict"]]
+        table.add_row(
+            Text(probe["title"]),
+            Text(level["label"]),
+            Text(", ".join(in_words(level, probe["wanted"]))),
+            Text(words, style=styles[colour]),
+        )
+    console.print(Text(f"{result['judge']['name']}: {unit_in_words(result)}"))
+    console.print(table)
+    for probe in result["probes"]:
+        if probe["failed"]:
+            why = "; ".join(dict.fromkeys(reason for entry in probe["levels"] for reason in entry["reasons"]))
+            console.print(Text(f"! {probe['title']}: {probe['failed']} answers failed: {why}"))
+    for line in (headline(result), best_paid(result)):
+        if line:
+            console.print(Text(line))

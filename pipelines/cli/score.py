@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign score`."""
+
+from __future__ import annotations
+
+import enum
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from visalign.errors import UserError
+
+from .messages import user_messages
+
+if TYPE_CHECKING:
+    from visalign.pipelines.score.image_rows import ImageRow
+    from visalign.pipelines.score.score import ScoreRow
+
+
+class Format(enum.StrEnum):
+    """How scores are written."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+    jsonl = "jsonl"
+
+
+def score(
+    images: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Image files, folders of images, tables with the columns image, prompt.", show_default=False
+        ),
+    ],
+    reward: Annotated[list[str], typer.Option("--reward", "-r", help="A reward's name; repeat for several.")],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="What the images should show; tables have their own.")
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", "-f", help="How to write the scores.")] = Format.table,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new file; else the screen.")
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--page", help="Also write a page (.html): spread, best, worst, failures."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the scoring of --output that was stopped.")
+    ] = False,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Folder in which scores are kept for all later commands.")
+    ] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Images held in memory at once.", min=1)] = 32,
+) -> None:
+    """Score images with rewards. Exit code 1 when some image could not be judged; its row says why."""
+    again = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
+    kept = output or page
+    with user_messages(resume=again if kept is not None else None):
+        _check_files(output, page, resume)
+        from visalign.pipelines.score.image_rows import image_rows
+        from visalign.pipelines.score.report import score_summary, write_score_page
+        from visalign.pipelines.score.rows_log import part_of
+        from visalign.pipelines.shared.reward_options import load_each, with_cache
+        from visalign.rewards.catalogue import load_reward
+
+        from .show import show_scores
+
+        started = time.perf_counter()
+        table = image_rows(images, prompt)
+        rewards = with_cache(load_each(reward, options or [], load_reward), cache)
+        rows = _score(table, rewards, batch_size, None if kept is None else part_of(kept), resume)
+        show_scores(rows, form.value, output)
+        if page is not None:
+            summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
+            typer.echo(f"Page: {write_score_page(page, summary)}", err=True)
+        if kept is not None:
+            part_of(kept).unlink()
+    failed = [row.reason for row in rows if row.value is None]
+    if failed:
+        what = f"All {len(rows)}" if len(failed) == len(rows) else f"{len(failed)} of {len(rows)}"
+        typer.echo(f"{what} scores failed; the reasons stand in their rows.", err=True)
+        raise typer.Exit(1)
+
+
+def _check_files(output: Path | None, page: Path | None, resume: bool) -> None:
+    """Refuse files that cannot be written as they are named, before anything is scored."""
+    from visalign.pipelines.shared.reward_options import new_file
+
+    new_file(output)
+    new_file(page, endings=(".html",))
+    if output is not None and output.suffix.lower() == ".html":
+        raise UserError(f"'{output}' ends in '.html'. For a page write --page '{output}'.")
+    if resume and output is None and page is None:
+        raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
+
+
+def _score(
+    table: list[ImageRow], rewards: dict[str, Any], batch_size: int, part: Path | None, resume: bool
+) -> list[ScoreRow]:
+    """All rows, with a bar on the error stream; each batch stands in the working file when it is done."""
+    from visalign.pipelines.score.rows_log import RowLog
+    from visalign.pipelines.score.score import score_rows
+
+    log = None if part is None else RowLog(part, rewards, resume=resume)
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("scoring", total=len(table))
+            return score_rows(
+                table,
+                rewards,
+                batch_size=batch_size,
+                keeper=log,
+                on_batch=lambda count: progress.advance(task, count),
+            )
+    finally:
+        if log is not None:
+            log.close()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign serve-reward`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from visalign.pipelines.shared.option_items import parse_options
+
+from .messages import user_messages
+
+
+def serve_reward(
+    reward: Annotated[str, typer.Argument(help="A reward's or judge's name, module:Name or file.py:Name.")],
+    options: Annotated[
+        list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the token clients must send.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Images judged together.", min=1)] = 64,
+    timeout: Annotated[float, typer.Option(help="Seconds that a batch may take.", min=1.0)] = 120.0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the judge.", min=1)] = None,
+) -> None:
+    """Serve a reward over HTTP. Clients use it as the reward `remote` with the option url."""
+    with user_messages():
+        from visalign.pipelines.serve_reward import serve_reward as serve
+
+        typer.echo(f"Loading {reward}, then listening on http://{host}:{port} (Ctrl-C ends it).", err=True)
+        serve(
+            reward,
+            parse_options(options or []),
+            host=host,
+            port=port,
+            token_env=token_env,
+            max_batch=max_batch,
+            timeout=timeout,
+            threads=threads,
+        )

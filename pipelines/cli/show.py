@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and panels of the command line: configurations, plans, the end of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Column, Table
+from rich.text import Text
+
+from visalign.atomic import write_atomic
+from visalign.config import config_folder, list_configs
+from visalign.evaluation.pages.base import short_names
+from visalign.pipelines.score.score import ScoreRow, to_csv, to_json, to_jsonl
+
+
+def config_header(text: str) -> list[str]:
+    """The comment at the head of a YAML file without its marks: what it is, then Command, Hardware and so on.
+
+    Args:
+        text: content of the file.
+
+    Returns:
+        Its lines; the licence line and blank ones at both ends are left out.
+
+    >>> config_header("# SPDX-License-Identifier: Apache-2.0\\n# Counting.\\n# Command: x\\nseed: 1\\n# y\\n")
+    ['Counting.', 'Command: x']
+    """
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("#").strip())
+    return [line for line in lines if line and not line.startswith("SPDX-")]
+
+
+def show_configs(console: Console) -> None:
+    """A table of the packaged configurations with the first lines of their headers.
+
+    Args:
+        console: where to write.
+    """
+    table = Table("name", "what it is", show_lines=True)
+    for name in list_configs():
+        header = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+        table.add_row(Text(name), Text("\n".join(header[:3])))
+    console.print(table)
+    console.print("Show one: visalign configs NAME. Run one: visalign train NAME.", highlight=False)
+
+
+def show_yaml(console: Console, text: str) -> None:
+    """YAML, coloured in a terminal and byte for byte elsewhere.
+
+    Args:
+        console: where to write.
+        text: content of a YAML file.
+    """
+    if console.is_terminal:
+        console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    else:
+        console.print(text.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
+    """What a run would do: one table for the plain entries, one for each group of entries.
+
+    Args:
+        console: where to write.
+        plan: name -> value, or name -> mapping of names to values.
+    """
+    groups = {key: value for key, value in plan.items() if isinstance(value, Mapping)}
+    plain = {key: value for key, value in plan.items() if key not in groups}
+    tables = ({"plan": plain} if plain else {}) | groups
+    for title, rows in tables.items():
+        table = Table("", "", title=title, title_justify="left", show_header=False)
+        for name, value in rows.items():
+            in_seconds = "seconds" in name and isinstance(value, float)
+            table.add_row(
+                Text(name.replace("_", " ")), Text(duration(value) if in_seconds else number(value))
+            )
+        console.print(table)
+
+
+def show_summary(console: Console, folder: Path, *, then: str) -> None:
+    """The closing panel of a run: held-out numbers before and after, what lies where, what to do next.
+
+    Args:
+        console: where to write.
+        folder: the run's folder, with `summary.json` in it.
+        then: the next command to try.
+    """
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    parts: list[RenderableType] = []
+    if summary.get("before") and summary.get("after"):
+        parts.append(before_after(summary["before"], summary["after"]))
+    parts += [Text(line) for line in (gain_line(summary), cost_line(summary)) if line]
+    files = "\n".join(f"  {path}" for path in result_files(folder))
+    parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {then}")]
+    console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
+
+
+HELDOUT = {"accuracy": "accuracy", "ece": "calibration error", "srcc": "SRCC", "mae": "mean absolute error"}
+"""Measure of a summary -> its name in the closing panel."""
+
+
+def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+    """A table of held-out accuracy, per category and as a whole, of a judge's other measures, and of the
+    rewards, before and after.
+
+    Args:
+        before: `before` of a run's summary.
+        after: `after` of it.
+    """
+    known = [key for key in HELDOUT if key in before and key in after]
+    rows = [(f"held-out {HELDOUT[key]}", before[key], after[key]) for key in known]
+    for tag, value in (before.get("by_category") or {}).items():
+        rows.append((f"  {tag.replace('_', ' ')}", value, (after.get("by_category") or {}).get(tag)))
+    for name, reward in (before.get("rewards") or {}).items():
+        later = (after.get("rewards") or {}).get(name) or {}
+        rows.append((f"{name} ({reward.get('unit')})", reward.get("mean"), later.get("mean")))
+    table = Table("", "before", "after", "change", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for label, first, second in rows:
+        change = "" if first is None or second is None else f"{second - first:+.3f}"
+        table.add_row(Text(label), number(first), number(second), change)
+    return table
+
+
+def gain_line(summary: Mapping[str, Any]) -> str:
+    """One sentence with the change of the accuracy and its interval, or nothing where the summary has none.
+
+    Args:
+        summary: content of `summary.json`.
+    """
+    gain = summary.get("gain") or {}
+    if not all(gain.get(key) is not None for key in ("estimate", "low", "high", "level")):
+        return ""
+    estimate, low, high = (100 * gain[key] for key in ("estimate", "low", "high"))
+    return (
+        f"Held-out accuracy {estimate:+.1f} points, {gain['level']:.0%} interval {low:+.1f} to {high:+.1f} "
+        f"(paired over prompts)."
+    )
+
+
+def cost_line(summary: Mapping[str, Any]) -> str:
+    """One sentence with what a run cost, as far as the summary says.
+
+    Args:
+        summary: content of `summary.json`.
+
+    >>> cost_line({"seconds": 318.2, "peak_memory_bytes": 1.5e9, "forward_equivalents_per_image": None})
+    'Cost: 5:18 min, 1.5 GB of memory at most.'
+    """
+    known = {
+        "seconds": lambda value: duration(value),
+        "peak_memory_bytes": lambda value: f"{value / 1e9:.1f} GB of memory at most",
+        "forward_equivalents_per_image": lambda value: f"{value:.1f} forward-equivalents per image",
+    }
+    said = [say(summary[key]) for key, say in known.items() if summary.get(key) is not None]
+    return f"Cost: {', '.join(said)}." if said else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader says them.
+
+    Args:
+        seconds: a length of time.
+
+    >>> duration(42.4), duration(318.2), duration(8000)
+    ('42 s', '5:18 min', '2:13 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
+
+
+def result_files(folder: Path) -> list[str]:
+    """What a user looks for first in a run's folder, as far as it is there.
+
+    Args:
+        folder: the run's folder.
+    """
+    pictures = (folder / "report.html").exists()
+    wanted = {
+        "report.html": "pictures and numbers, opens in a browser",
+        "lora": "for pipe.load_lora_weights" if pictures else "for peft.PeftModel.from_pretrained",
+        "judge": "the judge and its card; give this folder as the model of its reward",
+        "model": f"for {'StableDiffusion3Pipeline' if pictures else 'AutoModelForCausalLM'}.from_pretrained",
+        "summary.json": "the numbers",
+        "metrics.jsonl": "a line per iteration",
+    }
+    found = [f"{folder / name}  ({what})" for name, what in wanted.items() if (folder / name).exists()]
+    return found or [str(folder)]
+
+
+def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:
+    """Write scores to the screen or to a file.
+
+    Args:
+        rows: what `visalign.pipelines.score.score.score_images` returned.
+        form: "table", "json", "jsonl" or "csv".
+        output: a new file, or None for the standard output.
+    """
+    writers = {"json": to_json, "jsonl": to_jsonl, "csv": to_csv}
+    stream = sys.stdout if output is None else io.StringIO()
+    if form in writers:
+        stream.write(writers[form](rows))
+    else:
+        Console(file=stream).print(score_table(rows))
+    if output is not None and isinstance(stream, io.StringIO):
+        write_atomic(output, stream.getvalue().encode())
+
+
+def score_table(rows: Sequence[ScoreRow]) -> Group:
+    """One line per image, one column per reward; below it the reasons of what could not be judged.
+
+    Args:
+        rows: what `visalign.pipelines.score.score.score_images` returned.
+    """
+    columns = {row.reward: f"{row.reward} ({row.unit})" for row in rows}
+    names = short_names(row.image for row in rows)
+    table = Table(Column("image", overflow="fold"), *(escape(title) for title in columns.values()))
+    for start in range(0, len(rows), max(len(columns), 1)):
+        by_reward = rows[start : start + len(columns)]
+        table.add_row(Text(names[by_reward[0].image]), *(number(row.value) for row in by_reward))
+    failed = dict.fromkeys((row.image, row.reason) for row in rows if row.reason)
+    return Group(table, *(Text(f"! {names[image]}: {reason}") for image, reason in failed))
+
+
+def number(value: Any) -> str:
+    """A value as a table shows it.
+
+    Args:
+        value: anything.
+
+    >>> number(0.123456), number(12), number(None), number(1e-5)
+    ('0.123', '12', '-', '1e-05')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.4g}"
+    return str(value)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two images of one prompt before judges: which, by how much, how sure, why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core.preference.ranking import MAX_LOG_ODDS
+from visalign.errors import UserError
+from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.pipelines.score.image_rows import require_text_name
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.images import load_images
+from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, logistic_odds, normal_odds
+
+SIDES = ("A", "B")
+CLEAR = 1e-6
+"""Log-odds below this are a tie."""
+
+
+def read_two(paths: Sequence[Path]) -> list[Tensor]:
+    """The two pictures [3, H, W] in [0, 1]; sizes may differ.
+
+    Args:
+        paths: Of the files.
+
+    Raises:
+        UserError: One of them cannot be read, or has a name that is not UTF-8.
+    """
+    for path in paths:
+        require_text_name(path)
+    batch = load_images([str(path) for path in paths])
+    for side, reason in zip(SIDES, batch.reasons, strict=True):
+        if reason is not None:
+            raise UserError(f"Image {side} cannot be read: {reason}.")
+    return [image for image in batch.images if image is not None]
+
+
+def compare_images(
+    images: Sequence[Tensor],
+    prompt: str,
+    judges: Mapping[str, PointwiseReward | PairwiseReward],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Ask judges about two images.
+
+    A pointwise judge scores both, in one call; the probability that A is better follows from its standard
+    deviations, or from its scores where they are log-odds, as in `visalign.rewards.as_pairwise`. A pairwise
+    judge is asked in both orders, and its log-odds are averaged: (ℓ_AB − ℓ_BA)/2 is for A, (ℓ_AB + ℓ_BA)/2
+    is what standing on the left is worth.
+
+    Args:
+        images: A and B, [3, H, W] in [0, 1].
+        prompt: What both should show.
+        judges: Label -> judge.
+        metadata: The prompt's record.
+
+    Returns:
+        JSON-able: `prompt`, `judges` (an entry each), `votes` (winner -> labels), `summary`.
+
+    Raises:
+        UserError: No judge, or not two images.
+        RewardError: A judge raised, or gave the wrong number of answers.
+    """
+    if len(images) != 2:
+        raise UserError(f"{len(images)} images were given; compare takes two. Use visalign rank for more.")
+    if not judges:
+        raise UserError("No judge was named. Add --reward NAME.")
+    entries = []
+    for label, judge in judges.items():
+        with Naming(label):
+            if isinstance(judge, PointwiseReward):
+                entries.append(_scored(label, judge, images, prompt, metadata))
+            else:
+                entries.append(_compared(label, judge, images, prompt, metadata))
+    votes: dict[str, list[str]] = {}
+    for entry in entries:
+        votes.setdefault(entry["winner"], []).append(entry["label"])
+    return {
+        "format": "visalign comparison 1",
+        "prompt": prompt,
+        "judges": entries,
+        "votes": votes,
+        "summary": _summary(votes, len(entries)),
+    }
+
+
+def _scored(
+    label: str,
+    judge: PointwiseReward,
+    images: Sequence[Tensor],
+    prompt: str,
+    metadata: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    scores = judge.score(list(images), [prompt] * 2, [metadata] * 2)
+    if not isinstance(scores, Scores) or len(scores) != 2:
+        raise RewardError(f"Reward {label!r} did not return one score for each image.")
+    reasons = failure_reasons(scores)
+    sides = [_side(scores, row, reasons[row]) for row in (0, 1)]
+    entry: dict[str, Any] = {
+        "label": label,
+        "kind": "scores",
+        "unit": judge.unit,
+        "higher_is_better": judge.higher_is_better,
+        "sides": dict(zip(SIDES, sides, strict=True)),
+        "winner": "failed",
+        "prob": None,
+        "difference": None,
+        "difference_std": None,
+        "notes": [
+            f"{side}: {found['reason']}" for side, found in zip(SIDES, sides, strict=True) if found["reason"]
+        ],
+    }
+    values = [found["value"] for found in sides]
+    if None in values:
+        return entry
+    gap = values[0] - values[1]
+    stds = [found["std"] for found in sides]
+    spread = 0.0 if None in stds else math.hypot(*stds)
+    entry |= {"difference": gap, "difference_std": spread if None not in stds else None}
+    better = gap if judge.higher_is_better else -gap
+    is_tie = abs(gap) <= TIE * max(map(abs, values))
+    entry["winner"] = "tie" if is_tie else SIDES[better < 0]
+    entry["prob"] = _probability(judge, better, spread)
+    if entry["prob"] is None:
+        entry["notes"].append("it gives no uncertainty")
+    if not judge.higher_is_better:
+        entry["notes"].append("lower is better")
+    return entry
+
+
+def _probability(judge: PointwiseReward, better: float, spread: float) -> float | None:
+    """P(A better), or None where the judge gives nothing to say it by."""
+    gap, std = (torch.tensor([value], dtype=torch.float64) for value in (better, spread))
+    if PairsFromScores(judge).link == "logistic":
+        return float(logistic_odds(gap, std).sigmoid())
+    if spread == 0:
+        return None
+    return float(normal_odds(gap, std, gap.abs()).sigmoid())
+
+
+def _side(scores: Scores, row: int, reason: str | None) -> dict[str, Any]:
+    value = _number(scores.value[row]) if reason is None else None
+    if reason is None and value is None:
+        reason = "the reward gave no finite number"
+    return {
+        "value": value,
+        "std": None if scores.std is None else _number(scores.std[row]),
+        "parts": {name: _number(part[row]) for name, part in scores.parts.items()},
+        "text": scores.text[row] if scores.text else None,
+        "reason": reason,
+    }
+
+
+def _compared(
+    label: str,
+    judge: PairwiseReward,
+    images: Sequence[Tensor],
+    prompt: str,
+    metadata: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    said = judge.compare(list(images), list(images[::-1]), [prompt] * 2, [metadata] * 2)
+    if not isinstance(said, Preferences) or len(said) != 2:
+        raise RewardError(f"Judge {label!r} did not return one answer for each order.")
+    orders = [_order(said, row) for row in (0, 1)]
+    notes = [f"{order['left']} on the left: {order['reason']}" for order in orders if order["reason"]]
+    entry: dict[str, Any] = {
+        "label": label,
+        "kind": "comparisons",
+        "unit": "log-odds",
+        "higher_is_better": True,
+        "orders": orders,
+        "winner": "failed",
+        "prob": None,
+        "difference": None,
+        "difference_std": None,
+        "position_bias": None,
+        "same_winner": None,
+        "notes": notes,
+    }
+    # From A's side: as said where A stands on the left, turned where B does.
+    odds = [
+        None if o["log_odds"] is None else s * o["log_odds"] for o, s in zip(orders, (1, -1), strict=True)
+    ]
+    known = [value for value in odds if value is not None]
+    if not known:
+        return entry
+    mean = sum(known) / len(known)
+    entry |= {"difference": mean, "prob": 1 / (1 + math.exp(-mean)), "winner": _winner(mean)}
+    if len(known) == 2:
+        entry["position_bias"] = (known[0] - known[1]) / 2
+        entry["same_winner"] = _winner(known[0]) == _winner(known[1])
+        if not entry["same_winner"]:
+            entry["winner"] = "undecided"
+            notes.append("its winner depends on which image stands on the left")
+    else:
+        notes.append("it answered in one order only, so its position bias is not known")
+    return entry
+
+
+def _order(said: Preferences, row: int) -> dict[str, Any]:
+    valid = bool(said.valid[row])
+    odds = said.prob[row].double().logit() if said.log_odds is None else said.log_odds[row].double()
+    reason = (said.reason[row] if said.reason else None) or "no reason given"
+    value = None if not valid or math.isnan(float(odds)) else float(odds.clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS))
+    if valid and value is None:
+        reason = "the judge gave no finite number"
+    return {
+        "left": SIDES[row],
+        "prob": None if value is None else _number(said.prob[row]),
+        "log_odds": value,
+        "std": None if said.std is None or value is None else _number(said.std[row]),
+        "parts": {name: _number(part[row]) for name, part in said.parts.items()},
+        "text": said.text[row] if said.text else None,
+        "reason": None if value is not None else reason,
+    }
+
+
+def _winner(odds: float) -> str:
+    return "tie" if abs(odds) <= CLEAR else SIDES[odds < 0]
+
+
+def _summary(votes: Mapping[str, Sequence[str]], count: int) -> str:
+    """The votes in one sentence."""
+    if len(votes.get("failed", ())) == count:
+        return "No judge could judge the two images."
+    won = {side: len(votes.get(side, ())) for side in SIDES}
+    judged = count - len(votes.get("failed", ()))
+    others = judged - sum(won.values())
+    if not sum(won.values()):
+        return f"No winner: {judged} of {judged} judges see a tie or are undecided."
+    best, second = sorted(SIDES, key=lambda side: -won[side])
+    if won[best] == won[second]:
+        return f"The judges are split: {won['A']} for A, {won['B']} for B{_and(others)}."
+    if judged == 1:
+        return f"{best} is better."
+    return f"{best} is better for {won[best]} of {judged} judges, {second} for {won[second]}{_and(others)}."
+
+
+def _and(others: int) -> str:
+    return f", {others} tied or undecided" if others else ""
+
+
+def _number(value: Any) -> float | None:
+    found = float(value)
+    return found if math.isfinite(found) else None

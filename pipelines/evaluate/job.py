@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards on a preference or quality set: scored or read, measured, compared, written as JSON and page."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from visalign.atomic import write_atomic
+from visalign.data.sets.checks import Finding, check_preferences, check_quality, without_duplicates
+from visalign.data.sets.records import PreferenceSet, QualitySet, mixed_side
+from visalign.data.sets.sources import load_source
+from visalign.errors import UserError
+from visalign.evaluation.rewards.comparison import compare_on_preferences, compare_on_quality
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.evaluation.rewards.pair_scores import PairScores
+from visalign.evaluation.rewards.preferences import evaluate_preferences
+from visalign.evaluation.rewards.quality import QualityScores, evaluate_quality
+from visalign.interfaces import PointwiseReward
+from visalign.pipelines.shared.reward_options import with_cache
+from visalign.pipelines.shared.run_folder import check_run_folder
+
+from .columns import column_scores, quality_column_scores
+from .scores import Asking, OnBatch, judge_pairs, judge_quality
+
+RESULT = "evaluation.json"
+PAGE = "evaluation.html"
+LARGEST_COMPARED = 4
+"""Judges up to which every two are compared; of more, each with the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """What to evaluate and how."""
+
+    source: str
+    """What `visalign.data.sets.sources.load_source` takes."""
+    rewards: tuple[str, ...] = ()
+    """Names of judges that are asked now."""
+    columns: tuple[str, ...] = ()
+    """Names of precomputed scores in the set's columns."""
+    lower_is_better: tuple[str, ...] = ()
+    """Those of `columns` where a lower score is better."""
+    split: str | None = None
+    limit: int | None = None
+    output: Path | None = None
+    """Folder for results and scores; None writes nothing."""
+    resume: bool = False
+    """Go on with the scoring that the output folder holds."""
+    swap_sides: bool = False
+    """Exchange the sides of half of the pairs, always the same half."""
+    keep_duplicates: bool = False
+    """Keep rows that say again what an earlier row says."""
+    batch_size: int = 32
+    max_failure_rate: float = 0.5
+    cache: Path | None = None
+    """Folder of the cache of judgements; None asks each judge for everything."""
+    settings: IntervalSettings = field(default_factory=IntervalSettings)
+
+    def __post_init__(self) -> None:
+        if not self.rewards and not self.columns:
+            raise UserError(
+                "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores)."
+            )
+        unknown = set(self.lower_is_better) - set(self.columns)
+        if unknown:
+            raise UserError(
+                f"--lower-is-better names {', '.join(sorted(unknown))}, which is no --scores column; a "
+                "reward declares its direction itself."
+            )
+        if self.settings.resamples < 100:
+            raise UserError(f"resamples is {self.settings.resamples}; intervals need at least 100.")
+
+
+def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> dict[str, Any]:
+    """Run an evaluation.
+
+    Args:
+        options: What and how.
+        on_batch: Called while a judge is asked, with the scores done and needed.
+
+    Returns:
+        JSON-able: `set`, `judges` (a report each), `comparisons`, `seconds`. Written to `evaluation.json` and
+        `evaluation.html` where an output folder is given.
+
+    Raises:
+        UserError: The set, the columns or the output folder cannot be used.
+        RewardError: A judge cannot be loaded, broke, or failed too often.
+    """
+    started = time.perf_counter()
+    if options.output is not None:
+        check_run_folder(options.output, resume=options.resume)
+    judges = with_cache(_load_judges(options.rewards), options.cache)
+    source = load_source(options.source, split=options.split, limit=options.limit)
+    if isinstance(source, PreferenceSet):
+        source, findings = _prepared(source, options, judges)
+    else:
+        findings = check_quality(source, files=bool(judges))
+    scores = _all_scores(source, options, judges, on_batch)
+    reports, whole, failed = _reports(source, scores, options.settings)
+    comparisons, incomparable = _comparisons(source, whole, options.settings)
+    failed += incomparable
+    findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in failed]
+    result = {
+        "format": "visalign evaluation 1",
+        "set": _set_record(source, options, findings),
+        "judges": reports,
+        "comparisons": comparisons,
+        "failed": failed,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    if options.output is not None:
+        write_result(options.output, result)
+    return result
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write `evaluation.json` and `evaluation.html`, each whole or not at all.
+
+    Args:
+        folder: Where; made if missing.
+        result: What `evaluate` found.
+    """
+    from visalign.evaluation.pages.reward_page import evaluation_page
+
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomic(folder / RESULT, (text + "\n").encode())
+    write_atomic(folder / PAGE, evaluation_page(result).encode())
+
+
+def _load_judges(names: Sequence[str]) -> dict[str, Any]:
+    from visalign.rewards.catalogue import load_judge
+
+    return {name: load_judge(name) for name in dict.fromkeys(names)}
+
+
+def _prepared(
+    source: PreferenceSet, options: EvaluateOptions, judges: dict[str, Any]
+) -> tuple[PreferenceSet, list[Finding]]:
+    if options.swap_sides:
+        source = replace(source, pairs=tuple(mixed_side(pair) for pair in source.pairs))
+    sees_sides = any(not isinstance(judge, PointwiseReward) for judge in judges.values())
+    findings = check_preferences(source, files=bool(judges), judge_sees_sides=sees_sides)
+    if not options.keep_duplicates:
+        source = without_duplicates(source)
+    return source, findings
+
+
+def _all_scores(
+    source: PreferenceSet | QualitySet,
+    options: EvaluateOptions,
+    judges: dict[str, Any],
+    on_batch: OnBatch | None,
+) -> list[Any]:
+    found: list[Any] = []
+    for name in options.columns:
+        better = name not in options.lower_is_better
+        read: Any = column_scores if isinstance(source, PreferenceSet) else quality_column_scores
+        found.append(read(source, name, higher_is_better=better))
+    for name, judge in judges.items():
+        log = None if options.output is None else options.output / f"scores-{_file_name(name)}.jsonl"
+        asking = Asking(
+            log=log,
+            batch_size=options.batch_size,
+            max_failure_rate=options.max_failure_rate,
+            on_batch=on_batch,
+        )
+        ask: Any = judge_pairs if isinstance(source, PreferenceSet) else judge_quality
+        found.append(ask(source, judge, asking))
+    return found
+
+
+def _reports(
+    source: PreferenceSet | QualitySet, scores: Sequence[Any], settings: IntervalSettings
+) -> tuple[list[dict[str, Any]], list[Any], list[dict[str, str]]]:
+    """(reports, the scores they are of, and for the other judges why there is no report).
+
+    Raises:
+        UserError: No judge could be reported on.
+    """
+    reports: list[dict[str, Any]] = []
+    whole: list[Any] = []
+    failed: list[dict[str, str]] = []
+    for entry in scores:
+        try:
+            reports.append(_report(source, entry, settings))
+            whole.append(entry)
+        except ValueError as error:
+            failed.append({"judge": entry.name, "error": str(error)})
+    if not reports:
+        raise UserError("; ".join(f"{item['judge']}: {item['error']}" for item in failed))
+    return reports, whole, failed
+
+
+def _report(
+    source: PreferenceSet | QualitySet, scores: PairScores | QualityScores, settings: IntervalSettings
+) -> dict[str, Any]:
+    if isinstance(source, PreferenceSet):
+        assert isinstance(scores, PairScores)
+        return evaluate_preferences(source, scores, settings)
+    assert isinstance(scores, QualityScores)
+    return evaluate_quality(source, scores, settings)
+
+
+def _comparisons(
+    source: PreferenceSet | QualitySet, scores: Sequence[Any], settings: IntervalSettings
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    chosen = combinations(scores, 2)
+    if len(scores) > LARGEST_COMPARED:
+        chosen = ((scores[0], other) for other in scores[1:])
+    compare: Any = compare_on_preferences if isinstance(source, PreferenceSet) else compare_on_quality
+    found: list[dict[str, Any]] = []
+    failed: list[dict[str, str]] = []
+    for first, second in chosen:
+        try:
+            found.append(compare(source, first, second, settings))
+        except ValueError as error:  # no pair that both decided: the reports stand without it
+            failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
+    return found, failed
+
+
+def _set_record(
+    source: PreferenceSet | QualitySet, options: EvaluateOptions, findings: Sequence[Finding]
+) -> dict[str, Any]:
+    is_pairs = isinstance(source, PreferenceSet)
+    return {
+        "source": options.source,
+        "name": source.name,
+        "kind": "preferences" if is_pairs else "quality",
+        "size": len(source),
+        "split": options.split,
+        "seed": options.settings.seed,
+        "resamples": options.settings.resamples,
+        "findings": [{"kind": f.kind, "count": f.count, "message": f.message} for f in findings],
+    }
+
+
+def _file_name(name: str) -> str:
+    """A reward's name as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-") or "judge"

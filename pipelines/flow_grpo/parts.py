@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy and the evaluator of a picture run, built from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from visalign.data.assets import resolve_model
+from visalign.interfaces import DiffusionPolicy, PointwiseReward
+
+from .config import EvaluationConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from visalign.evaluation import HeldoutResult
+from visalign.pipelines.shared.parts import Records, no_loading_bars
+
+
+def build_policy(model: ModelConfig, device: torch.device, seed: int) -> DiffusionPolicy:
+    """The model on its device, with its adapters.
+
+    Raises:
+        UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
+    """
+    from visalign.adapters.lora import LoraSettings
+    from visalign.adapters.sd3.policy import SD3Policy
+
+    lora = None
+    if model.lora is not None:
+        targets = model.lora.target_modules
+        chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
+        lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
+    with no_loading_bars():
+        policy = SD3Policy.from_pretrained(
+            resolve_model(model.path),
+            dtype=getattr(torch, model.dtype),
+            device=device,
+            use_t5=model.use_t5,
+            guidance=model.guidance,
+            lora=lora,
+            max_sequence_length=model.max_sequence_length,
+            autocast=None if model.autocast is None else getattr(torch, model.autocast),
+            image_size=model.image_size,
+        )
+    return cast(DiffusionPolicy, policy)  # its methods take its own kind of Condition
+
+
+def build_evaluator(
+    config: EvaluationConfig,
+    policy: DiffusionPolicy,
+    rewards: Mapping[str, PointwiseReward],
+    *,
+    steps: int,
+    grid: str,
+) -> Callable[..., HeldoutResult]:
+    """A function of (records, seeds) that evaluates the policy with the weights it has."""
+
+    def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
+        from visalign.evaluation import evaluate
+
+        return evaluate(
+            policy,
+            rewards,
+            records,
+            seeds=seeds,
+            sigmas=policy.sigmas(config.steps or steps, grid=grid),
+            batch_size=config.batch_size,
+            correctness=config.correctness,
+        )
+
+    return measure

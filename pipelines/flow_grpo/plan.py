@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Flow-GRPO job would do and cost, without doing it: batch arithmetic, forward-equivalents,
+expected time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from visalign.pipelines.shared.parts import Records, evenly
+from visalign.training.diffusion.cost import forward_equivalents_per_image
+
+from .config import FlowGRPOConfig
+from .inputs import prepare
+from .parts import build_policy
+
+PROBE = 32
+"""Samples in the passes that are timed."""
+
+
+def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
+    """Batch arithmetic, cost and expected seconds of a job.
+
+    Args:
+        config: the configuration.
+        measure: load the model and time a few passes; False leaves `time` out.
+
+    Returns:
+        Groups of entries: batch, cost, evaluation, time.
+
+    Raises:
+        UserError: something in the configuration cannot be used.
+    """
+    import os
+
+    rollout, optimiser = config.rollout, config.optimiser
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    inputs = prepare(config, world)
+    heldout = inputs.heldout
+    images = rollout.prompts_per_iteration * rollout.group_size
+    pairs = images * rollout.trained_per_image
+    some = len(evenly(heldout, config.evaluation.prompts_on_the_way))
+    visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
+    pictures = 2 * len(heldout) * len(config.evaluation.seeds) + visits * some
+    groups: dict[str, Any] = {
+        "batch": {
+            "processes": world,
+            "training_prompts": len(inputs.records),
+            "images_per_iteration": images,
+            "pairs_per_iteration": pairs,
+            "updates_per_iteration": optimiser.updates_per_iteration,
+            "pairs_per_update": pairs / optimiser.updates_per_iteration,
+            "micro_batches_per_update": math.ceil(
+                pairs / world / optimiser.updates_per_iteration / optimiser.micro_batch
+            ),
+            "iterations": config.run.iterations,
+            "images": images * config.run.iterations,
+            "updates": optimiser.updates_per_iteration * config.run.iterations,
+        },
+        "cost": {"forward_equivalents_per_image": planned_cost(config)},
+        "evaluation": {
+            "heldout_prompts": len(heldout),
+            "heldout_prompts_trained_on": inputs.seen,
+            "seeds": len(config.evaluation.seeds),
+            "evaluations_on_the_way": visits,
+            "pictures": pictures,
+        },
+    }
+    if measure:
+        groups["time"] = _expected(config, inputs.records, images / world, pictures)
+    return groups
+
+
+def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
+    """Forward-equivalents per image; what a run counts when `trained_share` of its samples have a signal."""
+    return forward_equivalents_per_image(
+        steps=config.rollout.steps,
+        trained=config.rollout.trained_per_image,
+        guided=config.model.guidance > 1,
+        reference=config.objective.beta > 0,
+        trained_share=trained_share,
+    )
+
+
+def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures: int) -> dict[str, float]:
+    """Seconds from timed passes; rewards, whose speed is not measured, come on top."""
+    import torch
+
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    cuda = config.run.device == "auto" and torch.cuda.is_available()
+    policy = build_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed)
+    condition = policy.encode([str(record["prompt"]) for record in records[:PROBE]])
+    count = len(condition)
+    x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    x = x.to(policy.device, policy.storage_dtype)
+    sigma = torch.full((count,), 0.5, device=policy.device)
+
+    def forward() -> None:
+        with torch.no_grad():
+            policy.velocity(x, sigma, condition)
+
+    def both() -> None:
+        policy.velocity(x, sigma, condition).square().mean().backward()
+        for _, parameter in policy.trainable_parameters():
+            parameter.grad = None
+
+    sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
+    reference = sample if config.objective.beta > 0 else 0.0
+    per_image = (
+        config.rollout.steps * sample + decode + config.rollout.trained_per_image * (train + reference)
+    )
+    iteration = images * per_image
+    evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
+    total = config.run.iterations * iteration
+    if config.run.max_seconds is not None:
+        total = min(total, config.run.max_seconds)
+    return {
+        "seconds_per_iteration_without_rewards": iteration,
+        "seconds_of_evaluation_without_rewards": evaluation,
+        "seconds_in_all_without_rewards": total + evaluation,
+    }
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Seconds of one call: the fastest of three after a first one that warms up."""
+    import torch
+
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands between the command line and a pipeline: which job a file is for, how it is continued."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from visalign.config import PIPELINE_KEY, load_config, read_config, resolve_config
+from visalign.errors import ConfigError, suggestion
+
+PIPELINES = {
+    "flow_grpo": "visalign.pipelines.flow_grpo.job:FlowGRPOConfig",
+    "pref_grpo": "visalign.pipelines.flow_grpo.pref_grpo:PrefGRPOConfig",
+    "text_grpo": "visalign.pipelines.text.grpo:TextGRPOConfig",
+    "text_ppo": "visalign.pipelines.text.ppo:TextPPOConfig",
+    "text_sample": "visalign.pipelines.text.sample:TextSampleConfig",
+    "text_sft": "visalign.pipelines.text.sft:TextSFTConfig",
+    "train_reward": "visalign.pipelines.train_reward.job:TrainRewardConfig",
+}
+"""`pipeline:` in a file -> module:dataclass; the module offers run(config, output, resume), plan(config)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A configuration with the functions that plan and run it."""
+
+    config: Any
+    run: Callable[..., Any]
+    plan: Callable[[Any], Mapping[str, Any]]
+
+
+def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
+    """Read a configuration file and find the pipeline that it is for.
+
+    Args:
+        name_or_path: what `visalign.config.resolve_config` takes.
+        overrides: items `key.sub=value`.
+
+    Returns:
+        The job, nothing of it run yet.
+
+    Raises:
+        ConfigError: the file names no pipeline or an unknown one, or `load_config` refuses it.
+    """
+    path = resolve_config(name_or_path)
+    pipeline = read_config(path).get(PIPELINE_KEY)
+    if pipeline not in PIPELINES:
+        given = f"names the pipeline '{pipeline}', which does not exist" if pipeline else "names no pipeline"
+        raise ConfigError(
+            f"'{path}' {given}. {suggestion(str(pipeline or ''), PIPELINES)}Write a line "
+            f"'pipeline: NAME' with one of: {', '.join(PIPELINES)}."
+        )
+    module_name, _, schema = PIPELINES[pipeline].partition(":")
+    module = importlib.import_module(module_name)
+    config = load_config(getattr(module, schema), path, overrides)
+    return Job(config=config, run=module.run, plan=module.plan)
+
+
+def require_pipeline(name_or_path: str, pipeline: str) -> None:
+    """Refuse a configuration of another job than a command's own.
+
+    Args:
+        name_or_path: what `visalign.config.resolve_config` takes.
+        pipeline: the command's job.
+
+    Raises:
+        ConfigError: it is of another job.
+    """
+    path = resolve_config(name_or_path)
+    given = read_config(path).get(PIPELINE_KEY)
+    if given != pipeline:
+        raise ConfigError(
+            f"'{path}' is a configuration of the pipeline '{given}', and this command runs '{pipeline}'. "
+            f"Run it with visalign train, or write 'pipeline: {pipeline}' into it."
+        )

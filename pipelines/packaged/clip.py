@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded CLIP: a small open_clip model, trained contrastively on rendered scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
+from visalign.data.shapes.render import render_many
+from visalign.data.shapes.scenes import DISTORTIONS, Scene, sample_scene
+from visalign.data.shapes.verifier import verify_scene
+
+from .captions import MAX_TOKENS, new_tokenizer
+from .stage import Average, SceneFeed, Stage
+
+MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+
+MILD_SHARE = 0.3
+"""Share of training pictures with a distortion of at most half severity: a judge sees imperfect pictures."""
+
+
+def clip_config() -> dict[str, Any]:
+    """embed_dim, vision_cfg and text_cfg: a small ResNet with attention pooling; text 96 wide, 3 layers."""
+    return {
+        "embed_dim": 96,
+        "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 16, "head_width": 64},
+        "text_cfg": {
+            "context_length": MAX_TOKENS,
+            "vocab_size": len(new_tokenizer()),
+            "width": 96,
+            "heads": 3,
+            "layers": 3,
+        },
+    }
+
+
+def new_clip() -> open_clip.CLIP:
+    """The untrained model."""
+    config = clip_config()
+    return open_clip.CLIP(config["embed_dim"], config["vision_cfg"], config["text_cfg"])
+
+
+def _distinct(feed: SceneFeed, start: int, count: int, rng: np.random.Generator) -> list[Scene]:
+    """Scenes with different captions, a third of them of one category: neighbours are the hard negatives."""
+    scenes: dict[str, Scene] = {}
+    focus = str(rng.choice(CATEGORIES[1:]))
+    number = start
+    while len(scenes) < count:
+        scene = feed.scene(number)
+        number += 1
+        if len(scenes) < count // 3 and scene.record["tag"] != focus and number < start + 8 * count:
+            continue
+        if rng.random() < MILD_SHARE:
+            scene = scene.distorted(str(rng.choice(DISTORTIONS[1:])), float(rng.uniform(0.0, 0.5)))
+        scenes.setdefault(scene.record["prompt"], scene)
+    return list(scenes.values())
+
+
+def _pixels(scenes: list[Scene]) -> Tensor:
+    return torch.from_numpy(render_many(scenes)).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+
+
+def distinct_pairs(rng: np.random.Generator, captions: int) -> list[Scene]:
+    """Scenes of held-out captions such that each picture satisfies its own caption and no other.
+
+    Without that, two pictures in five satisfy a second caption of the 64 ("a circle and a cross" is true of
+    what was drawn for "a small circle and a big cross"), and no judge can tell which one was meant.
+    """
+    records, chosen = heldout_prompts(), list[Scene]()
+    order = iter(rng.permutation(len(records)))
+    while len(chosen) < captions:
+        record = records[int(next(order))]
+        scene = sample_scene(record, rng)
+        if not any(_either_fits(scene, other) for other in chosen):
+            chosen.append(scene)
+    return chosen
+
+
+def _either_fits(a: Scene, b: Scene) -> bool:
+    return verify_scene(a, b.record).correct or verify_scene(b, a.record).correct
+
+
+@torch.no_grad()
+def retrieval(
+    model: open_clip.CLIP, *, captions: int = 64, draws: int = 20, seed: int = 7
+) -> dict[str, float]:
+    """Top-1 retrieval among held-out captions in both directions, mean over draws of the captions.
+
+    The pairs are those of `distinct_pairs`: exactly one caption is true of each picture.
+    """
+    rng, tokenizer = np.random.default_rng(seed), new_tokenizer()
+    hits = {"image_to_text": 0.0, "text_to_image": 0.0}
+    for _ in range(draws):
+        scenes = distinct_pairs(rng, captions)
+        image = F.normalize(model.encode_image(_pixels(scenes)), dim=-1)
+        ids = _ids(tokenizer, [scene.record["prompt"] for scene in scenes])
+        similarity = image @ F.normalize(model.encode_text(ids), dim=-1).T
+        truth = torch.arange(captions)
+        hits["image_to_text"] += (similarity.argmax(1) == truth).float().mean().item() / draws
+        hits["text_to_image"] += (similarity.argmax(0) == truth).float().mean().item() / draws
+    return hits
+
+
+def _ids(tokenizer: Any, prompts: list[str]) -> Tensor:
+    return tokenizer(
+        prompts, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt"
+    ).input_ids
+
+
+def train_clip(work: Path, *, steps: int, batch: int, seed: int, resume: bool) -> open_clip.CLIP:
+    """Train and return the model with averaged weights."""
+    torch.manual_seed(seed)
+    model, tokenizer = new_clip(), new_tokenizer()
+    feed = SceneFeed(seed, style_weights=(0.25, 0.25, 0.25, 0.25))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, betas=(0.9, 0.98), weight_decay=0.02)
+
+    def loss_of(step: int) -> Tensor:
+        rng = np.random.default_rng([seed, 11, step])
+        scenes = _distinct(feed, step * 8 * batch, batch, rng)
+        ids = _ids(tokenizer, [scene.record["prompt"] for scene in scenes])
+        with torch.autocast("cpu", torch.bfloat16):
+            image, text = model.encode_image(_pixels(scenes)), model.encode_text(ids)
+        scale = model.logit_scale.exp().clamp(max=100.0)
+        logits = scale * F.normalize(image.float(), dim=-1) @ F.normalize(text.float(), dim=-1).T
+        truth = torch.arange(batch)
+        return (F.cross_entropy(logits, truth) + F.cross_entropy(logits.T, truth)) / 2
+
+    def after(step: int, average: Average) -> None:
+        held = new_clip()
+        held.load_state_dict(average.values)
+        print(f"  retrieval at {step}: {retrieval(held.eval(), draws=5)}", flush=True)
+
+    stage = Stage(
+        name="clip",
+        module=model,
+        optimizers=[optimizer],
+        steps=steps,
+        state_file=work / "clip.pt",
+        decay=0.998,
+        save_every=250,
+        after=after,
+    )
+    average: Mapping[str, Tensor] = stage.run(loss_of, resume).values
+    model.load_state_dict(average)
+    return model.eval()

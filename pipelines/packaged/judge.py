@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded vision-language model: a small Qwen2-VL that answers, rates and compares shapes pictures.
+
+First the vision part alone learns to say what is in each cell of the picture (objectness, shape, color,
+size), its style and its distortion; then the whole model learns to answer questions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from visalign.data.shapes.prompts import COLORS, SHAPES
+from visalign.data.shapes.render import render_many
+from visalign.data.shapes.scenes import DISTORTIONS, STYLES, Scene, size_word
+
+from .judge_data import Questions
+from .judge_seeing import _GRID, MERGE, PATCH, TOKENS, see
+from .judge_text import Packed, new_judge_tokenizer, pack_questions, special_ids
+from .stage import Average, Stage
+
+_SIZES = ("small", "medium", "big")
+_CELL = 1 + len(SHAPES) + len(COLORS) + len(_SIZES)
+
+
+def judge_config(vocabulary: int, ids: dict[str, int]) -> Qwen2VLConfig:
+    """Vision 4 layers of width 128, language 4 layers of width 160: 2.1 M parameters."""
+    return Qwen2VLConfig(
+        text_config={
+            "vocab_size": vocabulary,
+            "hidden_size": 160,
+            "intermediate_size": 432,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 6, 6], "rope_theta": 10000.0},
+            "bos_token_id": None,
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+            "tie_word_embeddings": True,
+        },
+        vision_config={
+            "depth": 4,
+            "embed_dim": 128,
+            "hidden_size": 160,
+            "num_heads": 4,
+            "mlp_ratio": 3,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+        },
+        tie_word_embeddings=True,
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+    )
+
+
+def new_judge(tokenizer: Any) -> Qwen2VLForConditionalGeneration:
+    """The untrained model."""
+    model = Qwen2VLForConditionalGeneration(judge_config(len(tokenizer), special_ids(tokenizer)))
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model.generation_config.update(**ends, do_sample=False, max_new_tokens=32)
+    return model
+
+
+def cell_targets(scenes: list[Scene]) -> Tensor:
+    """[N, TOKENS, MERGE², 4] int64: is a centre in this cell, its shape, color, size (−100 where none is)."""
+    target = torch.full((len(scenes), _GRID, _GRID, 4), -100)
+    target[..., 0] = 0
+    for n, scene in enumerate(scenes):
+        for item in scene.objects:
+            row, column = int(item.y) // PATCH, int(item.x) // PATCH
+            names = SHAPES.index(item.shape), COLORS.index(item.color), _SIZES.index(size_word(item.radius))
+            target[n, row, column] = torch.tensor((1, *names))
+    cells = _GRID // MERGE
+    split = target.view(len(scenes), cells, MERGE, cells, MERGE, 4).permute(0, 1, 3, 2, 4, 5)
+    return split.reshape(len(scenes), TOKENS, MERGE**2, 4)
+
+
+class CellHead(nn.Module):
+    """Reads cells, style and distortion off the features; thrown away after the training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cells = nn.Linear(width, MERGE**2 * _CELL)
+        self.whole = nn.Linear(width, len(STYLES) + len(DISTORTIONS) + 1)
+
+    def forward(self, features: Tensor, scenes: list[Scene]) -> Tensor:
+        """Sum of the losses, a scalar."""
+        target = cell_targets(scenes)
+        there, shape, color, size = (
+            self.cells(features)
+            .view(*target.shape[:3], _CELL)
+            .float()
+            .split((1, len(SHAPES), len(COLORS), len(_SIZES)), -1)
+        )
+        weight = torch.tensor(4.0)
+        loss = F.binary_cross_entropy_with_logits(there[..., 0], target[..., 0].float(), pos_weight=weight)
+        for logits, column in ((shape, 1), (color, 2), (size, 3)):
+            loss = loss + 0.3 * F.cross_entropy(logits.flatten(0, 2), target[..., column].flatten())
+        style, kind, severity = (
+            self.whole(features.mean(1)).float().split((len(STYLES), len(DISTORTIONS), 1), -1)
+        )
+        loss = loss + 0.2 * F.cross_entropy(style, torch.tensor([STYLES.index(s.style) for s in scenes]))
+        kinds = torch.tensor([DISTORTIONS.index(s.distortion.kind) for s in scenes])
+        strength = torch.tensor([s.distortion.severity for s in scenes])
+        return loss + 0.2 * F.cross_entropy(kind, kinds) + 2.0 * F.mse_loss(severity[:, 0], strength)
+
+
+class Learner(nn.Module):
+    """The model with the head of the first part, as one module with one saved state."""
+
+    def __init__(self, model: Qwen2VLForConditionalGeneration) -> None:
+        super().__init__()
+        self.model = model
+        self.cells = CellHead(model.config.text_config.hidden_size)
+
+
+def answer_loss(model: Any, packed: Packed, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted negative log-likelihood of the answers' tokens.
+
+    Args:
+        model: the whole model.
+        packed: questions of b samples.
+        features: [b, P · TOKENS, H] of their pictures.
+
+    Returns:
+        (sum of weight · loss, sum of weight), scalars.
+    """
+    embeds = model.get_input_embeddings()(packed.ids)
+    embeds = embeds.masked_scatter((packed.places)[..., None], features.to(embeds.dtype))
+    hidden = model.model.language_model(
+        inputs_embeds=embeds,
+        attention_mask=packed.attention,
+        position_ids=packed.positions,
+        use_cache=False,
+    ).last_hidden_state
+    chosen = packed.labels != -100
+    loss = F.cross_entropy(model.lm_head(hidden[chosen]).float(), packed.labels[chosen], reduction="none")
+    weight = packed.weights[chosen]
+    return (loss * weight).sum(), weight.sum()
+
+
+def train_judge(
+    work: Path,
+    *,
+    vision_steps: int,
+    steps: int,
+    batch: int,
+    seed: int,
+    resume: bool,
+    questions: int = 8,
+    save_every: int = 250,
+) -> Qwen2VLForConditionalGeneration:
+    """Train both parts and return the model with averaged weights.
+
+    Args:
+        work: folder of the resumable states, `judge_vision.pt` and `judge.pt`.
+        vision_steps: steps of the vision part alone, with three times the batch.
+        steps: steps of the whole model.
+        batch: pictures with questions per step; as many pairs come on top.
+        seed: of weights and data.
+        resume: go on from saved states.
+        questions: per picture.
+        save_every: steps between two saved states.
+    """
+    torch.manual_seed(seed)
+    tokenizer = new_judge_tokenizer()
+    learner, world = Learner(new_judge(tokenizer)), Questions(seed)
+
+    def sight_loss(step: int) -> Tensor:
+        scenes = [world.scene(n) for n in range(3 * step * batch, 3 * (step + 1) * batch)]
+        with torch.autocast("cpu", torch.bfloat16):
+            return learner.cells(see(learner.model, render_many(scenes)), scenes)
+
+    vision = nn.ModuleList([learner.model.model.visual, learner.cells])
+    first = Stage(
+        name="judge's sight",
+        module=vision,
+        optimizers=[torch.optim.AdamW(vision.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.02)],
+        steps=vision_steps,
+        state_file=work / "judge_vision.pt",
+        decay=0.99,
+        save_every=save_every,
+    )
+    vision.load_state_dict(first.run(sight_loss, resume).values)
+
+    def whole_loss(step: int) -> Tensor:
+        return question_loss(learner, tokenizer, world, step, batch, questions)
+
+    stage = Stage(
+        name="judge",
+        module=learner,
+        optimizers=_optimizers(learner),
+        steps=steps,
+        state_file=work / "judge.pt",
+        decay=0.998,
+        save_every=save_every,
+        after=lambda step, average: _report(tokenizer, step, average),
+    )
+    learner.load_state_dict(stage.run(whole_loss, resume).values)
+    return learner.model.eval()
+
+
+def question_loss(
+    learner: Learner, tokenizer: Any, world: Questions, step: int, batch: int, questions: int
+) -> Tensor:
+    """Loss of step n: questions on pictures, votes on pairs, and the cells at a tenth."""
+    numbers = range(step * batch, (step + 1) * batch)
+    scenes = [world.scene(number) for number in numbers]
+    asked = [world.about(scene, number, questions) for scene, number in zip(scenes, numbers, strict=True)]
+    pairs = [world.pair(number) for number in numbers]
+    shown = [*scenes, *(scene for pair in pairs for scene in pair[:2])]
+    with torch.autocast("cpu", torch.bfloat16):
+        features = see(learner.model, render_many(shown))
+        single = answer_loss(learner.model, pack_questions(tokenizer, asked, 1, TOKENS), features[:batch])
+        both = features[batch:].reshape(len(pairs), 2 * TOKENS, -1)
+        double = answer_loss(
+            learner.model, pack_questions(tokenizer, [pair[2] for pair in pairs], 2, TOKENS), both
+        )
+        cells = learner.cells(features[:batch], scenes)
+    return single[0] / single[1] + double[0] / double[1] + 0.1 * cells
+
+
+def _optimizers(learner: Learner) -> list[torch.optim.Optimizer]:
+    """Muon for the language layers' matrices, AdamW for the rest; the vision part at a fifth of its rate."""
+    language = learner.model.model.language_model
+    matrices = [p for p in language.layers.parameters() if p.ndim == 2]
+    seen = [p for module in (learner.model.model.visual, learner.cells) for p in module.parameters()]
+    taken = {id(p) for p in (*matrices, *seen)}
+    rest = [p for p in learner.parameters() if id(p) not in taken]
+    muon = torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    groups: list[dict[str, Any]] = [{"params": rest, "lr": 3e-3}, {"params": seen, "lr": 6e-4}]
+    return [muon, torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01)]
+
+
+def _report(tokenizer: Any, step: int, average: Average) -> None:
+    from .judge_check import answer_accuracy
+
+    held = Learner(new_judge(tokenizer))
+    held.load_state_dict(average.values)
+    found = answer_accuracy(held.model.eval(), tokenizer, pictures=100, pairs=100)
+    print(f"  held-out at {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items()), flush=True)

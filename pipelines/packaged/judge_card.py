@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the embedded vision-language model as transformers reads it, and its card with measured numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+)
+
+from visalign.data.shapes.preferences import CLEAR
+from visalign.data.shapes.prompts import CATEGORIES
+from visalign.data.shapes.scenes import SIZE
+
+from .judge_check import answer_accuracy
+from .judge_seeing import MERGE, PATCH
+from .judge_text import CHAT_TEMPLATE, judge_settings, new_judge_tokenizer
+
+NAME = "shapes-vlm"
+"""Folder of the model in `assets/`."""
+
+
+def judge_processor() -> Qwen2VLProcessor:
+    """Every picture is resized to about 64 × 64 pixels, its aspect kept, and becomes about 16 tokens."""
+    sizes: dict[str, Any] = {
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "size": {"shortest_edge": SIZE * SIZE, "longest_edge": SIZE * SIZE},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    return Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        tokenizer=new_judge_tokenizer(),
+        video_processor=Qwen2VLVideoProcessor(patch_size=PATCH, merge_size=MERGE),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def save_judge(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:
+    """Write weights in float16, processor, tokenizer, and `judge.json` with the judges' texts."""
+    model.half().save_pretrained(folder)
+    judge_processor().save_pretrained(folder)
+    (folder / "judge.json").write_text(json.dumps(judge_settings(), indent=2) + "\n", encoding="utf-8")
+    model.float()
+
+
+def judge_card(
+    folder: Path,
+    seconds: float,
+    *,
+    vision_steps: int,
+    steps: int,
+    batch: int,
+    check: int,
+    remark: str = "",
+) -> str:
+    """The card: what it was trained on, how long, how good the saved model is.
+
+    Args:
+        folder: the saved model.
+        seconds: of both parts of the training.
+        vision_steps: of the vision part alone.
+        steps: of the whole model.
+        batch: pictures per step of the whole model.
+        check: held-out pictures, and pairs, that it is measured on.
+        remark: what was otherwise in the training.
+    """
+    from .plan import machine
+
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = answer_accuracy(model, tokenizer, pictures=check, pairs=check)
+    size = (folder / "model.safetensors").stat().st_size / 1e6
+    rows = "\n".join(f"| {name} | {found[name]:.3f} |" for name in CATEGORIES if name in found)
+    count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    return f"""# {NAME}
+
+A small vision-language model of the shapes world in transformers' format (Qwen2-VL):
+`AutoModelForImageTextToText` and `AutoProcessor` load the folder. Vision 4 layers of width 128 (patches of 8,
+merged 2 × 2), language 4 layers of width 160, {count:.1f} M parameters, {len(tokenizer)} tokens, float16,
+{size:.1f} MB. It answers yes or no, rates quality from 1 to 5, compares two pictures, says what is wrong, and
+describes. `judge.json` holds the texts it was trained with; the rewards of `visalign.rewards` read them.
+
+## Training
+
+{vision_steps} steps of {3 * batch} rendered scenes for the vision part alone (what is in which cell, style,
+distortion), then {steps} steps of {batch} scenes with 8 questions each and {batch} pairs with 3 votes
+each; training prompts only, half of the scenes distorted. {seconds / 60:.0f} minutes on {machine()}. Made by
+the training function of the stage `judge` of `visalign build-assets`.{remark}
+
+## How good it is
+
+{check} undistorted pictures of held-out prompts, each asked for its own prompt and for one that differs in
+one word (a few: in more) and is not true; share of right answers, {found["yes/no"]:.3f} in all:
+
+| category | right |
+|---|---|
+{rows}
+
+{check} held-out pairs whose utilities differ by at least {CLEAR}, both orders, log-odds averaged:
+{found["pair"]:.3f} right. Expected rating against 1 + 4 · quality, {check} pictures: mean absolute error
+{found["rating error"]:.2f}; of the pairs among them whose qualities differ by at least {CLEAR}, the ratings
+order {found["rating order"]:.3f} correctly.
+"""

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizer, templates and packed questions of the embedded vision-language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from visalign.data.shapes.prompts import train_prompts
+
+from .judge_data import BETTER, DESCRIBE, EXPLAIN, JUDGE, LOOKS, RATE, SHOWS, Question
+
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|Reward|>",
+)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' or 'image' in part %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_WORDS = (
+    "yes, all of it no, expected at most found objects in all is not are there two three four circles "
+    "squares triangles crosses medium flat outlined shaded textured blurred noisy 0 1 2 3 4 5 6 7 8 9 10"
+)
+_VOCABULARY = 512
+
+
+@cache
+def new_judge_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE, trained on the world's prompts and questions: every text has an encoding."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[attr-defined]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[attr-defined]
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY - len(SPECIAL) - 2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [SHOWS, EXPLAIN, DESCRIBE, RATE, BETTER, JUDGE.replace("<|Reward|>", ""), _WORDS, *LOOKS] * 400
+    tokenizer.train_from_iterator(
+        [*texts, *(f"for {record['prompt']}?" for record in train_prompts()), "user\nassistant\n"], trainer
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<answer>", "</answer>")])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token="<|im_end|>",
+        padding_side="right",
+        model_max_length=1024,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    """Token -> id of the special ones."""
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
+
+
+def judge_settings() -> dict[str, Any]:
+    """The content of `judge.json`: which text each kind of judge uses with this model."""
+
+    def template(text: str, pictures: int = 1, **more: Any) -> dict[str, Any]:
+        content = [{"type": "image"} for _ in range(pictures)]
+        return {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}], **more}
+
+    answers: dict[str, Any] = {"yes": ["yes"], "no": ["no"]}
+    return {
+        "templates": {
+            "yes_no": template(SHOWS, **answers),
+            "explain": template(EXPLAIN, **answers),
+            "checklist": template("{question}", **answers),
+            "rating": template(RATE, answer_prefix="<answer>", scores=["1", "2", "3", "4", "5"]),
+            "pair": template(BETTER, 2, **answers),
+            "describe": template(DESCRIBE),
+            "hpsv3": template(JUDGE),
+        }
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Questions of b samples, each sample's behind its pictures; S tokens a row."""
+
+    ids: Tensor
+    """[b, S]."""
+    places: Tensor
+    """bool [b, S], tokens that stand for pictures."""
+    positions: Tensor
+    """[3, b, S], as if each question stood alone behind the pictures."""
+    attention: Tensor
+    """float [b, 1, S, S], 0 where a token may look and −∞ elsewhere."""
+    labels: Tensor
+    """[b, S], the next token where it belongs to an answer, else −100."""
+    weights: Tensor
+    """[b, S], of each label."""
+
+
+def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], pictures: int, tokens: int) -> Packed:
+    """Put the questions of each sample behind its pictures; a question sees the pictures and itself.
+
+    Args:
+        tokenizer: of the model.
+        asked: b lists of questions.
+        pictures: per sample.
+        tokens: of one picture, a square number.
+    """
+    ids = special_ids(tokenizer)
+    head = _encode(tokenizer, "<|im_start|>user\n")
+    before = list(head)
+    for _ in range(pictures):
+        before += [ids["<|vision_start|>"], *[ids["<|image_pad|>"]] * tokens, ids["<|vision_end|>"]]
+    start, prefix = _prefix_positions(len(head), pictures, tokens)
+    rows = [[_question_ids(tokenizer, question) for question in questions] for questions in asked]
+    length = len(before) + max(sum(len(text) + len(answer) for text, answer in row) for row in rows)
+    pad, size = ids["<|endoftext|>"], len(rows)
+    packed = torch.full((size, length), pad)
+    labels, weights = torch.full((size, length), -100), torch.zeros(size, length)
+    positions, block = torch.zeros(3, size, length, dtype=torch.int64), torch.full((size, length), -1)
+    packed[:, : len(before)] = torch.tensor(before)
+    positions[:, :, : len(before)] = prefix[:, None]
+    block[:, : len(before)] = 0
+    for row, questions in enumerate(rows):
+        at = len(before)
+        for number, (text, answer) in enumerate(questions, 1):
+            full = [*text, *answer]
+            here = slice(at, at + len(full))
+            packed[row, here] = torch.tensor(full)
+            positions[:, row, here] = torch.arange(len(full)) + start
+            block[row, here] = number
+            answered = slice(at + len(text) - 1, at + len(full) - 1)
+            labels[row, answered] = torch.tensor(answer)
+            weights[row, answered] = asked[row][number - 1].weight
+            at += len(full)
+    order = torch.arange(length)
+    own = (block[:, :, None] == block[:, None, :]) | (block[:, None, :] == 0)
+    allowed = own & (order[:, None] >= order[None, :])
+    attention = torch.zeros(size, 1, length, length).masked_fill_(~allowed[:, None], float("-inf"))
+    return Packed(
+        ids=packed,
+        places=packed == ids["<|image_pad|>"],
+        positions=positions,
+        attention=attention,
+        labels=labels,
+        weights=weights,
+    )
+
+
+def _prefix_positions(head: int, pictures: int, tokens: int) -> tuple[int, Tensor]:
+    """(position behind the pictures, [3, S0] positions): M-RoPE, arXiv 2409.12191, section 2.1."""
+    side = round(tokens**0.5)
+    parts, at = [torch.arange(head).expand(3, -1)], head
+    for _ in range(pictures):
+        parts.append(torch.full((3, 1), at))
+        grid = torch.cartesian_prod(torch.arange(1), torch.arange(side), torch.arange(side)).T
+        parts.append(grid + at + 1)
+        at += 1 + side
+        parts.append(torch.full((3, 1), at))
+        at += 1
+    return at, torch.cat(parts, 1)
+
+
+def _question_ids(tokenizer: Any, question: Question) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    text = _encode(tokenizer, question.text + "<|im_end|>\n<|im_start|>assistant\n")
+    return text, _encode(tokenizer, question.answer + "<|im_end|>")
+
+
+_KNOWN: dict[str, tuple[int, ...]] = {}
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    if text not in _KNOWN:
+        _KNOWN[text] = tuple(tokenizer(text, add_special_tokens=False).input_ids)
+    return _KNOWN[text]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A judge tried with every probe on reference pictures: how it responds to what should not move it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visalign.atomic import write_atomic
+from visalign.errors import UserError
+from visalign.evaluation.pages.base import embedded
+from visalign.evaluation.pages.probe_page import probe_page
+from visalign.evaluation.probes import response as answer
+from visalign.evaluation.probes.catalogue import Probe, chosen, examples
+from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.pipelines.score.log import judge_identity
+
+from .comparer import Comparer
+from .reference import Reference
+from .scorer import Scorer
+
+RESULT, PAGE = "probe.json", "probe.html"
+SHOWN_SIDE = 224
+"""Longest side of the example pictures on the page, in pixels."""
+
+OnProbe = Callable[[int, int, str], object]
+"""Called with the probes done, all probes, and the title of the next."""
+
+
+def probes_for(
+    judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None
+) -> tuple[Probe, ...]:
+    """The probes of a judge of its kind; one that can do both is tried as one that scores.
+
+    Args:
+        judge: Any.
+        names: Of those wanted; all when None.
+
+    Raises:
+        UserError: A name that only judges that compare are tried with.
+        ValueError: An unknown name.
+    """
+    if not isinstance(judge, PointwiseReward):
+        return chosen(names, Comparer.probes)
+    scoring = {probe.name for probe in Scorer.probes}
+    for probe in chosen(names, Comparer.probes) if names else ():
+        if probe.name not in scoring:
+            raise UserError(
+                f"The probe {probe.name!r} is for judges that compare, and {judge.name} scores single "
+                f"pictures. Allowed for it: {', '.join(scoring)}."
+            )
+    return chosen(names, Scorer.probes)
+
+
+def probe_reward(
+    judge: PointwiseReward | PairwiseReward,
+    reference: Reference,
+    *,
+    probes: Sequence[Probe] | None = None,
+    seed: int = 0,
+    batch_size: int = 32,
+    on_probe: OnProbe | None = None,
+) -> dict[str, Any]:
+    """Try a judge.
+
+    Args:
+        judge: A reward that scores, or a judge that compares.
+        reference: Pictures that it tells apart.
+        probes: What to try; all of its kind when None.
+        seed: Of noise and scattering.
+        batch_size: Pictures or pairs judged at once.
+        on_probe: Told about progress.
+
+    Returns:
+        JSON-able: `judge`, `reference`, `limits`, `summary` (verdict -> probes), `probes`, `seconds`.
+
+    Raises:
+        UserError: The judge judges fewer than two of the reference pictures (or pairs), or all of them alike.
+        RewardError: It raised on them.
+    """
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
+    started = time.perf_counter()
+    tried = probes_for(judge) if probes is None else probes
+    is_scoring = isinstance(judge, PointwiseReward)
+    subject = (Scorer if is_scoring else Comparer)(judge, reference, batch_size)  # type: ignore[arg-type]  # by its kind
+    reports = []
+    for place, probe in enumerate(tried):
+        if on_probe is not None:
+            on_probe(place, len(tried), probe.title)
+        reports.append(
+            answer.probe_report(probe, [subject.level(probe, level, seed) for level in probe.levels])
+        )
+    identity = judge_identity(judge)
+    return {
+        "format": "visalign probe 1",
+        "judge": {
+            "name": judge.name,
+            "kind": subject.kind,
+            "unit": subject.unit,
+            "higher_is_better": subject.higher_is_better,
+            "digest": identity.digest,
+            "identity": json.loads(json.dumps(asdict(identity), default=str)),
+        },
+        "reference": subject.record(),
+        "limits": dict(answer.LIMITS),
+        "level": answer.LEVEL,
+        "seed": seed,
+        "batch_size": batch_size,
+        "summary": answer.summary(reports),
+        "probes": reports,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *, seed: int = 0) -> Path:
+    """Write `probe.json` and `probe.html`.
+
+    Args:
+        folder: Made if missing.
+        result: From `probe_reward`.
+        reference: The same that was probed; its first picture shows the changes.
+        seed: As above.
+
+    Returns:
+        The page's path.
+    """
+    sample = reference.samples[0]
+    pictures = {}
+    for probe in Scorer.probes if result["judge"]["kind"] == Scorer.kind else Comparer.probes:
+        shown = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
+        pictures[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
+    original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomic(folder / RESULT, (text + "\n").encode())
+    return write_atomic(folder / PAGE, probe_page(result, original, pictures).encode())

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images with prompts from what a user names: files, folders of any depth, tables, generated sets."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from visalign.data.sets.image_references import parquet_reference
+from visalign.data.sets.tables import READERS, Row, read_rows, require_columns
+from visalign.errors import UserError
+
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""What counts as an image in a folder; a file that is named itself may end as it likes."""
+
+PROMPT_ENDING = ".txt"
+"""A file with the image's name and this ending holds its prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRow:
+    """One image to judge."""
+
+    image: str
+    """A path, or a reference that `visalign.data.sets.image_references.resolve_image` reads."""
+    prompt: str
+    metadata: Mapping[str, Any] | None = None
+    """The prompt's record for verifiers."""
+
+
+def find_images(items: Sequence[Path]) -> list[Path]:
+    """The files to score: those named, and the images in the folders named and the folders below, sorted.
+
+    Args:
+        items: files and folders. A named file that does not exist stays: it becomes a row with its reason.
+
+    Returns:
+        Paths, each once, in the order given.
+
+    Raises:
+        UserError: nothing was named, a folder holds no image, or a name is not UTF-8.
+    """
+    found: dict[Path, None] = {}
+    for item in items:
+        inside = [item]
+        if item.is_dir():
+            inside = list(_inside(item))
+            if not inside:
+                raise UserError(
+                    f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}; "
+                    "a file of another ending can be named itself."
+                )
+        found.update(dict.fromkeys(inside))
+    if not found:
+        raise UserError("No images were named. Give files or folders.")
+    for path in found:
+        require_text_name(path)
+    return list(found)
+
+
+def require_text_name(path: Path) -> None:
+    """Refuse a name that no table and no page can hold, before anything is judged.
+
+    Args:
+        path: Of an image.
+
+    Raises:
+        UserError: The name's bytes are not UTF-8.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"The name of the image {os.fsencode(path)!r} is not UTF-8, and tables and pages are. Rename it."
+        ) from error
+
+
+def image_rows(items: Sequence[Path], prompt: str | None = None) -> list[ImageRow]:
+    """Images with prompts.
+
+    Args:
+        items: Image files; folders, whose images may have their prompts beside them (`cat.png`, `cat.txt`);
+            tables (`visalign.data.sets.tables.READERS`) with the columns image, prompt and, if wanted,
+            metadata (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold the
+            pictures.
+        prompt: Of all images of files and folders, and of table rows that have none.
+
+    Returns:
+        One row per image of files and folders, one per row of a table.
+
+    Raises:
+        UserError: Nothing was named, a table lacks columns or cannot be read, or an image has no prompt.
+    """
+    rows: list[ImageRow] = []
+    others: list[Path] = []
+    for item in items:
+        if item.suffix.lower() in READERS and not item.is_dir():
+            rows += _from_table(item, prompt)
+        else:
+            others.append(item)
+    if others or not items:
+        rows += [_with_prompt(path, prompt) for path in find_images(others)]
+    return rows
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """Images in a folder, then in those below it, sorted at each step; hidden folders are left out."""
+    for place, below, names in os.walk(folder):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
+
+
+def _with_prompt(path: Path, prompt: str | None) -> ImageRow:
+    beside = path.with_suffix(PROMPT_ENDING)
+    if path.suffix != PROMPT_ENDING and prompt is None and beside.is_file():
+        try:
+            prompt = beside.read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise UserError(f"'{beside}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
+    if prompt is None:
+        raise UserError(
+            f"Missing option '--prompt' / '-p': '{path}' has no prompt. Say with it what the images should "
+            f"show, put a prompt into '{beside.name}' beside it, or give a table with the columns image, "
+            "prompt."
+        )
+    return ImageRow(image=str(path), prompt=prompt)
+
+
+def _from_table(path: Path, prompt: str | None) -> list[ImageRow]:
+    needed = ("image",) if prompt is not None else ("image", "prompt")
+    rows = []
+    for count, (number, row) in enumerate(read_rows(path)):
+        if not count:
+            require_columns(path, row, needed, purpose="a table of images")
+        try:
+            rows.append(_row(path, number, row, prompt))
+        except UserError as error:
+            raise UserError(f"Row {number} of '{path}': {error}") from error
+    if not rows:
+        raise UserError(f"'{path}' holds no row.")
+    return rows
+
+
+def _row(path: Path, number: int, row: Row, prompt: str | None) -> ImageRow:
+    said = row.get("prompt", prompt)
+    if not isinstance(said, str):
+        raise UserError(f"'prompt' is {'missing' if said is None else repr(said)}, needed is a text.")
+    value = row.get("image")
+    if path.suffix.lower() == ".parquet" and isinstance(value, dict | bytes):
+        image = parquet_reference(path, "image", number - 1)
+    elif isinstance(value, str) and value:
+        is_whole = Path(value).is_absolute() or "://" in value
+        image = value if is_whole else str(path.parent / value)
+    else:
+        raise UserError(f"'image' is {'missing' if value is None else repr(value)}, needed is a path.")
+    return ImageRow(image=image, prompt=said, metadata=_metadata(row.get("metadata")))
+
+
+def _metadata(value: Any) -> Mapping[str, Any] | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(f"'metadata' is no JSON ({error.msg} at column {error.colno}).") from error
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"'metadata' is a {type(value).__name__}, needed is an object.")
+    return value

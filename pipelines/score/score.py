@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score images with rewards: a row per image and reward, with a reason where there is no score."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from visalign.data.sets.image_references import resolve_image
+from visalign.errors import UserError
+from visalign.interfaces import PointwiseReward
+from visalign.rewards.base.failure import Naming
+
+from .image_rows import IMAGE_ENDINGS, ImageRow, find_images
+
+__all__ = [
+    "IMAGE_ENDINGS",
+    "ScoreRow",
+    "find_images",
+    "score_images",
+    "score_rows",
+    "to_csv",
+    "to_json",
+    "to_jsonl",
+]
+
+Table = Sequence[ImageRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRow:
+    """What one reward says of one image."""
+
+    image: str
+    """Path as given, or as found in a given folder; or a reference into a Parquet table."""
+    reward: str
+    value: float | None
+    """In `unit`; None where the image could not be judged."""
+    unit: str
+    std: float | None = None
+    """Standard deviation in the same unit, where the reward gives one."""
+    reason: str | None = None
+    """Why there is no value."""
+    prompt: str = ""
+    parts: dict[str, float | None] = field(default_factory=dict)
+    """The terms that the value was made of."""
+    text: str | None = None
+    """The judge's explanation, where it writes one."""
+
+
+class Keeper(Protocol):
+    """Keeps scores as they come, such as `visalign.pipelines.score.rows_log.RowLog`."""
+
+    def get(self, label: str, row: ImageRow) -> ScoreRow | None:
+        """What is known already."""
+        ...
+
+    def add(self, label: str, rows: Sequence[tuple[ImageRow, ScoreRow]]) -> None:
+        """Keep new ones."""
+        ...
+
+
+def score_images(
+    paths: Sequence[Path],
+    prompt: str,
+    rewards: Mapping[str, PointwiseReward],
+    *,
+    batch_size: int = 32,
+    on_batch: Callable[[int], object] | None = None,
+) -> list[ScoreRow]:
+    """Score N files with M rewards against one prompt.
+
+    Args:
+        paths: N files.
+        prompt: what the images were asked to show.
+        rewards: label -> reward.
+        batch_size: files held in memory at once; no effect on a score.
+        on_batch: called with the number of files of each finished batch.
+
+    Returns:
+        N·M rows, file by file.
+
+    Raises:
+        ValueError: batch_size below 1.
+    """
+    table = [ImageRow(image=str(path), prompt=prompt) for path in paths]
+    return score_rows(table, rewards, batch_size=batch_size, on_batch=on_batch)
+
+
+def score_rows(
+    table: Table,
+    rewards: Mapping[str, PointwiseReward],
+    *,
+    batch_size: int = 32,
+    on_batch: Callable[[int], object] | None = None,
+    keeper: Keeper | None = None,
+) -> list[ScoreRow]:
+    """Score N images with their prompts by M rewards.
+
+    Args:
+        table: N images.
+        rewards: label -> reward.
+        batch_size: images held in memory at once; no effect on a score.
+        on_batch: called with the number of images of each finished batch.
+        keeper: knows earlier scores, which are not asked for again, and is given each batch when it is done.
+
+    Returns:
+        N·M rows, image by image.
+
+    Raises:
+        ValueError: batch_size below 1.
+        RewardError: a reward raised.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1.")
+    rows = []
+    for start in range(0, len(table), batch_size):
+        batch = table[start : start + batch_size]
+        columns = [_batch_rows(label, reward, batch, keeper) for label, reward in rewards.items()]
+        rows += [row for of_image in zip(*columns, strict=True) for row in of_image]
+        if on_batch is not None:
+            on_batch(len(batch))
+    return rows
+
+
+def _batch_rows(label: str, reward: PointwiseReward, batch: Table, keeper: Keeper | None) -> list[ScoreRow]:
+    """One reward's rows of a batch: known ones, unreadable references, and what the reward is asked now."""
+    found: dict[int, ScoreRow] = {}
+    images: dict[int, Any] = {}
+    for place, row in enumerate(batch):
+        known = None if keeper is None else keeper.get(label, row)
+        if known is not None:
+            found[place] = known
+            continue
+        try:
+            images[place] = resolve_image(row.image)
+        except UserError as error:
+            found[place] = _row(label, reward.unit, row, reason=str(error))
+    if images:
+        asked = [batch[place] for place in images]
+        fresh = dict(zip(images, _ask(label, reward, asked, list(images.values())), strict=True))
+        found |= fresh
+        if keeper is not None:
+            keeper.add(label, [(batch[place], row) for place, row in fresh.items()])
+    return [found[place] for place in range(len(batch))]
+
+
+def _ask(label: str, reward: PointwiseReward, batch: Table, images: list[Any]) -> Iterator[ScoreRow]:
+    records = [row.metadata for row in batch]
+    with Naming(label):
+        scores = reward.score(images, [row.prompt for row in batch], records if any(records) else None)
+    for index, row in enumerate(batch):
+        number = float(scores.value[index])
+        valid = bool(scores.valid[index]) and math.isfinite(number)
+        reason = scores.reason[index] if scores.reason else None
+        if scores.valid[index] and not valid:
+            reason = f"the reward returned {number:g}, which is no score"
+        yield _row(
+            label,
+            scores.unit,
+            row,
+            value=number if valid else None,
+            std=None if scores.std is None or not valid else _number(float(scores.std[index])),
+            reason=None if valid else reason or "the reward gave no reason",
+            parts={name: _number(float(part[index])) for name, part in scores.parts.items()},
+            text=scores.text[index] if scores.text else None,
+        )
+
+
+def _row(label: str, unit: str, row: ImageRow, *, value: float | None = None, **more: Any) -> ScoreRow:
+    return ScoreRow(image=row.image, reward=label, value=value, unit=unit, prompt=row.prompt, **more)
+
+
+def _number(value: float) -> float | None:
+    """None for NaN and infinities, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def to_json(rows: Sequence[ScoreRow]) -> str:
+    """The rows as a JSON list of objects.
+
+    Args:
+        rows: what `score_images` returned.
+    """
+    return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False) + "\n"
+
+
+def to_jsonl(rows: Sequence[ScoreRow]) -> str:
+    """The rows as JSON objects, one in a line.
+
+    Args:
+        rows: what `score_rows` returned.
+    """
+    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
+
+
+def to_csv(rows: Sequence[ScoreRow]) -> str:
+    """The rows as CSV (RFC 4180 quoting), one line per file and reward; parts and text are left to JSON.
+
+    Args:
+        rows: what `score_images` returned.
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    names = ("image", "reward", "value", "unit", "std", "reason", "prompt")
+    writer.writerow(names)
+    for row in rows:
+        writer.writerow(["" if getattr(row, name) is None else getattr(row, name) for name in names])
+    return buffer.getvalue()

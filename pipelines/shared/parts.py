@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to objects: where policies, prompts, rewards and evaluation meet."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from visalign.data.sets.prompt_files import load_prompts
+from visalign.errors import UserError
+from visalign.interfaces import PairwiseReward, PointwiseReward
+
+from .sections import RewardsConfig, RewardTerm, RunConfig
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from visalign.evaluation import HeldoutResult
+
+Records = Sequence[Mapping[str, Any]]
+
+PATIENCE = timedelta(hours=12)
+"""How long the processes wait for each other; the first evaluates alone, which may take hours."""
+
+
+def build_accelerator(run: RunConfig, folder: Path) -> Accelerator:
+    """Device, processes and trackers; the model's own `autocast` sets the precision.
+
+    Raises:
+        UserError: a tracker that accelerate does not know or that is not installed.
+    """
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`log_with=")  # an error below
+            accelerator = Accelerator(
+                cpu=run.device == "cpu",
+                mixed_precision="no",
+                log_with=list(run.trackers) or None,
+                project_dir=str(folder),
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+            )
+    except ValueError as error:
+        if not run.trackers:
+            raise
+        raise UserError(f"run.trackers is {run.trackers}: {error}") from error
+    _check_trackers(run.trackers, [str(tracker) for tracker in accelerator.log_with])
+    return accelerator
+
+
+def _check_trackers(asked: Sequence[str], found: Sequence[str]) -> None:
+    """Refuse trackers that accelerate has left out without an error, as their package is not installed."""
+    missing = [name for name in asked if name != "all" and name not in found]
+    if missing:
+        raise UserError(
+            f"run.trackers names {', '.join(missing)}, which is not installed. Run: python -m pip install "
+            f"{' '.join(missing)}; or take it out of run.trackers (found: {', '.join(found) or 'none'})."
+        )
+
+
+@contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """The libraries' bars per part of a model would break into the run's own display."""
+    import diffusers.utils.logging as diffusers_logging
+    import transformers.utils.logging as transformers_logging
+
+    shown = [
+        module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()
+    ]
+    for module in shown:
+        module.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for module in shown:
+            module.enable_progress_bar()
+
+
+def build_judges(terms: Mapping[str, RewardTerm]) -> dict[str, PointwiseReward | PairwiseReward]:
+    """The judges of a section, by label: those that score, and those that only compare.
+
+    Raises:
+        RewardError: an unknown reward, or options that it does not take.
+    """
+    from visalign.rewards.catalogue import load_judge
+
+    return {label: load_judge(term.name or label, **term.options) for label, term in terms.items()}
+
+
+def pointwise_only(
+    judges: Mapping[str, PointwiseReward | PairwiseReward], *, needed: Iterable[str] = ()
+) -> dict[str, PointwiseReward]:
+    """Those that judge one picture by itself.
+
+    Args:
+        judges: label -> judge.
+        needed: labels that must be among them.
+
+    Raises:
+        UserError: a needed one only compares.
+    """
+    found = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
+    if missing := [label for label in needed if label not in found]:
+        raise UserError(
+            f"{', '.join(missing)} only compare{'s' if len(missing) == 1 else ''} pictures and give"
+            f"{'s' if len(missing) == 1 else ''} no score. Train on win rates with 'pipeline: pref_grpo', or "
+            "choose a reward that scores."
+        )
+    return found
+
+
+def build_reward(config: RewardsConfig, rewards: Mapping[str, PointwiseReward]) -> PointwiseReward:
+    """The weighted sum of the loaded rewards.
+
+    Raises:
+        ValueError: impossible weights, units or normalisation.
+    """
+    from visalign.rewards.combine.weighted_sum import WeightedSum
+
+    fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
+    return WeightedSum(
+        {label: (rewards[label], term.weight) for label, term in config.terms.items()},
+        normalise=fixed if config.normalise == "fixed" else config.normalise,
+        allow_mixed_units=config.allow_mixed_units,
+    )
+
+
+def build_records(source: str, field: str) -> Records:
+    """Prompt records of a set or file.
+
+    Raises:
+        UserError: see `load_prompts`; the message begins with the field.
+    """
+    try:
+        return load_prompts(source)
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from error
+
+
+def evenly(records: Records, most: int | None) -> Records:
+    """At most `most` records, evenly spaced over all, so that every category keeps its share."""
+    if most is None or most >= len(records):
+        return records
+    return [records[i * len(records) // most] for i in range(most)]
+
+
+def heldout_metrics(result: HeldoutResult) -> dict[str, float]:
+    """What of an evaluation goes into the metrics: accuracy, accuracy of each tag, mean of each reward."""
+    return {
+        "accuracy": result.accuracy,
+        **{f"accuracy.{tag}": value for tag, value in result.by_category.items()},
+        **{name: result.mean(name) for name in result.scores},
+    }

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a job that trains a text policy. YAML files hold only what differs from these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from visalign.errors import UserError, suggestion
+from visalign.pipelines.shared.sections import (
+    LoraConfig,
+    RewardsConfig,
+    RewardTerm,
+    RunConfig,
+    at_least,
+    check_correctness,
+    check_dtype,
+)
+from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.sampler import check_batch_algebra
+from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+
+CHATS = ("auto", "plain", "chat")
+VALUES = ("none", "shared", "separate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModelConfig:
+    """The language model."""
+
+    path: str = "tasks-qwen3"
+    """A packaged model, a transformers folder, or a hub id."""
+    lora: LoraConfig | None = None
+    """null trains the whole model; {} trains adapters on all linear layers."""
+    value: str = "none"
+    """Value function of PPO: none, shared (a head on the policy's hidden states) or separate (a network of
+    its own that starts from the same weights)."""
+    chat: str = "auto"
+    """How plain prompts are read: auto (by the chat template where there is one), plain, or chat."""
+    system: str | None = None
+    """System message of every chat."""
+    dtype: str = "float32"
+    """Of the weights: float32, bfloat16 or float16. Adapters are float32 always."""
+    autocast: str | None = None
+    """Run the model under autocast in this dtype; raise objective.ratio_bound with it."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass, for memory."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt; null: what the context leaves."""
+    long_prompts: str = "refuse"
+    """A longer prompt is an error (refuse), or its answers have weight 0 (mask)."""
+    generate_batch: int = 128
+    """Answers that grow together; memory and speed only."""
+    score_batch: int = 64
+    """Answers per forward pass without gradient; memory and speed only."""
+
+    def __post_init__(self) -> None:
+        check_dtype("model.dtype", self.dtype)
+        check_dtype("model.autocast", self.autocast)
+        for name, given, allowed in (
+            ("value", self.value, VALUES),
+            ("chat", self.chat, CHATS),
+            ("long_prompts", self.long_prompts, ("refuse", "mask")),
+        ):
+            if given not in allowed:
+                raise UserError(
+                    f"model.{name} is {given!r}. {suggestion(given, allowed)}Allowed: {', '.join(allowed)}."
+                )
+        for name in ("generate_batch", "score_batch", "max_prompt_tokens"):
+            at_least(f"model.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDataConfig:
+    """The prompts."""
+
+    train: str = "tasks:train"
+    """tasks:train, or a .jsonl file of records with "prompt" and what the rewards read."""
+    heldout: str = "tasks:heldout"
+    """tasks:heldout, or a file."""
+    tasks: list[str] | None = None
+    """Kinds of the packaged tasks; null: all."""
+    levels: list[int] | None = None
+    """Difficulties of the packaged tasks, 1 to 3; null: all."""
+    size: int = 1900
+    """Records of tasks:train."""
+    heldout_per_task: int = 15
+    """Records of each kind in tasks:heldout."""
+    written: str | None = None
+    """Given answers for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
+    written_batch: int = 32
+    """Given answers per update."""
+
+    def __post_init__(self) -> None:
+        for name in ("size", "heldout_per_task", "written_batch"):
+            at_least(f"data.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEvaluationConfig:
+    """Held-out evaluation: fixed seeds, the rollout's distribution, averaged weights."""
+
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
+    """Answers per prompt, one for each seed; one more is greedy."""
+    every: int = 0
+    """Iterations between two evaluations on the way; 0: only before and after."""
+    prompts_on_the_way: int | None = 96
+    """Held-out prompts of those, evenly spaced, with the first seed; null: all."""
+    rewards: dict[str, RewardTerm] = field(default_factory=lambda: {"task_answer": RewardTerm()})
+    """label -> reward to report besides those trained on; weights play no part."""
+    correctness: str | None = "task_answer"
+    """The reward that says right or wrong; null where none does."""
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
+            raise UserError(
+                f"evaluation.seeds is {self.seeds}; give different numbers from 0 up, e.g. [0, 1]."
+            )
+        for name, least in (("every", 0), ("prompts_on_the_way", 1)):
+            at_least(f"evaluation.{name}", getattr(self, name), least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """A process reward model that judges the steps of an answer (`visalign.rewards.text.process_reward`)."""
+
+    model: str
+    """A transformers folder or hub id of a token classifier with two labels."""
+    separator: str = "\n"
+    """What ends a step in an answer."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of `ProcessRewardModel`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """A vLLM (or other OpenAI-compatible) server that writes the answers; see
+    `visalign.adapters.server.generator`."""
+
+    base_url: str
+    """For example http://localhost:8000/v1."""
+    model: str
+    """The model's name on the server."""
+    logprobs_mode: str = "raw_logprobs"
+    """As the server was started; processed_logprobs is needed for any temperature but 1, top-k and top-p."""
+    max_logprobs: int = 20
+    """As the server was started."""
+    api_key_env: str | None = None
+    """Environment variable with the key; a key has no place in a file."""
+    parallel: int = 64
+    """Requests at a time."""
+    timeout: float = 600.0
+    """Seconds for one answer."""
+    sync_every: int = 1
+    """Iterations between two loads of the adapters into the server; above 1 is off-policy on purpose."""
+    server_folder: str | None = None
+    """The run's folder `server_adapter` as the server sees it; null: the same path."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_logprobs", "parallel", "sync_every"):
+            at_least(f"server.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """What the text jobs share."""
+
+    seed: int = 0
+    """Of the run: prompts, answers, new weights."""
+    model: TextModelConfig = field(default_factory=TextModelConfig)
+    """The language model."""
+    data: TextDataConfig = field(default_factory=TextDataConfig)
+    """The prompts."""
+    rewards: RewardsConfig = field(default_factory=lambda: RewardsConfig(terms={"task_answer": RewardTerm()}))
+    """What is optimised."""
+    rollout: TextRolloutSettings = field(default_factory=TextRolloutSettings)
+    """How answers are made."""
+    process: ProcessConfig | None = None
+    """Rewards of single steps, for ppo, reinforce_pp and remax; null: none."""
+    server: ServerConfig | None = None
+    """Who writes the answers; null: the model itself."""
+    dynamic: DynamicSettings = field(default_factory=DynamicSettings)
+    """Dynamic sampling."""
+    objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
+    """The loss."""
+    optimiser: OptimiserSettings = field(
+        default_factory=lambda: OptimiserSettings(
+            lr=1e-5, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
+        )
+    )
+    """How the weights move; micro_batch counts answers, ema_decay 0 leaves averaging out."""
+    evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
+    """What is measured before, on the way, and after."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Length, checkpoints, machine."""
+
+    def __post_init__(self) -> None:
+        check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
+        at_least("seed", self.seed, 0)
+        check_correctness(self.evaluation.correctness, self.rewards, self.evaluation.rewards)
+        objective = self.objective.build(max_new_tokens=self.rollout.max_new_tokens)
+        if objective.value and self.model.value == "none":
+            raise UserError(
+                f"objective.algorithm={self.objective.algorithm} fits a value function, and model.value is "
+                "none. Set model.value to shared (a head on the policy) or separate (a network of its own)."
+            )
+        if self.server is not None and self.model.lora is None:
+            raise UserError(
+                "server loads adapters between two iterations, and model.lora is null: whole models cannot "
+                "be handed over. Set model.lora={rank: 16, alpha: 32}, or leave server out."
+            )
+        if self.server is not None and objective.correction is None:
+            raise UserError(
+                "server: another engine's log-probs differ a little from the policy's, and nothing corrects "
+                "for it. Set objective.changes={correction: {level: token, mode: truncate, high: 2.0}}."
+            )
+        if objective.ptx and self.data.written is None:
+            raise UserError(
+                f"objective.algorithm={self.objective.algorithm} has a ptx term, and data.written is null. "
+                "Set data.written to a file of records with prompt and completion, or to tasks:train."
+            )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reinforcement learning of a text policy as a job: what `text_grpo` and `text_ppo` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from visalign.pipelines.shared.parts import build_accelerator, heldout_metrics
+
+from .config import TextConfig
+from .parts import (
+    build_log_partition,
+    build_process,
+    build_server,
+    build_text_policy,
+    build_value_model,
+    build_written,
+    prepare,
+    syncing,
+)
+from .run import TextJob, evaluator, keeping_of, run_text
+
+
+def run(config: TextConfig, output: Path, resume: bool, *, pipeline: str) -> dict[str, Any]:
+    """Run the job; see `visalign.pipelines.text.run.run_text`."""
+    return run_text(config, output, resume, pipeline=pipeline, build=_build)
+
+
+def _build(config: TextConfig, output: Path) -> TextJob:
+    """Everything a run needs; reads, writes nothing."""
+    from visalign.training.loop.progress import TrainingProgress
+    from visalign.training.text.trainer import TextTrainer
+    from visalign.training.text.trajectories import needs_reference
+
+    accelerator = build_accelerator(config.run, output)
+    inputs = prepare(config)
+    objective = config.objective.build(max_new_tokens=config.rollout.max_new_tokens)
+    policy = build_text_policy(
+        config.model, accelerator.device, config.seed, reference=needs_reference(objective)
+    )
+    rollout, judge = config.rollout, config.evaluation.correctness
+    measure = evaluator(policy, inputs.rewards, rollout.sampling, rollout.stopping(), judge)
+    generator = build_server(config, policy)
+    trainer = TextTrainer(
+        policy,
+        inputs.reward,
+        inputs.records,
+        rollout=config.rollout,
+        objective=config.objective,
+        optimiser=config.optimiser,
+        dynamic=config.dynamic,
+        keeping=keeping_of(config, output),
+        seed=config.seed,
+        accelerator=accelerator,
+        generator=generator,
+        after_update=syncing(config, policy, generator, output),
+        value_model=build_value_model(config.model, accelerator.device),
+        log_partition=build_log_partition(config, policy),
+        process=build_process(config, policy),
+        written=build_written(config, policy, inputs.written),
+        evaluate=lambda _: heldout_metrics(measure(inputs.some, config.evaluation.seeds[:1])),
+        progress=TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds),
+    )
+    read = {"data.train": inputs.records, "data.heldout": inputs.heldout}
+    if inputs.written is not None:
+        read["data.written"] = inputs.written
+    return TextJob(policy=policy, trainer=trainer, measure=measure, heldout=inputs.heldout, read=read)
+
+
+def plan(config: TextConfig) -> dict[str, Any]:
+    """Batch arithmetic of a job.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        Groups of entries: batch, objective, evaluation.
+
+    Raises:
+        UserError: something in the configuration cannot be used.
+    """
+    inputs, rollout, pace = prepare(config), config.rollout, config.optimiser
+    answers = rollout.prompts_per_iteration * rollout.group_size
+    updates = config.objective.epochs * pace.updates_per_iteration
+    objective = config.objective.build(max_new_tokens=rollout.max_new_tokens)
+    visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
+    greedy = int(config.evaluation.correctness is not None)
+    whole = 2 * len(inputs.heldout) * (len(config.evaluation.seeds) + greedy)
+    return {
+        "batch": {
+            "training_prompts": len(inputs.records),
+            "answers_per_iteration": answers,
+            "rounds_per_iteration_at_most": config.dynamic.max_rounds if config.dynamic.enabled else 1,
+            "updates_per_iteration": updates,
+            "answers_per_update": answers / pace.updates_per_iteration,
+            "iterations": config.run.iterations,
+            "answers": answers * config.run.iterations,
+        },
+        "objective": {"algorithm": config.objective.algorithm, "source": objective.source},
+        "evaluation": {
+            "heldout_prompts": len(inputs.heldout),
+            "evaluations_on_the_way": visits,
+            "answers": whole + visits * len(inputs.some) * (1 + greedy),
+        },
+    }

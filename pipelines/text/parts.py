@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the configuration of a text job to its objects: policy, heads, records, rewards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from visalign.data.assets import resolve_model
+from visalign.data.sets.answer_files import load_answers, with_completion
+from visalign.data.text_tasks.tasks import TASKS, heldout_tasks, text_tasks
+from visalign.errors import UserError
+from visalign.evaluation.heldout.text import check_text_judge
+from visalign.pipelines.shared.parts import Records, build_records, evenly, no_loading_bars
+from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
+from visalign.training.loop.sampler import PromptSampler
+
+from .config import TextConfig, TextDataConfig, TextModelConfig
+
+if TYPE_CHECKING:
+    from visalign.adapters.causal_lm.policy import CausalLMPolicy
+
+TASKS_TRAIN, TASKS_HELDOUT = "tasks:train", "tasks:heldout"
+"""Names of the packaged records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInputs:
+    """Records and rewards of a job."""
+
+    records: Records
+    heldout: Records
+    some: Records
+    """The held-out records of the evaluations on the way."""
+    rewards: Mapping[str, Any]
+    """label -> reward, those that are trained on and those that are only reported."""
+    reward: Any
+    """The sum that is optimised."""
+    written: Records | None
+    """Given answers for the ptx term, each with prompt and completion."""
+
+
+def prepare(config: TextConfig) -> TextInputs:
+    """Read what the configuration names and check it: all that can be known without the model.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        Records and rewards; nothing is written.
+
+    Raises:
+        UserError, ValueError: something cannot be used, or does not fit the rest.
+        RewardError: a reward that cannot be loaded.
+    """
+    data = config.data
+    records = _records(data.train, "data.train", data, config.seed)
+    heldout = _records(data.heldout, "data.heldout", data, config.seed)
+    rewards = _terms({**config.evaluation.rewards, **config.rewards.terms})
+    judge = config.evaluation.correctness
+    if judge is not None:
+        check_text_judge(judge, rewards[judge], heldout[0])
+    PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, config.seed)
+    written = None
+    if data.written is not None:
+        written = _written(data.written, data, config.seed)
+    return TextInputs(
+        records=records,
+        heldout=heldout,
+        some=evenly(heldout, config.evaluation.prompts_on_the_way),
+        rewards=rewards,
+        reward=_sum(config.rewards, rewards),
+        written=written,
+    )
+
+
+def _records(source: str, field: str, data: TextDataConfig, seed: int) -> Records:
+    tasks = TASKS if data.tasks is None else tuple(data.tasks)
+    chosen: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
+    try:
+        if source == TASKS_TRAIN:
+            return text_tasks(data.size, seed=seed, split="train", tasks=tasks, **chosen)
+        if source == TASKS_HELDOUT:
+            return heldout_tasks(data.heldout_per_task, tasks=tasks, **chosen)
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from error
+    if source.startswith("tasks:"):
+        raise UserError(
+            f"{field} is {source!r}; the packaged records are {TASKS_TRAIN} and {TASKS_HELDOUT}, anything "
+            "else is a .jsonl file."
+        )
+    return build_records(source, field)
+
+
+def _written(source: str, data: TextDataConfig, seed: int) -> Records:
+    """Given answers; a file may hold several for a prompt."""
+    if source.startswith("tasks:"):
+        records = _records(source, "data.written", data, seed)
+        return [with_completion(r, f"data.written: record {i}", "solution") for i, r in enumerate(records)]
+    try:
+        return load_answers(source, "completion")
+    except UserError as error:
+        raise UserError(f"data.written: {error}") from error
+
+
+def _terms(terms: Mapping[str, RewardTerm]) -> dict[str, Any]:
+    from visalign.rewards.text.catalogue import load_text_reward
+
+    return {label: load_text_reward(term.name or label, **term.options) for label, term in terms.items()}
+
+
+def _sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
+    from visalign.rewards.text.weighted_sum import WeightedTextSum
+
+    fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
+    normalise: Any = fixed if config.normalise == "fixed" else config.normalise
+    return WeightedTextSum(
+        {label: (rewards[label], term.weight) for label, term in config.terms.items()},
+        normalise=normalise,
+        allow_mixed_units=config.allow_mixed_units,
+    )
+
+
+def build_text_policy(
+    model: TextModelConfig, device: torch.device, seed: int, *, reference: bool = True
+) -> CausalLMPolicy:
+    """The language model on its device, with its adapters and its value head.
+
+    Args:
+        model: the configuration's section.
+        device: where it goes.
+        seed: of new weights.
+        reference: keep what `reference()` needs.
+
+    Raises:
+        UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
+    """
+    from visalign.adapters.causal_lm.loading import load_causal_lm
+    from visalign.adapters.causal_lm.lora import text_lora
+    from visalign.adapters.causal_lm.policy import CausalLMPolicy
+    from visalign.adapters.causal_lm.value_head import ValueHead
+
+    with no_loading_bars():
+        network, tokenizer = load_causal_lm(resolve_model(model.path), dtype=getattr(torch, model.dtype))
+    lora = None
+    if model.lora is not None:
+        targets = model.lora.target_modules
+        chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
+        lora = text_lora(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
+    head = None
+    if model.value == "shared":
+        head = ValueHead(network.config.get_text_config().hidden_size)
+    moved: Any = network
+    return CausalLMPolicy(
+        moved.to(device),
+        tokenizer,
+        lora=lora,
+        prompts=_encoder(model, tokenizer),
+        value_head=head,
+        max_prompt_tokens=model.max_prompt_tokens,
+        long_prompts=model.long_prompts,  # type: ignore[arg-type]  # checked by TextModelConfig
+        autocast=None if model.autocast is None else getattr(torch, model.autocast),
+        gradient_checkpointing=model.gradient_checkpointing,
+        reference=reference,
+        generate_batch=model.generate_batch,
+        score_batch=model.score_batch,
+    )
+
+
+def _encoder(model: TextModelConfig, tokenizer: Any) -> Any:
+    from visalign.adapters.causal_lm.chat import PromptEncoder
+
+    as_chat = model.chat == "chat" or (model.chat == "auto" and bool(tokenizer.chat_template))
+    return PromptEncoder(tokenizer, plain_as_chat=as_chat, system=model.system)
+
+
+def build_value_model(model: TextModelConfig, device: torch.device) -> Any:
+    """The value network of its own, or None."""
+    if model.value != "separate":
+        return None
+    from visalign.adapters.causal_lm.value_head import ValueModel
+
+    with no_loading_bars():
+        return ValueModel.from_pretrained(
+            resolve_model(model.path), dtype=getattr(torch, model.dtype), device=str(device)
+        )
+
+
+def build_log_partition(config: TextConfig, policy: CausalLMPolicy) -> Any:
+    """log Z for an objective of trajectory balance, else None."""
+    objective = config.objective.build(max_new_tokens=config.rollout.max_new_tokens)
+    if objective.surrogate != "flow_balance":
+        return None
+    from visalign.adapters.causal_lm.log_partition import PromptLogPartition
+
+    return PromptLogPartition(policy, seed=config.seed)
+
+
+def build_written(config: TextConfig, policy: CausalLMPolicy, written: Sequence[Any] | None) -> Any:
+    """The stream of given answers, or None."""
+    if written is None:
+        return None
+    from visalign.adapters.causal_lm.written_answers import WrittenBatches
+    from visalign.adapters.causal_lm.written_lengths import fitting_answers
+
+    try:
+        fitting_answers(policy, written, too_long="refuse")
+    except UserError as error:
+        raise UserError(f"data.written: {error}") from error
+    return WrittenBatches(policy, written, size=config.data.written_batch, seed=config.seed)
+
+
+class _Process:
+    """A process reward model that reads rollouts of the policy's tokenizer."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    def score_rollout(self, rollout: Any) -> Any:
+        """Judge the steps of every answer."""
+        return self._model.score_rollout(rollout, tokenizer=self._tokenizer)
+
+
+def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
+    """The judge of steps, or None."""
+    process = config.process
+    if process is None:
+        return None
+    from visalign.rewards.text.process_reward import ProcessRewardModel
+
+    model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
+    return _Process(model, policy.tokenizer)
+
+
+def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
+    """The server that writes the answers, or None.
+
+    Raises:
+        UserError: the environment variable of the key is not set, or an option the generator refuses.
+    """
+    server = config.server
+    if server is None:
+        return None
+    from visalign.adapters.server.generator import ServerGenerator
+
+    key = None if server.api_key_env is None else os.environ.get(server.api_key_env)
+    if server.api_key_env is not None and key is None:
+        raise UserError(
+            f"server.api_key_env is {server.api_key_env}, and there is no such environment variable. Set it "
+            "to the server's key, or leave api_key_env null."
+        )
+    mode: Any = server.logprobs_mode
+    return ServerGenerator.for_policy(
+        policy,
+        server.base_url,
+        server.model,
+        api_key=key,
+        logprobs_mode=mode,
+        max_logprobs=server.max_logprobs,
+        parallel=server.parallel,
+        timeout=server.timeout,
+    )
+
+
+def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path) -> Any:
+    """What hands the adapters to the server after an iteration's update, or None without a server."""
+    server = config.server
+    if server is None:
+        return None
+    folder = output / "server_adapter"
+
+    last: list[int] = []
+
+    def sync(iteration: int) -> None:
+        if not last or iteration - last[0] >= server.sync_every:
+            last[:] = [iteration]
+            with no_loading_bars():
+                policy.save(folder)
+            generator.sync(folder, server_folder=server.server_folder)
+
+    return sync

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning of a text policy: evaluate, learn given answers, evaluate again, save the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from visalign.errors import UserError
+from visalign.pipelines.shared.parts import build_accelerator, heldout_metrics
+
+from .parts import build_text_policy
+from .run import TextJob, evaluator, keeping_of, run_text
+from .sft_config import TextSFTConfig
+from .sft_inputs import prepare_sft, prompt_keys
+
+__all__ = ["TextSFTConfig", "plan", "run"]
+
+
+def run(config: TextSFTConfig, output: Path, resume: bool = False) -> dict[str, Any]:
+    """Run the job; see `visalign.pipelines.text.run.run_text`."""
+    return run_text(config, output, resume, pipeline="text_sft", build=_build)
+
+
+def _build(config: TextSFTConfig, output: Path) -> TextJob:
+    """Everything a run needs; reads, writes nothing."""
+    from visalign.adapters.causal_lm.written_answers import WrittenBatches
+    from visalign.adapters.causal_lm.written_lengths import fitting_answers
+    from visalign.training.loop.progress import TrainingProgress
+    from visalign.training.text.sft import SFTTrainer
+
+    inputs = prepare_sft(config)
+    accelerator = build_accelerator(config.run, output)
+    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
+    try:
+        fitting = fitting_answers(policy, inputs.answers, too_long=config.data.too_long)
+    except UserError as error:
+        raise UserError(f"data.train: {error}") from error
+    generation, judge = config.generation, config.evaluation.correctness
+    measure = evaluator(policy, inputs.rewards, generation.sampling, generation.stopping(), judge)
+    trainer = SFTTrainer(
+        policy,
+        WrittenBatches(policy, fitting, size=config.data.batch, seed=config.seed),
+        optimiser=config.optimiser,
+        keeping=keeping_of(config, output),
+        accelerator=accelerator,
+        evaluate=lambda _: heldout_metrics(measure(inputs.some, config.evaluation.seeds[:1])),
+        progress=TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds),
+    )
+    return TextJob(
+        policy=policy,
+        trainer=trainer,
+        measure=measure,
+        heldout=inputs.heldout,
+        read={"data.train": inputs.answers, "data.heldout": inputs.heldout},
+        said=lambda state: {
+            "answers": len(fitting),
+            "answers_left_out": len(inputs.answers) - len(fitting),
+            "heldout_prompts_trained_on": inputs.seen,
+            "epochs": state.samples / len(fitting),
+        },
+    )
+
+
+def plan(config: TextSFTConfig) -> dict[str, Any]:
+    """Batch arithmetic of a job.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        Groups of entries: batch, evaluation.
+
+    Raises:
+        UserError: something in the configuration cannot be used.
+    """
+    inputs, pace, length = prepare_sft(config), config.optimiser, config.run.iterations
+    updates = length * pace.updates_per_iteration
+    visits = length // config.evaluation.every if config.evaluation.every else 0
+    first = len(config.evaluation.seeds) + 1  # one more is greedy
+    return {
+        "batch": {
+            "answers": len(inputs.answers),
+            "prompts": len(prompt_keys(inputs.answers)),
+            "heldout_prompts_trained_on": inputs.seen,
+            "answers_per_update": config.data.batch,
+            "updates": updates,
+            "epochs": updates * config.data.batch / len(inputs.answers),
+            "iterations": length,
+        },
+        "evaluation": {
+            "heldout_prompts": len(inputs.heldout),
+            "evaluations_on_the_way": visits,
+            "answers": 2 * len(inputs.heldout) * first + 2 * visits * len(inputs.some),
+        },
+    }

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The card of a trained judge: data, steps, time, held-out numbers as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from visalign.training.reward.tasks import TASKS
+
+from .config import RewardModelConfig, TrainRewardConfig
+
+MEANING = {
+    "accuracy": "pairs on the right side, where the truth is clear",
+    "accuracy_all": "pairs on the right side, all whose truth is known",
+    "nll": "negative log-likelihood of a vote, nats",
+    "ece": "expected calibration error against the votes, 10 bins",
+    "std_mean": "mean standard deviation of a difference",
+    "std_auroc": "AUROC of that standard deviation for pairs on the wrong side (0.5: no use)",
+    "std_auroc_votes": "AUROC of it for pairs against the majority of the votes",
+    "std_auroc_lead": "the same among pairs of equal lead",
+    "mass_low": "probability of all answers that are read, its 1 % quantile over the examples",
+    "mae": "mean absolute error of the rating",
+    "srcc": "Spearman correlation with the mean opinion score",
+}
+
+READERS = {
+    "hpsv3": "visalign.rewards.hpsv3.judge.HPSv3",
+    "yes_no": "visalign.rewards.questions.reward_dance.RewardDance",
+    "pair": "visalign.rewards.questions.reward_dance_pairs.RewardDancePairs",
+    "rating": "visalign.rewards.questions.visual_quality_r1.VisualQuality",
+    "checklist": "visalign.rewards.questions.vision_reward.VisionReward",
+    "ict": "visalign.rewards.scorers.ict.Ict",
+    "hp": "visalign.rewards.scorers.hp.Hp",
+}
+
+
+def reward_card(
+    config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: Sequence[str] = ()
+) -> str:
+    """The text of README.md.
+
+    Args:
+        config: of the job.
+        summary: of the run, with before, after, updates, training_seconds.
+        examples: size of the training set.
+        notes: further lines, of the judge.
+    """
+    model, data = config.model, config.data
+    before, after = summary["before"], summary["after"]
+    rows = [
+        f"| {MEANING.get(name, name)} | {_number(before.get(name))} | {_number(value)} |"
+        for name, value in after.items()
+    ]
+    labels = kinds = ""
+    if TASKS[config.objective.task].labels == "triples":
+        labels = f", labels: cosines of `{model.path}` truncated at {data.theta:g}"
+    elif data.train == "shapes:pairs":
+        labels = f", labels: {data.labels}"
+        kinds = f", pairs that differ in {', '.join(data.kinds)}"
+    lines = [
+        f"# A judge of kind {model.kind}",
+        "",
+        f"Trained from `{model.path}` ({_moved(model)}, {summary['trainable_parameters']:,} parameters "
+        f"moved); read by `{READERS[model.kind]}`.",
+        "",
+        "## Training",
+        "",
+        f"- Data: `{data.train}`, {examples:,} examples{labels}{kinds}; {summary['examples']:,} read "
+        f"({summary['epochs']:.2f} epochs).",
+        f"- Loss: {config.objective.task}; {summary['updates']} updates of {data.batch} examples.",
+        f"- {summary['training_seconds']:.0f} s of training, the evaluations on the way included.",
+        "- Made by `visalign train-reward`; the run's config.yaml holds every setting.",
+        "",
+    ]
+    if rows:
+        lines += [
+            "## How good it is",
+            "",
+            f"On held-out examples of `{data.heldout}` (no prompt in common with the training data):",
+            "",
+            "| measure | before | after |",
+            "|---|---|---|",
+            *rows,
+            "",
+            "The first column was measured on the first examples alone while the judge was untrained.",
+            "",
+        ]
+    return "\n".join([*lines, *notes])
+
+
+def _moved(model: RewardModelConfig) -> str:
+    return model.train + "".join(f" but `{name}`" for name in model.frozen)
+
+
+def first_notes(judge: Any) -> list[str]:
+    """What is to be said of a judge before it is trained."""
+    if not hasattr(judge, "remember") or not judge.frozen:
+        return []
+    return ["Each picture is asked about once, when it is first read: the first iterations take the longest."]
+
+
+def card_notes(judge: Any) -> list[str]:
+    """What a judge has to say of itself as it is now; most have nothing."""
+    say = getattr(judge, "card_notes", None)
+    return [] if say is None else say()
+
+
+def _number(value: Any) -> str:
+    return "–" if value is None or value != value else f"{value:.4f}"

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checklist judge to be trained: the weights of its answers alone, or with adapters that change the
+answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visalign.rewards.base.failure import failure_reasons
+from visalign.rewards.questions.checklist_data import Checklist
+from visalign.rewards.questions.reward_dance_questions import YES_NO
+from visalign.rewards.questions.vision_reward import CHECKLIST, VisionReward, checklist_of
+from visalign.rewards.vlm.bases import name_base
+from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.requests import check_fields
+from visalign.rewards.vlm.template import JudgeSettings, Template
+from visalign.rewards.vlm.yes_no import NO, YES, token_set
+from visalign.training.reward.batch import Outputs, RewardBatch
+
+from .batches import pair_images, pair_labels, pair_rows
+from .clip_judges import base_name, precision
+from .config import TrainRewardConfig
+from .examples import Example, Examples
+from .vlm_judges import add_lora, load_engine, refuse, shrink
+
+
+class ChecklistJudge:
+    """Weights w ≥ 0 of a checklist, with signs that stay; with train=lora also what the model answers.
+
+    A question whose given weight is negative speaks of a fault and keeps its sign, so that w ≥ 0 says that no
+    question turns round. After each update w is projected, w ← max(w, 0): with train=head the problem is
+    convex, and the updates go to the optimum of `visalign.rewards.questions.checklist_fit.fit_weights`.
+
+    Args:
+        config: of the job.
+        device: where it is trained.
+
+    Raises:
+        FileNotFoundError, ValueError: model.checklist cannot be read.
+
+    VisionReward, arXiv 2412.21059, section 3.
+    """
+
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        self.config, self.engine = config, load_engine(config, device)
+        self.checklist: Checklist = checklist_of(config.model.checklist, self.engine)
+        self.asked = Questions(self.engine, self.checklist)
+        given = torch.tensor(list(self.checklist.rule.weights), device=device)
+        self.sign = torch.where(given < 0, -1.0, 1.0)
+        self.weights = nn.Parameter(given.abs())
+        self.frozen = config.model.train == "head"
+        if not self.frozen:
+            with torch.random.fork_rng():
+                torch.manual_seed(config.seed)
+                add_lora(self.engine.model, config)
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        adapters = [(n, p) for n, p in self.engine.model.named_parameters() if p.requires_grad]
+        return [("weights", self.weights), *adapters]
+
+    def train(self, mode: bool = True) -> None:
+        self.engine.model.train(mode and not self.frozen)
+        self._project()
+
+    @torch.no_grad()
+    def _project(self) -> None:
+        self.weights.clamp_(min=0.0)
+
+    def remember(self, examples: Examples) -> Examples:
+        """The examples with their answers, each picture asked once, where the model that answers is
+        frozen."""
+        return Answered(examples, self.asked) if self.frozen else examples
+
+    def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
+        """Pairs: all left pictures, then all right ones."""
+        labels = pair_labels(examples, heldout=heldout)
+        inputs: Any
+        if self.frozen:
+            known = [e.features for e in examples if e.features is not None]
+            if len(known) < len(examples):  # not through `remember`
+                known = [self.asked.features(example) for example in examples]
+            inputs = torch.cat([torch.stack([both[side] for both in known]) for side in range(2)])
+        else:
+            prompts = [example.prompt for example in examples]
+            inputs = self.asked.rows(pair_images(examples), [*prompts, *prompts])
+        return RewardBatch(inputs=inputs, size=len(examples), **pair_rows(len(examples)), **labels)  # type: ignore[arg-type]
+
+    def __call__(self, inputs: Any) -> Outputs:
+        self._project()
+        said: dict[str, Tensor] = {}
+        if self.frozen:
+            features = inputs.to(self.weights)
+        else:
+            with precision(self.engine.network.device, self.config.model.autocast):
+                found, said["log_mass"] = self.asked.live(*inputs)
+            features = found.to(self.weights)
+        value = features @ (self.sign * self.weights) + self.checklist.rule.intercept
+        return {"value": value, "weights": self.weights, **said}
+
+    def learnt(self) -> Checklist:
+        """The checklist with the weights as they are."""
+        weights = tuple((self.sign * self.weights.detach().clamp(min=0.0)).cpu().tolist())
+        return replace(self.checklist, rule=replace(self.checklist.rule, weights=weights))
+
+    def card_notes(self) -> list[str]:
+        """Lines for the card: what each answer weighs."""
+        found = self.learnt()
+        names = ["(alignment)"] if found.rule.has_alignment else []
+        names += [q for number, q in enumerate(found.questions) if number not in found.rule.masked]
+        rows = [f"| {name} | {w:.3f} |" for name, w in zip(names, found.rule.weights, strict=True)]
+        return ["## Weights", "", "| question | weight of yes |", "|---|---|", *rows, ""]
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        """What `VisionReward` reads: `judge.json` with checklist and base, and the adapters if there are
+        any."""
+        settings, model = self.engine.settings, self.engine.model.eval()
+        folder.mkdir(parents=True, exist_ok=True)
+        base = base_name(self.config.model.path, folder)
+        if not self.frozen:
+            model.save_pretrained(folder)
+            name_base(folder, base)
+        templates = {**settings.templates, **{t.name: t for t in self.asked.templates}}
+        rest = {**settings.rest, "base": base, "checklist": self.learnt().to_dict()}
+        JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
+        shrink(folder, getattr(torch, self.config.model.save_dtype))
+
+
+class Questions:
+    """A checklist's questions to one model, and what its answers count.
+
+    Args:
+        engine: that answers.
+        checklist: what is asked.
+    """
+
+    def __init__(self, engine: Any, checklist: Checklist) -> None:
+        self.engine, self.checklist = engine, checklist
+        self.templates: list[Template] = [engine.template("checklist", CHECKLIST)]
+        if checklist.rule.has_alignment:
+            self.templates.append(engine.template("yes_no", YES_NO))
+        self._words = [
+            [token_set(engine, t.words.get(key), usual) for key, usual in (("yes", YES), ("no", NO))]  # type: ignore[arg-type]
+            for t in self.templates
+        ]
+        self._judge = VisionReward(engine, checklist=checklist)
+        texts = [t.text for t in self.templates[1:]] + list(checklist.questions)
+        self._of_prompt = any("{prompt}" in text for text in texts)
+        self._known: dict[bytes, Tensor] = {}
+
+    @torch.no_grad()
+    def features(self, example: Example) -> Tensor:
+        """[pictures, F] what the rule multiplies with its weights, as `VisionReward` scores; equal pictures
+        are asked once.
+
+        Each picture is asked by itself, so that its last bits do not depend on what it was asked with.
+
+        Args:
+            example: with its pictures.
+
+        Raises:
+            UserError: a picture that the judge does not score.
+        """
+        found = []
+        for image in example.images:
+            text = example.prompt if self._of_prompt else ""
+            key = hashlib.blake2b(image.contiguous().numpy().tobytes() + repr((image.shape, text)).encode())
+            if key.digest() not in self._known:
+                self._known[key.digest()] = self._ask(image, example.prompt)
+            found.append(self._known[key.digest()])
+        return torch.stack(found)
+
+    def _ask(self, image: Tensor, prompt: str) -> Tensor:
+        scores = self._judge.score([image], [prompt])
+        refuse(failure_reasons(scores), [prompt])
+        parts, rule = scores.parts or {}, self.checklist.rule
+        said = torch.stack([parts[question] for question in self.checklist.questions], 1).double()
+        aligned = parts["alignment"].double() if rule.has_alignment else None
+        return rule.features(rule.counted((said + 1) / 2), aligned)[0].float()
+
+    def rows(self, images: Sequence[Tensor], prompts: Sequence[str]) -> tuple[list[Any], int]:
+        """(rows of all questions picture by picture, then of the alignment; number of pictures).
+
+        Raises:
+            UserError: a request that the model cannot read.
+        """
+        both = list(zip(images, prompts, strict=True))
+        asks = [
+            Ask(images=[image], prompt=prompt, fields={"question": question.replace("{prompt}", prompt)})
+            for image, prompt in both
+            for question in self.checklist.questions
+        ]
+        rows, reasons = self.engine.encode(self.templates[0], asks)
+        if len(self.templates) > 1:
+            given = check_fields(self.templates[1])
+            more, why = self.engine.encode(
+                self.templates[1],
+                [Ask(images=[image], prompt=prompt, fields=given) for image, prompt in both],
+            )
+            rows, reasons = [*rows, *more], [*reasons, *why]
+        refuse(reasons, [ask.prompt for ask in asks] + list(prompts))
+        return rows, len(both)
+
+    def live(self, rows: list[Any], count: int) -> tuple[Tensor, Tensor]:
+        """(features [count, F], ln P(yes or no) [count], its mean over the questions) of `rows`, with
+        gradient where it is enabled."""
+        states = self.engine.states(rows)
+        asked = count * len(self.checklist.questions)
+        odds, log_mass = self._odds(states[:asked], 0)
+        masses, aligned = [log_mass.view(count, -1)], None
+        if self.checklist.rule.has_alignment:
+            more, log_mass = self._odds(states[asked:], 1)
+            aligned = more.sigmoid()
+            masses.append(log_mass[:, None])
+        features = self.checklist.rule.features(odds.sigmoid().view(count, -1), aligned)
+        return features, torch.cat(masses, 1).mean(1)
+
+    def _odds(self, states: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+        """Log-odds of yes over no, and the logarithm of what both have of all words."""
+        yes, no = self._words[kind]
+        logits = self.engine.head_logits(states, [*yes, *no])
+        log_mass = (logits.logsumexp(-1) - self.engine.log_total(states)).clamp(max=0.0)
+        return logits[:, : len(yes)].logsumexp(-1) - logits[:, len(yes) :].logsumexp(-1), log_mass
+
+
+class Answered:
+    """Examples whose pictures were asked about: read and asked at their first use, then kept as numbers.
+
+    Args:
+        examples: the set.
+        asked: the questions.
+    """
+
+    def __init__(self, examples: Examples, asked: Questions) -> None:
+        self.examples, self.asked = examples, asked
+        self._kept: dict[int, Example] = {}
+
+    @property
+    def prompts(self) -> frozenset[str]:
+        return self.examples.prompts
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, number: int) -> Example:
+        if number not in self._kept:
+            example = self.examples[number]
+            self._kept[number] = replace(example, images=(), features=self.asked.features(example))
+        return self._kept[number]

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the training of a judge needs besides the judge: checked examples to learn from and to measure on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from visalign.data.sets.checks import check_preferences, check_quality, without_duplicates
+from visalign.data.sets.leaks import refuse_shared_pictures
+from visalign.data.sets.records import PreferenceSet, QualitySet
+from visalign.data.sets.sources import GENERATED, load_source
+from visalign.data.sets.tables import listed
+from visalign.errors import UserError
+from visalign.pipelines.shared.run_inputs import fingerprint
+from visalign.training.reward.tasks import TASKS
+
+from .checks import check_files, pictures, sizes
+from .config import TrainRewardConfig
+from .examples import Examples, FilePairs, FileRatings, ShapesPairs, ShapesRatings, ShapesTriples
+
+_HELDOUT_SEED = 1_000_003
+"""Added to the seed of generated held-out examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardInputs:
+    """Examples of a job."""
+
+    train: Examples
+    heldout: Examples | None
+    notes: tuple[str, ...]
+    """What is odd about the sets but can be worked with."""
+    fingerprints: Mapping[str, str]
+    """data.train, data.heldout, model.checklist -> SHA-256 of what was read from files."""
+
+
+def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
+    """Read what the configuration names and check it: all that can be known without the judge.
+
+    Args:
+        config: the configuration.
+
+    Raises:
+        UserError: missing files, contradictions, all ties, prompts or pictures of the held-out set that are
+            trained on.
+    """
+    data, notes = config.data, list[str]()
+    generated = data.train in GENERATED
+    train = _generated(config) if generated else _read(config, "train", notes)
+    heldout: Examples | None = None
+    if data.heldout in GENERATED:
+        heldout = _generated(config, heldout=True)
+    elif data.heldout is not None:
+        heldout = _read(config, "heldout", notes)
+    if heldout is not None:
+        shared = sorted(train.prompts & heldout.prompts)
+        if shared:
+            raise UserError(
+                f"{len(shared)} prompts (of rated pictures: references) of data.heldout also stand in "
+                f"data.train: {listed([repr(prompt) for prompt in shared])}. What is learnt would be "
+                "measured. Put each prompt into one of the two."
+            )
+        both = {"data.heldout": heldout, "data.train": train}
+        sets = {name: [reference for _, reference in pictures(one)] for name, one in both.items()}
+        notes += refuse_shared_pictures(sets, what="of data.heldout also stand in data.train")
+    check_files(config, train, "data.train")
+    check_files(config, heldout, "data.heldout")
+    notes += sizes(config, train)
+    found = _fingerprints(train, heldout)
+    if config.model.checklist is not None:
+        found["model.checklist"] = _checklist_print(config.model.checklist)
+    return RewardInputs(train=train, heldout=heldout, notes=tuple(notes), fingerprints=found)
+
+
+def _checklist_print(file: str) -> str:
+    """Fingerprint of a checklist that can be read."""
+    from visalign.rewards.questions.checklist_data import Checklist
+
+    try:
+        return fingerprint([Checklist.read(file).to_dict()])
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"model.checklist: {error}") from error
+
+
+def _fingerprints(train: Examples, heldout: Examples | None) -> dict[str, str]:
+    """Of sets from files; generated ones follow from the configuration."""
+    found: dict[str, str] = {}
+    for name, examples in (("data.train", train), ("data.heldout", heldout)):
+        if isinstance(examples, FilePairs):
+            found[name] = fingerprint([pair.to_row() for pair in examples.pairs.pairs])
+        elif isinstance(examples, FileRatings):
+            found[name] = fingerprint([record.to_row() for record in examples.records.records])
+    return found
+
+
+def _generated(config: TrainRewardConfig, *, heldout: bool = False) -> Examples:
+    data = config.data
+    source = data.heldout if heldout else data.train
+    count = (data.heldout_size if heldout else data.size) or 0
+    if not count:
+        raise UserError(
+            f"data.{'heldout_size' if heldout else 'size'} is null, and {source} has no end; give a number."
+        )
+    seed = config.seed + (_HELDOUT_SEED if heldout else 0)
+    split = "heldout" if heldout else "train"
+    if source == "shapes:quality":
+        return ShapesRatings(seed, count, split=split, annotators=data.annotators)
+    if TASKS[config.objective.task].labels == "triples" and not heldout:
+        return ShapesTriples(seed, count, split=split)
+    kinds = (data.heldout_kinds or data.kinds) if heldout else data.kinds
+    return ShapesPairs(seed, count, split=split, labels=data.labels, annotators=data.annotators, kinds=kinds)
+
+
+def _read(config: TrainRewardConfig, which: str, notes: list[str]) -> Examples:
+    """A set of files, checked."""
+    data, name = config.data, f"data.{which}"
+    source = getattr(data, which)
+    limit = data.size if which == "train" else data.heldout_size
+    split = data.train_split if which == "train" else data.heldout_split
+    try:
+        whole = (
+            load_source(source, limit=limit)
+            if split is None
+            else load_source(source, split=split, limit=limit)
+        )
+        if isinstance(whole, QualitySet):
+            return _ratings(config, whole, name)
+        return _pairs(config, whole, which, notes)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def _ratings(config: TrainRewardConfig, records: QualitySet, name: str) -> Examples:
+    if config.model.kind != "rating":
+        raise UserError(
+            f"the set holds single rated pictures, and a judge of kind {config.model.kind} learns from "
+            "pairs. Give a set with image_left and image_right, or model.kind rating."
+        )
+    check_quality(records)
+    low = min(record.mos for record in records.records)
+    high = max(record.mos for record in records.records)
+    if not (1 <= low and high <= 5):
+        raise UserError(
+            f"mos of the set goes from {low:g} to {high:g}; this judge answers from 1 to 5. Rescale the "
+            "column."
+        )
+    return FileRatings(records)
+
+
+def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: list[str]) -> Examples:
+    if config.model.kind == "rating":
+        raise UserError("the set holds pairs, and a judge of kind rating learns from image and mos.")
+    findings = check_preferences(pairs, judge_sees_sides=config.model.kind == "pair")
+    _refuse_contradictions(pairs)
+    notes += [f"data.{which}: {finding.message}" for finding in findings]
+    triples = which == "train" and TASKS[config.objective.task].labels == "triples"
+    folder = Path(str(getattr(config.data, which))).parent
+    return FilePairs(without_duplicates(pairs), triples=triples, folder=folder)
+
+
+def _refuse_contradictions(pairs: PreferenceSet) -> None:
+    """Single labels that say the opposite of one another; disagreement belongs into votes."""
+    said: dict[tuple[str, ...], Counter[bool]] = {}
+    for pair in pairs.pairs:
+        if pair.votes is not None or pair.label not in (0.0, 1.0):
+            continue
+        first, second = sorted((pair.image_left, pair.image_right))
+        wins = (pair.label == 1.0) == (pair.image_left == first)
+        said.setdefault((pair.prompt, first, second), Counter())[wins] += 1
+    odd = [key for key, found in said.items() if len(found) == 2 and found[True] == found[False]]
+    if odd:
+        raise UserError(
+            f"{len(odd)} pairs of '{pairs.name}' are judged as often one way as the other, by single labels: "
+            f"{listed([f'{key[1]} and {key[2]}' for key in odd])}. Count them as votes of one row "
+            "(votes_left, votes_right), or take them out."
+        )

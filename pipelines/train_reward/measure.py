@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out numbers of a judge while it is trained and afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from visalign.training.reward.batch import RewardBatch
+from visalign.training.reward.heldout import LOW, join_pairs, judge_pairs, pair_measures
+from visalign.training.reward.tasks import TASKS
+
+from .batches import in_order
+from .config import TrainRewardConfig
+from .examples import Example, Examples
+
+ON_THE_WAY = 400
+"""Held-out examples of the evaluations on the way; the last one takes all."""
+
+
+class Measure:
+    """Measures a judge with the weights that it has; several processes share the examples, each counted once,
+    and all of them get the numbers.
+
+    Args:
+        config: of the job.
+        judge: with `encode(examples, heldout=True)`.
+        heldout: what is measured on; None measures nothing.
+        processes: (i, n): this one's number and how many there are.
+    """
+
+    def __init__(
+        self,
+        config: TrainRewardConfig,
+        judge: Any,
+        heldout: Examples | None,
+        processes: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.config, self.judge, self.heldout = config, judge, heldout
+        self.processes = processes
+        self.size = 0 if heldout is None else len(heldout)
+
+    def __call__(self, *, final: bool = False) -> dict[str, float]:
+        """Names and numbers; all processes call it together.
+
+        Args:
+            final: on all held-out examples, not on the first `ON_THE_WAY`.
+        """
+        if self.heldout is None:
+            return {}
+        count = self.size if final else min(self.size, ON_THE_WAY)
+        if self.config.model.kind == "rating":
+            return self._ratings(count)
+        task = TASKS[self.config.objective.task]
+        own = [(number, judge_pairs(self.judge, [batch], task)) for number, batch in self._batches(count)]
+        return pair_measures(join_pairs(self._of_all(own)))
+
+    def _batches(self, count: int) -> Iterator[tuple[int, RewardBatch]]:
+        assert self.heldout is not None
+        first = _First(self.heldout, count)
+        return in_order(first, self._encode, size=self.config.evaluation.batch, part=self.processes)
+
+    def _of_all(self, own: list[tuple[int, Any]]) -> list[Any]:
+        """What the processes found of their batches, in the order of the batches."""
+        found = own
+        if self.processes[1] > 1:
+            from accelerate.utils import gather_object
+
+            found = gather_object(own)
+        return [value for _, value in sorted(found, key=lambda pair: pair[0])]
+
+    def _encode(self, examples: Sequence[Example]) -> RewardBatch:
+        return self.judge.encode(examples, heldout=True)
+
+    @torch.no_grad()
+    def _ratings(self, count: int) -> dict[str, float]:
+        from visalign.evaluation.statistics.correlations import srcc
+
+        self.judge.train(False)
+        own = []
+        for number, batch in self._batches(count):
+            assert batch.target is not None
+            outputs = self.judge(batch.inputs)
+            said, mass = outputs["value"].cpu().double(), outputs["log_mass"].cpu().double().exp()
+            own.append((number, torch.stack([said, mass, batch.target.double()])))
+        value, mass, target = torch.cat(self._of_all(own), 1)
+        return {
+            "mae": float((value - target).abs().mean()),
+            "srcc": float(srcc(value.numpy(), target.numpy())),
+            "mass_low": float(mass.quantile(LOW)),
+        }
+
+
+class _First:
+    """The first examples of a set."""
+
+    def __init__(self, examples: Examples, count: int) -> None:
+        self.examples, self.count = examples, count
+
+    @property
+    def prompts(self) -> frozenset[str]:
+        return self.examples.prompts
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Example:
+        return self.examples[number]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What judges behind a chat server share: the server, and the way from K answers to a picture's score."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from visalign.interfaces import Scores
+from visalign.rewards.base.contract import Request, RewardError, make_scores
+from visalign.rewards.catalogue import check_options
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.vlm.requests import requests
+from visalign.rewards.vlm.template import Template
+
+from .messages import question
+from .replies import Reply
+from .server import ChatServer
+
+URL, MODEL, KEY = "VISALIGN_JUDGE_URL", "VISALIGN_JUDGE_MODEL", "VISALIGN_JUDGE_KEY"
+"""Environment variables for judges that are named without options, as on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How answers are drawn."""
+
+    answers: int = 1
+    """K of each picture."""
+    seed: int = 0
+    """Of the first answer; the next have the next ones."""
+    temperature: float = 0.0
+    """0 takes the likeliest token always, which gives one answer."""
+    max_new_tokens: int = 1024
+    """Of an answer; a longer one is a failure."""
+
+    def options(self) -> dict[str, Any]:
+        """All of it, as arguments and for an identity."""
+        return {
+            "answers": self.answers,
+            "seed": self.seed,
+            "temperature": self.temperature,
+            "max_new_tokens": self.max_new_tokens,
+        }
+
+    @property
+    def least(self) -> int:
+        """Answers that must be readable: two, where more than one is drawn."""
+        return min(2, self.answers)
+
+
+def connect(
+    name: str, server: ChatServer | None, base_url: str | None, model: str | None, options: dict[str, Any]
+) -> ChatServer:
+    """The server that a judge was given, or that at an address.
+
+    Args:
+        name: of the judge, for messages.
+        server: one that several judges may share, or None.
+        base_url: where it listens, without `server`; by default what `URL` says in the environment, with the
+            key in `KEY` if there is one.
+        model: the served name, without `server`; by default what `MODEL` says.
+        options: of `ChatServer`.
+
+    Raises:
+        RewardError: neither or both were given, or options that `ChatServer` does not have.
+    """
+    if server is not None:
+        if base_url is not None or model is not None or options:
+            raise RewardError(f"{name}: give a server, or base_url, model and options of one, not both.")
+        return server
+    if base_url is None and URL in os.environ:
+        base_url = os.environ[URL]
+        options = {"api_key_env": KEY if KEY in os.environ else None, **options}
+    model = model if model is not None else os.environ.get(MODEL)
+    if base_url is None or model is None:
+        raise RewardError(
+            f"{name}: base_url is {base_url!r} and model {model!r}; give the address of an OpenAI-compatible "
+            'server, e.g. "http://localhost:8000/v1", and the name under which it serves the model, or set '
+            f"{URL} and {MODEL} in the environment."
+        )
+    arguments = {"base_url": base_url, "model": model, **options}
+    check_options(name, ChatServer, arguments)
+    return ChatServer(**arguments)
+
+
+def as_template(
+    name: str, given: Template | str | None, default: Template, *, needed: Sequence[str] = ("prompt",)
+) -> Template:
+    """The template that a judge was given, or its own; a text becomes one with the same pictures.
+
+    Args:
+        name: of the judge, for messages.
+        given: a template, a text with names in braces, or None.
+        default: the judge's own.
+        needed: names that it must hold.
+
+    Raises:
+        RewardError: a name is missing, or the number of pictures is another.
+    """
+    template = given if isinstance(given, Template) else default
+    if isinstance(given, str):
+        labels = [part["text"] for part in _parts(default)[:-1] if part["type"] == "text"]
+        template = question(
+            default.name, given, pictures=labels or [""] * default.images, words=default.words
+        )
+    if missing := [field for field in needed if field not in template.fields]:
+        raise RewardError(
+            f"{name}: the template has no {{{missing[0]}}}; write it where the text is to stand. A template "
+            f"needs {', '.join(f'{{{field}}}' for field in needed)}."
+        )
+    if template.images != default.images:
+        raise RewardError(
+            f"{name}: the template has {template.images} slots for pictures, needed are {default.images}."
+        )
+    return template
+
+
+def rate(
+    server: ChatServer,
+    template: Template,
+    request: Request,
+    read: Callable[[Reply], Mapping[str, float]],
+    *,
+    unit: str,
+    drawing: Drawing,
+    top_logprobs: int = 0,
+    fields: Mapping[str, str] | None = None,
+) -> Scores:
+    """Scores of B pictures, each the mean of its readable answers.
+
+    Args:
+        server: that is asked.
+        template: what is asked.
+        request: images and prompts.
+        read: gives "value" and parts of one answer, or raises AnswerError.
+        unit: of the value.
+        drawing: how answers are drawn.
+        top_logprobs: alternatives of the first token to ask for.
+        fields: further names that the template fills.
+
+    Returns:
+        Mean of the n readable answers; where more than one is drawn also their standard deviation s (ddof 1)
+        as the part "spread", the standard error of the mean, s/√n, as `std`, and the part "readable", their
+        share. `text` is the first of them.
+    """
+    size = len(request)
+    reasons = list(request.images.reasons)
+    rows, asks = requests(request, template, reasons, fields)
+
+    def reader(reply: Reply) -> tuple[Mapping[str, float], str]:
+        return read(reply), reply.text
+
+    found = server.ask(template, asks, read=reader, top_logprobs=top_logprobs, **drawing.options())
+    columns: dict[str, torch.Tensor] = {}
+    text = [""] * size
+    std = torch.full((size,), torch.nan)
+    for row, answers in zip(rows, found, strict=True):
+        known = [answer for answer in answers if not isinstance(answer, AnswerError)]
+        if len(known) < drawing.least:
+            reasons[row] = failed(answers)
+            continue
+        text[row] = known[0][1]
+        told = {key: math.fsum(parts[key] for parts, _ in known) / len(known) for key in known[0][0]}
+        if drawing.answers > 1:
+            spread = float(torch.tensor([parts["value"] for parts, _ in known], dtype=torch.float64).std())
+            told |= {"readable": len(known) / len(answers), "spread": spread}
+            std[row] = spread / math.sqrt(len(known))
+        for key, value in told.items():
+            columns.setdefault(key, torch.full((size,), torch.nan))[row] = value
+    value = columns.pop("value", torch.full((size,), torch.nan))
+    scores = make_scores(value, reasons, unit, parts=columns, text=text)
+    if drawing.answers == 1:
+        return scores
+    return replace(scores, std=torch.where(scores.valid, std, torch.nan))
+
+
+def failed(answers: Sequence[Any]) -> str:
+    """Why too few of a picture's answers can be used.
+
+    Args:
+        answers: K, of which one at least is an AnswerError.
+    """
+    first = next(str(answer) for answer in answers if isinstance(answer, AnswerError))
+    if len(answers) == 1:
+        return first
+    count = sum(isinstance(answer, AnswerError) for answer in answers)
+    return f"{count} of {len(answers)} answers failed, the first so: {first}"
+
+
+def _parts(template: Template) -> list[Mapping[str, Any]]:
+    content = template.messages[-1]["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-GRM: K times principles, critique and points; votes are summed, a meta judge may filter them.
+
+Source: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", arXiv 2504.02495, section 4:
+pointwise scores of 1 to 10, k samples whose scores are added, and a meta reward model that keeps the k_meta
+best samples. There answers of a language model are judged; here it is a picture, by a served vision-language
+model, and the meta judge is a model that is asked whether the critique is right, its log-odds of yes being
+the meta score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.reading.ratings import boxed_scores
+from visalign.rewards.vlm.requests import requests
+from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.tokens import Ask
+from visalign.rewards.vlm.yes_no import MIN_MASS
+
+from .asking import Drawing, as_template, connect, failed
+from .logprobs import read_yes_no
+from .messages import question
+from .replies import Reply
+from .server import ChatServer
+
+LOW, HIGH = 1.0, 10.0
+TOP_LOGPROBS = 20
+
+CRITIQUE = question(
+    "deepseek_grm",
+    "This picture was generated from the caption: {prompt}\n"
+    "First write the principles by which it should be judged, with a weight in percent for each. "
+    "Then write a critique of the picture by each of them. At the end give one whole score from 1 to 10 for "
+    r"the picture, higher for better, as \boxed{score}.",
+)
+META = question(
+    "deepseek_grm_meta",
+    "This picture was generated from the caption: {prompt}\nA judge wrote of it:\n{critique}\n"
+    "Are the judge's principles fitting, its statements about the picture true, and its score just? Answer "
+    "with one word, yes or no.",
+    words={"yes": ("yes",), "no": ("no",)},
+)
+
+
+class DeepSeekGRM:
+    """Sum of the scores, 1 to 10 each, of K samples, or of the k_meta that a meta judge rates highest.
+
+    Where samples cannot be read the sum is scaled to the full number, K·mean, so that a failure is no low
+    vote; at least two must be readable. `std` is the standard error of that sum, K·s/√n. The parts hold
+    "mean", the mean score; "votes", the samples that were summed; with a meta judge "meta", the mean log-
+    odds of the kept ones.
+    """
+
+    name = "deepseek_grm"
+    higher_is_better = True
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        model: str | None = None,
+        *,
+        server: ChatServer | None = None,
+        answers: int = 8,
+        k_meta: int | None = None,
+        meta_server: ChatServer | None = None,
+        template: Template | str | None = None,
+        meta_template: Template | str | None = None,
+        min_mass: float = MIN_MASS,
+        seed: int = 0,
+        temperature: float = 1.0,
+        max_new_tokens: int = 2048,
+        **server_options: Any,
+    ) -> None:
+        """Say who is asked, and what; nothing is sent yet.
+
+        Args:
+            base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
+            model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None.
+            server: a `ChatServer` instead of the two.
+            answers: K samples of each picture.
+            k_meta: samples that the meta judge keeps; None asks none.
+            meta_server: of the meta judge; the judge's own when None.
+            template: instead of ours: a `Template`, or the text alone, with {prompt}.
+            meta_template: the same for the meta judge, with {critique}.
+            min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
+            seed: of the first sample.
+            temperature: of the samples.
+            max_new_tokens: of a sample.
+            **server_options: of `ChatServer`.
+
+        Raises:
+            RewardError: options that cannot be used.
+        """
+        if k_meta is not None and not 1 <= k_meta <= answers:
+            raise RewardError(
+                f"{self.name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers})."
+            )
+        if not 0 <= min_mass < 1:
+            raise RewardError(
+                f"{self.name}: min_mass is {min_mass}; allowed are probabilities from 0 up to below 1."
+            )
+        self.server = connect(self.name, server, base_url, model, server_options)
+        self.meta_server = meta_server or self.server
+        self.template = as_template(self.name, template, CRITIQUE)
+        self.meta_template = as_template(self.name, meta_template, META, needed=("critique",))
+        self.drawing = Drawing(
+            answers=answers, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens
+        )
+        self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
+        self.unit = f"sum of {self.votes} scores from 1 to 10"
+        self.range = (self.votes * LOW, self.votes * HIGH)
+        options: dict[str, Any] = {**self.drawing.options(), "k_meta": k_meta}
+        if k_meta is not None:
+            options |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
+            options["min_mass"] = min_mass
+        self.identity = Identity(judge=self.name, **self.server.identity_fields(self.template, **options))
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Summed votes per image; metadata is not looked at."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows, asks = requests(request, self.template, reasons)
+        drawn = self.server.ask(self.template, asks, read=_read, **self.drawing.options())
+        samples = [[said for said in row if not isinstance(said, AnswerError)] for row in drawn]
+        for place, row in enumerate(rows):
+            if len(samples[place]) < self.drawing.least:
+                reasons[row] = failed(drawn[place])
+                samples[place] = []
+        metas = self._meta(asks, samples) if self.k_meta is not None else None
+        size = len(request)
+        columns = {name: torch.full((size,), torch.nan) for name in ("value", "std", "mean", "votes", "meta")}
+        text = [""] * size
+        for place, row in enumerate(rows):
+            if reasons[row] is not None:
+                continue
+            kept, why = _kept(samples[place], None if metas is None else metas[place], self.votes)
+            if not kept:
+                reasons[row] = why
+                continue
+            text[row] = kept[0][1]
+            for name, number in self._summed(kept).items():
+                columns[name][row] = number
+        return self._scores(columns, reasons, text)
+
+    def _meta(
+        self, asks: list[Ask], samples: list[list[tuple[float, str]]]
+    ) -> list[list[float | AnswerError]]:
+        """The meta score of each readable sample."""
+        questions = [
+            replace(ask, fields={"critique": text})
+            for ask, row in zip(asks, samples, strict=True)
+            for _, text in row
+        ]
+        words = self.meta_template.words
+
+        def read(reply: Reply) -> float:
+            yes, no = words.get("yes", ("yes",)), words.get("no", ("no",))
+            return read_yes_no(reply.first_token, yes=yes, no=no, min_mass=self.min_mass).bound
+
+        found = iter(
+            self.meta_server.ask(
+                self.meta_template, questions, read=read, max_new_tokens=1, top_logprobs=TOP_LOGPROBS
+            )
+        )
+        return [[next(found)[0] for _ in row] for row in samples]
+
+    def _summed(self, kept: Sequence[tuple[float, str, float]]) -> dict[str, float]:
+        count = len(kept)
+        mean = math.fsum(score for score, _, _ in kept) / count
+        found = {"value": self.votes * mean, "mean": mean, "votes": float(count)}
+        found["meta"] = math.fsum(meta for _, _, meta in kept) / count
+        if count > 1:
+            spread = math.sqrt(math.fsum((score - mean) ** 2 for score, _, _ in kept) / (count - 1))
+            found["std"] = self.votes * spread / math.sqrt(count)
+        return found
+
+    def _scores(self, columns: dict[str, torch.Tensor], reasons: list[str | None], text: list[str]) -> Scores:
+        value, std, meta = columns.pop("value"), columns.pop("std"), columns.pop("meta")
+        parts = columns if self.k_meta is None else {**columns, "meta": meta}
+        scores = make_scores(value, reasons, self.unit, parts=parts, text=text)
+        return replace(scores, std=std) if self.drawing.answers > 1 else scores
+
+
+def _read(reply: Reply) -> tuple[float, str]:
+    return boxed_scores(reply.text, low=LOW, high=HIGH)[0], reply.text
+
+
+def _kept(
+    samples: Sequence[tuple[float, str]], metas: Sequence[float | AnswerError] | None, votes: int
+) -> tuple[Sequence[tuple[float, str, float]], str]:
+    """(score, text, meta score) of the samples that count, best first; or why there is none."""
+    if metas is None:
+        return [(score, text, math.nan) for score, text in samples], ""
+    rated = [
+        (score, text, meta)
+        for (score, text), meta in zip(samples, metas, strict=True)
+        if not isinstance(meta, AnswerError)
+    ]
+    if not rated:
+        return [], f"the meta judge rated none of {len(samples)} samples: {failed(metas)}"
+    return sorted(rated, key=lambda sample: -sample[2])[:votes], ""

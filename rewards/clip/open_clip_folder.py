@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""open_clip models in a folder that holds everything: loading from wherever it lies, and saving.
+
+The folder is open_clip's own hub layout (its `local-dir:` scheme, version 3), without sub-folders:
+
+- `open_clip_config.json`: {"model_cfg": {"embed_dim", "vision_cfg": {...}, "text_cfg": {...}},
+  "preprocess_cfg": {"mean", "std", "interpolation", "resize_mode"}}. The image size is
+  `vision_cfg.image_size`. A text_cfg with any non-empty `hf_tokenizer_name` makes open_clip read the
+  tokenizer from this same folder (the name itself is not used, so nothing is fetched); without it open_clip's
+  built-in BPE of 49408 tokens is used.
+- `open_clip_model.safetensors`: the state dict of `open_clip.CLIP`; float16 or bfloat16 are widened on
+  loading.
+- `tokenizer.json` and `tokenizer_config.json`, as `PreTrainedTokenizerFast.save_pretrained` writes them. The
+  tokenizer must end each text with its end token by a post-processor (so that cutting to `context_length`
+  keeps it) and have a padding token. With the default `pool_type` "argmax" the end token must have the
+  highest id of all; with "eos" text_cfg's `eos_id` must be its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.rewards.base.contract import RewardError
+
+CONFIG = "open_clip_config.json"
+WEIGHTS = "open_clip_model.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pth")
+
+Tokenizer = Callable[..., Tensor]
+"""Texts -> token ids [N, context_length] int64; takes `context_length`."""
+
+
+def load_open_clip(
+    folder_or_name: str | Path, *, device: str | torch.device = "cpu", precision: str = "fp32"
+) -> tuple[Any, dict[str, Any], Tokenizer]:
+    """Load a contrastive model in evaluation mode.
+
+    Args:
+        folder_or_name: a folder in the format above; a name of the package's own models ("shapes-clip"); a
+            hub id "organisation/model" (or "hf-hub:..."); or "architecture:tag" of open_clip
+            ("ViT-B-32:openai").
+        device: where the model goes.
+        precision: open_clip's precision, "fp32", "bf16" or "fp16".
+
+    Returns:
+        (open_clip model, its preprocess_cfg with size, mean, std, interpolation and resize_mode, tokenizer);
+        the model's parameters do not require gradients.
+
+    Raises:
+        FileNotFoundError: the folder lacks a part.
+        RewardError: the name is unknown, the parts do not fit together, or the tokenizer loses the end token.
+    """
+    import open_clip
+    from safetensors import SafetensorError
+
+    name, tag = _source(folder_or_name)
+    try:
+        model: Any = open_clip.create_model(
+            name, tag, precision=precision, device=str(device), require_pretrained=True, pretrained_text=False
+        )
+        tokenizer = open_clip.get_tokenizer(name)
+    except (RuntimeError, ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
+        raise RewardError(
+            f"The open_clip model {str(folder_or_name)!r} cannot be loaded: {error}. Check that config, "
+            "weights and tokenizer belong together and are complete, and that names can be fetched from "
+            "here."
+        ) from error
+    check_end_token(model, tokenizer)
+    return model.eval().requires_grad_(False), dict(model.visual.preprocess_cfg), tokenizer
+
+
+def save_open_clip(
+    folder: str | Path,
+    model: torch.nn.Module,
+    model_cfg: Mapping[str, Any],
+    tokenizer: Any,
+    *,
+    preprocess_cfg: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> None:
+    """Write a model in the format that `load_open_clip` reads.
+
+    Args:
+        folder: is made; files of the same names are overwritten.
+        model: an `open_clip.CLIP` or `CustomTextCLIP`.
+        model_cfg: embed_dim, vision_cfg and text_cfg that it was built from.
+        tokenizer: transformers tokenizer, or open_clip's wrapper of one.
+        preprocess_cfg: mean, std, interpolation, resize_mode; the model's own when None.
+        dtype: of the floating-point weights on disk.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = preprocess_cfg or getattr(model.visual, "preprocess_cfg", {})
+    keys = ("mean", "std", "interpolation", "resize_mode")
+    config = {
+        "model_cfg": {
+            **model_cfg,
+            "text_cfg": {**model_cfg["text_cfg"], "hf_tokenizer_name": "in this folder"},
+        },
+        "preprocess_cfg": {key: chosen[key] for key in keys if key in chosen},
+    }
+    weights = {
+        key: (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
+        for key, value in model.state_dict().items()
+    }
+    save_file(weights, folder / WEIGHTS)
+    tokenizer.save_pretrained(str(folder))
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    # safetensors makes its file readable by its owner alone; a package's files must be readable by all.
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
+
+
+def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
+    """Make sure that every text, also one that is cut, holds the token that the model pools at.
+
+    Args:
+        model: an open_clip model.
+        tokenizer: its tokenizer.
+
+    Returns:
+        The id of the end token, or None for models that pool elsewhere (last or first position, mean).
+
+    Raises:
+        RewardError: the end token is missing from a short or a long text, or is not where the model looks.
+    """
+    text_model = getattr(model, "text", None)
+    pool = getattr(model, "text_pool_type", None) or getattr(text_model, "pool_type", None)
+    if pool not in ("argmax", "eos"):
+        return None
+    wrapped = getattr(tokenizer, "tokenizer", None)
+    end = getattr(tokenizer, "eot_token_id", None) if wrapped is None else wrapped.eos_token_id
+    if pool == "eos":
+        declared = getattr(model, "text_eos_id", None) or getattr(text_model, "eos_id", None)
+        if declared != end:
+            raise RewardError(
+                f"The model pools at token {declared} (text_cfg.eos_id), the tokenizer's end token is {end}; "
+                "set text_cfg.eos_id to the tokenizer's."
+            )
+    length = int(getattr(tokenizer, "context_length", 77))
+    for name, text in (("short", "a"), ("long", "a " * (2 * length))):
+        row = tokenizer([text])[0]
+        kept = end is not None and bool((row == end).any())
+        if not kept or (pool == "argmax" and int(row.max()) != end):
+            raise RewardError(
+                f"The tokenizer's end token (id {end}) is not what the model pools at in a {name} text cut "
+                f"to {length} tokens (largest id {int(row.max())}), so scores would come from a wrong "
+                "position. Give the tokenizer a post-processor that ends each text with its eos_token, and "
+                "that token the highest id."
+            )
+    return end
+
+
+def open_clip_place(folder_or_name: str | Path) -> Path | None:
+    """The folder that `load_open_clip` reads, or None where open_clip fetches the model itself."""
+    name, _ = _source(folder_or_name)
+    return Path(name.removeprefix("local-dir:")) if name.startswith("local-dir:") else None
+
+
+def _source(folder_or_name: str | Path) -> tuple[str, str | None]:
+    """open_clip's model name and tag for what the user gave."""
+    path = Path(str(folder_or_name).removeprefix("local-dir:"))
+    if not path.is_dir():
+        from visalign.data.assets import resolve_model
+
+        path = Path(resolve_model(folder_or_name))
+    if path.is_dir():
+        _check_folder(path)
+        return f"local-dir:{path}", None
+    name = str(folder_or_name)
+    if name.startswith("hf-hub:"):
+        return name, None
+    if ":" in name:
+        architecture, _, tag = name.partition(":")
+        return architecture, tag
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        return f"hf-hub:{name}", None
+    raise RewardError(
+        f"There is no CLIP model {name!r}. Allowed: an existing folder with {CONFIG}, 'shapes-clip', a hub "
+        "id 'organisation/model', or open_clip's 'architecture:tag' such as 'ViT-B-32:openai'."
+    )
+
+
+def _check_folder(folder: Path) -> None:
+    """Name the missing part before open_clip falls back to random weights or to the network."""
+    missing = [] if (folder / CONFIG).is_file() else [CONFIG]
+    if not any(file.suffix in _WEIGHT_ENDINGS for file in folder.iterdir()):
+        missing.append(WEIGHTS)
+    if not missing:
+        try:
+            text = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["model_cfg"]["text_cfg"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RewardError(
+                f"{folder / CONFIG} is no open_clip config ({type(error).__name__}: {error}); it needs "
+                "model_cfg with embed_dim, vision_cfg and text_cfg."
+            ) from error
+        if text.get("hf_tokenizer_name"):
+            missing = [name for name in TOKENIZER if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"The model folder {folder} lacks {', '.join(missing)}; needed are {CONFIG}, {WEIGHTS} and the "
+            f"tokenizer's files {', '.join(TOKENIZER)}. Copy the folder again, or build it anew."
+        )

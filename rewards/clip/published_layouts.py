@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' `CLIPModel` folders: strict loading, tokenizers that keep the end token, preprocessing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.checkpoint_files import drop_known, load_strict, read_folder
+
+from .encoder import ClipEncoder, ClipParts
+
+OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]
+OPENAI_STD = [0.26862954, 0.26130258, 0.27577711]
+
+POSITION_IDS = ("position_ids",)
+"""Buffers 0, 1, 2, ... that transformers before 4.31 wrote into the file; nothing learned."""
+
+CLIP_VIT_H_14: dict[str, Any] = {
+    "projection_dim": 1024,
+    "text_config": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "hidden_act": "gelu",
+        "projection_dim": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+        "hidden_act": "gelu",
+        "projection_dim": 1024,
+    },
+}
+"""laion/CLIP-ViT-H-14-laion2B-s32B-b79K, on which PickScore, HPSv2, ICT and HP are fine-tuned."""
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Where image processors are described, by transformers before and from 5.0."""
+
+_RESAMPLING = {2: "bilinear", 3: "bicubic"}
+"""PIL's numbers of the filters that are offered."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precisions of the towers by open_clip's names."""
+
+
+class TextTokenizer:
+    """A transformers tokenizer with open_clip's face: texts -> ids [N, L], the end token kept when cut."""
+
+    def __init__(self, tokenizer: Any, context_length: int) -> None:
+        """Wrap it.
+
+        Args:
+            tokenizer: a transformers tokenizer with an eos_token and a padding token.
+            context_length: L.
+        """
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+
+    def __call__(self, texts: list[str], context_length: int | None = None) -> Tensor:
+        """Token ids, padded to the context length behind the end token."""
+        return self.tokenizer(
+            texts,
+            padding="max_length",
+            truncation=True,
+            max_length=context_length or self.context_length,
+            return_tensors="pt",
+        )["input_ids"]
+
+
+def load_transformers_clip(
+    folder: str | Path,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    config: Mapping[str, Any] | None = None,
+    device: str | torch.device = "cpu",
+    precision: str = "fp32",
+) -> ClipParts:
+    """Load a `CLIPModel` folder, strictly.
+
+    Args:
+        folder: with config.json, weights, and where there are any tokenizer and preprocessor_config.json.
+            Without a tokenizer a vocabulary of 49408 gets CLIP's own, which comes with open_clip.
+        state: the weights, if they are not to be read from the folder.
+        config: of the model, if the folder has no config.json.
+        device: where the towers go.
+        precision: "fp32", "bf16" or "fp16".
+
+    Raises:
+        FileNotFoundError: config.json or weights are missing.
+        RewardError: keys or shapes do not fit, an unknown preprocessing, or no fitting tokenizer.
+    """
+    from transformers import CLIPConfig, CLIPModel
+    from transformers.initialization import no_init_weights
+
+    folder = Path(folder)
+    settings = _read_config(folder, config)
+    with no_init_weights():
+        model: Any = CLIPModel(CLIPConfig.from_dict(dict(settings)))
+    known = read_folder(folder) if state is None else state
+    load_strict(model, drop_known(known, POSITION_IDS), str(folder))
+    model.to(device=torch.device(device), dtype=DTYPES[precision]).eval().requires_grad_(False)
+    tokenizer = _tokenizer(folder, model.config.text_config)
+    return ClipParts(
+        encoder=ClipEncoder(model).eval(),
+        preprocess=_preprocessing(folder, int(model.config.vision_config.image_size)),
+        tokenizer=tokenizer,
+        end=_transformers_end(model.config.text_config, tokenizer),
+        place=folder,
+    )
+
+
+def _read_config(folder: Path, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """config.json of the folder, or else what was given."""
+    file = folder / "config.json"
+    if not file.is_file():
+        if config is None:
+            raise FileNotFoundError(f"The folder {folder} lacks config.json; download it again.")
+        return config
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if settings.get("model_type") != "clip":
+        raise RewardError(
+            f"{file} describes a model of type {settings.get('model_type')!r}; needed is 'clip' (CLIPModel)."
+        )
+    return settings
+
+
+def _tokenizer(folder: Path, text: Any) -> Callable[..., Tensor]:
+    length = int(text.max_position_embeddings)
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        from transformers import AutoTokenizer
+
+        return TextTokenizer(AutoTokenizer.from_pretrained(folder), length)
+    if text.vocab_size != 49408:
+        raise RewardError(
+            f"The folder {folder} holds no tokenizer.json, and a vocabulary of {text.vocab_size} is not "
+            "CLIP's own (49408); copy the tokenizer's files into it."
+        )
+    from open_clip import SimpleTokenizer
+
+    return SimpleTokenizer(context_length=length)
+
+
+def _transformers_end(text: Any, tokenizer: Any) -> int:
+    """The end token's id, after a look that short and long texts hold it where the model pools."""
+    wrapped = getattr(tokenizer, "tokenizer", None)
+    end = tokenizer.eot_token_id if wrapped is None else wrapped.eos_token_id
+    # An eos_token_id of 2 stands in old configs, and transformers then pools at the largest id.
+    pools_at_largest = text.eos_token_id == 2
+    for name, sample in (("short", "a"), ("long", "a " * (2 * text.max_position_embeddings))):
+        row = tokenizer([sample])[0].tolist()
+        if end not in row or (max(row) != end if pools_at_largest else text.eos_token_id != end):
+            wanted = "the largest id" if pools_at_largest else f"token {text.eos_token_id}"
+            raise RewardError(
+                f"The text tower pools at {wanted}, but the tokenizer's end token is {end} and a {name} text "
+                f"ends in {row[-1]}; the tokenizer does not belong to these weights."
+            )
+    return int(end)
+
+
+def _preprocessing(folder: Path, image_size: int) -> dict[str, Any]:
+    """open_clip's preprocess_cfg for what the folder says of it; CLIP's own where it says nothing."""
+    file = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
+    said = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    said = said.get("image_processor", said)
+    size, crop = said.get("size", image_size), said.get("crop_size", image_size)
+    short = size.get("shortest_edge") if isinstance(size, Mapping) else size
+    cropped = (crop["height"], crop["width"]) if isinstance(crop, Mapping) else (crop, crop)
+    squash = isinstance(size, Mapping) and "height" in size
+    edges = (size["height"], size["width"]) if squash else (short, short)
+    if edges != cropped or cropped != (image_size, image_size) or said.get("resample", 3) not in _RESAMPLING:
+        raise RewardError(
+            f"{file}: size {size}, crop_size {crop} and resample {said.get('resample', 3)} are not offered "
+            f"for a model of {image_size} pixels; allowed are resize (resample 2 or 3) and crop to that size."
+        )
+    return {
+        "size": image_size,
+        "mean": list(said.get("image_mean", OPENAI_MEAN)),
+        "std": list(said.get("image_std", OPENAI_STD)),
+        "interpolation": _RESAMPLING[said.get("resample", 3)],
+        "resize_mode": "squash" if squash else "shortest",
+        "crop_rounding": "down",
+    }

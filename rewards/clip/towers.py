@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From images and prompts to the towers' features: read, deduplicated, batched, cached, or with gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visalign.rewards.base.contract import Request, prompt_problem
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
+from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
+from visalign.rewards.weights.resize import checked_shape, model_levels, model_pixels
+
+from .encoder import ClipEncoder, ClipParts
+from .loading import load_clip
+
+IMAGE_CACHE_BYTES = 64 << 20
+"""Default limit of stored image features: 16,384 embeddings of 1024 numbers."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Cosines of those rows that could be judged, and what is to be said of all rows."""
+
+    cosine: Tensor
+    """[n] float32 in [-1, 1] of the rows in `rows`."""
+    rows: list[int]
+    reasons: list[str | None]
+    notes: list[str]
+    cut: Tensor
+    """[B] float32, 1 where the prompt was longer than the context and its end was not read, else 0."""
+
+
+class ClipTowers:
+    """A contrastive model as the judges use it; loaded when it is first needed.
+
+    Equal pictures and equal prompts are encoded once per call, and not again in later calls while their
+    features are in the cache. The cache forgets all when a weight of the model changes.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ClipParts,
+        *,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        batch_size: int = 64,
+        cache_bytes: int = IMAGE_CACHE_BYTES,
+        load: Callable[[], ClipParts] | None = None,
+        preprocess: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Note what is to be loaded.
+
+        Args:
+            model: what `load_clip` takes, or a model that is loaded already.
+            device: where the towers run.
+            precision: of the towers: "fp32", "bf16" or "fp16"; cosines are float32 always.
+            batch_size: images or prompts in one forward pass.
+            cache_bytes: limit of the stored features of images, and again of texts; 0 stores nothing.
+            load: makes the model instead of `load_clip`.
+            preprocess: replaces entries of the model's own preprocessing.
+
+        Raises:
+            ValueError: batch_size below 1, or cache_bytes below 0.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; allowed are whole numbers from 1.")
+        self.source = str(model.place or "") if isinstance(model, ClipParts) else str(model)
+        self.precision = precision
+        self.batch_size = batch_size
+        self.images = FeatureCache(cache_bytes)
+        self.texts = FeatureCache(cache_bytes)
+        self._changes = dict(preprocess or {})
+        self._weights_seen: int | None = None
+        if isinstance(model, ClipParts):
+            self.parts = self._noted(model)
+        else:
+            self._load = load or (lambda: load_clip(model, device=device, precision=precision))
+
+    @cached_property
+    def parts(self) -> ClipParts:
+        """The model with its tokenizer and preprocessing."""
+        with torch.inference_mode(False):  # weights that were made inside it could not be told apart
+            return self._noted(self._load())
+
+    def _noted(self, parts: ClipParts) -> ClipParts:
+        """The same; its weights are those of its files now."""
+        self._print = WeightPrint(parts.encoder, parts.weights)
+        return parts
+
+    @cached_property
+    def preprocess(self) -> dict[str, Any]:
+        """All that happens between pixels and the model, as `model_levels` reads it."""
+        return {**self.parts.preprocess, **self._changes}
+
+    @property
+    def encoder(self) -> ClipEncoder:
+        """The towers."""
+        return self.parts.encoder
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weight files, "" where they are in no folder; of the memory once a weight was changed."""
+        _ = self.parts
+        return str(self._print)
+
+    def identity(self, judge: str, *, head: str = "", **options: Any) -> Identity:
+        """What the numbers of a judge on these towers depend on.
+
+        Args:
+            judge: its name.
+            head: fingerprint of what it has besides the towers.
+            **options: all else that moves a score.
+        """
+        return Identity(
+            judge=judge,
+            model=self.source,
+            weights=f"{self.fingerprint} {head}".rstrip(),
+            preprocessing=self.preprocess,
+            dtype=self.precision,
+            options=options,
+        )
+
+    def clear_cache(self) -> None:
+        """Forget all stored features."""
+        self.images.clear()
+        self.texts.clear()
+
+    def match(self, request: Request) -> Matched:
+        """Cosine of each image and its prompt, where both could be read."""
+        reasons = list(request.images.reasons)
+        notes = self.read_prompts(request.prompts, reasons)
+        cut = torch.tensor([float(bool(note)) for note in notes])
+        rows, picture = self.image_features(request, reasons)
+        if not rows:
+            return Matched(torch.zeros(0), [], reasons, notes, cut)
+        text = self.text_features([request.prompts[row] for row in rows])
+        return Matched(cosine(picture, text), rows, reasons, notes, cut)
+
+    def image_features(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor]:
+        """Embeddings of the images in rows without a reason; notes a reason where a picture is refused.
+
+        Returns:
+            The rows, and [n, D] float32 on the CPU, not normalised.
+        """
+        rows, keys, pictures = [], [], []
+        for row, image in request.images.readable():
+            if reasons[row] is not None:
+                continue
+            try:
+                checked_shape(image.shape[1], image.shape[2], self.preprocess)
+            except ValueError as error:
+                reasons[row] = str(error)
+                continue
+            rows.append(row)
+            keys.append(image_key(image))
+            pictures.append(image)
+        if not rows:
+            return rows, torch.zeros(0)
+
+        def encode(positions: list[int]) -> Tensor:
+            device = self.encoder.device
+            levels = [model_levels(pictures[i], self.preprocess).to(device) for i in positions]
+            return self.encoder.encode_image(self._normalised(torch.stack(levels) / 255)).cpu()
+
+        with self._judging():
+            return rows, encode_once(keys, encode, cache=self.images, batch_size=self.batch_size)
+
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Embeddings [N, D] float32 on the CPU, not normalised, of N prompts."""
+
+        def encode(positions: list[int]) -> Tensor:
+            return self.encoder.encode_text(self.parts.tokenizer([prompts[i] for i in positions])).cpu()
+
+        with self._judging():
+            keys = [text_key(prompt) for prompt in prompts]
+            return encode_once(keys, encode, cache=self.texts, batch_size=self.batch_size)
+
+    def image_features_with_gradient(self, images: Tensor) -> Tensor:
+        """Embeddings of images of one size, differentiable with respect to their pixels and the weights.
+
+        Args:
+            images: [B, 3, H, W] float in [0, 1].
+
+        Returns:
+            [B, D] float32 on the encoder's device, not normalised; the values of `image_features`.
+
+        Raises:
+            ValueError: another shape or dtype, or a picture too elongated.
+        """
+        if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
+            raise ValueError(
+                f"images is {images.dtype} of shape {tuple(images.shape)}; for a gradient give a float "
+                "tensor [B, 3, H, W] in [0, 1]."
+            )
+        return self.encoder.encode_image(self._normalised(model_pixels(images, self.preprocess)))
+
+    def cosine_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] float32 cosines of images [B, 3, H, W] and B prompts, differentiable in the pixels."""
+        if len(images) != len(prompts):
+            raise ValueError(f"{len(images)} images and {len(prompts)} prompts; give one prompt per image.")
+        picture = self.image_features_with_gradient(images)
+        return cosine(picture, self.text_features(prompts).to(picture.device))
+
+    def pixels(self, images: Sequence[Tensor]) -> Tensor:
+        """What the image tower takes, [N, 3, h, w] normalised float32, of N pictures [3, H, W] in [0, 1]."""
+        levels = torch.stack([model_levels(image, self.preprocess) for image in images])
+        return self._normalised(levels / 255)
+
+    def tokens(self, prompts: Sequence[str]) -> Tensor:
+        """What the text tower takes, ids [N, L], of N prompts; too long ones are cut before the end token."""
+        return self.parts.tokenizer(list(prompts))
+
+    def read_prompts(self, prompts: Sequence[str], reasons: list[str | None]) -> list[str]:
+        """Note which prompts are cut; mark those that are empty, no text, or hold the model's own marks."""
+        told = {prompt: ("", prompt_problem(prompt)) for prompt in prompts}
+        sound = [prompt for prompt, (_, problem) in told.items() if problem is None]
+        end = self.parts.end
+        if end is not None and sound:
+            tokenizer = self.parts.tokenizer
+            length = tokenizer(sound[:1]).shape[1]
+            full = tokenizer(sound, context_length=4 * length)
+            # A word behind the prompt shows an end token at its end, which padding may look like.
+            longer = tokenizer([f"{prompt} a" for prompt in sound], context_length=4 * length)
+            for number, prompt in enumerate(sound):
+                ids = longer[number].tolist()
+                behind = ids[ids.index(end) + 1 :] if end in ids else []
+                spelled = "end" if len(set(behind)) > 1 else "start" if self._start in ids[1:] else ""
+                if spelled:
+                    reason = f"the prompt spells out the model's {spelled} token; remove it from the text"
+                    told[prompt] = ("", reason)
+                elif int((full[number] == end).int().argmax()) > length - 1:
+                    told[prompt] = (f"the prompt was cut to {length} tokens", None)
+        for row, prompt in enumerate(prompts):
+            reasons[row] = reasons[row] or told[prompt][1]
+        return [told[prompt][0] for prompt in prompts]
+
+    @cached_property
+    def _start(self) -> int | None:
+        """The token that every text begins with, if there is one."""
+        first = set(self.parts.tokenizer(["a", "two circles", "!"])[:, 0].tolist())
+        return first.pop() if len(first) == 1 else None
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        mean, std = (
+            torch.tensor(self.preprocess[key], device=pixels.device).view(1, 3, 1, 1)
+            for key in ("mean", "std")
+        )
+        return (pixels - mean) / std
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the caches are emptied if a weight changed since they filled."""
+        encoder = self.encoder
+        seen = weight_state(encoder)
+        if seen != self._weights_seen:
+            self.clear_cache()
+            self._weights_seen = seen
+        in_training = [module for module in encoder.modules() if module.training]
+        encoder.eval()
+        try:
+            # Features are kept, and those of inference mode could not meet a gradient later.
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        finally:
+            for module in in_training:
+                module.training = True
+
+
+def cosine(left: Tensor, right: Tensor) -> Tensor:
+    """[N] float32 cosines of the rows of two tensors [N, D]."""
+    product = F.normalize(left.float(), dim=-1) * F.normalize(right.float(), dim=-1)
+    # A product of two normalised rows may end a rounding error above 1.
+    return product.sum(-1).clamp(-1, 1)

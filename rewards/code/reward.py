@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unit tests of generated code, run in the sandbox of `code_sandbox`.
+
+What a test can be (a record's field holds a list of them, or one mapping of the last form):
+
+- {"stdin": text, "stdout": text}: the code is run as a program; line ends and trailing blanks do not count;
+- {"call": "name" or "Class.method", "args": [...], "kwargs": {...}, "expected": value}: plain values;
+- "assert f(2) == 4": Python source, or {"assert": source};
+- {"inputs": [...], "outputs": [...], "fn_name": name or absent}: the layout of APPS and its followers.
+
+Expected outputs and values never enter the sandbox: output and returned values are compared here, so a
+program that ends early, prints "passed" or patches the interpreter earns nothing. An assert of the form
+`assert f(literals) == literal` is turned into such a call. Other asserts are judged inside, next to the code
+that they judge, and report on a pipe whose lines carry a nonce: code that ends early or prints does not pass,
+but code written to deceive can (an object whose == is always true is the simplest). Give calls or programs
+where the policy may learn that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.text.contract import (
+    Prompt,
+    Verdict,
+    after_marker,
+    read_text_request,
+    shortened,
+    text_scores,
+)
+from visalign.rewards.text.fences import extract_code, has_fence
+
+from .sandbox import ISOLATIONS, Limits, Run, run_python
+from .test_forms import UnreadableTests, read_tests
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """One test of one completion."""
+
+    __test__ = False  # for pytest: no test class
+
+    passed: bool
+    remark: str = ""
+
+
+class CodeTests:
+    """Share of the unit tests that the generated code passes, or 1 only where it passes all."""
+
+    range = (0.0, 1.0)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        *,
+        field: str = "tests",
+        setup_field: str | None = None,
+        credit: str = "all",
+        after: str | None = None,
+        whole: bool = False,
+        limits: Mapping[str, float] | Limits | None = None,
+        isolation: str = "auto",
+        packages: bool = False,
+        workers: int = 4,
+        name: str = "code_tests",
+    ) -> None:
+        """Choose what counts and what a run may take.
+
+        Args:
+            field: metadata field with the tests.
+            setup_field: metadata field with source that is put before the code (imports, helpers), or None.
+            credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
+            after: only code behind the last occurrence of this marker counts, e.g. "</think>".
+            whole: take the whole completion as code where it has no fenced block.
+            limits: of one run, see `Limits`.
+            isolation: "auto", "namespaces" or "process", see `code_sandbox`.
+            packages: whether the code may import installed packages.
+            workers: runs at the same time.
+            name: for messages and logs.
+
+        Raises:
+            ValueError: an option that is not allowed.
+        """
+        if credit not in ("all", "share"):
+            raise ValueError(f"{name}: credit is {credit!r}; allowed are 'all' and 'share'.")
+        if isolation not in ISOLATIONS:
+            raise ValueError(f"{name}: isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}.")
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise ValueError(f"{name}: workers is {workers!r}; allowed are whole numbers from 1.")
+        self.name = name
+        self.unit = "1 = all tests pass" if credit == "all" else "share of tests"
+        self._field, self._setup_field, self._credit = field, setup_field, credit
+        self._after, self._whole, self._workers = after, whole, workers
+        self._limits = limits if isinstance(limits, Limits) else _limits(name, limits)
+        self._isolation, self._packages = isolation, packages
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Run the tests of each completion.
+
+        Returns:
+            Scores with the parts "share" and "all"; `text` names the tests that failed. Without tests, or
+            where the sandbox itself broke, a sample is invalid; code that hangs or is missing scores 0.
+
+        Raises:
+            RewardError: isolation="namespaces" and the system refuses them.
+        """
+        request = read_text_request(self.name, completions, prompts, metadata)
+        setups = request.column(self._setup_field) if self._setup_field else [None] * len(request)
+        with ThreadPoolExecutor(max_workers=self._workers) as pool:
+            judged = list(pool.map(self._judge, request.completions, request.column(self._field), setups))
+        shares = [share for _, share in judged]
+        parts = {"share": shares, "all": [float(share == 1) for share in shares]}
+        return text_scores([verdict for verdict, _ in judged], self.unit, parts=parts)
+
+    def run(self, code: str, tests: Any) -> list[TestResult]:
+        """The result of each test of a piece of code.
+
+        Args:
+            code: Python source.
+            tests: as in a metadata record.
+
+        Returns:
+            One result per test.
+
+        Raises:
+            ValueError: tests that cannot be read.
+            RewardError: the sandbox broke.
+        """
+        return self._results(code, read_tests(tests))
+
+    def _results(self, code: str, listed: list[dict[str, Any]]) -> list[TestResult]:
+        results: list[TestResult | None] = [None] * len(listed)
+        inside = [index for index, test in enumerate(listed) if "stdin" not in test]
+        if inside:
+            run = self._run(code, tests=[_without_answer(listed[index]) for index in inside])
+            for number, index in enumerate(inside):
+                results[index] = _test_result(run, number, listed[index])
+        for index, test in enumerate(listed):
+            if "stdin" in test:
+                results[index] = _program_result(self._run(code, stdin=test["stdin"]), test["stdout"])
+        return [result for result in results if result is not None]
+
+    def _run(self, code: str, **what: Any) -> Run:
+        run = run_python(
+            code, limits=self._limits, isolation=self._isolation, packages=self._packages, **what
+        )
+        if run.failure is not None:
+            raise RewardError(f"Reward {self.name!r}: {run.failure}")
+        return run
+
+    def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[Verdict, float]:
+        """A verdict with the share of passed tests."""
+        if tests is None:
+            return Verdict(reason=f"its metadata has no {self._field!r}"), math.nan
+        code, problem = self._code(completion)
+        try:
+            listed = read_tests(tests)
+            if problem:
+                return Verdict(value=0.0, remark=problem), 0.0
+            results = self._results(f"{setup}\n{code}" if setup else code, listed)
+        except UnreadableTests as error:
+            return Verdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan
+        except RewardError as error:
+            if self._isolation == "namespaces":
+                raise
+            return Verdict(reason=str(error)), math.nan
+        share = sum(result.passed for result in results) / len(results)
+        failed = [
+            f"test {number}: {result.remark}" for number, result in enumerate(results, 1) if not result.passed
+        ]
+        remark = "; ".join([f"{len(results) - len(failed)} of {len(results)} passed", *failed[:3]])
+        return Verdict(value=share if self._credit == "share" else float(share == 1), remark=remark), share
+
+    def _code(self, completion: str) -> tuple[str, str | None]:
+        text = after_marker(completion, self._after)
+        if text is None:
+            return "", f"no {self._after}"
+        code = extract_code(text)
+        if code is None and self._whole and not has_fence(text):
+            code = text
+        return (code, None) if code is not None and code.strip() else ("", "no closed code block")
+
+
+def _limits(name: str, given: Mapping[str, float] | None) -> Limits:
+    try:
+        return Limits(**(given or {}))  # type: ignore[arg-type]  # its own check speaks of the values
+    except TypeError as error:
+        allowed = ", ".join(entry.name for entry in fields(Limits))
+        raise ValueError(f"{name}: limits are {given!r}; allowed keys are {allowed}.") from error
+
+
+def _without_answer(test: dict[str, Any]) -> dict[str, Any]:
+    return {key: part for key, part in test.items() if key not in ("expected", "literal")}
+
+
+def _test_result(run: Run, number: int, test: dict[str, Any]) -> TestResult:
+    """The verdict on a test that was run inside: its record, and the comparison that is made here."""
+    record = next((entry for entry in run.records if entry.get("test") == number), None)
+    if record is None:
+        load = next((entry["load_error"] for entry in run.records if "load_error" in entry), None)
+        if load is not None:
+            return TestResult(False, f"the code raised {load}")
+        ended = "the time was over" if run.timed_out else f"the program ended ({run.exit_code})"
+        return TestResult(False, f"{ended} before its result")
+    if "error" in record:
+        return TestResult(False, str(record["error"]))
+    if "assert" in test:
+        return TestResult(True)
+    try:
+        value = decode(record.get("value"))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return TestResult(False, "it returned what cannot be read")
+    if "literal" in test:
+        passed = bool(value == test["literal"][0])
+    else:
+        passed = bool(_listed(value) == _listed(test["expected"]))
+    return TestResult(passed, "" if passed else f"it returned {shortened(value)}")
+
+
+def _program_result(run: Run, expected: str) -> TestResult:
+    if run.timed_out:
+        return TestResult(False, "the time was over")
+    if run.exit_code:
+        last = run.stderr.strip().rpartition("\n")[2]
+        return TestResult(False, f"it ended with {run.exit_code}: {shortened(last)}")
+    if run.stdout_cut:
+        return TestResult(False, "it printed too much")
+    passed = _lines(run.stdout) == _lines(expected)
+    return TestResult(passed, "" if passed else f"it printed {shortened(run.stdout)}")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as lists, all the way down: JSON has no tuples."""
+    if isinstance(value, list | tuple):
+        return [_listed(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _listed(part) for key, part in value.items()}
+    return value
+
+
+def decode(record: Any) -> Any:
+    """The value that `code_child.encode` wrote.
+
+    Raises:
+        ValueError: a record that it did not write.
+    """
+    if record is None or isinstance(record, bool | int | str):
+        return record
+    if not isinstance(record, dict) or len(record) != 1:
+        raise ValueError("no encoded value")
+    kind, content = next(iter(record.items()))
+    if kind == "float":
+        return float.fromhex(content)
+    if kind == "complex":
+        return complex(*map(float.fromhex, content))
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    parts = [[decode(part) for part in pair] if kind == "dict" else decode(pair) for pair in content]
+    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}[kind](parts)

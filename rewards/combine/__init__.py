@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several rewards as one: weighted sum, ensemble, use of uncertainty, calibrated scales.
+
+It needs `base`; it knows no particular judge.
+"""

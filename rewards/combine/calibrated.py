@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of different units on one scale: where a score stands among those of a reference set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.rewards.base.contract import RewardError, make_scores
+from visalign.rewards.base.failure import failure_reasons
+from visalign.rewards.base.identity import Identity
+
+Scale = Literal["quantile", "better"]
+UNITS = {"quantile": "quantile of the reference", "better": "probability better than the reference"}
+
+
+class Calibrated:
+    """A reward as its place among N reference scores r_i of its own, in [0, 1]; higher is better always.
+
+    "quantile": (#{r_i < r} + ½ #{r_i = r}) / N, turned round where lower is better. "better": the mean over
+    i of Φ((r − r_i) / √(σ² + σ_i²)), with the standard deviations of both sides; without any it is the
+    quantile.
+    Rewards calibrated in the same way have one unit and may be added (`WeightedSum`).
+
+    Args:
+        reward: the reward, or its name for `load_reward`.
+        reference: N ≥ 2 valid scores of the reward, or a JSON file {"value": [...], "std": [...]} as `save`
+            writes it.
+        std: N standard deviations of the reference scores; 0 when None.
+        scale: "quantile" or "better".
+        **options: of a reward given by name.
+
+    Raises:
+        ValueError: fewer than two reference scores, values that are not finite, or an unknown scale.
+        RewardError: the file cannot be read.
+    """
+
+    range = (0.0, 1.0)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        reward: PointwiseReward | str,
+        reference: Sequence[float] | Tensor | str | Path,
+        *,
+        std: Sequence[float] | Tensor | None = None,
+        scale: Scale = "better",
+        **options: Any,
+    ) -> None:
+        from visalign.rewards.catalogue import load_reward
+
+        if scale not in UNITS:
+            raise ValueError(f"scale is {scale!r}; allowed are {', '.join(UNITS)}.")
+        self.reward = load_reward(reward, **options) if isinstance(reward, str) else reward
+        if isinstance(reference, str | Path):
+            reference, std = _read(Path(reference))
+        self._value = torch.as_tensor(reference, dtype=torch.float64).flatten()
+        given = torch.zeros_like(self._value) if std is None else torch.as_tensor(std, dtype=torch.float64)
+        self._std = given.flatten()
+        if len(self._value) < 2 or self._std.shape != self._value.shape:
+            raise ValueError(
+                f"{self.reward.name}: {len(self._value)} reference scores and {len(self._std)} deviations; "
+                "give at least two scores, and as many deviations or none."
+            )
+        if not (
+            torch.isfinite(self._value).all() and torch.isfinite(self._std).all() and (self._std >= 0).all()
+        ):
+            raise ValueError(
+                f"{self.reward.name}: the reference holds NaN, infinite or negative deviations; leave "
+                "invalid rows out."
+            )
+        self.scale = scale
+        self.name, self.unit = f"{self.reward.name}_{scale}", UNITS[scale]
+
+    @classmethod
+    def on(
+        cls,
+        reward: PointwiseReward,
+        images: Any,
+        prompts: Sequence[str],
+        metadata: Metadata | None = None,
+        *,
+        scale: Scale = "better",
+    ) -> Calibrated:
+        """Score a reference set and take its valid scores.
+
+        Raises:
+            ValueError: fewer than two images could be judged.
+        """
+        scores = reward.score(images, prompts, metadata)
+        std = None if scores.std is None else scores.std[scores.valid]
+        return cls(reward, scores.value[scores.valid], std=std, scale=scale)
+
+    def save(self, file: str | Path) -> None:
+        """Write the reference scores as JSON."""
+        about = {"reward": self.reward.name, "unit": self.reward.unit}
+        numbers = {"value": self._value.tolist(), "std": self._std.tolist()}
+        Path(file).write_text(json.dumps(about | numbers) + "\n", encoding="utf-8")
+
+    @property
+    def identity(self) -> Identity | None:
+        """The reward's own, with the reference."""
+        own = getattr(self.reward, "identity", None)
+        if not isinstance(own, Identity):
+            return None
+        reference = [self._value.tolist(), self._std.tolist()]
+        return Identity(
+            judge=self.name, model=own.digest, options={"scale": self.scale, "reference": reference}
+        )
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Place of each image's score among the reference; the raw score is the part "raw"."""
+        scores = self.reward.score(images, prompts, metadata)
+        value = scores.value.detach().cpu().double()
+        std = torch.zeros_like(value) if scores.std is None else scores.std.detach().cpu().double()
+        reasons = failure_reasons(scores)
+        for row in range(len(reasons)):
+            if self.scale == "better" and reasons[row] is None and not bool(torch.isfinite(std[row])):
+                reasons[row] = "the reward gave a value without its standard deviation"
+        place = self._place(value, std)
+        if not self.reward.higher_is_better:
+            place = 1 - place
+        return make_scores(
+            place.float(), reasons, self.unit, parts={"raw": scores.value.cpu().float()}, text=scores.text
+        )
+
+    def _place(self, value: Tensor, std: Tensor) -> Tensor:
+        """[B] in [0, 1] for values [B] with deviations [B]; NaN where the value is."""
+        gap = value[:, None] - self._value[None, :]
+        step = (gap.sign() + 1) / 2
+        if self.scale == "better":
+            spread = torch.hypot(std[:, None].nan_to_num(0.0), self._std[None, :])
+            graded = torch.special.ndtr(gap / spread.clamp(min=1e-300))
+            step = torch.where(spread > 0, graded, step)
+        return torch.where(torch.isnan(value), torch.nan, step.mean(1))
+
+
+def _read(file: Path) -> tuple[list[float], list[float] | None]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return list(found["value"]), found.get("std")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RewardError(
+            f"The reference '{file}' cannot be read ({type(error).__name__}: {error}); give JSON with a list "
+            "'value', as Calibrated.save writes it."
+        ) from error

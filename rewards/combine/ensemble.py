@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several judges as one: mean, or a careful bound, and how far the members are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core.rewards.uncertainty import combine_members, penalise
+from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.base.images import as_contract
+
+HOW = ("mean", "min", "lower_bound", "uwo")
+
+
+class Ensemble:
+    """value = mean | min | mean − λ s | mean − λ s² over the members, s their standard deviation.
+
+    "min" is the most careful member, "lower_bound" the lower confidence bound, "uwo" the uncertainty-weighted
+    optimisation of Coste et al.; all as seen by one for whom higher is better (where lower is better, "min"
+    is the largest and the penalty is added).
+
+    `Scores.std` is the total by the law of total variance: √(mean of the members' own variances (aleatoric)
+    + variance between the members (epistemic)); a member that never gives a standard deviation counts as
+    certain. Where one member alone judged a row, total and epistemic are NaN: no spread is known; where a
+    member that gives one gave NaN, total and aleatoric are: that is no certainty. The parts hold each
+    member's score under its label, calibrated where asked, "epistemic", "aleatoric", and "members", how many
+    judged the row.
+
+    Coste et al., Reward Model Ensembles Help Mitigate Overoptimization, arXiv 2310.02743.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, PointwiseReward],
+        *,
+        how: str = "mean",
+        strength: float = 1.0,
+        ddof: int = 1,
+        min_members: int | None = None,
+        calibration: Mapping[str, tuple[float, float]] | None = None,
+        name: str = "ensemble",
+    ) -> None:
+        """Check that the members can be averaged.
+
+        Args:
+            members: label -> reward, two or more.
+            how: "mean", "min", "lower_bound" or "uwo".
+            strength: λ ≥ 0 of the last two.
+            ddof: of the variance between members: 1 unbiased, 0 that of the members themselves.
+            min_members: a row is valid if at least so many members judged it; all when None. Fewer than all
+                lets rows be judged by different members, whose levels may differ.
+            calibration: label -> (mean, std) for every member: its score becomes (r − mean)/std, higher
+                better. Needed where units or directions differ.
+            name: of the ensemble.
+
+        Raises:
+            ValueError: fewer than two members, an unknown `how`, units or directions that differ without a
+                calibration, or a number out of range.
+        """
+        labels = list(members)
+        if len(labels) < 2:
+            raise ValueError(f"{name}: {len(labels)} members; an ensemble needs at least two.")
+        if how not in HOW:
+            raise ValueError(f"{name}: how is {how!r}; allowed are {', '.join(HOW)}.")
+        if not 0 <= strength < math.inf:
+            raise ValueError(f"{name}: strength is {strength}; allowed are finite numbers from 0.")
+        if ddof not in (0, 1):
+            raise ValueError(f"{name}: ddof is {ddof}; allowed are 0 and 1.")
+        needed = len(labels) if min_members is None else min_members
+        least = 2 if how in ("lower_bound", "uwo") else 1
+        if not least <= needed <= len(labels):
+            why = ", as one alone has no spread" if least == 2 else ""
+            raise ValueError(
+                f"{name}: min_members is {needed}; allowed are {least} to {len(labels)}, the members{why}."
+            )
+        _check_scales(name, members, calibration)
+        self.name, self.members = name, dict(members)
+        self.how, self.strength, self.ddof, self.min_members = how, strength, ddof, needed
+        first = members[labels[0]]
+        self._scale = {label: (0.0, 1.0) for label in labels} | dict(calibration or {})
+        self._signs = {label: 1.0 if members[label].higher_is_better else -1.0 for label in labels}
+        self.unit = first.unit if calibration is None else "reference standard deviations"
+        self.higher_is_better = first.higher_is_better if calibration is None else True
+        self.range = self._range()
+
+    @property
+    def identity(self) -> Identity | None:
+        """What the scores depend on, each member's identity; None where a member has none."""
+        found = {label: getattr(member, "identity", None) for label, member in self.members.items()}
+        known = {label: one.digest for label, one in found.items() if isinstance(one, Identity)}
+        if len(known) < len(found):
+            return None
+        numbers = {"strength": self.strength, "ddof": self.ddof, "min_members": self.min_members}
+        options = {"members": known, "how": self.how, "scale": self._scale, **numbers}
+        return Identity(judge="ensemble", model=" + ".join(known), options=options)
+
+    def _range(self) -> tuple[float, float]:
+        ends = []
+        for label, member in self.members.items():
+            low, high = sorted(self._convert(label, float(end)) for end in member.range)
+            ends.append((low, high))
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        if self.how in ("mean", "min") or not self.strength:
+            return (low, high)
+        return (-math.inf, high) if self.higher_is_better else (low, math.inf)
+
+    def _convert(self, label: str, value: Any) -> Any:
+        """A member's score in the ensemble's unit."""
+        mean, std = self._scale[label]
+        sign = 1.0 if self.higher_is_better == (self._signs[label] > 0) else -1.0
+        return sign * (value - mean) / std
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Judge with every member; images are read once for all of them.
+
+        Raises:
+            RewardError: a member raised, or did not return one score per image; by its label.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        found = request.images.readable()
+        rows = torch.tensor([row for row, _ in found], dtype=torch.int64)
+        size, count = len(request), len(self.members)
+        mean = torch.full((count, size), torch.nan, dtype=torch.float64)
+        variance = torch.zeros(count, size, dtype=torch.float64)
+        failures: list[list[str]] = [[] for _ in range(size)]
+        loaded = as_contract([image for _, image in found])
+        texts, records = ([part[row] for row, _ in found] for part in (request.prompts, request.metadata))
+        for number, (label, member) in enumerate(self.members.items()) if found else ():
+            scores = self._ask(label, member, loaded, list(texts), list(records))
+            mean[number, rows] = self._convert(label, scores.value.detach().cpu().double())
+            mean[number, rows[~scores.valid.cpu()]] = torch.nan
+            if scores.std is not None:
+                std = scores.std.detach().cpu().double() / self._scale[label][1]
+                variance[number, rows] = std.square()
+            for row, reason in zip(rows.tolist(), failure_reasons(scores), strict=True):
+                if reason is not None:
+                    failures[row].append(f"{label}: {reason}")
+        return self._combine(mean, variance, list(request.images.reasons), failures)
+
+    def _ask(self, label: str, member: PointwiseReward, images: Any, prompts: Any, metadata: Any) -> Scores:
+        with Naming(label):
+            scores = member.score(images, prompts, metadata)
+        if not isinstance(scores, Scores) or len(scores) != len(prompts):
+            raise RewardError(f"Member {label!r} did not return one score for each of {len(prompts)} images.")
+        return scores
+
+    def _combine(
+        self, mean: Tensor, variance: Tensor, reasons: list[str | None], failures: list[list[str]]
+    ) -> Scores:
+        present = torch.isfinite(mean)
+        number = present.sum(0)
+        for row in (number < self.min_members).nonzero().flatten().tolist():
+            said = "; ".join(failures[row]) or "the scores are not finite numbers"
+            reasons[row] = reasons[row] or f"{int(number[row])} of {len(mean)} members judged it: {said}"
+        sign = 1.0 if self.higher_is_better else -1.0
+        own: Any = "mean" if self.how == "uwo" else self.how
+        value, epistemic = combine_members(sign * mean, how=own, strength=self.strength, ddof=self.ddof)
+        epistemic = torch.where(number > 1, epistemic, torch.nan)
+        if self.how == "uwo":
+            value = penalise(value, epistemic.square(), strength=self.strength)
+        aleatoric = (torch.where(present, variance, 0.0).sum(0) / number.clamp(min=1)).sqrt()
+        parts = {label: part.float() for label, part in zip(self.members, mean, strict=True)}
+        own_parts = {"epistemic": epistemic, "aleatoric": aleatoric, "members": number}
+        scores = make_scores(
+            (sign * value).float(), reasons, self.unit, parts={k: v.float() for k, v in own_parts.items()}
+        )
+        total = torch.where(scores.valid, torch.hypot(aleatoric, epistemic).float(), torch.nan)
+        # A member's score stays known where the ensemble's is not.
+        return replace(scores, std=total, parts=parts | dict(scores.parts))
+
+
+def _check_scales(
+    name: str, members: Mapping[str, PointwiseReward], calibration: Mapping[str, tuple[float, float]] | None
+) -> None:
+    if calibration is None:
+        for key, noun in (("unit", "units"), ("higher_is_better", "directions")):
+            values = {label: getattr(member, key) for label, member in members.items()}
+            if len(set(values.values())) > 1:
+                listed = ", ".join(f"{label}: {value!r}" for label, value in values.items())
+                raise ValueError(
+                    f"{name}: the members have different {noun} ({listed}); give calibration={{label: (mean, "
+                    "std)} of their scores on a common set of images."
+                )
+        return
+    if set(calibration) != set(members):
+        raise ValueError(
+            f"{name}: calibration is for {', '.join(calibration) or 'nothing'}; needed is (mean, std) for "
+            f"each of {', '.join(members)}."
+        )
+    for label, (mean, std) in calibration.items():
+        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+            raise ValueError(f"{name}: calibration[{label!r}] is ({mean}, {std}); needed is std above 0.")

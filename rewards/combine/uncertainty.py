@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward with its own uncertainty taken into account: weighted down (Ctrl-U) or penalised (PURM, bound)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core.rewards.uncertainty import bhattacharyya_overlap, penalise
+from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.failure import Naming
+from visalign.rewards.base.identity import Identity
+
+HOW = ("lower_bound", "weight", "bhattacharyya")
+
+
+class UncertaintyUsed:
+    """value with uncertainty used, of a reward that gives a standard deviation σ.
+
+    - "lower_bound": μ − λ σ.
+    - "weight": c + (μ − c) exp(−λ σ), Ctrl-U's weight exp(−U) on what the reward says beyond the reference
+      value c, where it knows nothing. (Ctrl-U weights a loss, which is ≥ 0; a factor on a reward of either
+      sign would turn a doubtful negative reward into a better one.)
+    - "bhattacharyya": μ − λ u, u the mean Bhattacharyya coefficient with a pool of other rewards' (μ, σ),
+      in [0, 1]: how little this reward can be told from the others.
+
+    Where lower is better penalties are added. The pool is given, or grows with `remember=True`: then a score
+    depends on what was scored in earlier calls (never on its own batch), as in PURM's rolling list. The parts
+    hold "mean", "uncertainty" (σ or u), and for "weight" the factor, "weight".
+
+    Ctrl-U: Zhang et al., arXiv 2410.11236. PURM: arXiv 2503.22480.
+    """
+
+    def __init__(
+        self,
+        reward: PointwiseReward,
+        *,
+        how: str = "lower_bound",
+        strength: float = 1.0,
+        reference: float = 0.0,
+        pool: tuple[Tensor, Tensor] | None = None,
+        remember: bool = False,
+        pool_size: int = 100_000,
+    ) -> None:
+        """Choose the rule.
+
+        Args:
+            reward: gives `Scores.std`.
+            how: "lower_bound", "weight" or "bhattacharyya".
+            strength: λ ≥ 0; per unit of the reward for "weight".
+            reference: c of "weight", in the reward's unit.
+            pool: (means [M], standard deviations [M]) to begin with, for "bhattacharyya".
+            remember: add each call's valid scores to the pool, after the call.
+            pool_size: the oldest are forgotten beyond.
+
+        Raises:
+            ValueError: an unknown rule, a number out of range, or "bhattacharyya" with an empty pool that
+                nothing is added to.
+        """
+        if how not in HOW:
+            raise ValueError(f"how is {how!r}; allowed are {', '.join(HOW)}.")
+        if not 0 <= strength < math.inf or not math.isfinite(reference):
+            raise ValueError(
+                f"strength is {strength}, reference {reference}; needed are finite, strength ≥ 0."
+            )
+        if how == "bhattacharyya" and pool is None and not remember:
+            raise ValueError("bhattacharyya needs a pool: give pool=(means, stds), or remember=True.")
+        if pool is not None and (pool[0].ndim != 1 or pool[0].shape != pool[1].shape):
+            raise ValueError(
+                f"pool must be two tensors [M]; got {tuple(pool[0].shape)} and {tuple(pool[1].shape)}."
+            )
+        self.reward, self.how, self.strength, self.reference = reward, how, strength, reference
+        self.name, self.unit = f"{reward.name}_{how}", reward.unit
+        self.higher_is_better = reward.higher_is_better
+        low, high = reward.range
+        if how == "weight":
+            self.range = (min(low, reference), max(high, reference))
+        elif how == "bhattacharyya":
+            self.range = (low - strength, high) if self.higher_is_better else (low, high + strength)
+        else:
+            self.range = (-math.inf, high) if self.higher_is_better else (low, math.inf)
+        self.remember = remember
+        start = [] if pool is None else torch.stack([part.double().cpu() for part in pool], 1).tolist()
+        self._start = start
+        self.pool: deque[tuple[float, float]] = deque((tuple(pair) for pair in start), maxlen=pool_size)
+
+    @property
+    def identity(self) -> Identity | None:
+        """What the scores depend on; None where the reward has none, or earlier calls move the scores."""
+        found = getattr(self.reward, "identity", None)
+        if not isinstance(found, Identity) or self.remember:
+            return None
+        pool = hashlib.sha256(repr(self._start).encode()).hexdigest()[:32] if self._start else ""
+        used = {"how": self.how, "strength": self.strength, "reference": self.reference, "pool": pool}
+        return replace(found, options={**found.options, "uncertainty": used})
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """The reward's scores with its uncertainty used.
+
+        Raises:
+            RewardError: the reward raised, or gives no standard deviation.
+        """
+        with Naming(self.reward.name):
+            scores = self.reward.score(images, prompts, metadata)
+        if scores.std is None:
+            raise RewardError(
+                f"Reward {self.reward.name!r} gives no standard deviation, so there is no uncertainty to "
+                "use; wrap an ensemble, or a judge with Scores.std."
+            )
+        mean, std = scores.value.double(), scores.std.double()
+        sign = 1.0 if self.higher_is_better else -1.0
+        parts = {"mean": scores.value}
+        known = scores.valid & torch.isfinite(mean) & torch.isfinite(std)
+        if self.how == "weight":
+            uncertainty = std
+            weight = (-self.strength * std).exp()
+            value = self.reference + (mean - self.reference) * weight
+            parts["weight"] = weight.float()
+        else:
+            uncertainty = std if self.how == "lower_bound" else self._overlap(mean, std, known)
+            value = sign * penalise(sign * mean, uncertainty, strength=self.strength)
+        if self.remember:
+            self.pool.extend(zip(mean[known].tolist(), std[known].tolist(), strict=True))
+        parts["uncertainty"] = uncertainty.float()
+        nan = torch.tensor(torch.nan)
+        reasons = list(scores.reason or [None] * len(scores))
+        for row in (scores.valid & ~known).nonzero().flatten().tolist():
+            reasons[row] = "the judge gave no standard deviation for it"
+        return replace(
+            scores,
+            value=torch.where(known, value.float(), nan),
+            valid=known,
+            parts=dict(scores.parts) | {key: torch.where(known, part, nan) for key, part in parts.items()},
+            reason=reasons,
+        )
+
+    def _overlap(self, mean: Tensor, std: Tensor, known: Tensor) -> Tensor:
+        """[B] u against the pool as it was before this call; 0 while it is empty."""
+        result = torch.zeros_like(mean)
+        if self.pool and bool(known.any()):
+            pool = torch.tensor(list(self.pool), dtype=torch.float64)
+            found = bhattacharyya_overlap(mean[known], std[known], pool_mean=pool[:, 0], pool_std=pool[:, 1])
+            result[known] = found
+        return result

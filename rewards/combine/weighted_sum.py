@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several rewards as one, with every term on record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.images import as_contract
+
+Normalise = str | Mapping[str, tuple[float, float]]
+Noun = Literal["image", "completion"]
+
+
+class WeightedSum:
+    """value = Σ_m w_m · d_m · n_m(r_m) over rewards m; d_m is −1 where lower is better, so higher always is.
+
+    n_m is the identity, (r − mean_m) / std_m with fixed numbers, or the z-score over the valid images of the
+    batch. A sample is invalid when any reward with w_m > 0 could not judge it. A weight of 0 only records a
+    reward.
+
+    The parts hold, for each m, "m" (raw, in its own unit), "m.weighted" (its term of the sum) and "m.x" for
+    each part x of m. Normalisation within a group of one prompt belongs to the advantage (`visalign.core`),
+    which gets the raw columns from the parts.
+    """
+
+    higher_is_better = True
+
+    def __init__(
+        self,
+        rewards: Mapping[str, tuple[PointwiseReward, float]],
+        *,
+        normalise: Normalise = "none",
+        allow_mixed_units: bool = False,
+        name: str = "weighted_sum",
+    ) -> None:
+        """Check the terms.
+
+        Args:
+            rewards: label -> (reward, weight); weights are at least 0, one of them above.
+            normalise: "none"; "batch" (z-scores over the images of one call: then a score depends on its
+                neighbours, which the reward contract otherwise forbids, and several processes would each have
+                their own scale); or label -> (mean, std) for every reward with a weight.
+            allow_mixed_units: sum raw scores of different units all the same.
+            name: name of the sum.
+
+        Raises:
+            ValueError: no rewards, a bad weight, an unknown normalisation, or different units summed raw.
+        """
+        self.name = name
+        self._terms = WeightedTerms(
+            name, rewards, normalise=normalise, allow_mixed_units=allow_mixed_units, noun="image"
+        )
+        self.rewards, self.unit, self.range = self._terms.rewards, self._terms.unit, self._terms.range
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Judge with every reward and add up; images are read once for all of them."""
+        request = read_request(self.name, images, prompts, metadata)
+        usable = [row for row, _ in request.images.readable()]
+        loaded = as_contract([image for _, image in request.images.readable()])
+        texts = [request.prompts[row] for row in usable]
+        records = [request.metadata[row] for row in usable]
+        return self._terms.add_up(
+            lambda reward: reward.score(loaded, list(texts), list(records)), usable, request.images.reasons
+        )
+
+
+class WeightedTerms:
+    """The terms of a weighted sum, of whatever the rewards judge: `WeightedSum` says what is added.
+
+    Args:
+        name: of the sum, for messages.
+        rewards: label -> (reward, weight).
+        normalise: as in `WeightedSum`.
+        allow_mixed_units: as in `WeightedSum`.
+        noun: what a sample is, "image" or "completion".
+
+    Raises:
+        ValueError: as `WeightedSum`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rewards: Mapping[str, tuple[Any, float]],
+        *,
+        normalise: Normalise,
+        allow_mixed_units: bool,
+        noun: Noun,
+    ) -> None:
+        _check_weights(rewards)
+        self.rewards = dict(rewards)
+        self._noun: Noun = noun
+        self._normalise = dict(normalise) if isinstance(normalise, Mapping) else normalise
+        _check_normalise(self._normalise, [label for label, (_, weight) in rewards.items() if weight])
+        units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
+        mixed = len(set(units.values())) > 1
+        if self._normalise == "none" and mixed and not allow_mixed_units:
+            listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
+            raise ValueError(
+                f"{name} would add different units: {listed}. Allowed: normalise='batch', normalise={{label: "
+                "(mean, std)}, or allow_mixed_units=True when the weights already convert them."
+            )
+        self.unit = _unit(self._normalise, units)
+        self.range = self._total_range()
+
+    def add_up(
+        self, judge: Callable[[Any], Any], usable: list[int], unusable: Sequence[str | None]
+    ) -> Scores:
+        """Judge with every reward and add up.
+
+        Args:
+            judge: asks one reward for its scores of the usable samples.
+            usable: rows that are judged, n of them.
+            unusable: [B] why a row is not judged; None where it is.
+
+        Returns:
+            Scores of all B samples, with the parts of `WeightedSum`.
+
+        Raises:
+            RewardError: a reward raised, or did not return one score per sample; by its label.
+        """
+        total = torch.zeros(len(unusable), dtype=torch.float64)
+        reasons = list(unusable)
+        parts: dict[str, Tensor] = {}
+        for label, (reward, weight) in self.rewards.items():
+            with Naming(label):
+                answer = judge(reward)
+            scores = _spread(_checked(label, answer, len(usable), self._noun), usable, len(reasons))
+            parts[label] = scores.value
+            parts |= {f"{label}.{key}": part for key, part in scores.parts.items()}
+            if not weight:
+                continue
+            term = weight * self._oriented(label, scores)
+            parts[f"{label}.weighted"] = term.float()
+            total += term
+            _add_reasons(reasons, label, scores)
+        return _keep_parts(make_scores(total.float(), reasons, self.unit), parts)
+
+    def _oriented(self, label: str, scores: Scores) -> Tensor:
+        """n_m(r_m) with higher better: [B] float64, NaN where invalid."""
+        value = scores.value.double()
+        if isinstance(self._normalise, dict):
+            mean, std = self._normalise[label]
+            value = (value - mean) / std
+        elif self._normalise == "batch":
+            value = _standardise(value, scores.valid)
+        return value if self.rewards[label][0].higher_is_better else -value
+
+    def _total_range(self) -> tuple[float, float]:
+        if self._normalise == "batch":
+            return (-math.inf, math.inf)
+        low = high = 0.0
+        for label, (reward, weight) in self.rewards.items():
+            if not weight:
+                continue
+            mean, std = self._normalise[label] if isinstance(self._normalise, dict) else (0.0, 1.0)
+            ends = [
+                (end - mean) / std * weight * (1 if reward.higher_is_better else -1) for end in reward.range
+            ]
+            low, high = low + min(ends), high + max(ends)
+        return (low, high)
+
+
+ROUNDING = 1e-6
+"""Valid scores whose std is below this share of their size differ by float32 rounding, and count as equal."""
+
+
+def _standardise(value: Tensor, valid: Tensor) -> Tensor:
+    """z-scores over the valid entries, population std; exact zeros when they are equal up to rounding."""
+    known = value[valid]
+    spread = known.std(correction=0) if known.numel() else torch.zeros(())
+    if known.numel() == 0 or bool(spread <= ROUNDING * known.abs().max()):
+        return torch.where(valid, 0.0, value)
+    return (value - known.mean()) / spread
+
+
+def _checked(label: str, answer: Any, size: int, noun: Noun) -> Scores:
+    """What a reward returned, refused by its label when it is not one score per sample."""
+    if not isinstance(answer, Scores):
+        check = "check_reward" if noun == "image" else "check_text_reward"
+        raise RewardError(
+            f"Reward {label!r} returned a {type(answer).__name__}; it must return a "
+            "visalign.interfaces.Scores, or be a plain function that returns numbers. "
+            f"visalign.rewards.{check}(reward) finds the fault."
+        )
+    if len(answer) != size:
+        raise RewardError(
+            f"Reward {label!r} returned {len(answer)} scores for {size} {noun}s; it must return one each."
+        )
+    for name, part in answer.parts.items():
+        if not isinstance(part, Tensor) or part.shape != (size,):
+            shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            raise RewardError(
+                f"Reward {label!r} returned the part {name!r} as {shape} for {size} {noun}s; it must be a "
+                f"tensor of shape ({size},)."
+            )
+    if answer.valid.dtype != torch.bool:
+        raise RewardError(f"Reward {label!r} returned valid as {answer.valid.dtype}; it must be torch.bool.")
+    return answer
+
+
+def _spread(scores: Scores, rows: list[int], size: int) -> Scores:
+    """Scores of a subset of rows as scores of all rows; invalid are rows not asked and values not finite."""
+    index = torch.tensor(rows, dtype=torch.long)
+
+    def fill(column: Tensor) -> Tensor:
+        return torch.full((size,), torch.nan).index_copy(0, index, column.detach().float().cpu())
+
+    own = torch.isfinite(scores.value).cpu()
+    valid = torch.zeros(size, dtype=torch.bool).index_copy(0, index, scores.valid.cpu() & own)
+    reasons: list[str | None] = ["not judged"] * size
+    for row, reason, ok in zip(rows, failure_reasons(scores), own.tolist(), strict=True):
+        reasons[row] = reason if ok or reason is not None else "the score is not a finite number"
+    parts = {key: fill(part) for key, part in scores.parts.items()}
+    return Scores(value=fill(scores.value), valid=valid, unit=scores.unit, parts=parts, reason=reasons)
+
+
+def _add_reasons(reasons: list[str | None], label: str, scores: Scores) -> None:
+    for row, reason in enumerate(failure_reasons(scores)):
+        if reason is not None and reasons[row] is None:
+            reasons[row] = f"{label}: {reason}"
+
+
+def _keep_parts(scores: Scores, parts: dict[str, Tensor]) -> Scores:
+    """The same scores with parts of their own validity: a term may be known where the sum is not."""
+    return Scores(value=scores.value, valid=scores.valid, unit=scores.unit, parts=parts, reason=scores.reason)
+
+
+def _unit(normalise: str | dict[str, tuple[float, float]], units: dict[str, str]) -> str:
+    if normalise == "none":
+        distinct = list(dict.fromkeys(units.values()))
+        return distinct[0] if len(distinct) == 1 else "mixed: " + " + ".join(distinct)
+    return "batch standard deviations" if normalise == "batch" else "reference standard deviations"
+
+
+def _check_weights(rewards: Mapping[str, tuple[Any, float]]) -> None:
+    if not rewards:
+        raise ValueError("A weighted sum of no rewards; give at least one as {label: (reward, weight)}.")
+    for label, (_, weight) in rewards.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(
+                f"The weight of {label!r} is {weight}; allowed are finite numbers of at least 0. The "
+                "direction is the reward's own (higher_is_better), so no weight needs a minus sign."
+            )
+    if not any(weight for _, weight in rewards.values()):
+        raise ValueError(
+            f"All weights are 0 ({', '.join(rewards)}); give at least one reward a weight above 0."
+        )
+
+
+def _check_normalise(normalise: str | dict[str, tuple[float, float]], labels: list[str]) -> None:
+    if isinstance(normalise, str):
+        if normalise not in ("none", "batch"):
+            raise ValueError(
+                f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. "
+                "Normalising within groups is done by the advantage (visalign.core)."
+            )
+        return
+    if missing := [label for label in labels if label not in normalise]:
+        raise ValueError(
+            f"normalise has no (mean, std) for {', '.join(missing)}; give one for each weighted reward."
+        )
+    for label, (mean, std) in normalise.items():
+        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+            raise ValueError(
+                f"normalise[{label!r}] is ({mean}, {std}); needed are finite numbers with std above 0."
+            )

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HEIE-type judge: how plausible a picture is, where it is not, and why.
+
+Source: Yang et al., "HEIE: MLLM-Based Hierarchical Explainable AIGC Image Implausibility Evaluator", CVPR
+2025, arXiv 2411.17261. Its weights and code are not released, so this is its form on a model of one's own: a
+frozen vision-language model, small heads trained on its hidden states and features (`heie_training`), maps of
+the whole picture and of its tiles fused by their Laplace deviations, a score from a hidden state and the map,
+and reasons that the model writes. Differences: one hidden state, read where the answer begins, stands for the
+added [MAP] and [SCORE] tokens, and tiles are asked about one by one, their maps made with the state of the
+whole picture beside their own, instead of inside one conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.explanation import Explanation
+from visalign.rewards.base.identity import Identity, fingerprint
+from visalign.rewards.questions.reward_dance_questions import EXPLAIN
+from visalign.rewards.vlm.requests import check_fields, engine_of, requests
+from visalign.rewards.vlm.template import Template
+
+from .heads import HeieHeads
+from .inputs import draw_maps, enlarged, views
+
+HEADS = "heie_heads.safetensors"
+"""Name of the heads in a model's folder."""
+
+_BATCH = 64
+
+
+class Heie:
+    """Plausibility in [0, 1] of a picture for a prompt; `explain` adds the heatmap and the reasons.
+
+    The maps have `size` × `size` cells whatever the picture's shape: a cell is a share of its height and
+    width.
+    """
+
+    name = "heie"
+    unit = "plausibility"
+    range = (0.0, 1.0)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: Any = "shapes-heie",
+        *,
+        heads: HeieHeads | str | Path | None = None,
+        tiles: int | None = None,
+        size: int = 64,
+        template: Template | None = None,
+        write_reasons: bool = True,
+        max_new_tokens: int = 128,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+    ) -> None:
+        """Load the model and its heads.
+
+        Args:
+            model: folder, hub id or packaged name of a Qwen-VL model, or of heads whose `judge.json` names it
+                as "base"; or a loaded `rewards.vlm.VisionLanguageJudge`.
+            heads: trained heads or their file; `heie_heads.safetensors` in the model's folder when None.
+            tiles: n of n × n tiles beside the whole picture, 1 for none; as the heads were trained when None.
+            size: cells of a returned map on each side.
+            template: the question at whose answer the state is read, and that is answered with reasons;
+                instead of the folder's "explain", or ours.
+            write_reasons: let `explain` write them.
+            max_new_tokens: of the reasons.
+            device: where the model runs.
+            precision: of its weights; heads are float32 always.
+
+        Raises:
+            ValueError: options that are not allowed, or heads of other sizes than the model's.
+            FileNotFoundError: there are no heads.
+            RewardError: model or heads cannot be used.
+        """
+        if (tiles is not None and tiles < 1) or size < 1:
+            raise ValueError(
+                f"{self.name}: tiles is {tiles} and size {size}; allowed are whole numbers from 1."
+            )
+        self.engine = engine_of(model, device=device, precision=precision)
+        self.heads = heads if isinstance(heads, HeieHeads) else HeieHeads.load(_find(heads, model))
+        sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
+        if (sizes.hidden, sizes.features) != (width, width):  # a picture's features are its tokens
+            raise ValueError(
+                f"{self.name}: the heads read hidden states of {sizes.hidden} numbers and features of "
+                f"{sizes.features}, this model has {width} of both; give heads that were trained on it."
+            )
+        self.template = template or self.engine.template("explain", EXPLAIN)
+        self._fields = check_fields(self.template)
+        self.tiles, self.size = tiles or sizes.tiles, size
+        self._tokens = max_new_tokens if write_reasons else 0
+        given = "" if isinstance(heads, HeieHeads) else fingerprint(_find(heads, model))
+        options = {"tiles": self.tiles, "heads": given or _digest(self.heads)}
+        self.identity = Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Plausibility per (image, prompt), with the map's "mean_heat", "max_heat" and "mean_std"."""
+        return self._judge(images, prompts, metadata, 0).scores
+
+    def explain(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Explanation:
+        """Plausibility, heatmap and reasons per (image, prompt)."""
+        return self._judge(images, prompts, metadata, self._tokens)
+
+    @torch.no_grad()
+    def _judge(
+        self, images: Any, prompts: Sequence[str], metadata: Metadata | None, tokens: int
+    ) -> Explanation:
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows, asks = requests(request, self.template, reasons, self._fields)
+        seen, said = views(self.engine, self.template, asks, self.tiles)
+        for row, reason in zip(rows, said, strict=True):
+            reasons[row] = reason
+        size, shape = len(request), (self.size, self.size)
+        heat, std = (torch.full((size, *shape), torch.nan) for _ in range(2))
+        value = torch.full((size,), torch.nan)
+        by_grid: dict[tuple[int, int], list[int]] = {}
+        for place, view in enumerate(seen):
+            if view is not None:
+                by_grid.setdefault(view.grid, []).append(place)
+        for places in by_grid.values():
+            for start in range(0, len(places), _BATCH):
+                part = places[start : start + _BATCH]
+                found = draw_maps(self.heads, [v for v in (seen[p] for p in part) if v is not None])
+                at = torch.tensor([rows[place] for place in part])
+                heat[at], std[at] = (enlarged(maps, shape) for maps in (found.heat, found.std))
+                value[at] = found.score.sigmoid()
+        parts = {"mean_heat": heat.mean((1, 2)), "max_heat": heat.amax((1, 2)), "mean_std": std.mean((1, 2))}
+        text = [""] * size
+        if tokens and asks:
+            reply = self.engine.generate(
+                self.template, asks, answers=1, temperature=0.0, max_new_tokens=tokens
+            )
+            for row, answers in zip(rows, reply.texts, strict=True):
+                text[row] = answers[0] if answers else ""
+        scores = make_scores(value, reasons, self.unit, parts=parts, text=text if any(text) else None)
+        return Explanation(scores=scores, heatmap=heat, heatmap_std=std, text=text)
+
+
+def _find(heads: str | Path | None, model: Any) -> Path:
+    """The file of the heads."""
+    if isinstance(heads, str | Path):
+        return Path(heads)
+    if heads is None and isinstance(model, str | Path):
+        from visalign.data.assets import resolve_model
+
+        place = resolve_model(model)
+        if isinstance(place, Path):
+            return place / HEADS
+    raise RewardError(
+        "heie: a loaded model and a hub id bring no heads; give heads=, the HeieHeads or the file that "
+        "`train_heads` made."
+    )
+
+
+def _digest(heads: HeieHeads) -> str:
+    from visalign.rewards.weights.fingerprints import weights_of
+
+    return weights_of(heads)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training HEIE's heads on a frozen model: views are made once, then only the heads run.
+
+The loss sums the Laplace likelihoods of both maps, the absolute error of their fusion, and the cross-entropy
+of the score; cells that are wrong are rare and count more (HEIE uses a focal weight for that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visalign.core import laplace_loss
+from visalign.rewards.vlm.template import Template
+
+from .heads import HeieHeads
+from .inputs import View, draw_maps, views
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeieData:
+    """N pictures with their truth."""
+
+    seen: Sequence[View]
+    """What the heads read; one grid for all."""
+    heat: Tensor
+    """[N, h, w] in [0, 1], 1 where the picture is wrong."""
+    score: Tensor
+    """[N] in [0, 1], 1 plausible."""
+
+    def __post_init__(self) -> None:
+        size = len(self.seen)
+        if self.heat.ndim != 3 or len(self.heat) != size or tuple(self.score.shape) != (size,):
+            raise ValueError(
+                f"{size} views need heat [{size}, h, w] and score [{size}]; got {tuple(self.heat.shape)} and "
+                f"{tuple(self.score.shape)}."
+            )
+        if len({(view.grid, view.features.shape) for view in self.seen}) > 1:
+            raise ValueError("All pictures must have one size in features; resize them alike.")
+
+
+def heie_data(
+    engine: Any, template: Template, asks: Sequence[Any], heat: Tensor, score: Tensor, *, tiles: int = 2
+) -> HeieData:
+    """Views of pictures with their truth; pictures that the model cannot take are left out.
+
+    Args:
+        engine: `rewards.vlm.VisionLanguageJudge`.
+        template: the question at whose answer the state is read.
+        asks: N requests of one image.
+        heat: [N, h, w].
+        score: [N].
+        tiles: n of n × n.
+
+    Raises:
+        ValueError: shapes that do not fit, or pictures of different sizes.
+    """
+    seen, _ = views(engine, template, asks, tiles)
+    kept = [place for place, view in enumerate(seen) if view is not None]
+    return HeieData(seen=[view for view in seen if view is not None], heat=heat[kept], score=score[kept])
+
+
+def heie_loss(
+    heads: HeieHeads, seen: Sequence[View], heat: Tensor, score: Tensor, *, wrong_weight: float = 4.0
+) -> Tensor:
+    """Loss of a batch, a scalar.
+
+    Args:
+        heads: trained.
+        seen: B views.
+        heat: [B, h, w] truth in [0, 1].
+        score: [B] truth in [0, 1].
+        wrong_weight: how much more a cell with heat 1 counts than one with heat 0.
+    """
+    found = draw_maps(heads, seen)
+    loss = F.binary_cross_entropy_with_logits(found.score, score)
+    for logits, log_std in filter(None, (found.whole, found.tiles)):
+        target = pooled(heat, logits)
+        weight = 1 + wrong_weight * target
+        nll = laplace_loss(logits.sigmoid(), target, log_std.exp()) + F.binary_cross_entropy_with_logits(
+            logits, target, reduction="none"
+        )
+        loss = loss + (weight * nll).mean() / 2
+    target = pooled(heat, found.heat)
+    return loss + ((1 + wrong_weight * target) * (found.heat - target).abs()).mean()
+
+
+def train_heads(
+    heads: HeieHeads,
+    data: HeieData,
+    *,
+    steps: int,
+    batch: int = 32,
+    lr: float = 2e-3,
+    seed: int = 0,
+    wrong_weight: float = 4.0,
+) -> list[float]:
+    """Train the heads in place, AdamW with a cosine to zero.
+
+    Args:
+        heads: to train.
+        data: pictures with truth.
+        steps: batches.
+        batch: pictures per step.
+        lr: largest learning rate.
+        seed: of the batches.
+        wrong_weight: see `heie_loss`.
+
+    Returns:
+        Loss of each step.
+
+    Raises:
+        ValueError: no steps or no data.
+    """
+    if steps < 1 or batch < 1 or not len(data.seen):
+        raise ValueError(
+            f"steps is {steps}, batch {batch}, pictures {len(data.seen)}; each must be at least 1."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses = []
+    heads.train()
+    for _ in range(steps):
+        index = torch.randint(len(data.seen), (batch,), generator=generator)
+        seen = [data.seen[place] for place in index.tolist()]
+        loss = heie_loss(heads, seen, data.heat[index], data.score[index], wrong_weight=wrong_weight)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    heads.eval()
+    return losses
+
+
+def pooled(truth: Tensor, like: Tensor) -> Tensor:
+    """Truth [B, h, w] averaged over the cells of a map [B, h', w']."""
+    height, width = int(like.shape[1]), int(like.shape[2])
+    return F.adaptive_avg_pool2d(truth[:, None], (height, width))[:, 0]

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HPSv3: how much people prefer a picture for its prompt, with a mean and a standard deviation.
+
+Source: Ma et al., "HPSv3: Towards Wide-Spectrum Human Preference Score", arXiv 2508.03789. `hpsv3_loading`
+says which folders are read, and how the published weights get the instruction text that they were trained
+with: it is read from `judge.json` or passed as an option, since another text gives other scores.
+
+Differences from the released inference: the standard deviation is returned, not its logarithm; the head runs
+at the reward token alone; a reward token in a prompt is escaped; the mode of positions is explicit. By the
+released code the published weights were trained with plain positions ("1d"), their default here; under
+three-axis positions the same weights give other scores.
+
+The standard deviation of the published weights carries little: their training averages −ln σ(z) over draws,
+which falls as the deviation shrinks, and so collapses it (`visalign.core.preference.uncertainty` has the
+likelihood of the paper, which does not). One published output has 0.012 beside a mean of 5.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import make_scores, prompt_problem, read_request, scatter
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.vlm.template import Template
+from visalign.rewards.weights.fingerprints import WeightPrint
+
+from .loading import load_hpsv3
+from .model import REWARD_TOKEN, TEMPLATE, HPSv3Batch, HPSv3Model
+
+__all__ = ["REWARD_TOKEN", "TEMPLATE", "HPSv3", "HPSv3Batch", "HPSv3Model"]
+
+PUBLISHED = "MizzenAI/HPSv3"
+"""Hub id of the published weights; they need `base="Qwen/Qwen2-VL-7B-Instruct"` and their template."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class HPSv3:
+    """Mean reward in Bradley-Terry logits, unbounded, with its standard deviation in the same unit."""
+
+    name = "hpsv3"
+    unit = "logit"
+    range = (-math.inf, math.inf)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: str | Path | HPSv3Model = "shapes-hpsv3",
+        *,
+        base: str | Path | None = None,
+        template: Template | None = None,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        **options: Any,
+    ) -> None:
+        """Note the model, which is loaded at the first score.
+
+        Args:
+            model: packaged name, folder in our layout or the published one, hub id (`PUBLISHED`), or the
+                module.
+            base: config and processor for the published layout; see `hpsv3_loading.load_hpsv3`.
+            template: in place of the folder's.
+            device: where it runs.
+            precision: of the vision-language model, "fp32", "bf16" or "fp16"; the head is float32 always.
+            **options: of `VisionLanguageJudge`: positions, max_tokens_per_batch, min_pixels, ...
+
+        Raises:
+            ValueError: an unknown precision. What `load_hpsv3` raises comes with the first score.
+        """
+        if precision not in _DTYPES:
+            raise ValueError(f"hpsv3: precision is {precision!r}; allowed are {', '.join(_DTYPES)}.")
+        self._given = model
+        self._options = {"base": base, "template": template, "device": device, **options}
+        self._options["dtype"] = _DTYPES[precision]
+
+    @cached_property
+    def model(self) -> HPSv3Model:
+        """The module, loaded when it is first needed."""
+        given = self._given
+        if isinstance(given, HPSv3Model):  # may be in training
+            self._print = WeightPrint(given, None)
+            return given
+        found = load_hpsv3(given, **self._options)
+        self._print = WeightPrint(found, found.engine.weights)
+        return found
+
+    @classmethod
+    def from_pretrained(cls, place: str | Path, **options: Any) -> HPSv3:
+        """Load a folder at once.
+
+        Args:
+            place: the folder.
+            **options: see the class.
+        """
+        judge = cls(place, **options)
+        _ = judge.model
+        return judge
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on; positions are among the options."""
+        fields = self.model.engine.identity_fields(self.model.template, clamp=self.model.clamp)
+        return Identity(judge=self.name, **{**fields, "weights": str(self._print)})
+
+    @torch.no_grad()
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Mean and standard deviation per (image, prompt); metadata is not looked at."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows = []
+        for row, image in request.images.readable():
+            reasons[row] = prompt_problem(request.prompts[row])
+            if reasons[row] is None:
+                rows.append((row, image))
+        batch = self.model.encode([image for _, image in rows], [request.prompts[row] for row, _ in rows])
+        for (row, _), reason in zip(rows, batch.reasons, strict=True):
+            reasons[row] = reason
+        places = [rows[place][0] for place in batch.places]
+        values, deviations = [], []
+        if places:
+            with _evaluation(self.model):
+                mean, log_std = self.model(batch)
+            values, deviations = mean, log_std.exp()
+        value, std = (scatter(of, places, len(request)) for of in (values, deviations))
+        for row in places:
+            if not (math.isfinite(float(value[row])) and math.isfinite(float(std[row]))):
+                reasons[row] = f"the model gave mean {float(value[row])} and deviation {float(std[row])}"
+        scores = make_scores(value, reasons, self.unit, parts={"mean": value, "std": std})
+        return replace(scores, std=scores.parts["std"])
+
+
+@contextmanager
+def _evaluation(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every part is left in the mode that it had."""
+    in_training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in in_training:
+            part.training = True

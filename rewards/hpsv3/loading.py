@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HPSv3 from disk, in two layouts.
+
+Ours (`HPSv3Model.save_pretrained`): `judge.json` with a "head", `reward_head.safetensors`, and either the
+whole model or the name of its base with a LoRA.
+
+The published one: one file of 736 tensors named `visual.*`, `model.*`, `lm_head.weight`, `rm_head.*`, in
+which the vocabulary holds the reward token (151 658 for the 7B model). Its config and processor are those of
+the model that it was trained from. The text of its instruction is not in the file, and scores mean nothing
+under another text: write it, with `{prompt}` and the reward token, into a `judge.json` beside the file
+({"templates": {"hpsv3": ...}}, see `vlm_template`), or pass it as `template`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.identity import fingerprint
+from visalign.rewards.vlm.bases import base_of
+from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.loading import find_model, load_processor
+from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
+from visalign.rewards.weights.checkpoint_files import local_folder, read_tensors
+from visalign.rewards.weights.quiet_loading import quiet_loading
+
+from .head import RanknetHead
+from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model
+from .qwen_layout import current_keys
+
+PIXELS = 448 * 448
+"""Of each resized picture in the published model: least and most alike."""
+_FILES = ("*.safetensors", "*.pt", "*.pth", "*.bin")
+
+
+def load_hpsv3(
+    place: str | Path,
+    *,
+    base: str | Path | None = None,
+    template: Template | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> HPSv3Model:
+    """Load either layout.
+
+    Args:
+        place: folder, packaged name, hub id, or the published file itself.
+        base: folder or hub id with config and processor for the published layout, whose folder has none; in
+            our layout in place of what judge.json names.
+        template: in place of the folder's.
+        device: where it runs.
+        dtype: of the vision-language model; the head is float32 always.
+        **options: of `VisionLanguageJudge`.
+
+    Returns:
+        The model in evaluation mode, without gradients.
+
+    Raises:
+        FileNotFoundError: a part is missing.
+        RewardError: keys that are missing or unexpected, each named; or no template for published weights.
+    """
+    folder = _folder(place)
+    if folder.is_dir() and "head" in JudgeSettings.read(folder).rest:
+        model = _load_ours(folder, base, template, device=device, dtype=dtype, **options)
+    else:
+        model = _load_published(folder, base, template, device=device, dtype=dtype, **options)
+    return model.eval().requires_grad_(False)
+
+
+def _load_ours(
+    folder: Path,
+    base: str | Path | None,
+    template: Template | None,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    **options: Any,
+) -> HPSv3Model:
+    from safetensors.torch import load_file
+
+    settings = JudgeSettings.read(folder)
+    head_settings = settings.rest["head"]
+    if not isinstance(head_settings, Mapping) or head_settings.get("type") != "ranknet":
+        raise RewardError(f"The head of {folder.name}/{SETTINGS} is {head_settings!r}; HPSv3's is 'ranknet'.")
+    if not (folder / HEAD_FILE).is_file():
+        raise FileNotFoundError(f"{folder} holds no {HEAD_FILE}; copy the folder again.")
+    source = base or base_of(folder, settings)
+    adapter = folder if (folder / "adapter_config.json").is_file() else None
+    options = {**settings.rest.get("pixels", {}), "settings": settings, **options}
+    options.setdefault("positions", settings.positions)
+    engine = VisionLanguageJudge.from_pretrained(
+        source, device=device, dtype=dtype, adapter=adapter, **{"name": folder.name, **options}
+    )
+    weights = engine.weights + "+" + fingerprint(folder / HEAD_FILE)
+    tensors = load_file(folder / HEAD_FILE)
+    token = tensors.pop("reward_token", None)
+    clamp = head_settings.get("clamp", CLAMP)
+    model = HPSv3Model(
+        engine,
+        _head(tensors).to(device),
+        template=template,
+        clamp=None if clamp is None else (float(clamp[0]), float(clamp[1])),
+    )
+    model.add_token(None if token is None else token.to(device))
+    engine.settle(weights)
+    return model
+
+
+def _load_published(
+    place: Path,
+    base: str | Path | None,
+    template: Template | None,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    **options: Any,
+) -> HPSv3Model:
+    file, folder = (place, place.parent) if place.is_file() else (_weight_file(place), place)
+    settings = JudgeSettings.read(folder)
+    template = template or settings.templates.get("hpsv3")
+    if template is None:
+        raise RewardError(
+            f"The published weights {file.name} were trained with one instruction text, which is not part of "
+            f"them. Write it with {{prompt}} and {REWARD_TOKEN} into {SETTINGS} beside them, as "
+            '{"templates": {"hpsv3": {"messages": [...]}}}, or pass it as template.'
+        )
+    if base is None and not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no config.json and processor. Pass base=, the folder or hub id of the model "
+            "that it was trained from (Qwen2-VL-7B-Instruct), or copy its small files there."
+        )
+    source = find_model(base or folder)
+    processor = load_processor(source)
+    state = read_tensors(file)
+    head = _head({key: state.pop(key) for key in list(state) if key.startswith("rm_head.")})
+    model = _backbone(source, _renamed(state), dtype)
+    options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
+    options.setdefault("positions", settings.positions or "1d")
+    engine = VisionLanguageJudge(
+        model.to(device),
+        processor,
+        **{"name": folder.name, "settings": settings, **options},
+    )
+    found = HPSv3Model(engine, head.to(device), template=template, clamp=None)
+    found.add_token(model.get_input_embeddings().weight[-1].clone())
+    vocabulary, place_of = len(model.get_input_embeddings().weight), engine.rows.specials[REWARD_TOKEN]
+    if place_of != vocabulary - 1:
+        raise RewardError(
+            f"The tokenizer of the base gives {REWARD_TOKEN} the id {place_of}, and in the weights it is the "
+            f"last of {vocabulary}. Give the processor of the model that they were trained from."
+        )
+    engine.settle(fingerprint(file))
+    return found
+
+
+def _backbone(source: str | Path, state: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """The vision-language model of a config with these weights, all of them and no other."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForImageTextToText
+
+    config: Any = AutoConfig.from_pretrained(str(source))
+    rows = state.get("model.language_model.embed_tokens.weight")
+    if rows is not None:
+        config.get_text_config().vocab_size = len(rows)
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    with torch.device("meta"):
+        wanted = AutoModelForImageTextToText.from_config(config).state_dict()
+    check_keys(wanted, state)
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    with quiet_loading():
+        return kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+
+
+def check_keys(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not exactly those of a model.
+
+    Args:
+        wanted: name -> tensor of the right shape.
+        given: name -> tensor.
+
+    Raises:
+        RewardError: names what is missing, unexpected, or of another shape.
+    """
+    missing, unexpected = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
+    if missing or unexpected:
+        raise RewardError(
+            f"The weights do not fit the model: missing {_listed(missing)}; unexpected "
+            f"{_listed(unexpected)}. Give the config of the model that they were trained from."
+        )
+    wrong = [
+        f"{key} {tuple(given[key].shape)} for {tuple(wanted[key].shape)}"
+        for key in wanted
+        if given[key].shape != wanted[key].shape
+    ]
+    if wrong:
+        raise RewardError(f"The weights are of other shapes than the config says: {_listed(wrong)}.")
+
+
+def _head(tensors: Mapping[str, Tensor]) -> RanknetHead:
+    try:
+        return RanknetHead.from_state_dict(tensors)
+    except ValueError as error:
+        raise RewardError(str(error)) from error
+
+
+def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        return current_keys(state)
+    except ValueError as error:
+        raise RewardError(str(error)) from error
+
+
+def _weight_file(folder: Path) -> Path:
+    files = sorted({file for pattern in _FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
+    if len(files) != 1:
+        raise FileNotFoundError(
+            f"{folder} holds {len(files)} weight files and no {SETTINGS} with a head; give the published "
+            "file itself, or a folder that HPSv3Model.save_pretrained wrote."
+        )
+    return files[0]
+
+
+def _folder(place: str | Path) -> Path:
+    """An existing file or folder; hub ids are fetched."""
+    from visalign.data.assets import resolve_model
+
+    if Path(place).exists():
+        return Path(place)
+    found = resolve_model(place)
+    return found if isinstance(found, Path) else local_folder(found, ("*",))
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:8]) or "nothing"
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

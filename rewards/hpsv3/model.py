@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HPSv3 as a module: a vision-language model, read at one token by a head that gives mean and log-deviation.
+
+Source: Ma et al., "HPSv3", arXiv 2508.03789, and its released code for the head and the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visalign.core.preference.uncertainty import soft_clamp
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.vlm.bases import name_base
+from visalign.rewards.vlm.engine import Ask, Row, VisionLanguageJudge
+from visalign.rewards.vlm.template import JudgeSettings, Template
+
+from .head import RanknetHead
+
+REWARD_TOKEN = "<|Reward|>"
+HEAD_FILE = "reward_head.safetensors"
+CLAMP = (-7.0, 3.0)
+"""Bounds of the log-deviation of a head that is trained here."""
+
+TEMPLATE = Template(
+    name="hpsv3",
+    messages=[
+        {
+            "role": "user",
+            "content": [
+                {"type": "image"},
+                {"type": "text", "text": "Quality, and match with the caption: {prompt} " + REWARD_TOKEN},
+            ],
+        }
+    ],
+)
+"""For heads that are trained here; the published head needs the published text."""
+
+
+@dataclass(frozen=True)
+class HPSv3Batch:
+    """Pictures with their prompts, tokenised; nothing was run."""
+
+    rows: list[Row]
+    """N rows, of those that can be judged."""
+    places: list[int]
+    """Their places among the B that were given."""
+    reasons: list[str | None]
+    """Why one of the B cannot be judged; None for the others."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class HPSv3Model(nn.Module):
+    """(mean, log-deviation) of pictures and prompts, float32, with gradients where parameters ask for them.
+
+    What is trained is the caller's choice: `backbone` whole, a LoRA in it (`backbone.add_adapter(config)`),
+    or `head` alone. A tower without trainable parameters is run once per picture and remembered.
+
+    Args:
+        engine: the vision-language model; its tokenizer needs `REWARD_TOKEN` before rows are encoded.
+        head: on the model's hidden states, float32.
+        template: with `REWARD_TOKEN` once; that of the engine's folder, or `TEMPLATE`, when None.
+        clamp: bounds of the log-deviation (soft); None for heads that were trained without.
+
+    Raises:
+        RewardError: a template without the token, a head of another width or number of outputs.
+    """
+
+    def __init__(
+        self,
+        engine: VisionLanguageJudge,
+        head: RanknetHead,
+        *,
+        template: Template | None = None,
+        clamp: tuple[float, float] | None = CLAMP,
+    ) -> None:
+        super().__init__()
+        self.engine, self.clamp = engine, clamp
+        self.backbone: nn.Module = engine.model
+        self.head = head
+        self.template = template or engine.template("hpsv3", TEMPLATE)
+        written = self.template.text.count(REWARD_TOKEN)
+        if written != 1 or self.template.images != 1:
+            raise RewardError(
+                f"The template {self.template.name!r} holds {REWARD_TOKEN} {written} times and "
+                f"{self.template.images} image slots; HPSv3 reads one picture at exactly one such token."
+            )
+        width, outputs = head.rm_head[0].in_features, head.rm_head[5].out_features
+        size = engine.model.config.get_text_config().hidden_size
+        if width != size or outputs != 2:
+            raise RewardError(
+                f"The head takes {width} numbers and gives {outputs}; this model has {size}, and mean and "
+                "log-deviation are 2."
+            )
+
+    @classmethod
+    def new(cls, engine: VisionLanguageJudge, *, seed: int = 0, **options: Any) -> HPSv3Model:
+        """A model whose head is to be trained; adds the token where it is missing.
+
+        Args:
+            engine: the vision-language model.
+            seed: of the head's weights.
+            **options: see the class.
+        """
+        size = engine.model.config.get_text_config().hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            head = RanknetHead(size)
+        model = cls(engine, head.to(engine.network.device), **options)
+        model.add_token()
+        return model
+
+    def add_token(self, embedding: Tensor | None = None) -> None:
+        """Give the tokenizer its reward token, and the model a row for it, where they are missing.
+
+        Args:
+            embedding: [H] of the token; the mean of all others when None.
+        """
+        from transformers import AddedToken
+
+        tokenizer = self.engine.processor.tokenizer
+        missing = REWARD_TOKEN not in self.engine.rows.specials
+        if missing:
+            tokenizer.add_tokens(
+                [AddedToken(REWARD_TOKEN, special=True, normalized=False)], special_tokens=True
+            )
+        model: Any = self.engine.model
+        place = tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        weight = model.get_input_embeddings().weight
+        trained = weight.requires_grad
+        if place >= len(weight):
+            model.resize_token_embeddings(place + 1, mean_resizing=False)
+        if missing or embedding is not None:
+            weight = model.get_input_embeddings().weight
+            with torch.no_grad():
+                mean = weight[:place].float().mean(0) if embedding is None else embedding
+                weight[place] = mean.to(weight)
+        model.get_input_embeddings().weight.requires_grad_(trained)
+        self.engine.rows.refresh()
+
+    def encode(self, images: Sequence[Tensor], prompts: Sequence[str]) -> HPSv3Batch:
+        """Pictures and prompts as rows; may be done once for a whole training set.
+
+        Args:
+            images: B tensors [3, H, W], float in [0, 1] or uint8.
+            prompts: B strings.
+        """
+        asks = [Ask(images=[image], prompt=prompt) for image, prompt in zip(images, prompts, strict=True)]
+        rows, reasons = self.engine.encode(self.template, asks, at=REWARD_TOKEN)
+        kept = [(place, row) for place, row in enumerate(rows) if row is not None]
+        return HPSv3Batch([row for _, row in kept], [place for place, _ in kept], reasons)
+
+    def features(self, batch: HPSv3Batch) -> Tensor:
+        """Hidden states [N, H] float32 at the reward tokens: all that training the head alone needs.
+
+        Args:
+            batch: from `encode`.
+        """
+        return self.engine.states(batch.rows)
+
+    def read(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean [N], log-deviation [N]) float32 of hidden states [N, H]."""
+        found = self.head(features)
+        log_std = found[:, 1]
+        return found[:, 0], log_std if self.clamp is None else soft_clamp(log_std, *self.clamp)
+
+    def forward(self, batch: HPSv3Batch) -> tuple[Tensor, Tensor]:
+        """(mean [N], log-deviation [N]) float32, in the order of `batch.rows`."""
+        return self.read(self.features(batch))
+
+    def save_pretrained(self, folder: str | Path, *, base: str | None = None) -> None:
+        """Write what `HPSv3` reads.
+
+        Args:
+            folder: is made.
+            base: where the vision-language model can be found (packaged name, hub id, or folder relative to
+                this one), whose weights are then not written; only a LoRA in it, the head, and the embedding
+                of the token. None writes the whole model and its processor.
+
+        Raises:
+            RewardError: the model holds a LoRA and no base is named.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        model: Any = self.engine.model
+        has_adapter = getattr(model, "_hf_peft_config_loaded", False)
+        if base is None and has_adapter:
+            raise RewardError(
+                "The model holds a LoRA; name its base: save_pretrained(folder, base=...), so that the LoRA "
+                "is written beside the head."
+            )
+        if base is None or has_adapter:
+            model.save_pretrained(folder)
+        if has_adapter:
+            name_base(folder, str(base))
+        if base is None:
+            self.engine.processor.save_pretrained(folder)
+        tensors = {key: value.detach().cpu().contiguous() for key, value in self.head.state_dict().items()}
+        place = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        tensors["reward_token"] = model.get_input_embeddings().weight[place].detach().cpu().clone()
+        save_file(tensors, folder / HEAD_FILE)
+        cutter = self.engine.network.eye.settings()
+        settings = self.engine.settings
+        rest = {
+            **settings.rest,
+            "head": {"type": "ranknet", "clamp": None if self.clamp is None else list(self.clamp)},
+            "pixels": {name: cutter[name] for name in ("min_pixels", "max_pixels") if name in cutter},
+            **({} if base is None else {"base": base}),
+        }
+        templates = {**settings.templates, "hpsv3": self.template}
+        JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
+        (folder / HEAD_FILE).chmod((folder / "judge.json").stat().st_mode)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From preferences to scores: the win rate of an image inside its group, the reward of Pref-GRPO."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core import group_pairs, win_rates
+from visalign.interfaces import Metadata, PairwiseReward, Scores
+from visalign.rewards.base.contract import Request, make_scores, read_request, scatter
+
+from .asking import Answers, PairAsker, distinct_images
+from .ranking import ask_in_rounds, calls_of
+
+
+def as_pointwise(judge: PairwiseReward, **options: Any) -> GroupWinRate:
+    """A pairwise judge as a reward: the win rates of `GroupWinRate(judge, **options)`."""
+    return GroupWinRate(judge, **options)
+
+
+class GroupWinRate:
+    """Win rate of each image against the others of its group, in [0, 1].
+
+    A group is the images of one prompt, or of one `metadata[group_key]`. By definition a score depends on the
+    group (`needs_group`): give `score` whole groups, never parts of them. Without a budget each pair of
+    distinct images is asked once, and by default in both orders, the two log-odds averaged:
+    ½ (ℓ_ij − ℓ_ji), so that a judge's liking for one side cancels. With a budget the pairs are chosen in
+    rounds (`visalign.core.preference.pairing`), the position bias is a fitted parameter, and the value is the
+    win rate that the fit expects against all others.
+
+    A comparison that failed is left out, and never a tie; an image without a valid comparison is invalid, and
+    so is the only image of its group. Equal images are asked about once and tie with each other. The part
+    "compared" counts the valid comparisons of a row.
+
+    Win rates as a reward: Wang et al., Pref-GRPO, arXiv 2508.20751 (there: hard answers, one order).
+    """
+
+    unit = "win rate"
+    range = (0.0, 1.0)
+    higher_is_better = True
+    needs_group = True
+
+    def __init__(
+        self,
+        judge: PairwiseReward,
+        *,
+        both_orders: bool | None = None,
+        hard: bool = False,
+        budget: float | None = None,
+        group_key: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Choose how the pairs are asked.
+
+        Args:
+            judge: the pairwise judge.
+            both_orders: ask each pair in both orders (without a budget); None does so unless the judge says
+                that it averages both itself (its attribute `both_orders`).
+            hard: count p > ½ as a win, p < ½ as a loss; otherwise the probability itself is the share of a
+                win. With both orders the averaged answer is what is decided.
+            budget: share of the G(G − 1)/2 pairs of a group that may be asked as single calls, in (0, 1];
+                None for all pairs.
+            group_key: of the metadata, whose value names the group; the prompt when None.
+            name: for messages and logs.
+
+        Raises:
+            ValueError: a budget outside (0, 1], or one with `hard`.
+        """
+        if budget is not None and not 0 < budget <= 1:
+            raise ValueError(f"budget is {budget}; allowed are shares in (0, 1], or None for all pairs.")
+        if budget is not None and hard:
+            raise ValueError(
+                "hard with a budget: the fit's win rates are expected ones; leave one of them out."
+            )
+        self.judge, self.hard = judge, hard
+        self.both_orders = not getattr(judge, "both_orders", False) if both_orders is None else both_orders
+        self.budget, self.group_key = budget, group_key
+        self.name = name or f"{judge.name}_win_rate"
+        self.identity = getattr(judge, "identity", None)
+        self.calls = 0
+        """Comparisons asked since the reward was made."""
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Win rates of B images, groups in any order.
+
+        Raises:
+            ValueError: a record lacks the group's key; or images of one group have different prompts.
+            RewardError: the judge raised, or did not return one preference per pair.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        labels = self._labels(request)
+        found = request.images.readable()
+        rows = [row for row, _ in found]
+        own = [labels[row] for row in rows]
+        first, index = distinct_images([image for _, image in found], own)
+        asker = PairAsker(
+            self.judge,
+            [found[i][1] for i in first],
+            [request.prompts[rows[i]] for i in first],
+            [request.metadata[rows[i]] for i in first],
+        )
+        groups = [own[i] for i in first]
+        ask = self._round_robin if self.budget is None else self._budgeted
+        outcome = ask(asker, groups)
+        self.calls += asker.calls
+        return self._scores(request, rows, index, outcome)
+
+    def _labels(self, request: Request) -> list[Hashable]:
+        """The group of each row."""
+        if self.group_key is None:
+            return list(request.prompts)
+        labels: list[Hashable] = []
+        for row, record in enumerate(request.metadata):
+            if record is None or self.group_key not in record:
+                raise ValueError(
+                    f"{self.name}: metadata[{row}] has no {self.group_key!r}; give each image its group, or "
+                    "leave group_key out to group by prompt."
+                )
+            labels.append(record[self.group_key])
+        prompt_of: dict[Hashable, str] = {}
+        for label, prompt in zip(labels, request.prompts, strict=True):
+            if prompt_of.setdefault(label, prompt) != prompt:
+                raise ValueError(
+                    f"{self.name}: group {label!r} has the prompts {prompt_of[label]!r} and {prompt!r}; "
+                    "images are compared under one prompt, so split the group."
+                )
+        return labels
+
+    def _round_robin(self, asker: PairAsker, groups: list[Hashable]) -> _Outcome:
+        pairs = group_pairs(groups, len(groups))
+        if self.both_orders:
+            answers = asker.ask(torch.cat([pairs, pairs.flip(1)]))
+            there, back = answers.log_odds[: len(pairs)], answers.log_odds[len(pairs) :]
+            reasons = [
+                a or b
+                for a, b in zip(answers.reasons[: len(pairs)], answers.reasons[len(pairs) :], strict=True)
+            ]
+            answers = Answers((there - back) / 2, reasons)
+        else:
+            # The odd pairs are turned round, so that each image stands on either side about equally often.
+            pairs = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
+            answers = asker.ask(pairs)
+        prob = answers.prob
+        if self.hard:
+            prob = torch.where(torch.isnan(prob), prob, (1 + (prob - 0.5).sign()) / 2)
+        return _Outcome(
+            pairs, prob, _count(pairs, answers, len(groups)), _reasons(pairs, answers, len(groups))
+        )
+
+    def _budgeted(self, asker: PairAsker, groups: list[Hashable]) -> _Outcome:
+        labels = dict.fromkeys(groups)
+        sets = [torch.tensor([i for i, own in enumerate(groups) if own == label]) for label in labels]
+        calls = [calls_of(len(members), self.budget or 1.0) for members in sets]
+        size = len(groups)
+        expected = torch.full((size, size), torch.nan, dtype=torch.float64)
+        compared = torch.zeros(size)
+        reasons: list[str | None] = [None] * size
+        for members, asked in zip(sets, ask_in_rounds(asker, sets, calls), strict=True):
+            expected[members[:, None], members] = asked.fit.win_probability()
+            compared += _count(members[asked.pairs], asked.answers, size)
+            said = _reasons(members[asked.pairs], asked.answers, size)
+            reasons = [old or new for old, new in zip(reasons, said, strict=True)]
+        expected[compared == 0] = torch.nan
+        expected[:, compared == 0] = torch.nan
+        pairs = group_pairs(groups, size)
+        return _Outcome(pairs, expected[pairs[:, 0], pairs[:, 1]], compared, reasons)
+
+    def _scores(self, request: Request, rows: list[int], index: list[int], outcome: _Outcome) -> Scores:
+        """Spread what is known of the distinct images over the rows; equal images tie with each other."""
+        copies: dict[int, list[int]] = {}
+        for row, number in enumerate(index):
+            copies.setdefault(number, []).append(row)
+        pairs: list[tuple[int, int]] = []
+        prob: list[float] = []
+        for (i, j), p in zip(outcome.pairs.tolist(), outcome.prob.tolist(), strict=True):
+            met = list(itertools.product(copies[i], copies[j]))
+            pairs, prob = pairs + met, prob + [p] * len(met)
+        for same in copies.values():
+            met = list(itertools.combinations(same, 2))
+            pairs, prob = pairs + met, prob + [0.5] * len(met)
+        rates = win_rates(
+            torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
+            torch.tensor(prob, dtype=torch.float64),
+            len(index),
+        )
+        reasons = list(request.images.reasons)
+        for row, rate, number in zip(rows, rates.tolist(), index, strict=True):
+            if math.isnan(rate):
+                reasons[row] = outcome.reasons[number] or "its group has no other image to compare it with"
+        size = len(request)
+        parts = {"compared": scatter(outcome.compared[index], rows, size)}
+        return make_scores(scatter(rates, rows, size), reasons, self.unit, parts=parts)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What is known of the distinct images."""
+
+    pairs: Tensor
+    """[N, 2] pairs within groups."""
+    prob: Tensor
+    """[N] share of a win of the first one; NaN where unknown."""
+    compared: Tensor
+    """[n] valid answers that each image stood in."""
+    reasons: list[str | None]
+    """[n] why one of its comparisons failed, if one did."""
+
+
+def _count(pairs: Tensor, answers: Answers, size: int) -> Tensor:
+    valid = torch.isfinite(answers.log_odds)
+    return torch.bincount(pairs[valid].flatten(), minlength=size).float()
+
+
+def _reasons(pairs: Tensor, answers: Answers, size: int) -> list[str | None]:
+    reasons: list[str | None] = [None] * size
+    for (i, j), reason in zip(pairs.tolist(), answers.reasons, strict=True):
+        reasons[i], reasons[j] = reasons[i] or reason, reasons[j] or reason
+    return reasons

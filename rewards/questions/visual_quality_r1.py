@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VisualQuality-R1: a vision-language model rates the quality of a picture from 1 to 5.
+
+Source: Wu et al., "VisualQuality-R1", NeurIPS 2025, arXiv 2505.14460; checkpoint TianheWu/VisualQuality-R1-7B
+(Qwen2.5-VL). Upstream samples one text per picture, so that a score differs from call to call, and returns a
+random number where the text cannot be read. Here `mode="direct"` is the expectation over the digits that the
+model would write, the same each time, and `mode="sampled"` the mean of K seeded answers, without those that
+cannot be read. The wording of the questions is ours: to ask a checkpoint in the words that it was trained
+with, put them into the `judge.json` of its folder (templates "rating" and "rating_thinking").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from visalign.core.preference.fidelity import FLOOR
+from visalign.interfaces import Metadata, Preferences, Scores
+from visalign.rewards.base.contract import Request, make_scores, read_request
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.pairs.as_pairwise import PairsFromScores
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.reading.ratings import quality_score
+from visalign.rewards.vlm.requests import engine_of, requests
+from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.yes_no import MIN_MASS
+
+from .rating_digits import RatingDigits, Ratings
+
+LOW, HIGH = 1.0, 5.0
+
+_ASK = (
+    "Rate the overall visual quality of this picture. The rating is a number between 1 and 5 with two "
+    "decimal places, where 1 stands for very poor and 5 for excellent quality. "
+)
+
+
+def _question(name: str, text: str, **more: Any) -> Template:
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    return Template(name=name, messages=[{"role": "user", "content": content}], **more)
+
+
+RATING = _question(
+    "rating",
+    _ASK + "Write the rating alone, between <answer> and </answer>.",
+    answer_prefix="<answer>",
+    words={"scores": tuple("12345"), "digits": tuple("0123456789")},
+)
+RATING_THINKING = _question(
+    "rating_thinking",
+    _ASK
+    + "First think it through between <think> and </think>, then write the rating alone between <answer> "
+    "and </answer>.",
+)
+
+
+class VisualQuality:
+    """Rating of a picture's quality from 1 to 5 with its standard deviation; the prompt is not looked at.
+
+    `std` is the spread of one answer, not the error of their mean, as Thurstone's model takes it.
+    Direct: value Σ p·s and std √Σ p·(s − value)² over the ratings s that the model may write next; the parts
+    hold "mass", the probability of all scores among everything it may write, "left_over", the rest, and for
+    ratings with decimals "digit_mass", the share of what begins as a rating that goes on with digits.
+    Sampled: mean and standard deviation (ddof 1) of the answers that can be read; the parts hold "readable",
+    their share, and `text` is the first of them.
+
+    `compare` is Thurstone's model: P(left better) = Φ((μ_l − μ_r) / √(σ_l² + σ_r² + γ)).
+    """
+
+    name = "visual_quality_r1"
+    unit = "rating from 1 to 5"
+    range = (LOW, HIGH)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: Any = "shapes-vlm",
+        *,
+        mode: Literal["direct", "sampled"] = "direct",
+        thinking: bool = False,
+        answers: int = 5,
+        seed: int = 0,
+        temperature: float = 1.0,
+        max_new_tokens: int | None = None,
+        template: Template | None = None,
+        min_mass: float = MIN_MASS,
+        variance_floor: float = FLOOR,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+    ) -> None:
+        """Load the model and choose how it rates.
+
+        Args:
+            model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageJudge`.
+            mode: "direct" or "sampled".
+            thinking: let it think before it rates (template "rating_thinking"); needs "sampled".
+            answers: K of each picture in "sampled"; 1 gives no standard deviation.
+            seed: of the answers; an answer depends on it, on the picture and on its number alone.
+            temperature: of the answers.
+            max_new_tokens: of an answer; 2048 with thinking and 16 without when None.
+            template: instead of the folder's, or ours. In "direct" its words "scores" are the whole ratings,
+                each one token, and "digits" the ten digits where ratings have two decimal places.
+            min_mass: smallest probability of all scores together that counts as a rating ("direct"), and
+                smallest "digit_mass".
+            variance_floor: γ of the comparison, in squared rating steps.
+            device: where the model runs.
+            precision: of its weights.
+
+        Raises:
+            ValueError: options that are not allowed.
+            RewardError: the model or its score tokens cannot be used.
+        """
+        _check(mode, thinking, answers, min_mass, variance_floor)
+        self.engine = engine_of(model, device=device, precision=precision)
+        kind = ("rating_thinking", RATING_THINKING) if thinking else ("rating", RATING)
+        self.template = template or self.engine.template(*kind)
+        self.mode, self.answers, self.seed, self.temperature = mode, answers, seed, temperature
+        self.max_new_tokens = max_new_tokens or (2048 if thinking else 16)
+        self.variance_floor, self.min_mass = variance_floor, min_mass
+        self._digits = RatingDigits(self.engine, self.template, LOW, HIGH) if mode == "direct" else None
+        drawn = {"answers": answers, "seed": seed, "temperature": temperature}
+        own = {"min_mass": min_mass} if mode == "direct" else {**drawn, "max_new_tokens": self.max_new_tokens}
+        self._options: dict[str, Any] = {"mode": mode, "variance_floor": variance_floor, **own}
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Rating per image; prompts and metadata are not looked at."""
+        request = read_request(self.name, images, prompts, metadata)
+        blank = Request(request.images, ["-"] * len(request), request.metadata)
+        reasons = list(request.images.reasons)
+        rows, asks = requests(blank, self.template, reasons)
+        found = self._direct(asks) if self._digits is not None else self._sampled(asks)
+        size = len(request)
+        columns = {key: torch.full((size,), torch.nan) for key in found.columns}
+        text = [""] * size
+        for place, row in enumerate(rows):
+            reasons[row] = found.reasons[place]
+            text[row] = found.texts[place]
+            for key, column in found.columns.items():
+                columns[key][row] = column[place]
+        value, std = columns.pop("value"), columns.pop("std", None)
+        scores = make_scores(value, reasons, self.unit, parts=columns, text=text if any(text) else None)
+        if std is None:
+            return scores
+        return replace(scores, std=torch.where(scores.valid, std, torch.nan))
+
+    def compare(
+        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> Preferences:
+        """Compare B pairs of images."""
+        return PairsFromScores(_Floored(self), link="normal").compare(left, right, prompts, metadata)
+
+    def compare_pairs(
+        self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> Preferences:
+        """Compare numbered images, each rated once: n images, pairs [N, 2] (left, right)."""
+        judge = PairsFromScores(_Floored(self), link="normal")
+        return judge.compare_pairs(images, pairs, prompts, metadata)
+
+    def _direct(self, asks: list[Any]) -> Ratings:
+        assert self._digits is not None  # only called in that mode
+        return self._digits(asks, self.min_mass)
+
+    def _sampled(self, asks: list[Any]) -> Ratings:
+        reply = self.engine.generate(
+            self.template,
+            asks,
+            answers=self.answers,
+            seed=self.seed,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+        )
+        size = len(asks)
+        value, std, share = (torch.full((size,), torch.nan) for _ in range(3))
+        reasons, texts = list(reply.reasons), [""] * size
+        for row, answers in enumerate(reply.texts):
+            if reasons[row] is not None:
+                continue
+            written = [self.template.answer_prefix + answer for answer in answers]
+            ratings, why, texts[row] = read_ratings(written)
+            share[row] = len(ratings) / len(written)
+            if len(ratings) < min(2, self.answers):
+                reasons[row] = (
+                    f"{len(ratings)} of {len(written)} answers hold a rating from {LOW:g} to {HIGH:g}; of "
+                    f"the others the first: {why}"
+                )
+                continue
+            found = torch.tensor(ratings, dtype=torch.float64)
+            value[row] = found.mean()
+            std[row] = found.std() if len(ratings) > 1 else torch.nan
+        columns = {"value": value, "std": std, "readable": share}
+        if self.answers == 1:
+            del columns["std"]
+        return Ratings(columns, texts, reasons)
+
+
+def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
+    """The ratings in a judge's answers; what cannot be read is left out.
+
+    Args:
+        answers: K texts.
+
+    Returns:
+        (ratings that could be read, why the first of the others could not, the first readable text).
+    """
+    ratings: list[float] = []
+    why, first = "", ""
+    for answer in answers:
+        try:
+            rating = quality_score(answer, low=LOW, high=HIGH)
+        except AnswerError as error:
+            why = why or str(error)
+            continue
+        first = first if ratings else answer
+        ratings.append(rating)
+    return ratings, why, first
+
+
+class _Floored:
+    """The rating with γ/2 added to its variance, so that a pair has σ_l² + σ_r² + γ."""
+
+    def __init__(self, judge: VisualQuality) -> None:
+        self._judge = judge
+        self.name, self.unit, self.range = judge.name, judge.unit, judge.range
+        self.higher_is_better = judge.higher_is_better
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """The judge's scores with the floor."""
+        scores = self._judge.score(images, prompts, metadata)
+        variance = torch.zeros_like(scores.value) if scores.std is None else scores.std.square()
+        return replace(scores, std=(variance + self._judge.variance_floor / 2).sqrt())
+
+
+def _check(mode: str, thinking: bool, answers: int, min_mass: float, variance_floor: float) -> None:
+    name = VisualQuality.name
+    if mode not in ("direct", "sampled"):
+        raise ValueError(f"{name}: mode is {mode!r}; allowed are 'direct' and 'sampled'.")
+    if thinking and mode == "direct":
+        raise ValueError(f"{name}: thinking needs mode='sampled': a thought has to be written first.")
+    if answers < 1:
+        raise ValueError(f"{name}: answers is {answers}; allowed are whole numbers from 1.")
+    if not 0 <= min_mass < 1:
+        raise ValueError(f"{name}: min_mass is {min_mass}; allowed are probabilities from 0 up to below 1.")
+    if not variance_floor > 0:
+        raise ValueError(f"{name}: variance_floor is {variance_floor}; allowed are numbers above 0.")

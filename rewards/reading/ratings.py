@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores in judges' texts: UnifiedReward, VisualQuality-R1, LiFT, RationalRewards, DeepSeek-GRM.
+
+Sources: UnifiedReward, Wang et al., arXiv 2503.05236; VisualQuality-R1, Wu et al., arXiv 2505.14460; LiFT,
+Wang et al., arXiv 2412.04814; DeepSeek-GRM, Liu et al., arXiv 2504.02495. The forms are those that the judges
+were trained to write. Peers turn a text that they cannot read into 0 (flow_grpo, verl-omni), the batch mean
+(Pref-GRPO), a random number (VisualQuality-R1) or "Good" (LiFT); here it is an `AnswerError`, and its sample
+is masked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from .numbers import NUMBER, AnswerError, check_range, single_number, statement
+
+ASPECTS = ("alignment", "coherence", "style")
+"""UnifiedReward's three aspects, in the order in which it writes them."""
+LIFT_VALUES = {"Good": 0.9, "Normal": 0.2, "Bad": 0.05}
+"""LiFT's value of each label (its released code)."""
+RATIONAL_ASPECTS = {
+    "text_faithfulness": "Text Faithfulness",
+    "physical_quality": "Physical and Visual Quality",
+    "text_rendering": "Text Rendering",
+}
+"""RationalRewards' aspects: key -> heading in the judgement."""
+
+_END = r"(?!\w|\.\d|,\d)"
+_FINAL = re.compile(rf"Final Score:[\s*_]*(?P<number>{NUMBER}){_END}(?:\s*/\s*(?P<whole>\d+))?")
+_ASPECT = re.compile(
+    rf"(?P<name>Alignment|Coherence|Style)\s+Score\s*(?:\(1-5\))?[\s*_]*:[\s*_]*(?P<number>{NUMBER})",
+    re.IGNORECASE,
+)
+_PUBLISHED_ASPECT = re.compile(rf"(?P<name>Alignment|Coherence|Style) Score \(1-5\):\s*(?P<number>{NUMBER})")
+_TAG = re.compile(r"<Score>\s*(\d+)\s*</Score>")
+_LABEL = re.compile(r"(?<![\w-])(Good|Normal|Bad)(?![\w-])")
+_NOT = r"(?:\b(?:not|never|nor|neither|no|hardly|scarcely|barely|without|cannot)\b|n['’]t\b)"
+_SAYS = (
+    r"(?:say|call|think|believe|consider|rate|describe|judge|label|regard|find|claim|agree|see|feel|deem"
+    r"|conclude|argue)"
+)
+_NEGATED = re.compile(
+    rf"(?:{_NOT}|\brather\s+than|\binstead\s+of|\bfar\s+from)(?:\s+[\w'’]+){{0,2}}\s*[\"'*]*$"
+    # "I would not say that this picture is Good" denies as "it is not Good" does
+    rf"|(?:{_NOT}\s+(?:[\w'’]+\s+)?{_SAYS}|\b(?:doubt|deny|disagree))\b(?:\s+[\w'’]+){{0,7}}\s*[\"'*]*$",
+    re.IGNORECASE,
+)
+_DENIAL = re.compile(rf"{_NOT}|\b(?:unless|if|whether)\b", re.IGNORECASE)
+"""Words that may deny what stands further on in their clause."""
+_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+
+
+def final_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
+    """UnifiedReward's point score: the number after "Final Score:".
+
+    Args:
+        text: what the judge wrote.
+        low: smallest score.
+        high: largest.
+
+    Raises:
+        AnswerError: the words are missing (as spelled), or come with different numbers or one out of range.
+    """
+    matches = list(_FINAL.finditer(text))
+    if not matches:
+        raise AnswerError("the judge's text has no 'Final Score:' with a number")
+    if wrong := [match[0] for match in matches if match["whole"] and float(match["whole"]) != high]:
+        raise AnswerError(f"{wrong[0]!r} is not on the scale that ends at {high:g}")
+    return check_range(_one("Final Score", [float(match["number"]) for match in matches]), low, high)
+
+
+def aspect_scores(
+    text: str,
+    *,
+    published_form: bool = False,
+    limits: tuple[float, float] | None = (1.0, 5.0),
+    lenient: bool = False,
+) -> dict[str, float]:
+    """UnifiedReward's scores for alignment, coherence and style, as many as the text gives.
+
+    Args:
+        text: what the judge wrote.
+        published_form: read "Alignment Score (1-5): n" only; otherwise the scale may be missing and the case
+            may differ.
+        limits: smallest and largest score, or None for any number.
+        lenient: as verl-omni reads: of an aspect given twice the last number counts, and where none is named
+            (and the published form is not asked for) the first three numbers are taken for the three.
+
+    Returns:
+        Aspect -> score; empty where the text names none.
+
+    Raises:
+        AnswerError: an aspect with two different numbers, or a number outside the limits.
+    """
+    found: dict[str, list[float]] = {}
+    for match in (_PUBLISHED_ASPECT if published_form else _ASPECT).finditer(text):
+        found.setdefault(match["name"].lower(), []).append(float(match["number"]))
+    if lenient and not published_form and not found:
+        numbers = re.findall(NUMBER, text)
+        found = (
+            {name: [float(n)] for name, n in zip(ASPECTS, numbers, strict=False)} if len(numbers) >= 3 else {}
+        )
+    scores = {name: given[-1] if lenient else _one(name, given) for name, given in found.items()}
+    if limits is not None:
+        for value in scores.values():
+            check_range(value, *limits)
+    return scores
+
+
+def all_aspects(text: str) -> dict[str, float]:
+    """`aspect_scores` with all three present.
+
+    Raises:
+        AnswerError: also when one is missing.
+    """
+    scores = aspect_scores(text)
+    if missing := [name for name in ASPECTS if name not in scores]:
+        raise AnswerError(f"the judge's text gives no score for {', '.join(missing)}")
+    return {name: scores[name] for name in ASPECTS}
+
+
+def aspect_mean(scores: Mapping[str, float]) -> tuple[float, float]:
+    """(mean, mean clipped to [1, 5] and mapped to [0, 1]) of the aspects given.
+
+    Raises:
+        AnswerError: no aspect.
+    """
+    if not scores:
+        raise AnswerError("the judge's text names no aspect")
+    mean = math.fsum(scores.values()) / len(scores)
+    return mean, (min(max(mean, 1.0), 5.0) - 1.0) / 4.0
+
+
+def tagged_score(text: str, *, low: float = 1, high: float = 5) -> float:
+    """The whole number in <Score>n</Score>, the form that flow_grpo asks a general model for.
+
+    Raises:
+        AnswerError: no such tag, tags that differ, no whole number, or out of range.
+    """
+    found = [float(number) for number in _TAG.findall(text)]
+    if not found:
+        raise AnswerError("the judge's text has no <Score> with a whole number")
+    return check_range(_one("<Score>", found), low, high)
+
+
+def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
+    """VisualQuality-R1's rating: the number in its last complete <answer>.
+
+    Args:
+        text: what the judge wrote.
+        low: smallest rating.
+        high: largest.
+
+    Raises:
+        AnswerError: cut off, no number, several, a decimal comma, or out of range; never a random rating.
+    """
+    return single_number(statement(text), low, high)
+
+
+def lift_label(text: str) -> str:
+    """The one label of LiFT's three that a text states as a word, "not Bad" being no statement of Bad.
+
+    Args:
+        text: what the judge wrote.
+
+    Raises:
+        AnswerError: no label spelled so, more than one, or one that may be denied.
+    """
+    labels: dict[str, str] = {}
+    for match in _LABEL.finditer(text):
+        clause = _clause(text[: match.start()])
+        if not _NEGATED.search(clause):
+            doubtful = _DENIAL.search(clause) is not None
+            labels[match[1]] = clause.strip() if doubtful else labels.get(match[1], "")
+    if len(labels) != 1:
+        given = " and ".join(labels) if labels else "none"
+        raise AnswerError(f"the judge must state one of {', '.join(LIFT_VALUES)}; it states {given}")
+    ((label, doubt),) = labels.items()
+    if doubt:
+        raise AnswerError(f"the judge may deny the label it names: {doubt:.60} {label}")
+    return label
+
+
+def rational_scores(text: str) -> dict[str, float | str | None]:
+    """RationalRewards' aspect scores: a number, "N/A", or None where the judgement has none.
+
+    Args:
+        text: what the judge wrote; what follows "# Summary:" is left out.
+
+    Returns:
+        Every key of `RATIONAL_ASPECTS`.
+    """
+    lines = text.split("# Summary:")[0].splitlines()
+    numbered = {
+        key: re.compile(rf"\s*{n}\..*{name}") for n, (key, name) in enumerate(RATIONAL_ASPECTS.items(), 1)
+    }
+    plain = {key: re.compile(rf".*{name}:") for key, name in RATIONAL_ASPECTS.items()}
+    has_numbers = any(form.match(line) for line in lines for form in numbered.values())
+    headings = numbered if has_numbers else plain
+    scores: dict[str, float | str | None] = dict.fromkeys(RATIONAL_ASPECTS)
+    current = None
+    for line in lines:
+        current = next((key for key, form in headings.items() if form.match(line)), current)
+        if current is not None and scores[current] is None:
+            scores[current] = _rational_value(line)
+    return scores
+
+
+def rational_mean(scores: Mapping[str, float | str | None]) -> float:
+    """(m − 1)/3 with m the mean of the numeric aspects, each clamped to [1, 4].
+
+    Raises:
+        AnswerError: no aspect has a number.
+    """
+    numbers = [min(max(score, 1.0), 4.0) for score in scores.values() if isinstance(score, float)]
+    if not numbers:
+        raise AnswerError("the judgement gives no aspect a number")
+    return (math.fsum(numbers) / len(numbers) - 1) / 3
+
+
+def boxed_scores(text: str, *, count: int = 1, low: float = 1.0, high: float = 10.0) -> list[float]:
+    r"""DeepSeek-GRM's scores: the numbers in the last \boxed{...}, one per judged answer.
+
+    Args:
+        text: principles, critique and scores, as the judge wrote them.
+        count: how many it was asked for.
+        low: smallest score.
+        high: largest.
+
+    Raises:
+        AnswerError: no box, another count, no number, or out of range.
+    """
+    boxes = _BOXED.findall(statement(text).text)
+    if not boxes:
+        raise AnswerError(r"the judge's text has no \boxed{score}")
+    parts = [part.strip() for part in boxes[-1].strip().strip("[]").split(",")]
+    if len(parts) != count:
+        raise AnswerError(f"the judge boxed {len(parts)} scores, {count} were asked for")
+    if wrong := [part for part in parts if re.fullmatch(NUMBER, part) is None]:
+        raise AnswerError(f"the judge boxed {wrong[0]!r}, which is no number")
+    return [check_range(float(part), low, high) for part in parts]
+
+
+def _one(name: str, given: Sequence[float]) -> float:
+    if len(set(given)) > 1:
+        raise AnswerError(f"the judge gave {name} twice: {given[0]:g} and {given[-1]:g}")
+    return given[0]
+
+
+def _clause(before: str) -> str:
+    """What stands in the same clause before a word; "and the quality is" begins another one."""
+    return re.split(
+        r"[.;:!?,\n]|\bbut\b"
+        r"|\b(?:and|so|because|thus|hence|yet|while|although|though|however)\b"
+        r"(?=(?:\s+[\w'’]+){1,5}\s+(?:is|are|was|looks|seems|remains|appears)\b)",
+        before,
+    )[-1]
+
+
+def _rational_value(line: str) -> float | str | None:
+    match = re.search(r"Score\s*:\s*(.+)$", line.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    said = match[1].strip()
+    if said == "N/A":
+        return said
+    number = re.match(r"\d+(?:\.\d+)?", said)
+    return None if number is None else float(number[0])

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of two pictures a judge's text prefers: UnifiedReward's pair answers, thinking or not, and Flex.
+
+Source: UnifiedReward, Wang et al., arXiv 2503.05236, and its Think and Flex successors. Pref-GRPO looks for
+the first option as a substring, so that "I do not agree that Image 1 is better" counts for image 1, and takes
+an unreadable answer for a tie; here an answer that asserts both options, or none, is an `AnswerError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .numbers import NUMBER, AnswerError, statement
+
+OPTIONS = ("Image 1 is better", "Image 2 is better")
+"""The two sentences that UnifiedReward writes."""
+
+_CLAUSE = re.compile(
+    r"(.*?)([.;:!?\n,]|\b(?:but|however|while|whereas|although|though|and)\b|$)", re.IGNORECASE
+)
+"""A clause and what ends it."""
+_OVERALL = re.compile(
+    r"\b(?:overall|all\s+in\s+all|in\s+total|in\s+conclusion|therefore|finally)\b", re.IGNORECASE
+)
+_DOUBT = re.compile(
+    r"\b(?:not|never|no|neither|nor|hardly|scarcely|cannot|disagree|deny|doubt|whether|if|unless"
+    r"|unclear|unsure|wrong|false"
+    r"|thought|initially|at\s+first)\b|n['’]t\b",
+    re.IGNORECASE,
+)
+_TAKEN_BACK = re.compile(
+    r"\b(?:in|by)\s+no\s+(?:\w+\s+)?(?:respects?|ways?|aspects?|sense|regards?|means|measure|point)\b"
+    r"|\bin\s+nothing\b|\bnowhere\b|\bat\s+nothing\b|\bonly\s+if\b|\bunless\b"
+    r"|^\s*(?:is|was|would\s+be|seems|sounds)\s+(?:\w+\s+)?(?:wrong|false|untrue|incorrect|mistaken"
+    r"|a\s+mistake)\b",
+    re.IGNORECASE,
+)
+"""What takes back, behind an option, what the clause began to assert."""
+_BETTER = r"(?:better|best|superior|preferable|preferred|stronger|the\s+winner|the\s+better\s+\w+)"
+_WORSE = r"(?:worse|worst|inferior|weaker)"
+_IS = (
+    r"(?:is|was|looks|seems|appears|remains)(?:\s+to\s+be)?"
+    r"(?:\s+[\w-]+ly|\s+(?:much|far|slightly|overall|still|also|the))*"
+)
+_TIE = re.compile(
+    r"\bequally\b|\bequal\b|\ba\s+(?:tie|draw)\b|\bno\s+(?:clear\s+)?difference\b|\bindistinguishable\b"
+    r"|\bneither\b.*\bbetter\b|\bof\s+(?:the\s+)?same\s+quality\b|^\s*(?:tie|draw)\s*$"
+    r"|\bare\s+(?:both\s+)?(?:just\s+)?(?:the\s+same|identical|comparable)\b",
+    re.IGNORECASE,
+)
+_ORDINAL = {1: "first", 2: "second"}
+_SIDE = {side: re.compile(rf"\b(?:video|image|picture)\s*{side}\b", re.IGNORECASE) for side in (1, 2)}
+_EITHER = re.compile(r"\b1\s*(?:/|or|\|)\s*2\b", re.IGNORECASE)
+_TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.IGNORECASE)
+
+
+def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
+    """What a careful reader takes from a judge's text: 1 first better, 2 second better, 0 a tie.
+
+    Clauses that deny or doubt an option, or ask, assert nothing: "Image 2 is not better" leaves a tie open.
+    "Image 1 is worse" asserts the other one, and "the first image" is the first option's. Where both are
+    asserted, what is said "overall" counts.
+
+    Args:
+        text: what the judge wrote; its last complete <answer> counts, else what stands outside <think>.
+        options: the two sentences that were asked for, "NAME is better".
+
+    Raises:
+        AnswerError: cut off, no option asserted, both, or a tie beside an option.
+    """
+    said = statement(text)
+    names = [_subject(option, side) for side, option in enumerate(options, 1)]
+    whole = said.text.strip(" \t\r\n.*\"'`")
+    for side, name in enumerate(names, 1):
+        if re.fullmatch(rf"(?:the\s+)?{name}", whole, re.IGNORECASE):
+            return side
+    clauses = [clause for clause, end in _CLAUSE.findall(said.text) if end != "?"]
+    found = {side for clause in clauses for side in _asserted(clause, names)}
+    if len(found) == 2:  # "Image 1 in colour, but overall Image 2" is clear, with a comma behind it too
+        summed_up = [clause for n, clause in enumerate(clauses) if _sums_up(clause, clauses[max(n - 1, 0)])]
+        found = {side for clause in summed_up for side in _asserted(clause, names)} or found
+    tied = any(_ties(clause) for clause in clauses)
+    if found and tied:
+        raise AnswerError("the judge calls one picture better and both equal")
+    if len(found) == 1:
+        return found.pop()
+    if tied:
+        return 0
+    if found:
+        raise AnswerError("the judge calls both pictures better")
+    if any(re.search(rf"{name}\s+{_IS}", clause, re.IGNORECASE) for clause in clauses for name in names):
+        raise AnswerError(
+            f"the judge's answer asserts neither {options[0]!r} nor {options[1]!r}: it denies or doubts one, "
+            "which leaves a tie open"
+        )
+    raise AnswerError(f"the judge's answer says neither {options[0]!r} nor {options[1]!r}")
+
+
+def pair_scores(
+    text: str,
+    *,
+    total: float | None = 1.0,
+    tolerance: float = 0.02,
+    names: Sequence[str] = ("Image 1", "Image 2"),
+) -> tuple[float, float]:
+    """The two scores of a pair, each after the name of its picture.
+
+    Args:
+        text: what the judge wrote.
+        total: what the two must add up to, both then being at least 0; None for free scores.
+        tolerance: of that sum, for rounding.
+        names: of the pictures.
+
+    Raises:
+        AnswerError: a score missing, given twice, or another sum.
+    """
+    said = statement(text).text
+    scores = []
+    for name in names:
+        words = r"\s*".join(map(re.escape, name.split()))
+        form = rf"\b{words}\b(?:\s*['’]s)?\s*(?:score)?[\s*_]*[:=][\s*_]*({NUMBER})(?!\w|\.\d|,\d)"
+        found = {float(number) for number in re.findall(form, said, re.IGNORECASE)}
+        if len(found) != 1:
+            count = "no score" if not found else "several scores"
+            raise AnswerError(f"the judge's text gives {count} for {name}")
+        scores.append(found.pop())
+    if not all(map(math.isfinite, scores)):
+        raise AnswerError("the judge's scores are not finite")
+    if total is not None and (min(scores) < 0 or abs(sum(scores) - total) > tolerance):
+        raise AnswerError(f"the judge's scores {scores[0]:g} and {scores[1]:g} do not add up to {total:g}")
+    return scores[0], scores[1]
+
+
+@dataclass(frozen=True)
+class FlexAnswer:
+    """UnifiedReward-Flex's judgement of a pair."""
+
+    winner: int
+    """1, 2, or 0 for a tie."""
+    categories: Mapping[str, int | None]
+    """Category -> 1, 2, 0, or None where its winner cannot be read."""
+
+    def preference(
+        self,
+        *,
+        overall_weight: float = 1.0,
+        dim_weight: float = 1.0,
+        category_weights: Sequence[float] | None = None,
+    ) -> float:
+        """Probability that the first is better: (w_o p + w_d Σ c_i p_i / Σ c_i) / (w_o + w_d), ties 0.5.
+
+        Args:
+            overall_weight: w_o, of the overall winner.
+            dim_weight: w_d, of the mean over the categories.
+            category_weights: c_i of the first categories; 1 for those beyond.
+        """
+        weights = [*(category_weights or ()), *[1.0] * len(self.categories)]
+        rated = [
+            (w, half)
+            for w, side in zip(weights, self.categories.values(), strict=False)
+            if (half := _half(side)) is not None
+        ]
+        overall = {1: 1.0, 2: 0.0, 0: 0.5}[self.winner]
+        scale = math.fsum(w for w, _ in rated)
+        if not rated or scale <= 0 or dim_weight <= 0:
+            return overall
+        mean = math.fsum(w * half for w, half in rated) / scale
+        return (overall_weight * overall + dim_weight * mean) / (overall_weight + dim_weight)
+
+
+def flex_winner(said: Any) -> int:
+    """1 or 2 for the picture that a "winner" field names, 0 for a tie.
+
+    Raises:
+        AnswerError: it names both, another, or none.
+    """
+    if isinstance(said, str):
+        if _TIE_WORD.fullmatch(said):
+            return 0
+        named = [side for side, form in _SIDE.items() if form.search(said)]
+        if len(named) == 1 and not _EITHER.search(said):
+            return named[0]
+    raise AnswerError(f"the winner is {said!r:.60}, which names not exactly one of the two pictures")
+
+
+def flex_answer(text: str) -> FlexAnswer:
+    """Read a Flex judgement.
+
+    Args:
+        text: what the judge wrote: a JSON object with "winner" and "categories", words around it allowed.
+
+    Raises:
+        AnswerError: no complete JSON object with a winner, or its winner cannot be read.
+    """
+    held = _json_object(text)
+    listed = held.get("categories", [])
+    categories: dict[str, int | None] = {}
+    for number, category in enumerate(listed if isinstance(listed, list) else [], 1):
+        if not isinstance(category, dict):
+            continue
+        name = str(category.get("name") or f"category {number}").strip()
+        try:
+            categories[name] = flex_winner(category.get("cat_winner"))
+        except AnswerError:
+            categories[name] = None
+    return FlexAnswer(flex_winner(held["winner"]), categories)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """The last complete JSON object in the text that has a winner."""
+    decoder = json.JSONDecoder()
+    found, start = None, text.find("{")
+    while start >= 0:
+        try:
+            read, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start = text.find("{", start + 1)
+            continue
+        found = read if isinstance(read, dict) and "winner" in read else found
+        start = text.find("{", end)
+    if found is None:
+        raise AnswerError("the judge's text holds no complete JSON object with a winner")
+    return found
+
+
+def _subject(option: str, side: int) -> str:
+    """A pattern of the picture's name in "NAME is better", or of "the first NOUN"."""
+    name = re.split(r"\s+is\s+", option, maxsplit=1)[0]
+    written = r"\s*".join(map(re.escape, name.split()))
+    noun = re.escape(name.split()[0])
+    return rf"(?:{written}|{_ORDINAL[side]}\s+(?:{noun}|one|picture|image))(?!\w)"
+
+
+def _sums_up(clause: str, before: str) -> bool:
+    """Whether a clause is what is said "overall", or follows the bare word."""
+    return bool(_OVERALL.search(clause) or _OVERALL.fullmatch(before.strip(" *_")))
+
+
+def _asserted(clause: str, names: Sequence[str]) -> set[int]:
+    """Sides that a clause calls better."""
+    found = set()
+    for side, name in enumerate(names, 1):
+        chosen = (
+            rf"\b(?:prefer|choose|pick|winner\s+is|better\s+(?:one|image|video)\s+is)\s+(?:the\s+)?{name}"
+        )
+        for form, wins in (
+            (rf"\b{name}\s+{_IS}\s+{_BETTER}\b", side),
+            (rf"\b{name}\s+{_IS}\s+{_WORSE}\b", 3 - side),
+            (chosen, side),
+        ):
+            match = re.search(form, clause, re.IGNORECASE)
+            doubted = match is None or _DOUBT.search(clause[: match.end()])
+            if match and not doubted and not _TAKEN_BACK.search(clause[match.end() :]):
+                found.add(wins)
+    return found
+
+
+def _ties(clause: str) -> bool:
+    """Whether a clause calls both equal."""
+    match = _TIE.search(clause)
+    return match is not None and not _DOUBT.search(clause[: match.start()])
+
+
+def _half(side: int | None) -> float | None:
+    return None if side is None else {1: 1.0, 2: 0.0, 0: 0.5}[side]

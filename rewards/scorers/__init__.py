@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published scorers that give a picture one number from features: CLIP score, PickScore, HPSv2, LAION,
+ImageReward, ICT, HP.
+
+It needs `clip` and `weights`; nothing that asks a model a question comes in.
+"""

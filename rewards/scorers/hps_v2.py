@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HPSv2 and v2.1: the cosine of a CLIP ViT-H/14 fine-tuned on human preferences, read from upstream's file.
+
+Source: Wu et al., "Human Preference Score v2", arXiv 2306.09341; files HPS_v2_compressed.pt and
+    HPS_v2.1_compressed.pt of xswu/HPSv2: open_clip's keys under "state_dict". The benchmark's tables show the
+    cosine × 100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.clip.encoder import ClipEncoder, ClipParts
+from visalign.rewards.clip.loading import load_clip
+from visalign.rewards.clip.open_clip_folder import CONFIG, check_end_token
+from visalign.rewards.clip.published_layouts import DTYPES, OPENAI_MEAN, OPENAI_STD
+from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
+from visalign.rewards.weights.checkpoint_files import load_strict, local_folder, read_tensors
+
+FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
+"""version -> name of the published file."""
+RESAMPLING = ("float", "aliased", "pil")
+
+
+class HpsV2:
+    """Cosine of image and prompt, float32; about 0.2 to 0.35 with the published checkpoints.
+
+    Upstream resizes tensors (shortest edge, then centre crop), so its input depends on torchvision:
+    antialiased without rounding from 0.17 on ("float", the default), not antialiased before ("aliased");
+    "pil" is what CLIP itself was trained with.
+    """
+
+    name = "hps_v2"
+    unit = "cosine"
+    range = (-1.0, 1.0)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: str | Path = "xswu/HPSv2",
+        *,
+        version: str = "2.1",
+        resampling: str = "float",
+        architecture: str | Mapping[str, Any] = "ViT-H-14",
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        batch_size: int = 32,
+        cache_bytes: int = IMAGE_CACHE_BYTES,
+    ) -> None:
+        """Note the model, which is loaded at the first score.
+
+        Args:
+            model: the published .pt file, a folder that holds it, the hub id, an open_clip folder, or a
+                packaged name.
+            version: "2.0" or "2.1": which of the files of a folder or hub id.
+            resampling: "float", "aliased" or "pil", as above.
+            architecture: of the .pt file: a name of open_clip, or its model_cfg.
+            device: where the towers run.
+            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
+            batch_size: images or prompts in one forward pass.
+            cache_bytes: limit of the image features kept between calls; 0 keeps none.
+
+        Raises:
+            ValueError: unknown version, resampling or precision, batch_size below 1, or cache_bytes below 0.
+        """
+        for what, given, allowed in (
+            ("version", version, tuple(FILES)),
+            ("resampling", resampling, RESAMPLING),
+            ("precision", precision, tuple(DTYPES)),
+        ):
+            if given not in allowed:
+                raise ValueError(f"hps_v2: {what} is {given!r}; allowed are {', '.join(allowed)}.")
+        self.version = version
+        self.towers = ClipTowers(
+            model,
+            precision=precision,
+            batch_size=batch_size,
+            cache_bytes=cache_bytes,
+            load=lambda: _load(model, version, architecture, device, precision),
+            preprocess={"resampling": resampling},
+        )
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Cosine per (image, prompt); metadata is not looked at.
+
+        Raises:
+            FileNotFoundError: the folder does not hold the file.
+            RewardError: the model cannot be loaded.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        found = self.towers.match(request)
+        value = scatter(found.cosine, found.rows, len(request))
+        parts = {"cut": found.cut}
+        return make_scores(value, found.reasons, self.unit, parts=parts, text=found.notes)
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        return self.towers.cosine_with_gradient(images, prompts)
+
+    @property
+    def identity(self) -> Identity:
+        """What the numbers depend on."""
+        return self.towers.identity(self.name, version=self.version)
+
+
+def _load(
+    model: str | Path,
+    version: str,
+    architecture: str | Mapping[str, Any],
+    device: str | torch.device,
+    precision: str,
+) -> ClipParts:
+    """The published file put into open_clip's model, strictly."""
+    from visalign.data.assets import resolve_model
+
+    place = Path(resolve_model(model))
+    if (place / CONFIG).is_file():
+        return load_clip(place, device=device, precision=precision)
+    if not place.is_file():
+        place = local_folder(model, (FILES[version],)) / FILES[version]
+        if not place.is_file():
+            raise FileNotFoundError(
+                f"The folder {place.parent} lacks {FILES[version]}; download it from xswu/HPSv2, or give the "
+                "path of the .pt file as the model."
+            )
+    import open_clip
+
+    config = open_clip.get_model_config(architecture) if isinstance(architecture, str) else architecture
+    if config is None:
+        raise RewardError(
+            f"open_clip knows no architecture {architecture!r}; HPSv2 is 'ViT-H-14'. Give that, or a "
+            "model_cfg."
+        )
+    network = open_clip.CLIP(**{key: config[key] for key in ("embed_dim", "vision_cfg", "text_cfg")})
+    load_strict(network, read_tensors(place, "state_dict"), str(place))
+    network.to(device=torch.device(device), dtype=DTYPES[precision]).eval().requires_grad_(False)
+    tokenizer = open_clip.SimpleTokenizer(context_length=network.context_length)
+    return ClipParts(
+        encoder=ClipEncoder(network).eval(),
+        preprocess={
+            "size": config["vision_cfg"]["image_size"],
+            "mean": OPENAI_MEAN,
+            "std": OPENAI_STD,
+            "interpolation": "bicubic",
+            "resize_mode": "shortest",
+        },
+        tokenizer=tokenizer,
+        end=check_end_token(network, tokenizer),
+        place=place,
+        model_cfg=config,
+    )

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ICT-HP: how much of the text the image contains, times how much the image is preferred for itself.
+
+Source: Ba et al., arXiv 2507.19002 (ICCV 2025). The paper multiplies the two scores; the released evaluation
+    puts the HP head through a sigmoid first, so that it is positive. Both are here, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import make_scores
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES
+
+from .hp import Hp
+from .ict import Ict
+from .units import INFINITE
+
+MODES = ("paper", "upstream")
+
+
+class IctHp:
+    """ICT · σ(r) ("upstream"), or ICT · r ("paper"), with r the HP head's output; both among the parts.
+
+    The head's output has no sign that means anything: it was trained on differences. With "paper" a negative
+    r turns the order of the ICT scores round, and two bad images outscore a good one; the sigmoid keeps the
+    order. So the released form is the default.
+    """
+
+    name = "ict_hp"
+    higher_is_better = True
+
+    def __init__(
+        self,
+        ict: str | Path = "shapes-ict",
+        hp: str | Path = "shapes-hp",
+        *,
+        mode: str = "upstream",
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        batch_size: int = 32,
+        cache_bytes: int = IMAGE_CACHE_BYTES,
+    ) -> None:
+        """Note the models, which are loaded at the first score.
+
+        Args:
+            ict: the model of `Ict`.
+            hp: the model of `Hp`.
+            mode: "upstream" or "paper".
+            device: where the towers run.
+            precision: of the towers: "fp32", "bf16" or "fp16".
+            batch_size: images or prompts in one forward pass.
+            cache_bytes: limit of the features kept between calls, for each of the two.
+
+        Raises:
+            ValueError: unknown mode, batch_size below 1, or cache_bytes below 0.
+        """
+        if mode not in MODES:
+            raise ValueError(
+                f"ict_hp: mode is {mode!r}; allowed are 'paper' (ICT·r) and 'upstream' (ICT·σ(r))."
+            )
+        self.mode = mode
+        self.unit = "cosine × HP score" if mode == "paper" else "cosine × probability"
+        self.range = INFINITE if mode == "paper" else (-1.0, 1.0)
+        self.ict = Ict(
+            ict, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes
+        )
+        self.hp = Hp(hp, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes)
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Product per (image, prompt), with parts "ict", "hp" and "cut"; metadata is not looked at.
+
+        Raises:
+            FileNotFoundError: a model folder lacks a part.
+            RewardError: a model cannot be loaded.
+        """
+        ict = self.ict.score(images, prompts, metadata)
+        hp = self.hp.score(images, prompts, metadata)
+        factor = hp.value if self.mode == "paper" else hp.value.sigmoid()
+        reasons = [first or second for first, second in zip(ict.reason or [], hp.reason or [], strict=True)]
+        parts = {"ict": ict.value, "hp": factor, **ict.parts}
+        return make_scores(ict.value * factor, reasons, self.unit, parts=parts, text=ict.text)
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        hp = self.hp.score_with_gradient(images)
+        return self.ict.score_with_gradient(images, prompts) * (hp if self.mode == "paper" else hp.sigmoid())
+
+    @property
+    def identity(self) -> Identity:
+        """What the numbers depend on."""
+        ict, hp = self.ict.identity, self.hp.identity
+        return Identity(
+            judge=self.name,
+            model=f"{ict.model} × {hp.model}",
+            weights=f"{ict.weights} × {hp.weights}",
+            preprocessing={"ict": ict.preprocessing, "hp": hp.preprocessing},
+            dtype=ict.dtype,
+            options={"mode": self.mode},
+        )

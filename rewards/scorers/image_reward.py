@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ImageReward: BLIP reads the prompt while it looks at the picture; a head on [CLS] gives the score.
+
+Source: Xu et al., arXiv 2304.05977 (NeurIPS 2023); checkpoint THUDM/ImageReward: ImageReward.pt and
+    med_config.json. The raw score is standardised with the published constants, so its unit is one standard
+    deviation over ImageReward's own training set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import make_scores, prompt_problem, read_request, scatter
+from visalign.rewards.base.identity import Identity, fingerprint
+from visalign.rewards.clip.published_layouts import DTYPES, OPENAI_MEAN, OPENAI_STD
+from visalign.rewards.weights.affine_head import standardise
+from visalign.rewards.weights.checkpoint_files import local_folder, read_tensors
+from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
+from visalign.rewards.weights.resize import checked_shape, model_levels, model_pixels
+
+from .image_reward_network import ImageRewardModel, build
+from .units import INFINITE
+
+WEIGHTS = "ImageReward.pt"
+CONFIG = "med_config.json"
+MAX_TOKENS = 35
+"""Tokens of a prompt that the published model was trained with and scores with, [CLS] and [SEP] included."""
+TOKENIZER = "google-bert/bert-base-uncased"
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json")
+
+
+class ImageReward:
+    """(r − 0.16717) / 1.03334 with the head's raw output r, float32; roughly −2 to 2.
+
+    The image tower runs once per picture, whatever the number of its prompts. A prompt that is cut gets a
+    note in `text` and 1 in the part "cut"; special tokens spelled out in a prompt are read as plain text.
+    """
+
+    name = "image_reward"
+    unit = "standard deviations"
+    range = INFINITE
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: str | Path = "THUDM/ImageReward",
+        *,
+        tokenizer: str | Path | None = None,
+        max_tokens: int = MAX_TOKENS,
+        vision_heads: int | None = None,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        batch_size: int = 16,
+        cache_bytes: int = 256 << 20,
+    ) -> None:
+        """Note the model, which is loaded at the first score.
+
+        Args:
+            model: a folder with ImageReward.pt and med_config.json, or its hub id.
+            tokenizer: folder or hub id of BERT's uncased tokenizer; the model's folder if it holds one, else
+                google-bert/bert-base-uncased.
+            max_tokens: length to which prompts are cut; more than the published 35 leaves what it was trained
+                on.
+            vision_heads: attention heads of the image tower; width / 64 when None.
+            device: where the towers run.
+            precision: of the towers: "fp32", "bf16" or "fp16"; the head is float32 always.
+            batch_size: images, or pairs of image and prompt, in one forward pass.
+            cache_bytes: limit of the patch features kept between calls (0.8 MB an image); 0 keeps none.
+
+        Raises:
+            ValueError: max_tokens below 3, batch_size below 1, cache_bytes below 0, or unknown precision.
+        """
+        if max_tokens < 3:
+            raise ValueError(f"image_reward: max_tokens is {max_tokens}; allowed are whole numbers from 3.")
+        if batch_size < 1:
+            raise ValueError(f"image_reward: batch_size is {batch_size}; allowed are whole numbers from 1.")
+        if precision not in DTYPES:
+            raise ValueError(f"image_reward: precision is {precision!r}; allowed are {', '.join(DTYPES)}.")
+        self.source = str(model)
+        self.max_tokens = max_tokens
+        self.batch_size = batch_size
+        self.precision = precision
+        self.device = torch.device(device)
+        self._tokenizer_source = tokenizer
+        self._vision_heads = vision_heads
+        self._patches = FeatureCache(cache_bytes)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the weights lie."""
+        return local_folder(self.source, (WEIGHTS, CONFIG, *_TOKENIZER_FILES))
+
+    @cached_property
+    def model(self) -> ImageRewardModel:
+        """The network; the towers in the chosen precision, the head in float32."""
+        file = self.folder / WEIGHTS
+        med = self.folder / CONFIG
+        model = build(
+            read_tensors(file),
+            str(file),
+            med_config=med if med.is_file() else None,
+            vision_heads=self._vision_heads,
+        )
+        towers: tuple[Any, ...] = (model.vision, model.text)
+        for tower in towers:
+            tower.to(DTYPES[self.precision])
+        return model.to(self.device)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """BERT's tokenizer."""
+        from transformers import AutoTokenizer
+
+        own = any((self.folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+        source = self._tokenizer_source or (self.folder if own else TOKENIZER)
+        return AutoTokenizer.from_pretrained(local_folder(source, _TOKENIZER_FILES))
+
+    @cached_property
+    def preprocess(self) -> dict[str, Any]:
+        """Resize of the shorter edge by PIL's bicubic, centre crop, CLIP's mean and std."""
+        config: Any = self.model.vision.config
+        return {
+            "size": int(config.image_size),
+            "mean": OPENAI_MEAN,
+            "std": OPENAI_STD,
+            "interpolation": "bicubic",
+            "resize_mode": "shortest",
+        }
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score per (image, prompt), the raw output among the parts; metadata is not looked at.
+
+        Raises:
+            FileNotFoundError: the folder lacks a part.
+            RewardError: the model is not on disk, or its weights do not fit.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        tokens, mask, notes = self._tokens(request.prompts)
+        rows, pictures = [], []
+        for row, image in request.images.readable():
+            reasons[row] = prompt_problem(request.prompts[row])
+            if reasons[row] is not None:
+                continue
+            try:
+                checked_shape(image.shape[1], image.shape[2], self.preprocess)
+            except ValueError as error:
+                reasons[row] = str(error)
+                continue
+            rows.append(row)
+            pictures.append(image)
+        raw = self._raw(pictures, [request.prompts[row] for row in rows], tokens[rows], mask[rows])
+        values = {"value": standardise(raw), "raw": raw}
+        full = {key: scatter(value, rows, len(request)) for key, value in values.items()}
+        parts = {"raw": full["raw"], "cut": torch.tensor([float(bool(note)) for note in notes])}
+        return make_scores(full["value"], reasons, self.unit, parts=parts, text=notes)
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        if len(images) != len(prompts):
+            raise ValueError(f"{len(images)} images and {len(prompts)} prompts; give one prompt per image.")
+        tokens, mask, _ = self._tokens(prompts)
+        patches = self.model.encode_image(self._normalised(model_pixels(images, self.preprocess)))
+        return standardise(self.model(patches, tokens.to(self.device), mask.to(self.device)))
+
+    @torch.no_grad()
+    def _raw(self, pictures: list[Tensor], prompts: list[str], tokens: Tensor, mask: Tensor) -> Tensor:
+        """Raw scores of n pairs, equal pictures and equal pairs computed once."""
+        if not pictures:
+            return torch.zeros(0)
+        seen = [image_key(picture) for picture in pictures]
+
+        def look(positions: list[int]) -> Tensor:
+            levels = [model_levels(pictures[i], self.preprocess).to(self.device) for i in positions]
+            return self.model.encode_image(self._normalised(torch.stack(levels) / 255)).cpu()
+
+        def judge(positions: list[int]) -> Tensor:
+            patches = encode_once(
+                [seen[i] for i in positions],
+                lambda chunk: look([positions[j] for j in chunk]),
+                cache=self._patches,
+                batch_size=self.batch_size,
+            )
+            text = (tokens[positions].to(self.device), mask[positions].to(self.device))
+            return self.model(patches.to(self.device), *text).cpu()
+
+        pairs = [key + text_key(prompt) for key, prompt in zip(seen, prompts, strict=True)]
+        # Pairs of one picture stand together, so that a small cache still serves them.
+        order = sorted(range(len(pairs)), key=lambda i: pairs[i])
+        raw = torch.empty(len(pairs))
+        raw[order] = encode_once(
+            [pairs[i] for i in order],
+            lambda chunk: judge([order[i] for i in chunk]),
+            cache=FeatureCache(0),
+            batch_size=self.batch_size,
+        )
+        return raw
+
+    def _tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor, list[str]]:
+        """Ids and mask [N, max_tokens], and a note where a prompt was cut."""
+        texts = ["" if prompt_problem(prompt) else prompt for prompt in prompts]
+        if not texts:
+            empty = torch.zeros(0, self.max_tokens, dtype=torch.long)
+            return empty, empty, []
+        options = {"split_special_tokens": True, "truncation": True}
+        cut = self.tokenizer(
+            texts, padding="max_length", max_length=self.max_tokens, return_tensors="pt", **options
+        )
+        longer = self.tokenizer(texts, max_length=self.max_tokens + 1, **options)["input_ids"]
+        note = f"the prompt was cut to {self.max_tokens} tokens"
+        notes = [note if len(ids) > self.max_tokens else "" for ids in longer]
+        return cut["input_ids"], cut["attention_mask"], notes
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        mean, std = (
+            torch.tensor(self.preprocess[key], device=self.device).view(1, 3, 1, 1) for key in ("mean", "std")
+        )
+        return ((pixels.to(self.device) - mean) / std).to(DTYPES[self.precision])
+
+    @property
+    def identity(self) -> Identity:
+        """What the numbers depend on."""
+        return Identity(
+            judge=self.name,
+            model=self.source,
+            weights=fingerprint(self.folder / WEIGHTS),
+            preprocessing=self.preprocess,
+            dtype=self.precision,
+            options={"max_tokens": self.max_tokens},
+        )

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LAION aesthetic: a small head on the L2-normalised embedding of OpenAI's CLIP ViT-L/14, trained on ratings.
+
+Source: Schuhmann, christophschuhmann/improved-aesthetic-predictor (`sac+logos+ava1-l14-linearMSE.pth`,
+    `ava+logos-l14-linearMSE.pth`, `ava+logos-l14-reluMSE.pth`), and LAION-AI/aesthetic-predictor
+    (`sa_0_4_vit_l_14_linear.pth`, one linear layer). The embedding must be normalised first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity, fingerprint
+from visalign.rewards.clip.loading import TRANSFORMERS
+from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
+from visalign.rewards.weights.affine_head import AffineHead
+from visalign.rewards.weights.checkpoint_files import read_tensors
+
+from .units import INFINITE
+
+PUBLISHED = TRANSFORMERS + "openai/clip-vit-large-patch14"
+PUBLISHED_HEAD = "sac+logos+ava1-l14-linearMSE.pth"
+
+Head = Callable[[Tensor], Tensor]
+"""[N, D] normalised embeddings -> [N] ratings, float32."""
+
+
+class LaionAesthetic:
+    """Predicted mean rating of an image on 1 to 10, float32; the model itself is not bounded.
+
+    Prompts are not looked at. Linear heads are multiplied out into one vector and a bias.
+    """
+
+    name = "laion_aesthetic"
+    unit = "rating 1-10"
+    range = INFINITE
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: str | Path = PUBLISHED,
+        *,
+        head: str | Path = PUBLISHED_HEAD,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        batch_size: int = 32,
+        cache_bytes: int = IMAGE_CACHE_BYTES,
+    ) -> None:
+        """Note the models, which are loaded at the first score.
+
+        Args:
+            model: what `load_clip` takes: a folder of clip-vit-large-patch14 in transformers' layout,
+                "transformers:" and its hub id, or "ViT-L-14:openai" of open_clip.
+            head: the .pth file.
+            device: where the tower runs.
+            precision: of the tower: "fp32", "bf16" or "fp16"; the head is float32 always.
+            batch_size: images in one forward pass.
+            cache_bytes: limit of the image features kept between calls; 0 keeps none.
+
+        Raises:
+            ValueError: batch_size below 1, or cache_bytes below 0.
+        """
+        self.head_file = Path(head)
+        self._head: tuple[int, Head] | None = None
+        self.towers = ClipTowers(
+            model, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes
+        )
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Rate each image; prompts and metadata are not looked at.
+
+        Raises:
+            FileNotFoundError: the head's file or a part of the model folder is missing.
+            RewardError: a file cannot be loaded, or head and tower do not fit.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows, features = self.towers.image_features(request, reasons)
+        values = self._rate(features) if rows else features
+        return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str] | None = None) -> Tensor:
+        """[B] float32 ratings of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        features = self.towers.image_features_with_gradient(images)
+        return self._rate(features.cpu()).to(features.device)
+
+    def _rate(self, features: Tensor) -> Tensor:
+        if self._head is None:
+            self._head = read_head(self.head_file)
+        width, head = self._head
+        if features.shape[1] != width:
+            raise RewardError(
+                f"The head {self.head_file.name} takes embeddings of {width} numbers, the tower "
+                f"{self.towers.source!r} gives {features.shape[1]}; the heads *-l14-* and *_vit_l_14_* "
+                "belong to CLIP ViT-L/14 of OpenAI."
+            )
+        return head(F.normalize(features, dim=-1))
+
+    @property
+    def identity(self) -> Identity:
+        """What the numbers depend on."""
+        return self.towers.identity(self.name, head=fingerprint(self.head_file), file=self.head_file.name)
+
+
+def read_head(file: str | Path) -> tuple[int, Head]:
+    """A published head: five layers without or with ReLU between them, or one linear layer.
+
+    Args:
+        file: keys `layers.{0,2,4,6,7}.*`, `layers.{0,3,6,9,11}.*`, or `weight` and `bias`.
+
+    Returns:
+        The width of the embedding, and the map from normalised embeddings [N, D] to ratings [N].
+
+    Raises:
+        FileNotFoundError: no such file; says where it is published.
+        RewardError: keys or shapes of none of the layouts.
+    """
+    file = Path(file)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"There is no aesthetic head {str(file)!r}. Download {PUBLISHED_HEAD} from "
+            "github.com/christophschuhmann/improved-aesthetic-predictor and give its path as head."
+        )
+    state = read_tensors(file)
+    if set(state) == {"weight", "bias"}:
+        return _single(state, file)
+    try:
+        layers = AffineHead.from_state_dict(state)
+    except ValueError as error:
+        raise RewardError(f"{file}: {error}") from error
+    layers.requires_grad_(False)
+    width = int(layers.layers[0].in_features)  # type: ignore[arg-type]  # the first layer is linear
+    if layers.activation == "relu":
+        return width, layers
+    one = layers.collapse()
+    return width, lambda embedding: one(embedding).squeeze(-1)
+
+
+def _single(state: Mapping[str, Tensor], file: Path) -> tuple[int, Head]:
+    weight, bias = state["weight"].float(), state["bias"].float()
+    if weight.ndim != 2 or weight.shape[0] != 1 or bias.shape != (1,):
+        raise RewardError(
+            f"{file}: weight has shape {tuple(weight.shape)} and bias {tuple(bias.shape)}; a linear head has "
+            "(1, D) and (1,)."
+        )
+    return weight.shape[1], lambda embedding: F.linear(embedding, weight, bias).squeeze(-1)

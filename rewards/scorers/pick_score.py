@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PickScore: the cosine of a CLIP ViT-H/14 fine-tuned on Pick-a-Pic, times the factor in its checkpoint.
+
+Source: Kirstain et al., "Pick-a-Pic", arXiv 2305.01569, eq. 1; checkpoint yuvalkirstain/PickScore_v1, a
+    `CLIPModel` folder of transformers. The difference of two scores is the log-odds of the preference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.clip.loading import TRANSFORMERS
+from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
+
+from .units import JUDGE_UNITS, SCALES, convert
+
+PUBLISHED = TRANSFORMERS + "yuvalkirstain/PickScore_v1"
+
+
+class PickScore:
+    """exp(logit_scale) · cos(image, prompt), float32; about 17 to 24 with the published checkpoint.
+
+    The factor is read from the checkpoint, never rebuilt from a constant. `scale` writes the score as a peer
+    does; `units.SCALES` says which peer means what.
+    """
+
+    name = "pick_score"
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: str | Path = PUBLISHED,
+        *,
+        scale: str = "logit",
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        batch_size: int = 32,
+        cache_bytes: int = IMAGE_CACHE_BYTES,
+    ) -> None:
+        """Note the model, which is loaded at the first score.
+
+        Args:
+            model: the folder of PickScore_v1, its hub id after "transformers:", or any model of `load_clip`
+                ("shapes-clip").
+            scale: "logit" (as published), "cosine", "cosine × 100", "logit / 26" or "(logit − 18) / 8".
+            device: where the towers run.
+            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
+            batch_size: images or prompts in one forward pass.
+            cache_bytes: limit of the image features kept between calls; 0 keeps none.
+
+        Raises:
+            ValueError: a scale that is no affine function of the cosine, batch_size below 1, or cache_bytes
+                below 0.
+        """
+        allowed = [key for key, row in SCALES.items() if row.family == "cosine" and not row.refusal]
+        if scale not in allowed:
+            raise ValueError(f"pick_score: scale is {scale!r}; allowed are {', '.join(allowed)}.")
+        self.scale = scale
+        self.unit = JUDGE_UNITS[self.name].unit if scale == "logit" else scale
+        ends = {"cosine": (-1.0, 1.0), "cosine × 100": (-100.0, 100.0)}
+        self.range = ends.get(scale, JUDGE_UNITS[self.name].range)
+        self.towers = ClipTowers(
+            model, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes
+        )
+
+    @property
+    def logit_scale(self) -> float:
+        """exp(logit_scale) of the checkpoint: the factor on the cosine."""
+        return float(self.towers.encoder.logit_scale.detach().double().exp())
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score per (image, prompt), with the cosine among the parts; metadata is not looked at.
+
+        Raises:
+            FileNotFoundError: the model folder lacks a part.
+            RewardError: the model cannot be loaded.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        found = self.towers.match(request)
+        size = len(request)
+        value = scatter(self._scaled(found.cosine), found.rows, size)
+        parts = {"cosine": scatter(found.cosine, found.rows, size), "cut": found.cut}
+        return make_scores(value, found.reasons, self.unit, parts=parts, text=found.notes)
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        return self._scaled(self.towers.cosine_with_gradient(images, prompts))
+
+    def _scaled(self, cosine: Tensor) -> Tensor:
+        return convert(cosine, "cosine", self.scale, logit_scale=self.logit_scale)
+
+    @property
+    def identity(self) -> Identity:
+        """What the numbers depend on."""
+        return self.towers.identity(self.name, scale=self.scale, logit_scale=self.logit_scale)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each judge's numbers mean: units, the scales that peers give them, and standard deviations.
+
+A weight that was tuned on one scale of a CLIP-type score is wrong by up to 100 on another. `SCALES` says what
+peers mean by their number; `convert` goes from one scale to another where the map is affine, and refuses
+where it is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from visalign.rewards.weights.affine_head import IMAGEREWARD_MEAN, IMAGEREWARD_STD
+
+Value = TypeVar("Value", float, Tensor)
+
+INFINITE = (float("-inf"), float("inf"))
+
+
+@dataclass(frozen=True)
+class JudgeUnit:
+    """What one judge returns."""
+
+    unit: str
+    range: tuple[float, float]
+    scale: str
+    """The row of `SCALES` that `Scores.value` is on."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One way to write a score: y = slope·x + offset of its family's base x."""
+
+    family: str
+    """Scales of one family are affine to each other."""
+    meaning: str
+    slope: float | None = 1.0
+    """None: exp(logit_scale) of the checkpoint at hand."""
+    offset: float = 0.0
+    divisor: float = 1.0
+    """Divides slope·x + offset."""
+    refusal: str = ""
+    """Why it cannot be converted; "" where it can."""
+
+
+JUDGE_UNITS: dict[str, JudgeUnit] = {
+    "clip_score": JudgeUnit("cosine", (-1.0, 1.0), "cosine"),
+    "pick_score": JudgeUnit("cosine × exp(logit_scale)", INFINITE, "logit"),
+    "hps_v2": JudgeUnit("cosine", (-1.0, 1.0), "cosine"),
+    "ict": JudgeUnit("cosine", (-1.0, 1.0), "cosine"),
+    "hp": JudgeUnit("HP score", INFINITE, "hp"),
+    "ict_hp": JudgeUnit("cosine × probability", (-1.0, 1.0), "ict × σ(hp)"),
+    "laion_aesthetic": JudgeUnit("rating 1-10", INFINITE, "rating"),
+    "image_reward": JudgeUnit("standard deviations", INFINITE, "image_reward"),
+    "hpsv3": JudgeUnit("logit", INFINITE, "hpsv3"),
+}
+"""judge -> unit, range and scale of its `Scores.value`. The factor
+exp(logit_scale) is each checkpoint's own, so PickScore has no bound before it is loaded."""
+
+SCALES: dict[str, Scale] = {
+    "cosine": Scale("cosine", "cos(image, text): HPSv2's img_score, ICT, PickScore in Pref-GRPO"),
+    "cosine × 100": Scale("cosine", "percent: torchmetrics above 0, the benchmark tables of HPSv2", 100.0),
+    "logit": Scale("cosine", "cos · exp(logit_scale): PickScore as published, about 17 to 24", None),
+    "logit / 26": Scale("cosine", "PickScore in flow_grpo, verl-omni, Flow-Factory", None, 0.0, 26.0),
+    "(logit − 18) / 8": Scale("cosine", "PickScore in MixGRPO", None, -18.0, 8.0),
+    "clipscore": Scale(
+        "cosine",
+        "2.5 · max(cos, 0): CLIPScore of Hessel et al.",
+        refusal="max(cos, 0) loses all negative cosines",
+    ),
+    "torchmetrics": Scale("cosine", "max(100 cos, 0)", refusal="max(100 cos, 0) loses all negative cosines"),
+    "softmax": Scale(
+        "cosine",
+        "share among the pictures of one prompt: PickScore's demo, ICT-HP in training",
+        refusal="a softmax over a group depends on the other pictures",
+    ),
+    "image_reward": Scale("image_reward", "(r − 0.16717) / 1.03334: ImageReward.score"),
+    "image_reward raw": Scale("image_reward", "r, the head's output", IMAGEREWARD_STD, IMAGEREWARD_MEAN),
+    "hp": Scale("hp", "r, the HP head's output: what the margin of training is on"),
+    "sigmoid(hp)": Scale(
+        "hp", "σ(r): ICTHP's evaluation script", refusal="σ(r) is not affine in r; use IctHp(mode='upstream')"
+    ),
+    "ict × σ(hp)": Scale("ict × σ(hp)", "cosine times σ of the HP score: ICTHP's evaluation script"),
+    "ict × hp": Scale("ict × hp", "cosine times HP score, as the paper writes it: IctHp(mode='paper')"),
+    "hpsv3": Scale("hpsv3", "μ: a difference of 1 is odds of e; unbounded, about −5 to 15 as published"),
+    "rating": Scale("rating", "mean opinion on 1 to 10, unbounded in the model: LAION aesthetic"),
+    "rating / 10": Scale("rating", "LAION aesthetic in several trainers", 0.1),
+}
+"""name -> meaning and affine map from the family's base."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """What `Scores.std` (or `Preferences.std`) of one judge is."""
+
+    kind: str
+    """A key of `DEVIATION_KINDS`."""
+    formula: str = ""
+    """How it is computed, or where it went; "" where there is nothing to say."""
+
+
+DEVIATION_KINDS = {
+    "none": "std is None: the judge says nothing of its uncertainty, and a comparison of scores is sure.",
+    "spread": "How far one judgement of this picture scatters, however many answers there were. With it "
+    "`as_pairwise` gives the probability that one judgement prefers the left picture (Thurstone), and μ − λσ "
+    "is a low quantile of single judgements.",
+    "standard error": "How far the value scatters if the judge is asked anew: s/√n of n answers, or the same "
+    "of their sum. With it `as_pairwise` gives the probability that the left picture's mean is higher, and "
+    "μ − λσ is a confidence bound of the mean.",
+    "total": "√(aleatoric² + epistemic²) over members: the mean of the members' own variances, of whatever "
+    "kind, and the variance between the members. Both stand among the parts.",
+    "passed on": "That of the judge that is asked, in the unit of the value.",
+}
+"""Kinds of standard deviations, and what `as_pairwise` and lower bounds make of them."""
+
+_WITHOUT = (
+    *("shapes_verifier", "geneval", "ocr", "heie", "reward_dance", "reward_dance_pairs", "vision_reward"),
+    *("clip_score", "pick_score", "hps_v2", "laion_aesthetic", "image_reward", "ict", "hp", "ict_hp"),
+    *("brightness", "contrast", "saturation", "colourfulness", "edge_density", "sharpness", "jpeg_size"),
+    "yes_no_server",
+)
+
+DEVIATIONS: dict[str, Deviation] = {
+    **dict.fromkeys(_WITHOUT, Deviation("none")),
+    "hpsv3": Deviation("spread", "exp(log σ) of the head, trained as the deviation of one preference"),
+    "visual_quality_r1": Deviation(
+        "spread", "√Σ p (s − μ)² over the ratings it may write; of K answers their s (ddof 1), not s/√K"
+    ),
+    "unified_reward": Deviation("standard error", 's/√n of the n readable answers; s is the part "spread"'),
+    "lift": Deviation("standard error", "√(Σ s²/n) / Q over Q questions with n readable answers each"),
+    "deepseek_grm": Deviation("standard error", "K s/√n of the sum of K votes, n of them readable"),
+    "unified_reward_pairs": Deviation("standard error", "½ √(s²/n + t²/m), of P(left better) in two orders"),
+    "calibrated": Deviation("none", "the judge's own goes into the place among the reference"),
+    "lora_ensemble": Deviation("total", "√(mean of σ² + variance of μ) over the adapters' members"),
+    "ensemble": Deviation("total", "√(mean of σ² + variance of μ) over the members"),
+    "remote": Deviation("passed on", "as the server's judge gives it"),
+}
+"""judge -> what its standard deviation is. NaN is never certainty: such rows are masked or NaN."""
+
+
+def convert(value: Value, source: str, target: str, *, logit_scale: float | None = None) -> Value:
+    """A score written on another scale: y = (a_t·x + b_t)/d_t with x = (d_s·value − b_s)/a_s.
+
+    Args:
+        value: number or tensor on the scale `source`.
+        source: a name of `SCALES`.
+        target: a name of `SCALES`.
+        logit_scale: exp(logit_scale) of the checkpoint (`PickScore.logit_scale`), where a scale has it.
+
+    Returns:
+        The same score on the scale `target`.
+
+    Raises:
+        ValueError: an unknown scale, scales that are not affine to each other, or logit_scale missing.
+
+    Example:
+        >>> convert(0.21, "cosine", "logit / 26", logit_scale=100.0)
+        0.8076923076923077
+    """
+    start, end = _scale(source), _scale(target)
+    if source == target:
+        return value
+    for name, scale in ((source, start), (target, end)):
+        if scale.refusal:
+            raise ValueError(f"{name!r} is not affine: {scale.refusal}; compute it from the scores instead.")
+    if start.family != end.family:
+        kin = [name for name, scale in SCALES.items() if scale.family == start.family and not scale.refusal]
+        raise ValueError(
+            f"{source!r} and {target!r} measure different things, so no affine map joins them. From "
+            f"{source!r} one can go to {', '.join(kin)}."
+        )
+    base = (value * start.divisor - start.offset) / _slope(start, logit_scale, source)
+    return (base * _slope(end, logit_scale, target) + end.offset) / end.divisor
+
+
+def _scale(name: str) -> Scale:
+    if name not in SCALES:
+        raise ValueError(f"There is no scale {name!r}; allowed are {', '.join(SCALES)}.")
+    return SCALES[name]
+
+
+def _slope(scale: Scale, logit_scale: float | None, name: str) -> float:
+    if scale.slope is not None:
+        return scale.slope
+    if logit_scale is None or not logit_scale > 0:
+        raise ValueError(
+            f"{name!r} needs logit_scale, the positive factor exp(logit_scale) of the checkpoint; given: "
+            f"{logit_scale}. PickScore(...).logit_scale has it."
+        )
+    return logit_scale

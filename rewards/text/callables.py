@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own function as a reward for text, in the shapes of call that TRL's users have written theirs in.
+
+The parameters' names decide what a function is given:
+
+- `completions` or `prompts` (or `**kwargs`): TRL's form, called once with the lists of B; any other name is a
+  column of the metadata, a list with None where a record lacks the key;
+- `completion`: called once per sample; any other name is `prompt` or the sample's entry of that column;
+- one parameter of any other name: it is the completion of one sample.
+
+It returns one number per completion (a batch: a list, array or tensor of B); None or NaN for one that it
+could not judge. TRL's async functions and its `trainer_state`, `log_extra` and `log_metric` are not offered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.attempt import Attempt
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.function_calls import (
+    Parameters,
+    pick_arguments,
+    read_number,
+    read_numbers,
+    read_signature,
+    unjudged,
+)
+
+from .contract import Prompt, TextRequest, Verdict, read_text_request, text_scores
+
+_FORMS = "fn(prompts, completions, **columns) with lists, or fn(completion) with one text"
+_WRAPPED = "lambda prompts, completions, **columns: asyncio.run(...)"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class TextFunctionReward:
+    """A plain function with the contract of a text reward around it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        unit: str = "user units",
+        range: tuple[float, float] = (-math.inf, math.inf),
+        higher_is_better: bool = True,
+        completions_as: str = "text",
+        on_error: str = "raise",
+    ) -> None:
+        """Look at the signature and decide how the function is called.
+
+        Args:
+            function: the user's function.
+            name: for messages and logs; the function's own name when None.
+            unit: unit of the numbers.
+            range: smallest and largest possible number; one outside is an error of the function.
+            higher_is_better: the direction.
+            completions_as: "text", or "messages": each completion as TRL passes it for conversations, a
+                list with one message of the role "assistant".
+            on_error: when the function raises, "raise" stops with its name; "mask" makes the samples of
+                that call invalid (one sample, or the batch of a function that takes lists).
+
+        Raises:
+            TypeError: not a function, a coroutine function, or without a readable signature.
+            ValueError: an unknown option, or parameters that cannot be matched.
+        """
+        if completions_as not in ("text", "messages"):
+            raise ValueError(f"completions_as is {completions_as!r}; allowed are 'text' and 'messages'.")
+        if on_error not in ("raise", "mask"):
+            raise ValueError(f"on_error is {on_error!r}; allowed are 'raise' and 'mask'.")
+        self.name = name or getattr(function, "__name__", type(function).__name__)
+        self.unit = unit
+        self.range = (float(range[0]), float(range[1]))
+        self.higher_is_better = higher_is_better
+        self._as_messages = completions_as == "messages"
+        self._mask = on_error == "mask"
+        self._function = function
+        self._parameters = read_signature(self.name, function, forms=_FORMS, wrapped=_WRAPPED)
+        self._batched = _takes_lists(self.name, self._parameters)
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Call the function; rows that it answers with None or NaN are invalid.
+
+        Raises:
+            RewardError: the function raised (unless masked), returned the wrong number of answers, something
+                that is no number, or one outside its range.
+        """
+        request = read_text_request(self.name, completions, prompts, metadata)
+        if not len(request):
+            return text_scores([], self.unit)
+        answers = self._all(request) if self._batched else self._each(request)
+        return text_scores([self._verdict(answer) for answer in answers], self.unit)
+
+    def _all(self, request: TextRequest) -> list[float | str]:
+        """One number per sample from one call with lists, or the reason why there is none."""
+        size = len(request)
+        columns = {key: request.column(key) for key in _keys(request)}
+        given = [self._shown(completion) for completion in request.completions]
+        offered = columns | {"prompts": list(request.prompts), "completions": given}
+        arguments = pick_arguments(self.name, self._parameters, offered, ("prompts", "completions"))
+        with Attempt() as attempt:
+            answer = self._function(**arguments)
+        if attempt.error is not None:
+            return [self._failed(attempt.error)] * size
+        return [*read_numbers(self.name, answer, size, noun="completion", place="for completion")]
+
+    def _each(self, request: TextRequest) -> list[float | str]:
+        """One number per sample from a call each."""
+        keys = _keys(request)
+        answers: list[float | str] = []
+        only = next(iter(self._parameters)) if len(self._parameters) == 1 else None
+        for row, completion in enumerate(request.completions):
+            record = request.metadata[row] or {}
+            offered = {key: record.get(key) for key in keys}
+            offered |= {"prompt": request.prompts[row], "completion": self._shown(completion)}
+            with Attempt() as attempt:
+                if only is not None and self._parameters[only].kind in _POSITIONAL:
+                    answer = self._function(offered["completion"])
+                else:
+                    known = ("prompt", "completion")
+                    answer = self._function(**pick_arguments(self.name, self._parameters, offered, known))
+            if isinstance(attempt.error, RewardError):
+                raise attempt.error
+            if attempt.error is not None:
+                answers.append(self._failed(attempt.error))
+            else:
+                answers.append(read_number(self.name, answer, f"for completion {row}"))
+        return answers
+
+    def _shown(self, completion: str) -> Any:
+        return [{"role": "assistant", "content": completion}] if self._as_messages else completion
+
+    def _failed(self, error: Exception) -> str:
+        """The reason of a masked call, or the error that names the reward."""
+        if self._mask:
+            return f"{self.name} raised {type(error).__name__}: {error}"
+        raise RewardError(
+            f"Reward {self.name!r} raised {type(error).__name__}: {error}. See the cause above for the line; "
+            "for a completion that cannot be judged return None, or set on_error='mask'."
+        ) from error
+
+    def _verdict(self, answer: float | str) -> Verdict:
+        if isinstance(answer, str):
+            return Verdict(reason=answer)
+        reason = unjudged(self.name, answer, self.range)
+        return Verdict(value=answer) if reason is None else Verdict(reason=reason)
+
+
+def _keys(request: TextRequest) -> list[str]:
+    return list(dict.fromkeys(key for record in request.metadata if record for key in record))
+
+
+def _takes_lists(name: str, parameters: Parameters) -> bool:
+    """Whether the function is called once for all samples; refuses signatures that fit no form."""
+    if {"completions", "prompts"} & set(parameters):
+        return True
+    kinds = [one.kind for one in parameters.values()]
+    if "completion" in parameters or (len(kinds) == 1 and kinds[0] in _POSITIONAL):
+        return False
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return True
+    raise ValueError(
+        f"Reward {name!r} has the parameters ({', '.join(parameters)}) and it cannot be told which is the "
+        f"completion. Allowed: {_FORMS}; rename them."
+    )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rewards on transformers classifiers of text share: loading, limits, texts that forge turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.quiet_loading import quiet_loading
+
+UNBOUNDED = 10**9
+"""Tokenizers without a limit give a huge number as model_max_length."""
+
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_counts(name: str, **counts: int | None) -> None:
+    """Refuse options that are no whole numbers from 1.
+
+    Args:
+        name: of the reward.
+        **counts: option -> what was given; None is allowed.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for key, number in counts.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name}: {key} is {number!r}; allowed are whole numbers from 1.")
+
+
+def load_classifier(
+    name: str,
+    model: str | Path | torch.nn.Module,
+    loader: Any,
+    kind: str,
+    precision: str,
+    device: torch.device,
+) -> torch.nn.Module:
+    """The classifier, ready to judge.
+
+    Args:
+        name: of the reward, for messages.
+        model: folder, hub name or the module itself.
+        loader: the transformers class that loads it, AutoModelFor…Classification.
+        kind: what it classifies, "sequence" or "token".
+        precision: of the weights: "fp32", "bf16" or "fp16".
+        device: where it runs.
+
+    Raises:
+        ValueError: another precision.
+        RewardError: it cannot be loaded, or has no trained head.
+    """
+    if precision not in _PRECISIONS:
+        raise ValueError(f"{name}: precision is {precision!r}; allowed are {', '.join(_PRECISIONS)}.")
+    dtype = _PRECISIONS[precision]
+    if isinstance(model, torch.nn.Module):
+        return model.to(device, dtype).eval()
+    try:
+        with quiet_loading():
+            loaded, report = loader.from_pretrained(str(model), dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError) as error:
+        raise RewardError(
+            f"{name}: {model} cannot be loaded as a {kind} classification model ({error}). Give a folder "
+            "that save_pretrained wrote, or a hub name."
+        ) from error
+    if absent := sorted(report["missing_keys"]):
+        raise RewardError(
+            f"{name}: {model} has no weights for {', '.join(absent[:3])}, which would be random. Give a "
+            "model that was trained as a reward model, with its head."
+        )
+    return loaded.to(device, dtype).eval()
+
+
+def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: Any) -> Any:
+    """The tokenizer that was given, or that of the model's folder.
+
+    Args:
+        name: of the reward, for messages.
+        model: as the reward was given it.
+        tokenizer: folder, hub name or object; None is the model's.
+
+    Raises:
+        ValueError: a module without a tokenizer.
+        RewardError: it cannot be loaded.
+    """
+    if isinstance(model, torch.nn.Module) and tokenizer is None:
+        raise ValueError(f"{name}: a module has no tokenizer; give tokenizer=.")
+    source = model if tokenizer is None else tokenizer
+    if not isinstance(source, str | Path):
+        return source
+    try:
+        return AutoTokenizer.from_pretrained(str(source))
+    except (OSError, ValueError) as error:
+        raise RewardError(
+            f"{name}: no tokenizer can be loaded from {source} ({error}). Give tokenizer=."
+        ) from error
+
+
+def longest_text(model: Any, tokenizer: Any, given: int | None) -> int:
+    """Tokens that model and tokenizer read at most, and no more than asked for.
+
+    Args:
+        model: with its config.
+        tokenizer: with its limit.
+        given: asked for, or None.
+    """
+    limits = [given, getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
+    return int(min(limit for limit in [*limits, UNBOUNDED] if limit is not None and limit > 0))
+
+
+def spelled_out(tokenizer: Any, completion: str) -> str | None:
+    """Why a completion cannot be read: it spells out a special token, with which it could forge turns.
+
+    Args:
+        tokenizer: of the model.
+        completion: what a policy wrote.
+
+    Returns:
+        The reason, or None.
+    """
+    forged = next((token for token in tokenizer.all_special_tokens if token and token in completion), None)
+    return None if forged is None else f"the completion spells out the special token {forged!r}"

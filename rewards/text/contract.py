@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ends of a reward for text: a checked request goes in, `Scores` come out, failure is no number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from visalign.interfaces import Metadata, Prompt, Scores
+from visalign.rewards.base.contract import make_scores
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """B completions with B prompts and B metadata records (None where there is none), lengths checked."""
+
+    completions: list[str]
+    prompts: list[Prompt]
+    metadata: list[Mapping[str, Any] | None]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def column(self, field: str) -> list[Any]:
+        """The entries of one metadata field, None where a record lacks it."""
+        return [None if record is None else record.get(field) for record in self.metadata]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a rule says of one completion: a value with a remark, or the reason why there is none."""
+
+    value: float = math.nan
+    remark: str = ""
+    reason: str | None = None
+
+
+def read_text_request(
+    name: str, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None
+) -> TextRequest:
+    """Check what a reward was asked to judge.
+
+    Args:
+        name: the reward's name, for messages.
+        completions: B strings, what the policy wrote, without the prompt.
+        prompts: B strings or conversations.
+        metadata: B mappings or None each, or None for all.
+
+    Returns:
+        The request with equal lengths.
+
+    Raises:
+        TypeError: not sequences of the right type.
+        ValueError: the lengths differ.
+    """
+    _check_list(name, "completions", completions, "string")
+    _check_list(name, "prompts", prompts, "string or conversation")
+    size = len(completions)
+    if len(prompts) != size:
+        raise ValueError(
+            f"{name}: {size} completions and {len(prompts)} prompts; give one prompt per completion, "
+            "repeated for each sample of its group."
+        )
+    for index, completion in enumerate(completions):
+        if not isinstance(completion, str):
+            raise TypeError(
+                f"{name}: completions[{index}] is a {type(completion).__name__}, needed is a string"
+                f"{_message_mend(completion)}."
+            )
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not _is_conversation(prompt):
+            raise TypeError(
+                f"{name}: prompts[{index}] is {_briefly(prompt)}; needed is a string, or a list of messages "
+                "such as {'role': 'user', 'content': 'text'}."
+            )
+    if metadata is None:
+        return TextRequest(list(completions), list(prompts), [None] * size)
+    _check_list(name, "metadata", metadata, "mapping or None")
+    if len(metadata) != size:
+        raise ValueError(
+            f"{name}: {len(metadata)} metadata records for {size} completions; give one each, or None."
+        )
+    for index, record in enumerate(metadata):
+        if record is not None and not isinstance(record, Mapping):
+            raise TypeError(
+                f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None. "
+                "Columns of a dataset become records by [dict(zip(columns, row)) for row in zip(*values)]."
+            )
+    return TextRequest(list(completions), list(prompts), list(metadata))
+
+
+def text_scores(
+    verdicts: Sequence[Verdict], unit: str, *, parts: Mapping[str, Sequence[float]] | None = None
+) -> Scores:
+    """Scores of B verdicts; the remarks become `text`.
+
+    Args:
+        verdicts: one per completion.
+        unit: of the values.
+        parts: name -> B numbers; entries of invalid rows are ignored.
+
+    Returns:
+        Scores with NaN in the rows that have a reason.
+    """
+    return make_scores(
+        torch.tensor([verdict.value for verdict in verdicts], dtype=torch.float32),
+        [verdict.reason for verdict in verdicts],
+        unit,
+        parts={key: torch.tensor(part, dtype=torch.float32) for key, part in (parts or {}).items()},
+        text=[verdict.remark for verdict in verdicts],
+    )
+
+
+def after_marker(completion: str, marker: str | None) -> str | None:
+    """What follows the last occurrence of the marker, all of it without a marker; None where it is absent."""
+    if marker is None:
+        return completion
+    _, found, rest = completion.rpartition(marker)
+    return rest if found else None
+
+
+def shortened(text: object, limit: int = 60) -> str:
+    """The start of a text as a quoted word for a remark."""
+    whole = text if isinstance(text, str) else repr(text)
+    return repr(whole if len(whole) <= limit else whole[:limit] + "…")
+
+
+def _check_list(name: str, what: str, given: Any, item: str) -> None:
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise TypeError(
+            f"{name}: {what} is a {type(given).__name__}, needed is a list with one {item} per completion."
+        )
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(isinstance(part, Mapping) and "role" in part and "content" in part for part in prompt)
+    )
+
+
+def _message_mend(completion: Any) -> str:
+    """The mend for TRL's conversational completions."""
+    if _is_conversation(completion):
+        return "; of a list of messages give the content: completion[0]['content']"
+    return "; mark a generation that failed before it is scored, do not score it"
+
+
+def _briefly(value: object) -> str:
+    return f"{type(value).__name__} {shortened(value, 40)}"

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards for the form of a completion: tags or a pattern, JSON, length, repetition."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError
+
+from .contract import Prompt, Verdict, read_text_request, shortened, text_scores
+from .fences import fenced_blocks
+
+
+class TextFormat:
+    """1 where a completion has the demanded form, else 0; the remark says what is wrong.
+
+    With `tags`: each of <tag>…</tag> stands there exactly once, in this order, not nested, with something in
+    it, and nothing but white space around. With `pattern`: the regular expression matches the whole text.
+    """
+
+    range = (0.0, 1.0)
+    higher_is_better = True
+    unit = "1 = right form"
+
+    def __init__(
+        self,
+        *,
+        tags: Sequence[str] | None = None,
+        pattern: str | None = None,
+        prefilled: str = "",
+        name: str = "text_format",
+    ) -> None:
+        """Choose the form.
+
+        Args:
+            tags: names in order; ("think", "answer") when neither tags nor pattern are given.
+            pattern: regular expression for the stripped text; "." matches line ends too.
+            prefilled: what the chat template opened the completion with ("<think>" for some models); it is
+                put in front before the check.
+            name: for messages and logs.
+
+        Raises:
+            ValueError: both, no tags, a tag that is no name or given twice, or no regular expression.
+        """
+        if tags is not None and pattern is not None:
+            raise ValueError(f"{name}: give tags or pattern, not both.")
+        self.name = name
+        self._prefilled = prefilled
+        self._pattern = _regular_expression(name, pattern)
+        self._tags = list(tags if tags is not None else ("think", "answer"))
+        if not self._tags or len(set(self._tags)) < len(self._tags):
+            raise ValueError(f"{name}: tags are {self._tags}; give at least one, each once.")
+        for tag in self._tags:
+            if not re.fullmatch(r"[\w-]+", tag):
+                raise ValueError(f"{name}: {tag!r} is no name of a tag; give it without < and >.")
+        self._any_tag = re.compile(f"<(/?)({'|'.join(map(re.escape, self._tags))})>")
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Check each completion; prompts and metadata are not looked at."""
+        request = read_text_request(self.name, completions, prompts, metadata)
+        problems = [self._problem(self._prefilled + completion) for completion in request.completions]
+        return text_scores([_pass_or_fail(problem) for problem in problems], self.unit)
+
+    def _problem(self, text: str) -> str | None:
+        if self._pattern is not None:
+            return None if self._pattern.fullmatch(text.strip()) else "the pattern does not match"
+        found = list(self._any_tag.finditer(text))
+        for tag in self._tags:
+            for slash in ("", "/"):
+                count = sum(hit[1] == slash and hit[2] == tag for hit in found)
+                if count != 1:
+                    return f"<{slash}{tag}> stands there {count} times, needed is once"
+        expected = [(slash, tag) for tag in self._tags for slash in ("", "/")]
+        if [(hit[1], hit[2]) for hit in found] != expected:
+            return "the tags are out of order"
+        if any(not text[a.end() : b.start()].strip() for a, b in zip(found[::2], found[1::2], strict=True)):
+            return "a tag is empty"
+        ends = [0, *(hit.end() for hit in found[1::2])]
+        starts = [*(hit.start() for hit in found[::2]), len(text)]
+        outside = [text[end:start].strip() for end, start in zip(ends, starts, strict=True)]
+        stray = next((part for part in outside if part), None)
+        return None if stray is None else f"text outside the tags: {shortened(stray)}"
+
+
+class JsonFormat:
+    """1 where the completion is JSON that meets the schema, else 0.
+
+    JSON as in RFC 8259: NaN, Infinity and a key that stands twice in one object are refused.
+    """
+
+    range = (0.0, 1.0)
+    higher_is_better = True
+    unit = "1 = right form"
+
+    def __init__(
+        self,
+        *,
+        schema: Mapping[str, Any] | None = None,
+        schema_field: str | None = None,
+        where: str = "whole",
+        name: str = "json_format",
+    ) -> None:
+        """Choose the schema.
+
+        Args:
+            schema: a JSON schema for all samples; None only parses. Needs the package jsonschema.
+            schema_field: metadata field with the sample's own schema.
+            where: "whole" (the stripped completion) or "fence" (its only fenced block that is
+                marked json, or not marked).
+            name: for messages and logs.
+
+        Raises:
+            ValueError: both schemas, an unknown place, or no valid schema.
+            RewardError: a schema is asked for and jsonschema is not installed.
+        """
+        if schema is not None and schema_field is not None:
+            raise ValueError(f"{name}: give schema or schema_field, not both.")
+        if where not in ("whole", "fence"):
+            raise ValueError(f"{name}: where is {where!r}; allowed are 'whole' and 'fence'.")
+        self.name = name
+        self._field, self._where = schema_field, where
+        if schema is not None or schema_field is not None:
+            _need_jsonschema(name)
+        self._check = None
+        if schema is not None:
+            try:
+                self._check = self._checker(schema)
+            except ValueError as error:
+                raise ValueError(f"{name}: the schema is not valid: {error}.") from error
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Check each completion; a sample that lacks its schema is invalid."""
+        request = read_text_request(self.name, completions, prompts, metadata)
+        schemas = request.column(self._field) if self._field else [None] * len(request)
+        return text_scores(list(map(self._judge, request.completions, schemas)), self.unit)
+
+    def _judge(self, completion: str, schema: Any) -> Verdict:
+        check = self._check
+        if self._field is not None:
+            if schema is None:
+                return Verdict(reason=f"its metadata has no {self._field!r}")
+            try:
+                check = self._checker(schema)
+            except ValueError as error:
+                return Verdict(reason=f"the schema in {self._field!r} is not valid: {error}")
+        text = completion
+        if self._where == "fence":
+            blocks = [block for language, block in fenced_blocks(completion) if language in ("json", "")]
+            if len(blocks) != 1:
+                return Verdict(value=0.0, remark=f"{len(blocks)} fenced blocks, needed is one")
+            text = blocks[0]
+        try:
+            value = read_json(text)
+        except (ValueError, RecursionError) as error:
+            return Verdict(value=0.0, remark=f"no JSON: {error}"[:200])
+        return _pass_or_fail(None if check is None else check(value))
+
+    def _checker(self, schema: Any) -> Callable[[Any], str | None]:
+        """A function that says what is wrong with a value; remote references are not fetched."""
+        jsonschema, referencing = (importlib.import_module(part) for part in ("jsonschema", "referencing"))
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"it is a {type(schema).__name__}, needed is a mapping")
+        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        try:
+            kind.check_schema(schema)
+        except jsonschema.exceptions.SchemaError as error:
+            raise ValueError(error.message) from error
+        validator = kind(schema, registry=referencing.Registry())
+
+        def check(value: Any) -> str | None:
+            try:
+                error = jsonschema.exceptions.best_match(validator.iter_errors(value))
+            except referencing.exceptions.Unresolvable as problem:
+                raise RewardError(
+                    f"{self.name}: the schema refers to {problem.ref!r}, which is not in it, and nothing is "
+                    "fetched. Put the part under $defs."
+                ) from problem
+            except RecursionError:
+                return "it nests too deep"
+            return None if error is None else f"{error.json_path}: {error.message}"[:200]
+
+        return check
+
+
+def read_json(text: str) -> Any:
+    """Strict JSON.
+
+    Raises:
+        ValueError: no JSON, NaN or Infinity, or a key that stands twice.
+        RecursionError: it nests too deep.
+    """
+
+    def constant(word: str) -> None:
+        raise ValueError(f"{word} is no JSON number")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError("a key stands twice")
+        return dict(pairs)
+
+    return json.loads(text, parse_constant=constant, object_pairs_hook=unique)
+
+
+def _pass_or_fail(problem: str | None) -> Verdict:
+    return Verdict(value=float(problem is None), remark=problem or "")
+
+
+def _regular_expression(name: str, pattern: str | None) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{name}: pattern {pattern!r} is no regular expression ({error}).") from error
+
+
+def _need_jsonschema(name: str) -> None:
+    if importlib.util.find_spec("jsonschema") is None:
+        raise RewardError(
+            f"{name}: checking a schema needs the package jsonschema, which is not installed: "
+            "python -m pip install jsonschema. Without schema and schema_field JSON is only parsed."
+        )

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward model: a transformers sequence classifier with one output that reads prompt and completion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError
+
+from .classifier import check_counts, load_classifier, load_tokenizer, longest_text, spelled_out
+from .contract import Prompt, Verdict, read_text_request, text_scores
+
+
+class RewardModel:
+    """The scalar that a trained reward model gives to a completion of its prompt, in float32.
+
+    The prompt and the completion (as the assistant's message) go through the tokenizer's chat template;
+    without a template they are joined as they are. A text longer than the model reads is invalid, not cut:
+    what was cut off could be what matters. So is a completion that spells out one of the tokenizer's special
+    tokens, with which a policy could forge turns of the conversation.
+    """
+
+    range = (-math.inf, math.inf)
+    higher_is_better = True
+    unit = "logit"
+
+    def __init__(
+        self,
+        model: str | Path | torch.nn.Module,
+        *,
+        tokenizer: Any = None,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        batch_size: int = 16,
+        max_length: int | None = None,
+        template: bool | None = None,
+        name: str = "reward_model",
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model: folder or hub name of a sequence classification model with one label, or the module.
+            tokenizer: folder, hub name or object; that of the model when None.
+            device: where it runs.
+            precision: of the weights: "fp32", "bf16" or "fp16".
+            batch_size: texts in one forward pass; neighbours in length share a pass.
+            max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
+            template: whether the chat template is used; where there is one when None.
+            name: for messages and logs.
+
+        Raises:
+            ValueError: an option that is not allowed.
+            RewardError: the model cannot be loaded, has no trained head or not one output, or the tokenizer
+                lacks the pad token or the template that is needed.
+        """
+        check_counts(name, batch_size=batch_size, max_length=max_length)
+        self.name = name
+        self.device = torch.device(device)
+        self.batch_size = batch_size
+        self.model: Any = load_classifier(
+            name, model, AutoModelForSequenceClassification, "sequence", precision, self.device
+        )
+        self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
+        self._check(name, template)
+        self._template = (
+            bool(getattr(self.tokenizer, "chat_template", None)) if template is None else template
+        )
+        self.max_length = longest_text(self.model, self.tokenizer, max_length)
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """One logit per completion; metadata is not looked at.
+
+        Raises:
+            RewardError: a prompt is a conversation and there is no chat template.
+        """
+        request = read_text_request(self.name, completions, prompts, metadata)
+        verdicts = [Verdict()] * len(request)
+        encoded: dict[int, list[int]] = {}
+        for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
+            if (forged := spelled_out(self.tokenizer, completion)) is not None:
+                verdicts[row] = Verdict(reason=forged)
+                continue
+            tokens = self._encode(prompt, completion)
+            if not 1 <= len(tokens) <= self.max_length:
+                verdicts[row] = Verdict(
+                    reason=f"prompt and completion have {len(tokens)} tokens; the model reads 1 to "
+                    f"{self.max_length}"
+                )
+                continue
+            encoded[row] = tokens
+        order = sorted(encoded, key=lambda row: len(encoded[row]))
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            for row, value in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
+                finite = math.isfinite(value)
+                verdicts[row] = Verdict(
+                    value=value, reason=None if finite else f"the reward model gave {value} for it"
+                )
+        return text_scores(verdicts, self.unit)
+
+    def _encode(self, prompt: Prompt, completion: str) -> list[int]:
+        if not self._template:
+            if not isinstance(prompt, str):
+                raise RewardError(
+                    f"{self.name}: a prompt is a conversation, and the tokenizer has no chat template or it "
+                    "is switched off. Give plain prompts, or set tokenizer.chat_template."
+                )
+            return list(self.tokenizer(prompt + completion)["input_ids"])
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = self.tokenizer.apply_chat_template(
+            [*messages, {"role": "assistant", "content": completion}], tokenize=False
+        )
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @torch.no_grad()
+    def _forward(self, batch: list[list[int]]) -> list[float]:
+        """The logits of texts that are padded on the right to the longest of them."""
+        longest = max(map(len, batch))
+        pad = self.tokenizer.pad_token_id or 0
+        ids = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in batch]
+        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in batch]
+        output = self.model(
+            input_ids=torch.tensor(ids, device=self.device),
+            attention_mask=torch.tensor(mask, device=self.device),
+        )
+        return output.logits[:, 0].float().tolist()
+
+    def _check(self, name: str, template: bool | None) -> None:
+        """Refuse a head or a tokenizer that cannot give one number per text."""
+        labels = self.model.config.num_labels
+        if labels != 1:
+            raise RewardError(
+                f"{name}: the model has {labels} outputs; a reward model has one (num_labels=1). Choose one "
+                "that was trained as a reward model."
+            )
+        if template and not getattr(self.tokenizer, "chat_template", None):
+            raise RewardError(
+                f"{name}: template=True, but the tokenizer has no chat template. Set it on the tokenizer, "
+                "or template=False to join prompt and completion."
+            )
+        if self.tokenizer.pad_token_id is None and self.batch_size > 1:
+            raise RewardError(
+                f"{name}: the tokenizer has no pad token, which batches need. Set tokenizer.pad_token to the "
+                "token that the model was trained with, or batch_size=1."
+            )
+        if self.tokenizer.pad_token_id is not None:
+            # The head reads the last token that is not this one.
+            self.model.config.pad_token_id = self.tokenizer.pad_token_id

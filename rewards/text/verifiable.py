@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifiable answers: 1 where the completion's answer is the known one, 0 where it is not.
+
+An answer is found (`extract`), read, and compared (`compare`) with the ground truth of the metadata. Only the
+completion is read: what the prompt says never counts. A completion without an answer scores 0 and its remark
+says why; a sample without a ground truth, or with one that cannot be read, is invalid.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from visalign.interfaces import Metadata, Scores
+
+from .contract import Prompt, Verdict, after_marker, read_text_request, shortened, text_scores
+from .parsing import EXTRACTORS, NORMALISERS, parse_list, parse_number
+
+COMPARISONS = ("exact", "number", "list", "auto")
+LONGEST_LIST = 256
+"""Items of the longest list that is compared."""
+
+
+class VerifiableAnswer:
+    """Compares the answer of a completion with the ground truth of its metadata.
+
+    The ways to compare:
+
+    - "exact": equal after the normalisation;
+    - "number": |answer - truth| ≤ max(absolute, relative · |truth|), in exact arithmetic; forms as in
+      `parse_number`;
+    - "list": as many items, each equal to its counterpart as a number or else as normalised text;
+    - "auto": numbers where both are numbers, else exact.
+
+    For all but "list" the ground truth may be a list of alternatives, of which one must be met.
+    """
+
+    range = (0.0, 1.0)
+    higher_is_better = True
+    unit = "1 = correct"
+
+    def __init__(
+        self,
+        *,
+        extract: str = "whole",
+        compare: str = "exact",
+        field: str = "answer",
+        pattern: str | None = None,
+        after: str | None = None,
+        conflict: str = "last",
+        normalise: str = "text",
+        absolute: float = 0.0,
+        relative: float = 0.0,
+        percent: str = "hundredth",
+        units: Sequence[str] = (),
+        ordered: bool = True,
+        name: str = "verifiable_answer",
+    ) -> None:
+        """Choose where the answer stands and what equal means.
+
+        Args:
+            extract: "whole", "last_line", "boxed" (\\boxed{…} or \\fbox{…}), "answer_tag"
+                (<answer>…</answer>), "last_number", or "pattern".
+            compare: see the class.
+            field: metadata field with the ground truth.
+            pattern: regular expression whose only group is the answer; its matches count in order. Its time
+                is yours to mind: a policy can write text on which a nested repetition takes for ever.
+            after: only what follows the last occurrence of this marker is read, e.g. "</think>".
+            conflict: of several answers "last" takes the last; "refuse" scores 0 unless all are equal.
+            normalise: "text", "latex" or "none", see `visalign.rewards.text.parsing`.
+            absolute: tolerance in the unit of the answer; 0 compares exactly, so 0.333 is not 1/3.
+            relative: tolerance as a share of the ground truth.
+            percent: "hundredth" reads 50% as 0.5, "ignore" as 50.
+            units: endings of numbers that do not count, e.g. ["cm"].
+            ordered: whether the order of a list's items counts.
+            name: for messages and logs.
+
+        Raises:
+            ValueError: an option that is not allowed.
+        """
+        for key, given, allowed in (
+            ("extract", extract, (*EXTRACTORS, "pattern")),
+            ("compare", compare, COMPARISONS),
+            ("conflict", conflict, ("last", "refuse")),
+            ("normalise", normalise, tuple(NORMALISERS)),
+            ("percent", percent, ("hundredth", "ignore")),
+        ):
+            if given not in allowed:
+                raise ValueError(f"{name}: {key} is {given!r}; allowed are {', '.join(allowed)}.")
+        for key, tolerance in (("absolute", absolute), ("relative", relative)):
+            if not (math.isfinite(tolerance) and tolerance >= 0):
+                raise ValueError(f"{name}: {key} is {tolerance}; allowed are finite numbers of at least 0.")
+        if (absolute or relative) and compare == "exact":
+            raise ValueError(f"{name}: compare='exact' has no tolerance; choose 'number', 'list' or 'auto'.")
+        self.name = name
+        self._pattern = _compiled(name, extract, pattern)
+        self._extract, self._compare, self._field, self._after = extract, compare, field, after
+        self._conflict, self._ordered = conflict, ordered
+        self._normalise = NORMALISERS[normalise]
+        self._absolute, self._relative = Fraction(str(absolute)), Fraction(str(relative))
+        self._percent, self._units = percent, tuple(units)
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Judge each completion; the remark shows the answer that was read, or why there is none."""
+        request = read_text_request(self.name, completions, prompts, metadata)
+        truths = request.column(self._field)
+        return text_scores(list(map(self._judge, request.completions, truths)), self.unit)
+
+    def _judge(self, completion: str, truth: Any) -> Verdict:
+        if truth is None:
+            return Verdict(reason=f"its metadata has no {self._field!r}")
+        if problem := self._unreadable(truth):
+            return Verdict(reason=f"the ground truth {self._field!r} is {shortened(truth)}, {problem}")
+        text = after_marker(completion, self._after)
+        if text is None:
+            return Verdict(value=0.0, remark=f"no {self._after}")
+        answers, absent = self._answers(text)
+        if not answers:
+            return Verdict(value=0.0, remark=absent)
+        answer = answers[-1].strip()
+        if not answer:
+            return Verdict(value=0.0, remark="the answer is empty")
+        if self._conflict == "refuse" and (other := self._conflicting(answers)) is not None:
+            return Verdict(
+                value=0.0, remark=f"conflicting answers {shortened(other)} and {shortened(answer)}"
+            )
+        correct, note = self._meets(answer, truth)
+        return Verdict(value=float(correct), remark=note or f"answer {shortened(answer)}")
+
+    def _answers(self, text: str) -> tuple[list[str], str]:
+        """All answers in order, and what to say when there is none."""
+        if self._pattern is not None:
+            return [hit[1] or "" for hit in self._pattern.finditer(text)], "no match of the pattern"
+        find, absent = EXTRACTORS[self._extract]
+        return find(text), absent
+
+    def _conflicting(self, answers: list[str]) -> str | None:
+        """An answer that differs from the last one."""
+        last = answers[-1].strip()
+        return next((other for other in answers[:-1] if not self._meets(other.strip(), last)[0]), None)
+
+    def _unreadable(self, truth: Any) -> str | None:
+        """What is wrong with a ground truth."""
+        if self._compare == "list":
+            items = parse_list(truth)
+            if items is None:
+                return "which is no list"
+            return f"longer than {LONGEST_LIST} items" if len(items) > LONGEST_LIST else None
+        alternatives = truth if isinstance(truth, list | tuple) else [truth]
+        if not alternatives:
+            return "which is an empty list of alternatives"
+        for one in alternatives:
+            if not isinstance(one, str | int | float | Fraction) or (
+                isinstance(one, float) and not math.isfinite(one)
+            ):
+                return "which is neither text nor a finite number"
+            if self._compare == "number" and self._number(one) is None:
+                return "which is no number that can be read"
+        return None
+
+    def _meets(self, answer: str, truth: Any) -> tuple[bool, str]:
+        """Whether an answer is right, and a remark where it cannot be read."""
+        if self._compare == "list":
+            return self._lists_equal(answer, parse_list(truth) or [])
+        alternatives = truth if isinstance(truth, list | tuple) else [truth]
+        if self._compare == "number" and self._number(answer) is None:
+            return False, f"no number: {shortened(answer)}"
+        return any(self._equal(answer, one) for one in alternatives), ""
+
+    def _lists_equal(self, answer: str, truth: list[Any]) -> tuple[bool, str]:
+        items = parse_list(answer) or []
+        if len(items) != len(truth):
+            return False, f"{len(items)} items, {len(truth)} are right"
+        if self._ordered:
+            return all(map(self._items_equal, items, truth)), ""
+        if not items:
+            return True, ""
+        from scipy.optimize import linear_sum_assignment
+
+        costs = [[float(not self._items_equal(item, one)) for one in truth] for item in items]
+        rows, columns = linear_sum_assignment(costs)
+        return not any(costs[row][column] for row, column in zip(rows, columns, strict=True)), ""
+
+    def _items_equal(self, item: Any, one: Any) -> bool:
+        """Items of lists, which may be lists themselves."""
+        if isinstance(item, list | tuple) and isinstance(one, list | tuple):
+            return len(item) == len(one) and all(map(self._items_equal, item, one))
+        return self._equal(item, one)
+
+    def _equal(self, answer: Any, truth: Any) -> bool:
+        if self._compare != "exact":
+            left, right = self._number(answer), self._number(truth)
+            if left is not None and right is not None:
+                return abs(left - right) <= max(self._absolute, self._relative * abs(right))
+            if self._compare == "number":
+                return False
+        return self._normalise(str(answer)) == self._normalise(str(truth))
+
+    def _number(self, given: Any) -> Fraction | None:
+        return parse_number(given, percent=self._percent, units=self._units)
+
+
+def _compiled(name: str, extract: str, pattern: str | None) -> re.Pattern[str] | None:
+    """The user's pattern, which goes with extract='pattern' and has one group."""
+    if (extract == "pattern") != (pattern is not None):
+        raise ValueError(
+            f"{name}: extract is {extract!r} and pattern {pattern!r}; a pattern goes with extract='pattern', "
+            "and only there."
+        )
+    if pattern is None:
+        return None
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{name}: pattern {pattern!r} is no regular expression ({error}).") from error
+    if compiled.groups != 1:
+        raise ValueError(
+            f"{name}: pattern {pattern!r} has {compiled.groups} groups; put the answer into one group, and "
+            "write the others as (?:…)."
+        )
+    return compiled

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GenEval: is in the picture what was asked for? A transformers detector, CLIP colours, its rules.
+
+Ghosh et al., GenEval, arXiv 2310.11513. Deviations: the detector is one of transformers, not mmdet's; images
+are turned by their EXIF orientation before detection, not only for the colours. The rules stand in
+`geneval_rules`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visalign.data.assets import resolve_model
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import Request, make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity, fingerprint
+from visalign.rewards.base.images import ImageBatch
+from visalign.rewards.clip.towers import ClipTowers
+
+from .geneval_detectors import Detector, Found, TransformersDetector
+from .geneval_rules import (
+    COLORS,
+    COUNTING_THRESHOLD,
+    MAX_OBJECTS,
+    POSITION_THRESHOLD,
+    THRESHOLD,
+    Detected,
+    Verdict,
+    colored_clauses,
+    judge,
+    keep_boxes,
+    record_problem,
+)
+
+DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+CLIP = "ViT-L-14:openai"
+GREY = 0x99 / 255
+"""What stands around an object's mask when its colour is read."""
+TEMPLATES = (
+    "a photo of a {color} {kind}",
+    "a photo of a {color}-colored {kind}",
+    "a photo of a {color} object",
+)
+VALUES = {"correct": "1 = correct", "strict": "1 = correct", "partial": "share of checks"}
+
+
+class GenEval:
+    """1 for a correct image and 0 otherwise, by the metadata record of its prompt.
+
+    The parts hold "correct", "strict", "partial" (see `geneval_rules.Verdict`), and one 0/1 column per kind
+    of check, "count", "color", "position", "exclude": all checks of that kind hold; NaN where the record has
+    none. `text` says what is wrong. A row without a readable record is invalid.
+    """
+
+    name = "geneval"
+    range = (0.0, 1.0)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        detector: str | Path | Detector = DETECTOR,
+        clip: str | Path = CLIP,
+        *,
+        value: str = "correct",
+        device: str | torch.device = "cpu",
+        batch_size: int = 8,
+        threshold: float = THRESHOLD,
+        counting_threshold: float = COUNTING_THRESHOLD,
+        max_objects: int = MAX_OBJECTS,
+        nms: float = 1.0,
+        position_threshold: float = POSITION_THRESHOLD,
+    ) -> None:
+        """Note the models, which are loaded at first use; CLIP only where a record asks for a colour.
+
+        Args:
+            detector: folder or hub id of a detector or instance segmenter of transformers, or an object with
+                `detect` (`geneval_detectors.Detector`).
+            clip: what `load_clip` takes, for the colours.
+            value: "correct" (GenEval), "strict" (exact counts), or "partial" (a share, as a softer reward).
+            device: where the models run.
+            batch_size: images in one pass of the detector.
+            threshold: confidence that a box needs.
+            counting_threshold: the same for records with the tag "counting".
+            max_objects: boxes kept per class.
+            nms: IoU from which the less sure of two boxes of a class is dropped; 1 drops none.
+            position_threshold: of `relative_position`.
+
+        Raises:
+            ValueError: an unknown value, or a threshold outside [0, 1].
+        """
+        if value not in VALUES:
+            raise ValueError(f"geneval: value is {value!r}; allowed are {', '.join(VALUES)}.")
+        limits = {"threshold": threshold, "counting_threshold": counting_threshold, "nms": nms}
+        for key, limit in limits.items():
+            if not 0 <= limit <= 1:
+                raise ValueError(f"geneval: {key} is {limit}; allowed are numbers in [0, 1].")
+        self.detector: Detector = (
+            TransformersDetector(detector, device=device, batch_size=batch_size)
+            if isinstance(detector, str | Path)
+            else detector
+        )
+        self.towers = ClipTowers(clip, device=device)
+        self.value, self.unit = value, VALUES[value]
+        self._limits = limits | {"max_objects": max_objects, "position_threshold": position_threshold}
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        place = Path(resolve_model(self.towers.source))
+        clip = fingerprint(place) if place.is_dir() else ""
+        weights = [getattr(self.detector, "fingerprint", ""), clip]
+        return Identity(
+            judge=self.name,
+            model=f"{self.detector.source} + {self.towers.source}",
+            weights=" + ".join(weights) if any(weights) else "",
+            template="\n".join(TEMPLATES),
+            options=self._limits | {"value": self.value},
+        )
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Judge B images by B records in GenEval's layout; the prompts are not looked at.
+
+        Raises:
+            RewardError: the detector or CLIP cannot be loaded.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows: list[int] = []
+        pictures: list[Tensor] = []
+        records: list[Mapping[str, Any]] = []
+        for row, image in request.images.readable():
+            record = request.metadata[row]
+            reasons[row] = record_problem(record) or self._unknown(record or {})
+            if reasons[row] is None:
+                rows.append(row)
+                pictures.append(image)
+                records.append(record or {})
+        verdicts = self._judge(pictures, records) if rows else []
+        for row, verdict in zip(rows, verdicts, strict=True):
+            reasons[row] = verdict if isinstance(verdict, str) else None
+        return self._scores(rows, verdicts, reasons)
+
+    def _unknown(self, record: Mapping[str, Any]) -> str | None:
+        """Why a class of the record cannot be detected."""
+        return next(filter(None, (self.detector.problem(kind) for kind in _kinds(record))), None)
+
+    def _judge(self, images: list[Tensor], records: list[Mapping[str, Any]]) -> list[Verdict | str]:
+        """A verdict for each image, or the reason why there is none."""
+        found = self.detector.detect(images, [_kinds(record) for record in records])
+        objects: list[dict[str, list[Detected]]] = []
+        crops: list[Tensor] = []
+        places: list[tuple[int, str, int]] = []
+        for number, (image, record, boxes) in enumerate(zip(images, records, found, strict=True)):
+            kept = {kind: self._keep(part, record.get("tag")) for kind, part in boxes.items()}
+            objects.append(
+                {kind: [_detected(boxes[kind], k) for k in numbers] for kind, numbers in kept.items()}
+            )
+            for kind, count in dict.fromkeys(colored_clauses(objects[-1], record)):
+                for at, k in enumerate(kept[kind][:count]):
+                    crops.append(crop_object(image, boxes[kind], k))
+                    places.append((number, kind, at))
+        problems: dict[int, str] = {}
+        for (number, kind, at), (color, problem) in zip(
+            places, self._colors(crops, [kind for _, kind, _ in places]), strict=True
+        ):
+            objects[number][kind][at] = replace(objects[number][kind][at], color=color)
+            if problem is not None:
+                problems[number] = f"the color of a {kind} cannot be read: {problem}"
+        limit = self._limits["position_threshold"]
+        return [
+            problems.get(number) or judge(mine, record, position_threshold=limit)
+            for number, (mine, record) in enumerate(zip(objects, records, strict=True))
+        ]
+
+    def _keep(self, found: Found, tag: Any) -> list[int]:
+        limits = self._limits
+        return keep_boxes(
+            found.boxes.tolist(),
+            found.scores.tolist(),
+            threshold=limits["counting_threshold" if tag == "counting" else "threshold"],
+            max_objects=int(limits["max_objects"]),
+            nms=limits["nms"],
+        )
+
+    def _colors(self, crops: list[Tensor], kinds: list[str]) -> list[tuple[str | None, str | None]]:
+        """(colour, None) of each crop, or (None, reason): the likeliest of `COLORS` by CLIP, zero-shot."""
+        if not crops:
+            return []
+        classifiers = {kind: self._classifier(kind) for kind in dict.fromkeys(kinds)}
+        reasons: list[str | None] = [None] * len(crops)
+        batch = ImageBatch(list(crops), list(reasons))
+        rows, features = self.towers.image_features(
+            Request(batch, [""] * len(crops), [None] * len(crops)), reasons
+        )
+        answers: list[tuple[str | None, str | None]] = [(None, reason) for reason in reasons]
+        for row, feature in zip(rows, features, strict=True):
+            answers[row] = (
+                COLORS[int((classifiers[kinds[row]] @ F.normalize(feature, dim=0)).argmax())],
+                None,
+            )
+        return answers
+
+    def _classifier(self, kind: str) -> Tensor:
+        """[10, D] one text embedding per colour: the mean over the templates, normalised before and after."""
+        texts = [template.format(color=color, kind=kind) for color in COLORS for template in TEMPLATES]
+        features = F.normalize(self.towers.text_features(texts), dim=-1)
+        return F.normalize(features.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1)
+
+    def _scores(self, rows: list[int], verdicts: list[Verdict | str], reasons: list[str | None]) -> Scores:
+        size = len(reasons)
+        judged = [(row, v) for row, v in zip(rows, verdicts, strict=True) if isinstance(v, Verdict)]
+        at = [row for row, _ in judged]
+        columns: dict[str, list[float]] = {
+            key: [float(getattr(verdict, key)) for _, verdict in judged] for key in VALUES
+        }
+        for kind in ("count", "color", "position", "exclude"):
+            columns[kind] = [_all_of(verdict.checks, kind) for _, verdict in judged]
+        parts = {key: scatter(column, at, size) for key, column in columns.items()}
+        text = [""] * size
+        for row, verdict in judged:
+            text[row] = verdict.reason
+        return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
+
+
+def crop_object(image: Tensor, found: Found, number: int) -> Tensor:
+    """The box of an object [3, h, w], grey outside its mask where there is one, inside the image."""
+    if found.masks is not None:
+        image = torch.where(found.masks[number][None], image, GREY)
+    height, width = image.shape[1:]
+    x0, y0, x1, y1 = (round(value) for value in found.boxes[number].tolist())
+    x0, y0 = min(max(x0, 0), width - 1), min(max(y0, 0), height - 1)
+    return image[:, y0 : min(max(y1, y0 + 1), height), x0 : min(max(x1, x0 + 1), width)]
+
+
+def _detected(found: Found, number: int) -> Detected:
+    x0, y0, x1, y1 = found.boxes[number].tolist()
+    return Detected((x0, y0, x1, y1), float(found.scores[number]))
+
+
+def _kinds(record: Mapping[str, Any]) -> list[str]:
+    """The classes that a record names, each once."""
+    clauses = [*record.get("include", ()), *(record.get("exclude") or ())]
+    return list(dict.fromkeys(clause["class"] for clause in clauses))
+
+
+def _all_of(checks: Mapping[str, bool], kind: str) -> float:
+    """1 if all checks of a kind hold, 0 if one fails, NaN if there is none."""
+    own = [holds for name, holds in checks.items() if name.endswith(kind) or name.startswith(kind)]
+    return float(all(own)) if own else math.nan

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Object detectors for GenEval through transformers: DETR-type, Mask2Former-type, and zero-shot ones.
+
+GenEval's own detector is Mask2Former Swin-S of mmdet 2; its confidence thresholds were chosen for that one,
+and another detector may need its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.identity import fingerprint
+from visalign.rewards.base.images import to_pil
+from visalign.rewards.weights.quiet_loading import quiet_loading
+
+KINDS = ("detection", "segmentation", "zero_shot")
+ALIASES = {
+    "airplane": "aeroplane",
+    "computer keyboard": "keyboard",
+    "computer mouse": "mouse",
+    "couch": "sofa",
+    "dining table": "diningtable",
+    "motorcycle": "motorbike",
+    "potted plant": "pottedplant",
+    "tv": "tvmonitor",
+    "tv remote": "remote",
+}
+"""GenEval's class names -> the names that some COCO checkpoints have for them."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Boxes of one class in one image, in any order."""
+
+    boxes: Tensor
+    """[n, 4] x0, y0, x1, y1 in pixels of the image."""
+    scores: Tensor
+    """[n] confidence in [0, 1]."""
+    masks: Tensor | None = None
+    """[n, H, W] bool, where the detector segments."""
+
+
+class Detector(Protocol):
+    """What GenEval asks a detector."""
+
+    source: str
+    """Folder or hub id, for the record."""
+
+    def problem(self, kind: str) -> str | None:
+        """Why a class cannot be detected, or None."""
+        ...
+
+    def detect(self, images: Sequence[Tensor], kinds: Sequence[Sequence[str]]) -> list[dict[str, Found]]:
+        """Boxes of the asked classes in each image [3, H, W], whatever the other images are."""
+        ...
+
+
+class TransformersDetector:
+    """A detector checkpoint of transformers; images of one size share a forward pass, so none is padded."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        kind: str | None = None,
+        device: str | torch.device = "cpu",
+        batch_size: int = 8,
+        min_score: float = 0.05,
+        prompt: str = "a photo of a {}",
+    ) -> None:
+        """Note the model, which is loaded at first use.
+
+        Args:
+            model: folder or hub id.
+            kind: "detection" (DETR, RT-DETR, YOLOS), "segmentation" (Mask2Former, MaskFormer: boxes are those
+                of the masks), "zero_shot" (OWL-ViT, OWLv2, Grounding DINO: one class at a time); None finds
+                it from the configuration.
+            device: where it runs.
+            batch_size: images, or (image, class) pairs for a zero-shot model, in one pass.
+            min_score: boxes below are not reported; below all thresholds in use.
+            prompt: of a zero-shot model, with {} for the class.
+
+        Raises:
+            ValueError: an unknown kind, or a batch size below 1.
+        """
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"geneval: kind is {kind!r}; allowed are {', '.join(KINDS)}, or None.")
+        if batch_size < 1:
+            raise ValueError(f"geneval: batch_size is {batch_size}; allowed are whole numbers from 1.")
+        self.source = str(model)
+        self.batch_size, self.min_score, self.prompt = batch_size, min_score, prompt
+        self._kind, self._device = kind, torch.device(device)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the weight files; "" where they are not in a folder."""
+        return fingerprint(self.source) if Path(self.source).is_dir() else ""
+
+    @cached_property
+    def _parts(self) -> tuple[Any, Any, str]:
+        """Model, processor, kind."""
+        import transformers
+
+        try:
+            config = transformers.AutoConfig.from_pretrained(self.source)
+            kind = self._kind or _kind_of(config)
+            maker = {
+                "detection": transformers.AutoModelForObjectDetection,
+                "segmentation": transformers.AutoModelForUniversalSegmentation,
+                "zero_shot": transformers.AutoModelForZeroShotObjectDetection,
+            }[kind]
+            reader: Any = (
+                transformers.AutoProcessor if kind == "zero_shot" else transformers.AutoImageProcessor
+            )
+            with quiet_loading():
+                model, info = maker.from_pretrained(self.source, output_loading_info=True)
+            processor = reader.from_pretrained(self.source)
+        except (OSError, ValueError) as error:
+            raise RewardError(
+                f"geneval: the detector {self.source} cannot be loaded ({error}). Give a folder or hub id of "
+                "an object detector or instance segmenter of transformers, or an object with `detect`."
+            ) from error
+        if info["missing_keys"]:
+            missing = ", ".join(sorted(info["missing_keys"])[:5])
+            raise RewardError(f"geneval: the checkpoint {self.source} lacks weights: {missing}.")
+        return model.eval().to(self._device), processor, kind
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Class name without blanks -> label of a closed-vocabulary model."""
+        return {_key(name): int(number) for number, name in self._parts[0].config.id2label.items()}
+
+    def _label(self, kind: str) -> int | None:
+        for name in (kind, ALIASES.get(kind, kind)):
+            if _key(name) in self._numbers:
+                return self._numbers[_key(name)]
+        return None
+
+    def problem(self, kind: str) -> str | None:
+        """Why a class cannot be detected, or None."""
+        if self._parts[2] == "zero_shot" or self._label(kind) is not None:
+            return None
+        known = ", ".join(list(self._parts[0].config.id2label.values())[:5])
+        return f"the detector does not know the class {kind!r}; it knows {known}, ..."
+
+    def detect(self, images: Sequence[Tensor], kinds: Sequence[Sequence[str]]) -> list[dict[str, Found]]:
+        """Boxes of the asked classes in each image [3, H, W] in [0, 1]."""
+        results: list[dict[str, Found]] = [{} for _ in images]
+        tasks: list[tuple[int, str]]
+        if self._parts[2] == "zero_shot":
+            tasks = [(at, kind) for at, asked in enumerate(kinds) for kind in dict.fromkeys(asked)]
+        else:
+            tasks = [(at, "") for at in range(len(images))]
+        by_size: dict[tuple[int, int, str], list[tuple[int, str]]] = {}
+        for at, kind in tasks:
+            by_size.setdefault((images[at].shape[1], images[at].shape[2], kind), []).append((at, kind))
+        for same in by_size.values():
+            for start in range(0, len(same), self.batch_size):
+                chunk = same[start : start + self.batch_size]
+                answers = self._run([images[at] for at, _ in chunk], [kind for _, kind in chunk])
+                for (at, kind), (boxes, scores, labels, masks) in zip(chunk, answers, strict=True):
+                    for asked in [kind] if kind else dict.fromkeys(kinds[at]):
+                        own = (
+                            torch.ones_like(scores, dtype=torch.bool)
+                            if kind
+                            else labels == self._label(asked)
+                        )
+                        part = None if masks is None else masks[own]
+                        results[at][asked] = Found(boxes[own], scores[own], part)
+        return results
+
+    @torch.no_grad()
+    def _run(
+        self, images: list[Tensor], kinds: list[str]
+    ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+        """(boxes [n, 4], scores [n], labels [n], masks [n, H, W] or None) of each image, on the CPU."""
+        model, processor, kind = self._parts
+        sizes = [(image.shape[1], image.shape[2]) for image in images]
+        options: dict[str, Any] = {"images": [to_pil(image) for image in images], "return_tensors": "pt"}
+        if kind == "zero_shot":
+            options["text"] = [[self.prompt.format(name)] for name in kinds]
+            options["padding"] = True
+        inputs = processor(**options).to(self._device)
+        outputs = model(**inputs)
+        if kind == "segmentation":
+            found = processor.post_process_instance_segmentation(
+                outputs, threshold=self.min_score, target_sizes=sizes, return_binary_maps=True
+            )
+            return [_of_masks(item, size) for item, size in zip(found, sizes, strict=True)]
+        if kind == "zero_shot":
+            found = processor.post_process_grounded_object_detection(
+                outputs, threshold=self.min_score, target_sizes=sizes
+            )
+            return [
+                (item["boxes"].cpu(), item["scores"].cpu(), _zeros(item["scores"]), None) for item in found
+            ]
+        found = processor.post_process_object_detection(outputs, threshold=self.min_score, target_sizes=sizes)
+        return [(item["boxes"].cpu(), item["scores"].cpu(), item["labels"].cpu(), None) for item in found]
+
+
+def _of_masks(item: dict[str, Any], size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Boxes around instance masks, of one image."""
+    info = item["segments_info"]
+    if not info:
+        empty = torch.zeros(0)
+        return torch.zeros(0, 4), empty, empty.long(), torch.zeros(0, *size, dtype=torch.bool)
+    masks = item["segmentation"].cpu().bool()
+    # A mask of a few cells may vanish when it is drawn at the picture's size.
+    seen = masks.flatten(1).any(1)
+    masks, info = masks[seen], [entry for entry, here in zip(info, seen.tolist(), strict=True) if here]
+    boxes = []
+    for mask in masks:
+        rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+        boxes.append([float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)])
+    scores = torch.tensor([float(entry["score"]) for entry in info])
+    labels = torch.tensor([int(entry["label_id"]) for entry in info], dtype=torch.int64)
+    return torch.tensor(boxes).reshape(-1, 4), scores, labels, masks
+
+
+def _zeros(scores: Tensor) -> Tensor:
+    return torch.zeros(len(scores), dtype=torch.long)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace(" ", "").replace("_", "").replace("-", "")
+
+
+def _kind_of(config: Any) -> str:
+    """The kind that a configuration stands for."""
+    import transformers
+
+    maps: dict[str, Any] = {
+        "zero_shot": transformers.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING,
+        "segmentation": transformers.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING,
+        "detection": transformers.MODEL_FOR_OBJECT_DETECTION_MAPPING,
+    }
+    architectures = getattr(config, "architectures", None) or [""]
+    fitting = [kind for kind, mapping in maps.items() if type(config) in mapping]
+    for kind in fitting:
+        if maps[kind][type(config)].__name__ in architectures:  # DETR both detects and segments
+            return kind
+    if not fitting:
+        raise ValueError(f"its type {config.model_type!r} is neither a detector nor a segmenter")
+    return fitting[-1]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes world's exact verifier as a reward: is everything in the picture that the prompt asks for?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity
+
+SIDE = 64
+"""Height and width of the shapes world's pictures."""
+
+
+class ShapesVerifier:
+    """1 for a correct picture and 0 otherwise, or the share of the prompt's checks that hold.
+
+    The metadata record of a prompt (GenEval's layout) says what to check; without one the prompt itself is
+    parsed.
+    """
+
+    name = "shapes_verifier"
+    range = (0.0, 1.0)
+    higher_is_better = True
+
+    def __init__(self, mode: str = "correct") -> None:
+        """Choose the value.
+
+        Args:
+            mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a
+                signal where nothing is right yet that pays most for the last check. Both are in the parts.
+
+        Raises:
+            ValueError: another mode.
+        """
+        if mode not in ("correct", "partial", "mixed"):
+            raise ValueError(
+                f"shapes_verifier: mode is {mode!r}; allowed are 'correct', 'partial' and 'mixed'."
+            )
+        self.mode = mode
+        self.identity = Identity(judge=self.name, model="rules of GenEval", options={"mode": mode})
+        self.unit = {"correct": "1 = correct", "partial": "share of checks", "mixed": "1 = correct"}[mode]
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Verify 64×64 pictures; other sizes, and prompts from outside the shapes world, are invalid."""
+        from visalign.data.shapes.verifier import verify
+
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows, pictures, records = [], [], []
+        for row, image in request.images.readable():
+            record, problem = _record(request.prompts[row], request.metadata[row])
+            height, width = image.shape[1:]
+            if (height, width) != (SIDE, SIDE):
+                problem = f"the shapes verifier reads {SIDE}×{SIDE} pictures, this one has {width}×{height}"
+            if problem is not None:
+                reasons[row] = problem
+                continue
+            rows.append(row)
+            pictures.append(image)
+            records.append(record)
+        verdicts = verify(torch.stack(pictures), records) if rows else []
+        parts = {
+            "correct": scatter([float(verdict.correct) for verdict in verdicts], rows, len(request)),
+            "partial": scatter([verdict.score for verdict in verdicts], rows, len(request)),
+        }
+        text = [""] * len(request)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            text[row] = verdict.reason
+        value = (parts["correct"] + parts["partial"]) / 2 if self.mode == "mixed" else parts[self.mode]
+        return make_scores(value, reasons, self.unit, parts=parts, text=text)
+
+
+def _record(prompt: str, given: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str | None]:
+    """The record to verify against, or the reason why there is none."""
+    if given is not None and "include" in given:
+        return given, _problem(given)
+    from visalign.data.shapes.prompts import parse_prompt
+
+    try:
+        return parse_prompt(prompt), None
+    except ValueError as error:
+        return {}, f"no metadata with 'include', and the prompt is not of the shapes world: {error}"
+
+
+def _problem(record: Mapping[str, Any]) -> str | None:
+    """Why a record cannot be verified, found by judging an empty picture with it."""
+    from visalign.data.shapes.verifier import judge
+
+    form = "needed is GenEval's layout, include: [{class: circle, count: 1}, ...]"
+    if not isinstance(record["include"], list | tuple) or not record["include"]:
+        return f"the metadata's include is {record['include']!r}; {form}"
+    try:
+        judge([], record)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        return f"the metadata cannot be read ({type(error).__name__}: {error}); {form}"
+    return None

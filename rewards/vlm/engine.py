@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of judges that are vision-language models: one prefill for a request, nothing read twice.
+
+A request is a template with pictures and a prompt. Pictures go through the vision tower once, whatever
+number of prompts and calls they meet; requests with the same pictures and a common beginning share it; only
+the asked-for rows of the language head are multiplied; batches are filled by tokens, padded on the right.
+
+Positions: "mrope" are the three axes of Qwen2-VL (arXiv 2409.12191, section 2.1); "1d" counts tokens as in a
+text, which is how some published heads were trained. Scores differ between the two, so it is part of the
+identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.fingerprints import WeightPrint
+
+from .generation import Answers, generate_answers
+from .loading import load_seeing_model
+from .network import SeeingNetwork, eye_of
+from .pictures import Shown
+from .replies import AnswerLogits, HiddenStates
+from .template import JudgeSettings, Template, check_positions
+from .tokens import Ask, Row, RowEncoder
+
+__all__ = ["AnswerLogits", "Answers", "Ask", "HiddenStates", "Row", "VisionLanguageJudge"]
+
+
+class VisionLanguageJudge:
+    """A vision-language model that is asked about pictures.
+
+    Families: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and InternVL as transformers has it.
+
+    Args:
+        model: transformers model with language head, on its device.
+        processor: of the model.
+        name: folder name or hub id, for the identity.
+        positions: "mrope" or "1d"; the settings' own, else "mrope", when None. InternVL has "1d" alone.
+        settings: templates and more of the model's folder.
+        max_tokens_per_batch: tokens of one forward pass, with padding.
+        max_tokens: of one request; what the model's config says when None.
+        feature_bytes: of pictures' features that are kept between calls.
+        weights: fingerprint of the weight files, for the identity; that of the weights in memory when "".
+        **pixels: min_pixels and max_pixels of a resized picture, where they are to differ.
+
+    Raises:
+        RewardError: a family that is not known, or options that are not allowed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        name: str = "model",
+        positions: str | None = None,
+        settings: JudgeSettings | None = None,
+        max_tokens_per_batch: int = 8192,
+        max_tokens: int | None = None,
+        feature_bytes: int = 1 << 28,
+        weights: str = "",
+        **pixels: int,
+    ) -> None:
+        if max_tokens_per_batch < 1 or feature_bytes < 0:
+            raise RewardError(
+                f"max_tokens_per_batch is {max_tokens_per_batch} and feature_bytes {feature_bytes}; allowed "
+                "are whole numbers from 1, and from 0."
+            )
+        self.model, self.processor, self.name = model, processor, name
+        self.settle(weights)
+        self.settings = settings or JudgeSettings()
+        eye = eye_of(model, processor, **pixels)
+        wanted = positions or self.settings.positions or "mrope"
+        self.positions = check_positions(wanted) if eye.merge else "1d"
+        tokenizer = processor.tokenizer
+        self.network = SeeingNetwork(
+            model,
+            eye,
+            positions=self.positions,
+            pad=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+            max_tokens=max_tokens_per_batch,
+            feature_bytes=feature_bytes,
+        )
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.rows = RowEncoder(processor, model.config.image_token_id, eye, max_tokens or limit)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_id: str | Path,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        positions: str | None = None,
+        adapter: str | Path | None = None,
+        attention: str = "sdpa",
+        **options: Any,
+    ) -> VisionLanguageJudge:
+        """Load a model with its processor and its `judge.json`.
+
+        Args:
+            folder_or_id: a folder as `save_pretrained` writes it, a packaged name, or a hub id.
+            device: where it runs.
+            dtype: of the weights; heads and scores are float32 always.
+            positions: see the class.
+            adapter: a LoRA as peft saves it, merged into the weights.
+            attention: implementation of attention of transformers.
+            **options: see the class.
+
+        Raises:
+            FileNotFoundError: the folder or a part of it is missing.
+            RewardError: it is no such model.
+        """
+        loaded = load_seeing_model(
+            folder_or_id, device=device, dtype=dtype, adapter=adapter, attention=attention
+        )
+        options = {"name": loaded.name, "settings": loaded.settings, "weights": loaded.weights, **options}
+        return cls(loaded.model, loaded.processor, positions=positions, **options)
+
+    def template(self, kind: str, default: Template) -> Template:
+        """The folder's template of a kind, or the given one.
+
+        Args:
+            kind: "yes_no", "rating", "pair", "hpsv3", ...
+            default: where the folder has none.
+        """
+        return self.settings.templates.get(kind, default)
+
+    def token_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
+        """Ids of words that are one token each; see `RowEncoder.word_ids`."""
+        return self.rows.word_ids(words, skip_missing=skip_missing)
+
+    def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
+        """Arguments of `Identity` but `judge`.
+
+        Args:
+            template: what is asked.
+            **options: what else moves the scores.
+        """
+        return {
+            "model": self.name,
+            "weights": self.weights,
+            "template": template.text,
+            "preprocessing": self.network.eye.settings(),
+            "dtype": str(self.network.trunk.get_input_embeddings().weight.dtype).removeprefix("torch."),
+            "options": {"positions": self.positions, **options},
+        }
+
+    def encode(
+        self, template: Template, asks: Sequence[Ask], *, at: str | None = None
+    ) -> tuple[list[Row | None], list[str | None]]:
+        """Requests as rows; nothing is run.
+
+        Args:
+            template: what is asked.
+            asks: B requests.
+            at: special token whose place is read; None for the last position.
+
+        Returns:
+            (B rows or None, B reasons or None).
+
+        Raises:
+            RewardError: the template does not fit the requests or the model.
+        """
+        rows: list[Row | None] = []
+        reasons: list[str | None] = []
+        looked: dict[int, Shown] = {}  # the asks keep their tensors alive, so that ids stay apart
+        for ask in asks:
+            try:
+                row, reason = self.rows(template, ask, at, looked), None
+            except ValueError as error:
+                row, reason = None, str(error)
+            rows.append(row)
+            reasons.append(reason)
+        return rows, reasons
+
+    def states(self, rows: Sequence[Row]) -> Tensor:
+        """Hidden states [N, H] float32 of rows, with gradient where it is enabled; see `SeeingNetwork`."""
+        return self.network.states(rows)
+
+    def head_logits(self, states: Tensor, ids: Sequence[int]) -> Tensor:
+        """Logits [N, K] of some tokens, differentiable; see `SeeingNetwork.head_logits`."""
+        return self.network.head_logits(states, ids)
+
+    def log_total(self, states: Tensor) -> Tensor:
+        """logsumexp [N] over the whole vocabulary, differentiable; see `SeeingNetwork.log_total`."""
+        return self.network.log_total(states)
+
+    @torch.no_grad()
+    def hidden(self, template: Template, asks: Sequence[Ask], *, at: str | None = None) -> HiddenStates:
+        """Hidden states of requests.
+
+        Args:
+            template: what is asked.
+            asks: B requests.
+            at: special token whose place is read, exactly one in each; None for the last position.
+        """
+        rows, reasons = self.encode(template, asks, at=at)
+        size = self.model.config.get_text_config().hidden_size
+        return HiddenStates(_full(rows, size, self.states), reasons)
+
+    @torch.no_grad()
+    def answer_logits(
+        self, template: Template, asks: Sequence[Ask], ids: Sequence[int], *, left_over: bool = False
+    ) -> AnswerLogits:
+        """Logits of some tokens where the answer begins.
+
+        Args:
+            template: what is asked.
+            asks: B requests.
+            ids: K token ids.
+            left_over: also give the logsumexp over the whole vocabulary.
+        """
+        rows, reasons = self.encode(template, asks)
+
+        def both(real: Sequence[Row]) -> Tensor:
+            states = self.states(real)
+            logits = self.head_logits(states, ids)
+            return torch.cat((logits, self.log_total(states)[:, None]), 1) if left_over else logits
+
+        found = _full(rows, len(ids) + left_over, both)
+        return AnswerLogits(found[:, : len(ids)], found[:, -1] if left_over else None, reasons)
+
+    def generate(
+        self,
+        template: Template,
+        asks: Sequence[Ask],
+        *,
+        answers: int = 1,
+        seed: int = 0,
+        temperature: float = 1.0,
+        max_new_tokens: int = 256,
+    ) -> Answers:
+        """Answers to requests; an answer depends on its request, its number and the seed alone.
+
+        Args:
+            template: what is asked.
+            asks: B requests.
+            answers: K of each request.
+            seed: of the draws.
+            temperature: of the draws; 0 takes the likeliest token always.
+            max_new_tokens: of an answer.
+
+        Raises:
+            RewardError: options that are not allowed.
+        """
+        rows, reasons = self.encode(template, asks)
+        return generate_answers(
+            self.network,
+            self.processor.tokenizer,
+            rows,
+            reasons,
+            answers=answers,
+            seed=seed,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+        )
+
+    def clear_features(self) -> None:
+        """Forget pictures' features, after the tower's weights changed."""
+        self.network.cache.clear()
+
+    def refresh(self) -> None:
+        """Read weights and tokens anew, after they were changed."""
+        self.clear_features()
+        self.rows.refresh()
+        self.settle()
+
+    def settle(self, weights: str = "") -> None:
+        """Take what is in memory for the weights of files.
+
+        Args:
+            weights: fingerprint of the files; "" where there are none.
+        """
+        self._print = WeightPrint(self.model, weights or None)
+
+    @property
+    def weights(self) -> str:
+        """Fingerprint of the weight files; of what is in memory where there are none, or it was changed."""
+        return str(self._print)
+
+
+def _full(rows: Sequence[Row | None], width: int, compute: Any) -> Tensor:
+    """[B, width] on the CPU: what `compute` gives for the rows that are not None, NaN elsewhere."""
+    full = torch.full((len(rows), width), torch.nan)
+    real = [place for place, row in enumerate(rows) if row is not None]
+    if real:
+        full[real] = compute([row for row in rows if row is not None]).float().cpu()
+    return full

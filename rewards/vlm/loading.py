@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vision-language model with its processor and settings, from a folder, a packaged name or a hub id."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visalign.data.assets import resolve_model
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.identity import fingerprint
+from visalign.rewards.weights.quiet_loading import quiet_loading
+
+from .bases import base_of, has_base, is_adapter
+from .template import SETTINGS, JudgeSettings
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode, without gradients."""
+
+    model: Any
+    processor: Any
+    settings: JudgeSettings
+    name: str
+    weights: str
+    """Fingerprint of the weight files; "" for a hub id."""
+
+
+def load_seeing_model(
+    folder_or_id: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    adapter: str | Path | None,
+    attention: str,
+    merge: bool = True,
+) -> Loaded:
+    """See `VisionLanguageJudge.from_pretrained`.
+
+    Raises:
+        FileNotFoundError: the folder or a part of it is missing.
+        RewardError: what it holds cannot be used.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    own = resolve_model(folder_or_id)
+    folders = [own] if isinstance(own, Path) else []
+    adapters = [] if adapter is None else [adapter]
+    while folders and has_base(folders[-1]):  # a LoRA or settings alone, on a base that may be one again
+        if is_adapter(folders[-1]):
+            adapters.insert(0, folders[-1])
+        folder_or_id = base_of(folders[-1], JudgeSettings.read(folders[-1]))
+        below = resolve_model(folder_or_id)
+        if not isinstance(below, Path) or below in folders:
+            break
+        folders.append(below)
+    place = find_model(folder_or_id)
+    settings = next((JudgeSettings.read(f) for f in folders if (f / SETTINGS).is_file()), JudgeSettings())
+    processor = load_processor(place)
+    try:
+        with quiet_loading():
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
+                str(place), dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise RewardError(
+            f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Check that config "
+            "and weights belong together and are complete."
+        ) from error
+    model, told = loaded
+    _check_loaded(str(folder_or_id), told)
+    for one in adapters:
+        model = add_adapter(model, one, merge=merge or one is not adapters[-1])
+    weights = fingerprint(place) if isinstance(place, Path) else ""
+    weights = "+".join([weights, *(fingerprint(one) for one in adapters)])
+    return Loaded(
+        model=model.to(device).eval().requires_grad_(False),
+        processor=processor,
+        settings=settings,
+        name=own.name if isinstance(own, Path) else own,
+        weights=weights,
+    )
+
+
+def find_model(folder_or_id: str | Path) -> Path | str:
+    """An existing folder with a config, or a hub id.
+
+    Args:
+        folder_or_id: folder, packaged name, or owner/name.
+
+    Raises:
+        FileNotFoundError: neither.
+    """
+    place = resolve_model(folder_or_id)
+    if isinstance(place, Path):
+        if not (place / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{place} holds no config.json, so it is no transformers model. Give the folder that "
+                "save_pretrained wrote; for a LoRA alone give its base model here and the LoRA as adapter."
+            )
+        return place
+    if place.count("/") != 1 or place[0] in "./~":
+        raise FileNotFoundError(
+            f"There is no model folder {place}. Give a folder with config.json, weights and processor, a "
+            "packaged name, or a hub id owner/name."
+        )
+    return place
+
+
+def load_processor(place: Path | str) -> Any:
+    """The processor of a model that sees.
+
+    Args:
+        place: folder or hub id.
+
+    Raises:
+        RewardError: there is none.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    reason = ""
+    try:
+        found: Any = AutoProcessor.from_pretrained(str(place))
+    except (OSError, ValueError, ImportError) as error:
+        found, reason = None, f" ({error})"
+    if not isinstance(found, ProcessorMixin):
+        raise RewardError(
+            f"{place} has no processor of a model that sees{reason}. Save it there from the model it came "
+            "from: AutoProcessor.from_pretrained(original).save_pretrained(folder)."
+        )
+    return found
+
+
+def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:
+    """A LoRA of peft in a model.
+
+    Args:
+        model: its base.
+        adapter: folder or hub id.
+        merge: add it to the weights; else it stays beside them.
+
+    Raises:
+        FileNotFoundError: there is no adapter in the folder.
+        RewardError: it is broken, or does not belong to the model (each key named).
+    """
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    folder = Path(adapter)
+    if not (folder / "adapter_config.json").is_file() and (
+        folder.exists() or str(adapter).count("/") != 1 or str(adapter)[0] in "./~"
+    ):
+        raise FileNotFoundError(f"{adapter} holds no adapter_config.json; give the folder of a peft LoRA.")
+    if folder.is_dir() and not any(
+        (folder / f"adapter_model.{end}").is_file() for end in ("safetensors", "bin")
+    ):
+        raise FileNotFoundError(
+            f"{adapter} lacks adapter_model.safetensors; copy the folder of the LoRA again."
+        )
+    try:
+        with warnings.catch_warnings(), quiet_loading():
+            # peft 0.18 reads a property that transformers 5.23 has renamed
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
+            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+            told = wrapped.load_adapter(str(adapter), "default")  # again, to hear what did not fit
+    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
+        raise RewardError(
+            f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model."
+        ) from error
+    if wrong := _unfit(told.missing_keys, told.unexpected_keys):
+        raise RewardError(
+            f"The LoRA {adapter} does not fit the model: {wrong}. Give the adapter of this base model, "
+            "complete."
+        )
+    return wrapped.merge_and_unload() if merge else wrapped.get_base_model()
+
+
+def _check_loaded(name: str, told: Mapping[str, Any]) -> None:
+    """Refuse weights of which some are missing or left over: transformers fills gaps with random numbers."""
+    if wrong := _unfit(told.get("missing_keys", ()), told.get("unexpected_keys", ())):
+        raise RewardError(
+            f"The weights of {name!r} do not fit its config: {wrong}. Give config and weights of one model, "
+            "complete."
+        )
+
+
+def _unfit(missing: Iterable[Any], left: Iterable[Any]) -> str:
+    """Keys that are missing or left over, in words; "" where there are none."""
+    both = [sorted(map(str, keys)) for keys in (missing, left)]
+    shown = [
+        ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "") or "nothing"
+        for keys in both
+    ]
+    return f"missing {shown[0]}; unexpected {shown[1]}" if any(both) else ""

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of a vision-language judge: pictures and tokens in, hidden states at the marked places out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from visalign.rewards.base.contract import RewardError
+from visalign.vision.pictures import PictureFeatures, insert_features
+
+from .packing import Batch, attention_mask, batch_packs, collate, pack_rows
+from .pictures import Eye, FeatureCache, QwenEye, Shown, TileEye
+from .tokens import Row
+
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TILES = ("internvl",)
+"""Model types by how they take pictures in."""
+STRIP = 16384
+"""Rows of the head that are multiplied at a time where all are needed."""
+
+
+def eye_of(model: Any, processor: Any, **changes: Any) -> Eye:
+    """How a model takes pictures in.
+
+    Args:
+        model: of transformers.
+        processor: of the model.
+        **changes: of the settings of its patches (Qwen-VL alone).
+
+    Raises:
+        RewardError: a family that is not known, or a processor that does not belong to it.
+    """
+    kind = getattr(model.config, "model_type", "")
+    if kind in QWEN and hasattr(getattr(processor, "image_processor", None), "merge_size"):
+        try:
+            return QwenEye(processor.image_processor, **changes)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
+    if kind in TILES and hasattr(processor, "image_seq_length"):
+        return TileEye(processor)
+    raise RewardError(
+        f"A {type(model).__name__} (model type {kind!r}) with a {type(processor).__name__} is not known as a "
+        f"judge that sees; known are {', '.join((*QWEN, *TILES))}, each with its own processor."
+    )
+
+
+class SeeingNetwork:
+    """Hidden states of rows; the head is multiplied by what is asked for, not by all.
+
+    Args:
+        model: transformers model with language head, on its device.
+        eye: how it takes pictures in.
+        positions: "mrope" or "1d".
+        pad: id that fills batches.
+        max_tokens: of one pass, with padding.
+        feature_bytes: of pictures' features that are kept.
+    """
+
+    def __init__(
+        self, model: Any, eye: Eye, *, positions: str, pad: int, max_tokens: int, feature_bytes: int
+    ) -> None:
+        self.model, self.eye, self.pad, self.max_tokens = model, eye, pad, max_tokens
+        self.trunk: Any = model.base_model
+        self.merge = eye.merge if positions == "mrope" else 0
+        self.image_token: int = model.config.image_token_id
+        self.cache = FeatureCache(self._look, limit=feature_bytes)
+        self._seen_with: int | None = None
+        text = model.config.get_text_config()
+        attention = getattr(text, "_attn_implementation", "sdpa")
+        layers = getattr(text, "layer_types", None) or ["full_attention"]
+        self.shares = attention in ("sdpa", "eager") and set(layers) == {"full_attention"}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.trunk.get_input_embeddings().weight.device
+
+    def states(self, rows: Sequence[Row], run: Callable[[Batch], Tensor] | None = None) -> Tensor:
+        """Hidden states [N, H] float32 at the rows' marks; with gradient where it is enabled.
+
+        Equal rows are computed once; rows with the same pictures and a common beginning share it.
+
+        Args:
+            rows: N rows, one at least.
+            run: from a batch to what stands at each of its places, [b, S, *]; the language part when None.
+        """
+        run = run or self.hidden
+        different = list(dict.fromkeys(rows))
+        packs = pack_rows(different, self.image_token, share=self.shares)
+        found: list[Tensor] = []
+        numbers: list[int] = []
+        for part in batch_packs(packs, self.max_tokens):
+            batch = collate(part, self.image_token, self.pad, self.merge)
+            hidden = run(batch)
+            at = batch.marks.to(hidden.device)
+            found.append(hidden[at[:, 0], at[:, 1]].float())
+            numbers += batch.numbers
+        place = {number: order for order, number in enumerate(numbers)}
+        of = {row: place[number] for number, row in enumerate(different)}
+        return torch.cat(found)[[of[row] for row in rows]]
+
+    def head_logits(self, states: Tensor, ids: Sequence[int]) -> Tensor:
+        """Logits [N, K] float32 of some tokens: only their rows of the head are multiplied.
+
+        Args:
+            states: [N, H].
+            ids: K token ids.
+        """
+        head = self.model.get_output_embeddings()
+        index = torch.tensor(list(ids), device=head.weight.device)
+        # A few rows cost nothing in float64, and rounding then does not tell neighbours.
+        wide = torch.float32 if head.weight.device.type == "mps" else torch.float64
+        bias = None if head.bias is None else head.bias[index].to(wide)
+        return linear(states.to(wide), head.weight[index].to(wide), bias).float()
+
+    def log_total(self, states: Tensor) -> Tensor:
+        """logsumexp [N] float32 of the logits of the whole vocabulary, a part of the head at a time.
+
+        Args:
+            states: [N, H].
+        """
+        head = self.model.get_output_embeddings()
+        total: Tensor | None = None
+        for start in range(0, len(head.weight), STRIP):
+            part = slice(start, start + STRIP)
+            bias = None if head.bias is None else head.bias[part].float()
+            strip = linear(states.float(), head.weight[part].float(), bias).logsumexp(-1)
+            total = strip if total is None else torch.logaddexp(total, strip)
+        assert total is not None
+        return total
+
+    def features(self, shown: Sequence[Shown]) -> dict[Shown, PictureFeatures]:
+        """Features of pictures: kept ones, or live with gradient where the tower is trained.
+
+        What is kept is forgotten when a weight of the tower was changed.
+        """
+        tower = [one for name, one in self.trunk.named_parameters() if "language_model." not in name]
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower):
+            different = list(dict.fromkeys(shown))
+            return dict(zip(different, self._look(different), strict=True)) if different else {}
+        state = hash(tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in tower))
+        if state != self._seen_with:
+            self.cache.clear()
+            self._seen_with = state
+        return self.cache(shown)
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """What the language part takes for a batch, but its mask.
+
+        Args:
+            batch: rows or packs.
+        """
+        device = self.device
+        features = self.features(batch.shown)
+        embeds = self.trunk.get_input_embeddings()(batch.ids.to(device))
+        given = insert_features(embeds, batch.places.to(device), [features[shown] for shown in batch.shown])
+        if batch.positions is not None:
+            given["position_ids"] = batch.positions.to(device)
+        return given
+
+    def hidden(
+        self, batch: Batch, change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ) -> Tensor:
+        """Last hidden states [b, S, H] of a batch.
+
+        Without packs no mask is needed: padding stands behind everything that is read.
+
+        Args:
+            batch: rows or packs.
+            change: of what the language part takes, e.g. more rows.
+        """
+        given = self.inputs(batch)
+        dtype = given["inputs_embeds"].dtype
+        mask = None if batch.segments is None else attention_mask(batch.segments.to(self.device), dtype)
+        given["attention_mask"] = mask
+        given = given if change is None else change(given)
+        return self.trunk.language_model(**given, use_cache=False).last_hidden_state
+
+    def _look(self, shown: Sequence[Shown]) -> list[PictureFeatures]:
+        return self.eye.features(self.trunk, shown)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a vision-language judge is asked: templates of messages, and the settings in a model's folder.
+
+A folder may hold `judge.json`:
+
+    {"templates": {"yes_no": TEMPLATE, "rating": TEMPLATE, "pair": TEMPLATE, "hpsv3": TEMPLATE},
+     "positions": "mrope", ...}
+
+A TEMPLATE is an object with
+
+- "messages": the conversation as chat templates take it, [{"role": "user", "content": [{"type": "image"},
+  {"type": "text", "text": "Does it show {prompt}?"}]}]; each {"type": "image"} is a slot for one picture, in
+  their order; a content may also be one string;
+- "answer_prefix" (""): what the assistant is made to have written already;
+- "chat" ({}): further arguments of the tokenizer's chat template;
+- any other key: words that the judge looks for, as a list of strings ("yes": ["yes", "Yes"]).
+
+Names in braces are filled by plain replacement in one pass: `{prompt}` with the prompt, others with what the
+judge gives under that name. Braces around anything else stay as they are, also in what was filled in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from visalign.rewards.base.contract import RewardError
+
+SETTINGS = "judge.json"
+POSITIONS = ("mrope", "1d")
+"""How positions of tokens are counted: on three axes, or as in a text."""
+
+_NAME = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """One question to a model that sees."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """The conversation, with slots for pictures."""
+    name: str = "template"
+    """For messages of errors."""
+    answer_prefix: str = ""
+    """What the assistant is made to have written already."""
+    chat: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """name -> words that are looked for in the answer."""
+
+    @classmethod
+    def from_dict(cls, name: str, given: Any) -> Template:
+        """Read a template of `judge.json`.
+
+        Args:
+            name: of the template.
+            given: the object.
+
+        Raises:
+            RewardError: what is wrong with it.
+        """
+        if not isinstance(given, Mapping) or not isinstance(given.get("messages"), list):
+            raise RewardError(f"template {name!r} needs a list 'messages'; given is {_short(given)}.")
+        for number, message in enumerate(given["messages"]):
+            _check_message(f"template {name!r}, message {number}", message)
+        prefix, chat = given.get("answer_prefix", ""), given.get("chat", {})
+        if not isinstance(prefix, str) or not isinstance(chat, Mapping):
+            raise RewardError(f"template {name!r}: answer_prefix is a string and chat an object.")
+        rest = {key: given[key] for key in given if key not in ("messages", "answer_prefix", "chat")}
+        for key, words in rest.items():
+            if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+                raise RewardError(
+                    f"template {name!r}: {key!r} is {_short(words)}; allowed beside messages, answer_prefix "
+                    "and chat are lists of words."
+                )
+        words = {key: tuple(value) for key, value in rest.items()}
+        return cls(name=name, messages=given["messages"], answer_prefix=prefix, chat=chat, words=words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `judge.json`."""
+        own = {"messages": list(self.messages), "answer_prefix": self.answer_prefix, "chat": dict(self.chat)}
+        return {**own, **{key: list(words) for key, words in self.words.items()}}
+
+    @property
+    def text(self) -> str:
+        """All of it as text, for an identity."""
+        return json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=False)
+
+    @property
+    def digest(self) -> str:
+        """First 12 hex digits of the SHA-256 of `text`."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
+
+    @property
+    def images(self) -> int:
+        """Slots for pictures."""
+        parts = [part for message in self.messages for part in _parts(message)]
+        return sum(part.get("type") == "image" for part in parts)
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names in braces."""
+        return frozenset(name for text in self._texts() for name in _NAME.findall(text))
+
+    def filled(self, fields: Mapping[str, str]) -> list[dict[str, Any]]:
+        """The conversation with `{name}` replaced by fields[name]; other braces stay.
+
+        Args:
+            fields: name -> text.
+        """
+
+        def fill(text: str) -> str:
+            return _NAME.sub(lambda found: fields.get(found[1], found[0]), text)
+
+        messages = []
+        for message in self.messages:
+            content = message["content"]
+            if isinstance(content, str):
+                messages.append({**message, "content": fill(content)})
+                continue
+            parts = [{**part, "text": fill(part["text"])} if "text" in part else {**part} for part in content]
+            messages.append({**message, "content": parts})
+        return messages
+
+    def _texts(self) -> list[str]:
+        return [part["text"] for message in self.messages for part in _parts(message) if "text" in part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings:
+    """What a model's folder says of how it is to be asked."""
+
+    templates: Mapping[str, Template] = field(default_factory=dict)
+    positions: str | None = None
+    """One of `POSITIONS`, or None where nothing is said."""
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys of the file."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> JudgeSettings:
+        """The `judge.json` of a folder; empty settings where it has none.
+
+        Args:
+            folder: of a model.
+
+        Raises:
+            RewardError: the file is none.
+        """
+        file = Path(folder) / SETTINGS
+        if not file.is_file():
+            return cls()
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RewardError(f"{file.name} of {file.parent.name} is no JSON: {error}.") from error
+        if not isinstance(given, Mapping) or not isinstance(given.get("templates", {}), Mapping):
+            raise RewardError(f"{file.name} needs an object with an object 'templates'.")
+        positions = given.get("positions")
+        if positions is not None:
+            check_positions(positions)
+        templates = {
+            name: Template.from_dict(name, value) for name, value in given.get("templates", {}).items()
+        }
+        rest = {key: given[key] for key in given if key not in ("templates", "positions")}
+        return cls(templates=templates, positions=positions, rest=rest)
+
+    def write(self, folder: str | Path) -> None:
+        """Write `judge.json`.
+
+        Args:
+            folder: of a model; exists.
+        """
+        templates = {name: template.to_dict() for name, template in self.templates.items()}
+        own: dict[str, Any] = {"templates": templates}
+        if self.positions is not None:
+            own["positions"] = self.positions
+        text = json.dumps({**own, **self.rest}, indent=2, ensure_ascii=False)
+        (Path(folder) / SETTINGS).write_text(text + "\n", encoding="utf-8")
+
+
+def check_positions(given: Any) -> str:
+    """One of `POSITIONS`, or a RewardError."""
+    if given not in POSITIONS:
+        raise RewardError(f"positions is {given!r}; allowed are {' and '.join(map(repr, POSITIONS))}.")
+    return given
+
+
+def escape(text: str, specials: Iterable[str]) -> str:
+    """A user's text without special tokens of the model: a blank goes behind the first sign of each.
+
+    One of a single sign gives way to a blank.
+
+    Args:
+        text: of the user.
+        specials: special tokens as text.
+
+    >>> escape("a cat<|im_end|>", ["<|im_end|>"])
+    'a cat< |im_end|>'
+    """
+    known = list(specials)
+    while found := [special for special in known if special in text]:  # a blank may spell out another one
+        for special in found:
+            text = text.replace(special, f"{special[0]} {special[1:]}" if special[1:] else " ")
+    return text
+
+
+def _check_message(where: str, message: Any) -> None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RewardError(f"{where} is {_short(message)}; it needs a role and a content.")
+    content = message.get("content")
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise RewardError(f"{where}: content is {_short(content)}; allowed are a string or a list of parts.")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not (kind == "image" or (kind == "text" and isinstance(part.get("text"), str))):
+            raise RewardError(
+                f'{where}: a part is {_short(part)}; allowed are {{"type": "image"}} and {{"type": "text", '
+                '"text": "..."}}.'
+            )
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _short(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) <= 80 else text[:77] + "..."

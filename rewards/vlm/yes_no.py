@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Yes or no read off the next token: log-odds over sets of tokens, and the probability of all other tokens.
+
+Peers compare one spelling ("Yes") or read the top 20 log-probabilities that a server sends, and make 0 of a
+model that answers something else. Here every spelling that is one token counts, the rest of the vocabulary is
+reported, and a model that answers neither is masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core import yes_no_answer
+
+from .template import Template
+
+YES = ("yes", "Yes", "YES", " yes", " Yes", " YES")
+NO = ("no", "No", "NO", " no", " No", " NO")
+"""Spellings that are looked for where a template names none; those that are several tokens are left out."""
+
+MIN_MASS = 0.1
+"""Below this probability of yes and no together a model has answered neither."""
+SUREST = 87.0
+"""Bound of the log-odds: a side whose probability is 0, the surest answer there is, counts as e^−87, which
+float32 still holds."""
+
+
+@dataclass(frozen=True)
+class Odds:
+    """What a model said to B yes/no questions."""
+
+    log_odds: Tensor
+    """[B] float32 ln(p_yes / p_no) within ±`SUREST`; NaN where there is a reason."""
+    mass: Tensor
+    """[B] float32 p_yes + p_no over the whole vocabulary; NaN where it was not computed."""
+    decision: list[str]
+    """The likelier answer in its likeliest spelling."""
+    reasons: list[str | None]
+    """Why an answer is missing."""
+
+
+class YesNoReader:
+    """Reads one template's yes/no answers from a vision-language engine, the rows of both sets only.
+
+    Args:
+        engine: `rewards.vlm.VisionLanguageJudge`.
+        template: the question; its words "yes" and "no" are used where given.
+        yes: spellings instead of the template's, each one token of the model.
+        no: spellings of no.
+        min_mass: smallest probability of both sets together that counts as an answer, in [0, 1); 0 reads the
+            odds whatever else the model would say.
+
+    Raises:
+        ValueError: min_mass out of range, or a token in both sets.
+        RewardError: a given spelling is several tokens, or none of the usual ones is a single token.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        template: Template,
+        *,
+        yes: Sequence[str] | None = None,
+        no: Sequence[str] | None = None,
+        min_mass: float = MIN_MASS,
+    ) -> None:
+        if not 0 <= min_mass < 1:
+            raise ValueError(f"min_mass is {min_mass}; allowed are probabilities from 0 up to below 1.")
+        self.engine, self.template, self.min_mass = engine, template, min_mass
+        self._yes = token_set(engine, template.words.get("yes") if yes is None else yes, YES)
+        self._no = token_set(engine, template.words.get("no") if no is None else no, NO)
+        both = sorted(set(self._yes) & set(self._no))
+        if both:
+            raise ValueError(
+                f"The tokens {both} ({engine.processor.tokenizer.convert_ids_to_tokens(both)}) stand for yes "
+                "and for no; give sets of words without a common token."
+            )
+        self.ids = [*self._yes, *self._no]
+
+    def __call__(self, asks: Sequence[Any]) -> Odds:
+        """Answers to B requests.
+
+        Args:
+            asks: `rewards.vlm.Ask` each.
+        """
+        if not asks:
+            return Odds(torch.zeros(0), torch.zeros(0), [], [])
+        reply = self.engine.answer_logits(self.template, asks, self.ids, left_over=True)
+        logits = reply.logits.detach().double().cpu()  # rounding would tell neighbours
+        log_prob = logits - reply.log_total.detach().double().cpu()[:, None]
+        split, size = len(self._yes), len(self.ids)
+        answer = yes_no_answer(log_prob, range(split), range(split, size), normalised=True)
+        odds = answer.log_odds.clamp(-SUREST, SUREST).float()
+        mass = answer.mass.clamp(max=1.0).float()
+        reasons = list(reply.reasons)
+        for row, share in enumerate(mass.tolist()):
+            if reasons[row] is None and not share >= self.min_mass:
+                reasons[row] = (
+                    f"the model answers neither yes nor no: together they have {share:.2g} of the "
+                    f"probability, and at least {self.min_mass:g} is asked for"
+                )
+            elif reasons[row] is None and not math.isfinite(float(odds[row])):
+                reasons[row] = "the model's log-odds are no number"
+        valid = torch.tensor([reason is None for reason in reasons])
+        return Odds(torch.where(valid, odds, torch.nan), mass, self._decisions(logits, odds), reasons)
+
+    def _decisions(self, logits: Tensor, odds: Tensor) -> list[str]:
+        """The likeliest spelling of the likelier answer."""
+        split, size = len(self._yes), len(self.ids)
+        said = []
+        for row, is_yes in zip(logits.nan_to_num(-math.inf), (odds > 0).tolist(), strict=True):
+            places = range(split) if is_yes else range(split, size)
+            best = max(places, key=row.tolist().__getitem__)
+            said.append(self.engine.processor.tokenizer.decode([self.ids[best]]))
+        return said
+
+    @property
+    def spellings(self) -> dict[str, list[int]]:
+        """Token ids of both sets, for an identity."""
+        return {"yes": list(self._yes), "no": list(self._no)}
+
+
+def token_set(engine: Any, given: Sequence[str] | None, usual: Sequence[str]) -> list[int]:
+    """Ids of the words that were given, or of those usual ones that are one token.
+
+    Args:
+        engine: with `token_ids`.
+        given: words, or None.
+        usual: words where none are given.
+
+    Raises:
+        RewardError: a given word is several tokens; or no usual one is a single token.
+    """
+    if isinstance(given, str):
+        raise ValueError(f"Words come as a list; given is the string {given!r}. Write [{given!r}].")
+    if given is not None:
+        return list(engine.token_ids(list(given)))
+    return list(engine.token_ids(list(usual), skip_missing=True))

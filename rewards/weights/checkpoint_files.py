@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published weight files read safely and strictly: tensors only, every missing or unexpected key named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.rewards.base.contract import RewardError
+
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SHOWN = 8
+"""How many keys a message names before it only counts them."""
+
+
+def read_tensors(file: str | Path, inside: str | None = None) -> dict[str, Tensor]:
+    """The state dict of one weight file, on the CPU.
+
+    Args:
+        file: .safetensors, or a file of `torch.save` (.bin, .pt, .pth), read with weights_only=True.
+        inside: the key under which the state dict stands in the file, if it does ("state_dict").
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RewardError: it is cut, holds more than tensors, or is no state dict.
+    """
+    file = Path(file)
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no weight file {file}; give the path of the downloaded file.")
+    try:
+        content = _read(file)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+        raise RewardError(
+            f"{file} cannot be read as weights ({type(error).__name__}: {_said(error)}). It must be complete "
+            "and hold tensors only; download it again, or store its state dict as .safetensors."
+        ) from error
+    if inside is not None:
+        if not isinstance(content, Mapping) or inside not in content:
+            found = ", ".join(sorted(map(str, content))[:_SHOWN]) if isinstance(content, Mapping) else ""
+            raise RewardError(
+                f"{file} has no {inside!r} at its top (found: {found or type(content).__name__}); give the "
+                "file as it was published."
+            )
+        content = content[inside]
+    if not isinstance(content, Mapping) or not content:
+        raise RewardError(f"{file} holds a {type(content).__name__}, needed is a state dict.")
+    wrong = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    if wrong:
+        raise RewardError(
+            f"{file} holds entries that are no tensors ({_listed(wrong)}), so it is no state dict; give the "
+            "file of the model's weights alone."
+        )
+    return dict(content)
+
+
+def read_folder(folder: str | Path) -> dict[str, Tensor]:
+    """The state dict of a transformers folder: one file or shards, safetensors before .bin.
+
+    Raises:
+        FileNotFoundError: the folder holds no weights, or a shard is missing.
+        RewardError: a file cannot be read.
+    """
+    folder = Path(folder)
+    for name in _SINGLE:
+        if (folder / name).is_file():
+            return read_tensors(folder / name)
+    for name in _SHARDED:
+        if (folder / name).is_file():
+            shards = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values()
+            state: dict[str, Tensor] = {}
+            for shard in sorted(set(shards)):
+                state |= read_tensors(folder / shard)
+            return state
+    raise FileNotFoundError(
+        f"The folder {folder} holds no weights; needed is one of {', '.join(_SINGLE + _SHARDED)}. Download "
+        "it again, or give another folder."
+    )
+
+
+def load_strict(module: torch.nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    """Load a state dict whose keys and shapes must be the module's, all of them and no others.
+
+    Args:
+        module: takes the values, in its own dtypes.
+        state: key -> tensor.
+        where: file or folder, for the message.
+
+    Raises:
+        RewardError: names what is missing, unexpected, or of another shape.
+    """
+    own = module.state_dict()
+    missing = [key for key in own if key not in state]
+    unexpected = [key for key in state if key not in own]
+    shapes = [
+        f"{key} {tuple(value.shape)} instead of {tuple(own[key].shape)}"
+        for key, value in state.items()
+        if key in own and own[key].shape != value.shape
+    ]
+    told = [
+        f"{what}: {_listed(keys)}"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if keys
+    ]
+    if told:
+        raise RewardError(
+            f"The weights of {where} do not fit the model, {'; '.join(told)}. Give the checkpoint that "
+            "belongs to this judge; nothing is loaded in part."
+        )
+    module.load_state_dict(dict(state))
+
+
+def drop_known(state: Mapping[str, Tensor], suffixes: Sequence[str]) -> dict[str, Tensor]:
+    """A state dict without the keys of these endings, which hold nothing that was learned."""
+    return {key: value for key, value in state.items() if not key.endswith(tuple(suffixes))}
+
+
+def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
+    """A folder on this disk, or the local copy of a hub repository (fetched if it can be).
+
+    Args:
+        name: a folder, or a hub id "organisation/model".
+        patterns: which files of the repository are needed.
+
+    Raises:
+        RewardError: neither on disk nor to be fetched; says how to get it.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if str(name).count("/") != 1 or str(name).startswith((".", "/")):
+        raise RewardError(
+            f"There is no folder {str(name)!r}. Allowed: an existing folder, or a hub id "
+            "'organisation/model'."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(patterns)))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RewardError(
+            f"The model {str(name)!r} is not on this disk and cannot be fetched from here "
+            f"({type(error).__name__}: {_said(error)}). Where there is a network, run `hf download {name} "
+            "--local-dir FOLDER`, and give that folder as the model."
+        ) from error
+
+
+def _read(file: Path) -> Any:
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _said(error: Exception) -> str:
+    """The first sentence of a library's message."""
+    lines = str(error).splitlines() or ["no message"]
+    return lines[0].split(". ")[0][:200]
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(sorted(keys)[:_SHOWN]) + more

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy around a language model: gradients, reference, LoRA, other architectures, saved files."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
+
+from tests.support.tiny_language_models import (
+    save_tiny_language_model,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+)
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.errors import UserError
+from visalign.text import Sampling, Stop, TextRollout
+
+PROMPTS = ["a", "hello there you", "1+2="]
+LORA = text_lora(rank=3, alpha=7, seed=5)
+STOP = Stop(max_new_tokens=10)
+NUCLEUS = Sampling(temperature=0.7, top_p=0.9)
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+
+
+def policy(model=None, **options) -> CausalLMPolicy:
+    return CausalLMPolicy(model or tiny_model(), tiny_tokenizer(), **options)
+
+
+def rollout_of(given: CausalLMPolicy, sampling=NUCLEUS) -> TextRollout:
+    return given.generate(PROMPTS, seeds=1, num_generations=2, sampling=sampling, stop=STOP)
+
+
+def perturb(given: CausalLMPolicy, scale: float = 0.1) -> None:
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for _, parameter in given.trainable_parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def gradients(given: CausalLMPolicy, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [p for _, p in given.trainable_parameters()]))
+
+
+def naive(given: CausalLMPolicy, rollout: TextRollout) -> torch.Tensor:
+    """Σ over tokens of c_t log p_t at the temperature, sample by sample through the model's own logits."""
+    total = torch.zeros(())
+    for row in range(len(rollout)):
+        prompt = rollout.prompt_ids[row, rollout.prompt_weight[row] > 0]
+        answer = rollout.completion_ids[row, rollout.weight[row] > 0]
+        logits = given.model(torch.cat((prompt, answer))[None]).logits[0, len(prompt) - 1 : -1]
+        log_p = (logits / rollout.sampling.temperature).log_softmax(-1).gather(-1, answer[:, None])[:, 0]
+        total = total + (log_p * torch.arange(1, len(answer) + 1)).sum()
+    return total
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_gradients_are_those_of_the_models_logits(lora) -> None:
+    given = policy(lora=lora)
+    rollout = rollout_of(given)
+    perturb(given)
+    place = torch.arange(1, rollout.weight.shape[1] + 1)
+    expected = gradients(given, naive(given, rollout))
+    ours = gradients(given, (given.log_probs(rollout, distribution="full").log_prob * place).sum())
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * max(1, theirs.abs().max().item()))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), NUCLEUS])
+def test_micro_batches_and_recomputed_activations_change_nothing(sampling) -> None:
+    given, saving = policy(), policy(gradient_checkpointing=True)
+    rollout = rollout_of(given, sampling)
+    place = torch.arange(1, rollout.weight.shape[1] + 1)
+
+    def total(which, rows):
+        found = which.log_probs(rollout, rows)
+        return (found.log_prob * place + found.entropy).sum()
+
+    whole = gradients(given, total(given, None))
+    shares = [
+        gradients(given, total(given, rows)) for rows in torch.tensor([4, 0, 2, 1, 5, 3]).split([1, 3, 2])
+    ]
+    for mine, *parts in zip(whole, *shares, strict=True):
+        torch.testing.assert_close(sum(parts), mine, rtol=1e-4, atol=1e-4)
+    for mine, other in zip(whole, gradients(saving, total(saving, None)), strict=True):
+        torch.testing.assert_close(other, mine, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        given.score_batch = 2
+        torch.testing.assert_close(given.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_later_policy_is_scored_on_the_tokens_that_could_be_drawn() -> None:
+    given = policy()
+    rollout = rollout_of(given)
+    assert rollout.kept is not None
+    perturb(given, 0.3)
+    found = given.log_probs(rollout).log_prob
+    row, column = (rollout.weight > 0).nonzero(as_tuple=True)
+    kept = rollout.kept.mask(row, column, 64)
+    place = 0
+    for sample in range(len(rollout)):
+        prompt = rollout.prompt_ids[sample, rollout.prompt_weight[sample] > 0]
+        answer = rollout.completion_ids[sample, rollout.weight[sample] > 0]
+        logits = given.model(torch.cat((prompt, answer))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        allowed = kept[place : place + len(answer)]
+        held = torch.stack([z[mask].logsumexp(0) for z, mask in zip(logits, allowed, strict=True)])
+        expected = logits.gather(-1, answer[:, None])[:, 0] - held
+        torch.testing.assert_close(found[sample, : len(answer)], expected, rtol=0, atol=1e-4)
+        place += len(answer)
+    assert torch.isfinite(found).all() and (found - rollout.log_prob).abs().max() > 0.1
+
+
+def test_rows_are_taken_in_their_order() -> None:
+    given = policy()
+    rollout = rollout_of(given)
+    with torch.no_grad():
+        found = given.log_probs(rollout, torch.tensor([5, 0])).log_prob
+        torch.testing.assert_close(found, rollout.log_prob[[5, 0]], rtol=0, atol=1e-4)
+        mask = torch.tensor([False, True, True, False, False, True])
+        masked = given.log_probs(rollout, mask).log_prob
+        torch.testing.assert_close(masked, rollout.log_prob[mask], rtol=0, atol=1e-4)
+
+
+def test_holes_in_the_weight_are_left_out_but_stay_in_the_context() -> None:
+    given = policy()
+    rollout = rollout_of(given)
+    weight = rollout.weight.clone()
+    weight[:, 1:4] = 0
+    weight[1, 5:] = 0
+    found = given.log_probs(replace(rollout, weight=weight)).log_prob
+    torch.testing.assert_close(found, rollout.log_prob * (weight != 0), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@torch.no_grad()
+def test_the_reference_is_the_model_before_training(lora) -> None:
+    given = policy(lora=lora)
+    rollout = rollout_of(given)
+    before = given.log_probs(rollout).log_prob
+    perturb(given)
+    after = given.log_probs(rollout).log_prob
+    assert (after - before).abs().max() > 0.01
+    names = [name for name, _ in given.trainable_parameters()]
+    with given.reference():
+        torch.testing.assert_close(given.log_probs(rollout).log_prob, before, rtol=0, atol=0)
+        with given.reference():
+            assert [name for name, _ in given.trainable_parameters()] == names
+        torch.testing.assert_close(given.log_probs(rollout).log_prob, before, rtol=0, atol=0)
+    torch.testing.assert_close(given.log_probs(rollout).log_prob, after, rtol=0, atol=0)
+    assert all(parameter.requires_grad for _, parameter in given.trainable_parameters())
+
+
+def test_lora_starts_at_the_model_and_depends_on_its_seed_alone() -> None:
+    plain = policy(lora=None)
+    rollout = rollout_of(plain)
+    torch.manual_seed(1)
+    first = policy(lora=LORA)
+    state = torch.random.get_rng_state()
+    second, other = policy(lora=LORA), policy(lora=replace(LORA, seed=6))
+    assert torch.equal(state, torch.random.get_rng_state())
+    with torch.no_grad():
+        torch.testing.assert_close(first.log_probs(rollout).log_prob, plain.log_probs(rollout).log_prob)
+    values = [dict(p.trainable_parameters()) for p in (first, second, other)]
+    assert len(values[0]) == 2 * 2 * 7 and all("lora_" in name for name in values[0])
+    assert all(torch.equal(weight, values[1][name]) for name, weight in values[0].items())
+    assert any(not torch.equal(weight, values[2][name]) for name, weight in values[0].items())
+
+
+def test_lora_places_are_checked() -> None:
+    some = policy(lora=text_lora(target_modules=("q_proj", "v_proj")))
+    assert len(some.trainable_parameters()) == 2 * 2 * 2
+    with pytest.raises(
+        UserError, match=r"targets \['attn.to_q'\] name no linear layer of this Qwen3.*q_proj"
+    ):
+        policy(lora=text_lora(target_modules=("attn.to_q",)))
+    with pytest.raises(UserError, match=r"\['lm_head'\] name no linear layer .* output head takes none"):
+        policy(lora=text_lora(target_modules=("lm_head",)))
+    with pytest.raises(UserError, match=r"already carries the adapters .*merge_and_unload"):
+        policy(some.model, lora=LORA)
+
+
+# peft 0.21 reads a property that transformers 5.23 has renamed
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_what_it_saves_the_libraries_load(tmp_path, lora) -> None:
+    base, saved = save_tiny_language_model(tmp_path / "base"), tmp_path / "saved"
+    given = CausalLMPolicy.from_pretrained(base, lora=lora)
+    rollout = rollout_of(given)
+    perturb(given)
+    given.save(saved)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected = given.model(ids).logits
+        if lora is None:
+            theirs = AutoModelForCausalLM.from_pretrained(saved)
+        else:
+            assert (saved / "adapter_model.safetensors").is_file()
+            theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(saved))
+        torch.testing.assert_close(theirs(ids).logits, expected, rtol=0, atol=1e-5)
+        again = CausalLMPolicy.from_pretrained(base, lora=replace(lora, seed=9) if lora else None)
+        start = again.log_probs(rollout).log_prob
+        again.load(saved)
+        wanted = given.log_probs(rollout).log_prob
+        torch.testing.assert_close(again.log_probs(rollout).log_prob, wanted, rtol=0, atol=1e-6)
+        with again.reference():
+            torch.testing.assert_close(again.log_probs(rollout).log_prob, start, rtol=0, atol=1e-6)
+
+
+def test_a_lora_of_another_kind_is_refused(tmp_path) -> None:
+    policy(lora=LORA).save(tmp_path)
+    with pytest.raises(UserError, match=r"alpha 7 there, 7 here; .* there, .* here. Build the policy with"):
+        policy(lora=replace(LORA, rank=4)).load(tmp_path)
+    with pytest.raises(UserError, match="alpha 7 there, 5"):
+        policy(lora=replace(LORA, alpha=5)).load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"holds no adapter_model\.safetensors"):
+        policy(lora=LORA).load(tmp_path / "nowhere")
+
+
+def gemma() -> nn.Module:
+    return Gemma2ForCausalLM(
+        Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0, sliding_window=4)
+    ).eval()
+
+
+def granite() -> nn.Module:
+    return GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=3.0)).eval()
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(
+        vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1
+    )
+    config.initializer_range = 0.3
+    return GPT2LMHeadModel(config)
+
+
+class _OddHead(nn.Linear):
+    """A head that is no plain linear layer."""
+
+    def forward(self, input):
+        return super().forward(input) ** 3
+
+
+def odd() -> nn.Module:
+    model = tiny_model(tie_word_embeddings=False)
+    head = _OddHead(32, 64, bias=False)
+    nn.init.normal_(head.weight, std=0.2)
+    model.lm_head = head
+    return model
+
+
+def sliding() -> nn.Module:
+    return tiny_model(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "head"),
+    [(gemma, (1.0, 2.0)), (granite, (1 / 3, None)), (gpt2, (1.0, None)), (sliding, (1.0, None)), (odd, None)],
+)
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), NUCLEUS])
+def test_other_architectures(build, head, sampling) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = build()
+    given = policy(model)
+    found = given._network.head
+    assert (found and (found.scale, found.soft_cap)) == head
+    rollout = rollout_of(given, sampling)
+    output = given.log_probs(rollout)
+    torch.testing.assert_close(output.log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+    torch.testing.assert_close(output.entropy, rollout.entropy, rtol=0, atol=1e-4)
+    expected = gradients(given, naive(given, rollout))
+    place = torch.arange(1, rollout.weight.shape[1] + 1)
+    ours = gradients(given, (given.log_probs(rollout, distribution="full").log_prob * place).sum())
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3 * max(1, theirs.abs().max().item()))
+
+
+def test_sixteen_bit_weights_give_float32_log_probs() -> None:
+    given = policy(tiny_model(tie_word_embeddings=False).bfloat16(), lora=LORA)
+    rollout = rollout_of(given)
+    assert given._network.head is not None
+    found = given.log_probs(rollout).log_prob
+    assert found.dtype == torch.float32 and all(
+        parameter.dtype == torch.float32 for _, parameter in given.trainable_parameters()
+    )
+    assert (found - rollout.log_prob).abs().mean() < 0.03
+    under = policy(autocast=torch.bfloat16)
+    rollout = rollout_of(under)
+    assert (under.log_probs(rollout).log_prob - rollout.log_prob).abs().mean() < 0.03
+
+
+def test_a_truncated_rollout_without_its_sets_is_refused() -> None:
+    given = policy()
+    rollout = replace(rollout_of(given), kept=None)
+    with pytest.raises(UserError, match="does not hold the token sets that could be drawn"):
+        given.log_probs(rollout)
+    given.log_probs(rollout, distribution="full")
+    with pytest.raises(UserError, match='distribution is \'all\'; it must be "sampled" or "full"'):
+        given.log_probs(rollout, distribution="all")  # type: ignore[arg-type]
+
+
+def test_what_is_no_language_model_is_refused(tmp_path) -> None:
+    with pytest.raises(
+        UserError, match=r"The text policy got a Linear; it needs a transformers model with a"
+    ):
+        CausalLMPolicy(nn.Linear(2, 2), tiny_tokenizer())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="The tokenizer has 59 tokens and the model 32: ids from 32 on"):
+        policy(tiny_model(vocab_size=32))
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder .*nowhere"):
+        CausalLMPolicy.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+        CausalLMPolicy.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "clip_vision_model"}', encoding="utf-8")
+    with pytest.raises(UserError, match="is a clip_vision_model, which is no causal language model"):
+        CausalLMPolicy.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generate_batch": 0}, "generate_batch is 0; it must be at least 1"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; it must be at least 1"),
+        ({"long_prompts": "cut"}, 'long_prompts is \'cut\'; it must be "refuse" or "mask"'),
+    ],
+)
+def test_bad_options_are_refused(options, message) -> None:
+    with pytest.raises(UserError, match=message):
+        policy(**options)
+
+
+def test_the_tiny_configuration_is_a_qwen3() -> None:
+    assert tiny_config().model_type == "qwen3"
+
+
+def test_without_a_reference_no_copy_is_kept_and_asking_for_it_is_refused():
+    policy = CausalLMPolicy(tiny_model(), tiny_tokenizer(), reference=False)
+    with pytest.raises(UserError, match="made with reference=False"), policy.reference():
+        pass
+    adapted = CausalLMPolicy(tiny_model(), tiny_tokenizer(), reference=False, lora=text_lora(rank=2))
+    with adapted.reference():  # adapters are switched off: nothing had to be kept
+        pass

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to tokens: plain text, chat templates, and what is said of prompts that cannot be used."""
+
+from typing import Any
+
+import pytest
+from tokenizers import processors
+
+from tests.support.tiny_language_models import TEMPLATE, tiny_tokenizer
+from visalign.adapters.causal_lm.chat import PromptEncoder
+from visalign.errors import UserError
+
+USER = {"role": "user", "content": "hi"}
+
+
+def encoder(template: Any = TEMPLATE, **options) -> PromptEncoder:
+    return PromptEncoder(tiny_tokenizer(template=template), **options)
+
+
+def test_plain_text_stays_as_it_is() -> None:
+    given = encoder()
+    assert given.tokenizer.decode(given.encode(["a b", "hi"])[0]) == "a b"
+    assert encoder(None).encode(["hi"]) == given.encode(["hi"])
+
+
+def test_conversations_go_through_the_template_with_its_special_tokens() -> None:
+    given = encoder()
+    ids = given.encode([[USER]])[0]
+    assert given.tokenizer.convert_ids_to_tokens(ids) == ["<user>", "h", "i", "<end>", "<assistant>"]
+    assert given.render([USER, {"role": "assistant", "content": "so"}]) == "<user>hi<end><assistant>so"
+    assert encoder(plain_as_chat=True).encode(["hi"]) == [ids]
+
+
+def test_a_start_token_is_not_doubled() -> None:
+    given = encoder()
+    backend: Any = given.tokenizer
+    backend.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<system> $A", special_tokens=[("<system>", 4)]
+    )
+    assert given.tokenizer.convert_ids_to_tokens(given.encode(["hi"])[0]) == ["<system>", "h", "i"]
+    assert given.tokenizer.convert_ids_to_tokens(given.encode([[USER]])[0])[0] == "<user>"
+
+
+def test_a_system_message_is_put_before_those_that_have_none() -> None:
+    given = encoder(system="be", plain_as_chat=True)
+    assert given.render("hi") == "<system>be<end><user>hi<end><assistant>"
+    own = [{"role": "system", "content": "mine"}, USER]
+    assert given.render(own) == "<system>mine<end><user>hi<end><assistant>"
+
+
+def test_templates_by_name_by_text_and_with_options() -> None:
+    named = {"default": "{{ messages[0].content }}", "loud": "{{ messages[0].content }}{{ mark }}"}
+    assert encoder(named).render([USER]) == "hi"
+    assert encoder(named, chat_template="loud", template_options={"mark": "!"}).render([USER]) == "hi!"
+    assert encoder(None, chat_template="{{ messages[0].role }}").render([USER]) == "user"
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "message"),
+    [
+        (None, {"plain_as_chat": True}, "need a chat template, and this tokenizer has none"),
+        (None, {"system": "be"}, "need a chat template, and this tokenizer has none"),
+        (None, {"chat_template": "chatml"}, "'chatml' is neither .* has no chat template, nor Jinja text"),
+        (
+            {"default": "a", "rag": "b"},
+            {"chat_template": "rga"},
+            "the chat templates default, rag, nor Jinja text. Did you mean 'rag'",
+        ),
+        ({"rag": "a", "tool": "b"}, {}, "the chat templates rag, tool and none is its default"),
+    ],
+)
+def test_unknown_templates_are_refused(template, options, message) -> None:
+    with pytest.raises(UserError, match=message):
+        encoder(template, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompts", "message"),
+    [
+        (None, ["a", [USER]], "Prompt 1 is a conversation, and this tokenizer has no chat template"),
+        (TEMPLATE, [""], r"Prompt 0 \(''\) has no tokens"),
+        (TEMPLATE, [[USER], []], "Prompt 1 holds no message; a conversation is a list"),
+        (TEMPLATE, [[{"role": "user"}]], "Prompt 0 holds {'role': 'user'}; a conversation is"),
+        (TEMPLATE, [["hi"]], "Prompt 0 holds 'hi'; a conversation is"),
+        (
+            TEMPLATE,
+            [[USER, {"role": "judge", "content": "x"}]],
+            r"chat template refuses prompt 0 \(roles: user, judge\): role judge. Change the prompt",
+        ),
+    ],
+)
+def test_bad_prompts_are_named(template, prompts, message) -> None:
+    with pytest.raises(UserError, match=message):
+        encoder(template).encode(prompts)

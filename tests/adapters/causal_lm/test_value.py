@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Value heads: what state a value belongs to, where its gradient goes, what is saved."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.tiny_language_models import save_tiny_language_model, tiny_model, tiny_tokenizer
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
+from visalign.core import gae
+from visalign.errors import UserError
+from visalign.text import Stop
+
+PROMPTS = ["a", "hello there you", "1+2="]
+
+
+def shared(trunk_gradient: bool = True, **options) -> CausalLMPolicy:
+    head = ValueHead(32, trunk_gradient=trunk_gradient)
+    return CausalLMPolicy(tiny_model(), tiny_tokenizer(), value_head=head, **options)
+
+
+def answers(given: CausalLMPolicy):
+    return given.generate(PROMPTS, seeds=1, num_generations=2, stop=Stop(max_new_tokens=8))
+
+
+def turn(head: ValueHead) -> None:
+    with torch.no_grad():
+        head.linear.weight.copy_(torch.linspace(-1, 1, 32)[None])
+        head.linear.bias.fill_(0.25)
+
+
+def test_values_start_at_zero_and_feed_gae() -> None:
+    given = shared()
+    rollout = answers(given)
+    with torch.no_grad():
+        value = given.log_probs(rollout).value
+    assert value is not None and value.shape == rollout.weight.shape and value.abs().max() == 0
+    reward = torch.zeros_like(value)
+    reward[torch.arange(6), rollout.weight.sum(1).long() - 1] = 1.0
+    advantage, returns = gae(reward, value, rollout.weight, gamma=1.0, lam=1.0)[:2]
+    torch.testing.assert_close(advantage, rollout.weight)
+    torch.testing.assert_close(returns * rollout.weight, rollout.weight)
+
+
+@torch.no_grad()
+def test_a_value_is_of_the_state_before_its_token() -> None:
+    given = shared()
+    assert given.value_head is not None
+    turn(given.value_head)
+    rollout = answers(given)
+    value = given.log_probs(rollout).value
+    assert value is not None
+    for row in range(6):
+        prompt = rollout.prompt_ids[row, rollout.prompt_weight[row] > 0]
+        answer = rollout.completion_ids[row, rollout.weight[row] > 0]
+        for place in range(len(answer)):
+            state = torch.cat((prompt, answer[:place]))[None]
+            hidden = given.model.base_model(state).last_hidden_state[0, -1]
+            expected = (hidden * torch.linspace(-1, 1, 32)).sum() + 0.25
+            assert value[row, place].item() == pytest.approx(expected.item(), abs=1e-4)
+    assert value[rollout.weight == 0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("trunk_gradient", [True, False])
+def test_where_the_gradient_of_the_value_goes(trunk_gradient) -> None:
+    given = shared(trunk_gradient, lora=text_lora(rank=2, alpha=2))
+    assert given.value_head is not None
+    turn(given.value_head)
+    value = given.log_probs(answers(given)).value
+    assert value is not None
+    value.sum().backward()
+    named = dict(given.trainable_parameters())
+    assert list(named)[-2:] == ["value_head.linear.weight", "value_head.linear.bias"]
+    moved = {name for name, p in named.items() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert {"value_head.linear.weight", "value_head.linear.bias"} <= moved
+    assert any("lora_B" in name for name in moved) == trunk_gradient
+    assert {id(p) for p in named.values()} <= {id(p) for p in given.module.parameters()}
+
+
+def test_the_head_is_saved_beside_the_model(tmp_path) -> None:
+    given = shared()
+    assert given.value_head is not None
+    turn(given.value_head)
+    given.save(tmp_path)
+    again = shared()
+    again.load(tmp_path)
+    assert again.value_head is not None
+    torch.testing.assert_close(again.value_head.linear.weight, given.value_head.linear.weight)
+    with pytest.raises(UserError, match="reads hidden states of 32 numbers, this model has 16"):
+        ValueHead(16).load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"holds no value_head\.safetensors"):
+        ValueHead(32).load(tmp_path / "nowhere")
+
+
+def test_a_head_without_hidden_states_shares_nothing() -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    model.lm_head = nn.Sequential(model.lm_head)
+    model.get_output_embeddings = lambda: model.lm_head
+    with pytest.raises(
+        UserError, match="Qwen3ForCausalLM is no linear layer, so its hidden states cannot be"
+    ):
+        CausalLMPolicy(model, tiny_tokenizer(), value_head=ValueHead(32))
+
+
+def test_a_separate_value_model(tmp_path) -> None:
+    base = save_tiny_language_model(tmp_path / "base")
+    critic = ValueModel.from_pretrained(base)
+    turn(critic.head)
+    given = shared()
+    assert given.value_head is not None
+    turn(given.value_head)
+    rollout = answers(given)
+    values = critic.values(rollout)
+    wanted = given.log_probs(rollout).value
+    assert wanted is not None
+    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        critic.values(rollout, torch.tensor([4, 1])), values[[4, 1]], rtol=0, atol=1e-4
+    )
+    values.sum().backward()
+    assert all(p.grad is not None for p in critic.parameters())
+    critic.save(tmp_path / "critic")
+    again = ValueModel.from_pretrained(tmp_path / "critic")
+    torch.testing.assert_close(again.values(rollout), values, rtol=0, atol=1e-5)
+    dead = replace(rollout, weight=torch.zeros_like(rollout.weight))
+    nothing = critic.values(dead)
+    nothing.sum().backward()
+    assert nothing.abs().max() == 0

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that see: log-probs against the model's own, positions, neighbours, what pictures change."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_vision_language_models import (
+    IMAGE,
+    IMAGES,
+    KINDS,
+    NUCLEUS,
+    PROMPTS,
+    SLOT,
+    drawn,
+    own_inputs,
+    own_logits,
+    picture,
+    policy,
+    sampled,
+    tiny_seeing_model,
+    user,
+)
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.text import Sampling, Stop, draw_seeds, join_rollouts
+from visalign.vision.pictures import Picture
+from visalign.vision.positions import rotary_positions
+
+SAMPLINGS = [Sampling(), NUCLEUS, Sampling(temperature=1.4, top_k=9)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def shared(request) -> CausalLMPolicy:
+    return policy(request.param, generate_batch=7, score_batch=5)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@torch.no_grad()
+def test_log_probs_equal_a_recomputation_and_the_models_own(shared, sampling) -> None:
+    rollout = sampled(shared, sampling)
+    found = shared.log_probs(rollout)
+    torch.testing.assert_close(found.log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.entropy, rollout.entropy, rtol=0, atol=1e-4)
+    full = shared.log_probs(rollout, distribution="full").log_prob
+    torch.testing.assert_close(full, rollout.full_log_prob, rtol=0, atol=1e-4)
+    compared = 0
+    for row in range(len(rollout)):
+        answer = drawn(rollout, row)
+        if IMAGE in answer:  # the library takes it for one more picture and fails
+            continue
+        log_p = (own_logits(shared, row // 3, answer) / sampling.temperature).log_softmax(-1)
+        own = log_p.gather(-1, answer[:, None])[:, 0]
+        torch.testing.assert_close(rollout.full_log_prob[row, : len(answer)], own, rtol=0, atol=1e-4)
+        if sampling.top_k:
+            own = own - log_p.topk(sampling.top_k).values.logsumexp(-1)
+            torch.testing.assert_close(rollout.log_prob[row, : len(answer)], own, rtol=0, atol=1e-4)
+        compared += 1
+    assert compared >= 6 and len(set(rollout.text)) > 6
+
+
+def test_greedy_answers_are_those_of_transformers(shared) -> None:
+    rollout = sampled(shared, Sampling(temperature=0), num_generations=1)
+    for row in range(len(PROMPTS)):
+        inputs = own_inputs(shared, row)
+        theirs = shared.model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        assert drawn(rollout, row).tolist() == theirs[0, inputs["input_ids"].shape[1] :].tolist()
+    # what the library left in the model (rope_deltas) is not used
+    again = sampled(shared, Sampling(temperature=0), num_generations=1)
+    assert again.text == rollout.text and torch.equal(again.log_prob, rollout.log_prob)
+
+
+@pytest.mark.parametrize("size", [1, 4, 64])
+def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
+    # answers that end early make rows leave the batch
+    sampling, stop = Sampling(temperature=1.2), Stop(max_new_tokens=12, strings=tuple("abcdefghijklm+"))
+    whole = sampled(shared, sampling, stop=stop, num_generations=4)
+    own, shared.generate_batch = shared.generate_batch, size
+    try:
+        part = sampled(
+            shared,
+            sampling,
+            prompts=PROMPTS[1:3],
+            images=IMAGES[1:3],
+            seeds=draw_seeds(4, 16)[4:12],
+            stop=stop,
+            num_generations=4,
+        )
+    finally:
+        shared.generate_batch = own
+    width = part.weight.shape[1]
+    assert part.text == whole.text[4:12] and part.stop_reason == whole.stop_reason[4:12]
+    torch.testing.assert_close(part.log_prob, whole.log_prob[4:12, :width], rtol=0, atol=1e-5)
+    lengths = whole.weight.sum(1)
+    assert lengths.max() - lengths.min() >= 4
+    with torch.no_grad():
+        for rows in (torch.tensor([9]), torch.tensor([15, 0, 6])):
+            found = shared.log_probs(whole, rows).log_prob
+            torch.testing.assert_close(found, whole.log_prob[rows], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_is_shown_and_in_which_order_matters(shared) -> None:
+    rollout = sampled(shared)
+    other = [[picture(24, 16, 7), IMAGES[0][1]], [picture(24, 16, 1), picture(8, 40, 8)]]
+    for shown in other:
+        changed = replace(rollout, images=[shown] * 3 + [IMAGES[row // 3] for row in range(3, 12)])
+        moved = (shared.log_probs(changed).log_prob - rollout.log_prob).abs()
+        assert moved[:3].max() > 0.01 and moved[3:].max() < 1e-4
+    prompt = user(SLOT, SLOT)
+    two = [picture(16, 16, 1), picture(16, 16, 2)]
+    pair = sampled(shared, prompts=[prompt, prompt], images=[two, two[::-1]], seeds=[1, 1], num_generations=1)
+    assert not torch.equal(pair.log_prob[0], pair.log_prob[1])
+
+
+@torch.no_grad()
+def test_image_tokens_that_an_answer_draws_are_text(shared) -> None:
+    rollout = sampled(shared, Sampling(temperature=20), num_generations=32)
+    rows = ((rollout.completion_ids == IMAGE) & (rollout.weight > 0)).any(1)
+    assert all(rows[32 * prompt : 32 * prompt + 32].any() for prompt in range(3))
+    found = shared.log_probs(rollout, rows).log_prob
+    torch.testing.assert_close(found, rollout.log_prob[rows], rtol=0, atol=1e-4)
+
+
+def test_positions_by_hand() -> None:
+    given = policy()
+    sight: Any = given._network._sight
+    # a, picture of 2 rows and 3 columns, b, c; padded on the left, below it text alone
+    ids = torch.tensor([[0, 7, *[IMAGE] * 6, 8, IMAGE], [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]])
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    encoder: Any = given._encoder
+    pictures = [encoder.encode([user(SLOT)], [[picture(24, 16)]]).pictures[0], []]
+    seen = sight.see(ids, mask, pictures)
+    positions = seen.inputs["position_ids"]
+    assert positions[:, 0, 1:].tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5],
+    ]
+    assert positions[:, 1].tolist() == [list(range(10))] * 3
+    assert seen.offset.tolist() == [[5 + 1 - 9], [0]]
+    assert (positions[:, 0, 0] == 0).all()
+    with pytest.raises(ValueError, match=r"Row 1 holds 0 image tokens, and its pictures take 6"):
+        sight.see(ids, mask, pictures[::-1])
+
+
+def test_each_picture_is_read_once(shared, monkeypatch) -> None:
+    trunk, seen = shared.model.base_model, []
+    read = trunk.get_image_features
+    monkeypatch.setattr(
+        trunk,
+        "get_image_features",
+        lambda pixels, grid, **more: (seen.append(grid.tolist()), read(pixels, grid, **more))[1],
+    )
+    shared.generate_batch = 64
+    rollout = sampled(shared, images=[[IMAGES[2][0], IMAGES[0][0]], [], IMAGES[2], []])
+    shared.generate_batch = 7
+    assert seen == [[[1, 10, 10], [1, 4, 6]]]
+    shared.log_probs(rollout, torch.tensor([0, 1, 7]))
+    shared.log_probs(rollout, torch.tensor([4, 5]))
+    assert seen == [[[1, 10, 10], [1, 4, 6]]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_those_of_the_library(kind) -> None:
+    trunk: Any = tiny_seeing_model(kind).base_model
+    sizes = [[(2, 3), (5, 1)], [], [(4, 4)], [(1, 1), (3, 2), (2, 2)]]
+    shown = [[Picture(f"{h}x{w}", (1, 2 * h, 2 * w), h * w, torch.zeros(0)) for h, w in row] for row in sizes]
+    rows = [[7, 8, *(token for p in row for token in (*[IMAGE] * p.tokens, 9, 9))] for row in shown]
+    width = max(map(len, rows)) + 2
+    places, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        first = (0, 2, width - len(row), 1)[number]
+        mask[number, first : first + len(row)] = 1
+        places[number, first : first + len(row)] = torch.tensor([token == IMAGE for token in row])
+    theirs, offset = trunk.get_rope_index(
+        torch.zeros_like(mask),
+        mm_token_type_ids=places,
+        image_grid_thw=torch.tensor([p.grid for row in shown for p in row]),
+        attention_mask=mask,
+    )
+    ours, own = rotary_positions(places.bool(), mask, shown, 2)
+    assert torch.equal(ours, theirs) and torch.equal(own, offset)
+
+
+@torch.no_grad()
+def test_rollouts_with_and_without_pictures_are_joined() -> None:
+    given = policy()
+    seen = sampled(given, prompts=PROMPTS[2:3], images=IMAGES[2:3])
+    text = sampled(given, prompts=["hello there"], images=None, group=["text"])
+    assert text.images is None and seen.images == [IMAGES[2]] * 3
+    both = join_rollouts([seen, text])
+    torch.testing.assert_close(given.log_probs(both).log_prob, both.log_prob, rtol=0, atol=1e-4)
+    step = both.rows(torch.tensor([4, 2])).trajectories(torch.ones(2))
+    assert step.group == ["text", 0]

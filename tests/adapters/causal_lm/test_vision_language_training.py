@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that see, in training: gradients, the reference, LoRA, values, saved files."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from tests.support.tiny_vision_language_models import (
+    IMAGE,
+    IMAGES,
+    KINDS,
+    drawn,
+    own_logits,
+    perturb,
+    picture,
+    policy,
+    sampled,
+    save_tiny_seeing_model,
+    tiny_processor,
+    tiny_seeing_model,
+)
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.adapters.causal_lm.value_head import ValueHead
+from visalign.errors import UserError
+from visalign.text import Sampling
+
+LORA = text_lora(rank=3, alpha=7, seed=5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_the_models_logits(kind, checkpointing) -> None:
+    given = policy(kind, gradient_checkpointing=checkpointing)
+    rollout = sampled(given, Sampling(temperature=1.5), num_generations=8)
+    # a sample of each of three prompts, without the image tokens that the library would take for pictures
+    rows = [next(r for r in range(8 * p, 8 * p + 8) if IMAGE not in drawn(rollout, r)) for p in range(3)]
+    place = torch.arange(1, rollout.weight.shape[1] + 1)
+    names = [name for name, _ in given.trainable_parameters()]
+    parameters = [parameter for _, parameter in given.trainable_parameters()]
+    found = given.log_probs(rollout, torch.tensor(rows)).log_prob
+    ours = torch.autograd.grad((found * place).sum(), parameters, allow_unused=True)
+    total = torch.zeros(())
+    for row in rows:
+        answer = drawn(rollout, row)
+        log_p = (own_logits(given, row // 8, answer) / 1.5).log_softmax(-1)
+        total = total + (log_p.gather(-1, answer[:, None])[:, 0] * place[: len(answer)]).sum()
+    theirs = torch.autograd.grad(total, parameters, allow_unused=True)
+    for name, mine, own in zip(names, ours, theirs, strict=True):
+        assert (mine is None) == (own is None), name
+        if mine is not None and own is not None:
+            torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-3 * max(1, own.abs().max().item()))
+    tower = [m for name, m in zip(names, ours, strict=True) if "visual" in name and m is not None]
+    assert len(tower) > 10 and max(float(gradient.abs().max()) for gradient in tower) > 1e-3
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@torch.no_grad()
+def test_the_reference_is_the_model_before_training(lora) -> None:
+    given = policy(lora=lora)
+    rollout = sampled(given)
+    before = given.log_probs(rollout).log_prob
+    perturb(given)
+    after = given.log_probs(rollout).log_prob
+    assert (after - before).abs().max() > 0.01
+    with given.reference():
+        assert torch.equal(given.log_probs(rollout).log_prob, before)
+    assert torch.equal(given.log_probs(rollout).log_prob, after)
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("gate_proj", "q_proj")])
+def test_lora_is_put_into_the_language_part_alone(targets) -> None:
+    # Qwen2.5-VL's vision tower has layers of the same names
+    given = policy("qwen2_5_vl", lora=replace(LORA, target_modules=targets))
+    names = [name for name, _ in given.trainable_parameters()]
+    assert len(names) == 2 * 2 * (7 if targets == ("all-linear",) else 2)
+    assert all(name.startswith("model.language_model.layers.") for name in names)
+    rollout = sampled(given)
+    given.log_probs(rollout).log_prob.sum().backward()
+    moved = [p for _, p in given.model.named_parameters() if p.grad is not None]
+    assert len(moved) == len(names)
+    with pytest.raises(
+        UserError, match=r"\['qkv'\] name no linear layer of the language part of this Qwen2_5"
+    ):
+        policy("qwen2_5_vl", lora=text_lora(target_modules=("qkv",)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("lora", [None, LORA])
+@torch.no_grad()
+def test_saved_policies_are_read_by_us_and_by_the_library(tmp_path, lora) -> None:
+    base = save_tiny_seeing_model(tmp_path / "base")
+    given = CausalLMPolicy.from_pretrained(base, lora=lora)
+    rollout = sampled(given)
+    torch.testing.assert_close(rollout.log_prob, sampled(policy()).log_prob, rtol=0, atol=1e-5)
+    perturb(given)
+    trained = given.log_probs(rollout).log_prob
+    given.save(tmp_path / "trained")
+    same = CausalLMPolicy.from_pretrained(base, lora=lora)
+    same.load(tmp_path / "trained")
+    assert torch.equal(same.log_probs(rollout).log_prob, trained)
+    with same.reference():
+        torch.testing.assert_close(same.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+    if lora is None:
+        alone = CausalLMPolicy.from_pretrained(tmp_path / "trained")
+        assert torch.equal(alone.log_probs(rollout).log_prob, trained)
+    else:
+        peft: Any = PeftModel.from_pretrained(tiny_seeing_model(), str(tmp_path / "trained"))
+        merged = CausalLMPolicy(peft.merge_and_unload(), tiny_processor())
+        torch.testing.assert_close(merged.log_probs(rollout).log_prob, trained, rtol=0, atol=1e-4)
+
+
+def test_values_come_out_of_the_same_pass_and_read_the_pictures() -> None:
+    given = policy(value_head=ValueHead(32))
+    rollout = sampled(given)
+    perturb(given, 0.05)
+    value = given.log_probs(rollout).value
+    assert value is not None and value.requires_grad and (value != 0).equal(rollout.weight != 0)
+    changed = given.log_probs(
+        replace(rollout, images=[[picture(24, 16, 9), IMAGES[0][1]]] * 12), slice(3)
+    ).value
+    assert changed is not None and (changed - value[:3]).abs().max() > 1e-3

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Given answers as rollouts, and log Z of a prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.text_toy import WRITTEN, toy_policy
+from visalign.adapters.causal_lm.log_partition import PromptLogPartition
+from visalign.adapters.causal_lm.written_answers import WrittenBatches, written_rollout
+from visalign.errors import UserError
+from visalign.text import Stop
+
+
+def test_a_written_answer_has_the_log_prob_of_the_models_own_forward():
+    policy = toy_policy()
+    rollout = written_rollout(policy, ["b c", "g"], ["zz", "abc"])
+    found = policy.log_probs(rollout)
+    for row, (prompt, answer) in enumerate((("b c", "zz"), ("g", "abc"))):
+        before = policy.tokenizer(prompt)["input_ids"]
+        after = [*policy.tokenizer(answer, add_special_tokens=False)["input_ids"], 1]
+        with torch.no_grad():
+            logits = policy.model(torch.tensor([before + after])).logits[0]
+        log_prob = logits.log_softmax(-1)[len(before) - 1 : -1]
+        expected = log_prob[torch.arange(len(after)), torch.tensor(after)]
+        assert found.log_prob[row, : len(after)].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        assert rollout.weight[row].sum() == len(after)
+    assert rollout.stop_reason == ["eos", "eos"]
+
+
+def test_without_an_end_token_the_answer_is_open():
+    rollout = written_rollout(toy_policy(), ["g"], ["ab"], end=False)
+    assert rollout.weight.sum() == 2 and rollout.stop_reason == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "end", "message"),
+    [
+        ([], [], True, "0 prompts and 0 answers"),
+        (["g"], ["a", "b"], True, "1 prompts and 2 answers"),
+        (["g"], [""], False, "Answer 0 has no tokens"),
+        (["g"], ["a" * 70], True, r"have 1 \+ 71 tokens, and the model reads 64 at most"),
+    ],
+)
+def test_answers_that_cannot_be_learnt_are_refused(prompts, answers, end, message):
+    with pytest.raises(UserError, match=message):
+        written_rollout(toy_policy(), prompts, answers, end=end)
+
+
+def test_an_epoch_visits_every_record_once_and_a_batch_is_always_the_same():
+    policy = toy_policy()
+    stream = WrittenBatches(policy, WRITTEN, size=1, seed=4)
+    visited = [[stream.batch(3 * epoch + i).prompt[0] for i in range(3)] for epoch in range(6)]
+    assert all({*epoch} == {r["prompt"] for r in WRITTEN} for epoch in visited)
+    assert len({tuple(map(str, epoch)) for epoch in visited}) > 1
+    again = WrittenBatches(policy, WRITTEN, size=1, seed=4).batch(7)
+    assert torch.equal(again.completion_ids, stream.batch(7).completion_ids)
+
+
+@pytest.mark.parametrize(
+    ("records", "size", "message"),
+    [
+        ([], 1, "0 records in batches of 1"),
+        (WRITTEN, 0, "in batches of 0"),
+        ([{"prompt": "g", "text": "a"}], 1, "no text in the field 'completion': its fields are prompt, text"),
+    ],
+)
+def test_records_without_answers_are_refused(records, size, message):
+    with pytest.raises(UserError, match=message):
+        WrittenBatches(toy_policy(), records, size=size, seed=0)
+
+
+def test_the_features_of_log_z_are_the_mean_hidden_state_of_the_prompt():
+    policy = toy_policy()
+    rollout = policy.generate(["b c", "g", "b c"], seeds=0, stop=Stop(max_new_tokens=3))
+    partition = PromptLogPartition(policy)
+    found = partition.features(rollout)
+    for row, prompt in enumerate(("b c", "g", "b c")):
+        ids = torch.tensor([policy.tokenizer(prompt)["input_ids"]])
+        with torch.no_grad():
+            hidden = policy.model(ids, output_hidden_states=True).hidden_states[-1][0]
+        assert torch.allclose(found[row], hidden.mean(0), atol=1e-5)
+    assert not found.requires_grad and torch.equal(found[0], found[2])
+
+
+def test_log_z_starts_at_zero_and_its_gradient_stays_in_the_head():
+    policy = toy_policy()
+    rollout = policy.generate(["b c", "g"], seeds=0, stop=Stop(max_new_tokens=3))
+    partition = PromptLogPartition(policy, seed=1)
+    log_z = partition.head(partition.features(rollout))
+    assert log_z.tolist() == [0.0, 0.0] and log_z.requires_grad
+    log_z.sum().backward()
+    assert all(p.grad is None for _, p in policy.trainable_parameters())
+    assert any(p.grad is not None and bool(p.grad.any()) for p in partition.head.parameters())

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SD3 policy against the pipeline itself: same pictures, same grid, same encodings, exact reference."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+)
+
+from tests.support.tiny_models import build_tiny_sd3, load_pipeline, tiny_sd3_pipeline
+from visalign.adapters import LoraSettings, SD3Policy
+from visalign.errors import UserError
+from visalign.flow.schedules import diffusers_time_grid, time_grid
+from visalign.interfaces import DiffusionPolicy
+
+PROMPTS = ["a red circle", "two blue squares", "a red circle"]
+LORA = LoraSettings(rank=3, alpha=7, seed=5)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sd3")
+    return {
+        "plain": build_tiny_sd3(root / "plain"),
+        "sd35": build_tiny_sd3(root / "sd35", sd35=True),
+        "t5": build_tiny_sd3(root / "t5", t5=True),
+    }
+
+
+def perturb(policy: SD3Policy, scale: float = 0.3) -> None:
+    g = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for _, p in policy.trainable_parameters():
+            p.add_(scale * torch.randn(p.shape, generator=g))
+
+
+def noise(count: int = 3) -> torch.Tensor:
+    return torch.randn(count, 8, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def sample(policy: SD3Policy, prompts=PROMPTS, steps: int = 4) -> torch.Tensor:
+    """ODE Euler sampling through the policy's public face."""
+    x, condition = noise(len(prompts)), policy.encode(prompts)
+    grid = policy.sigmas(steps)
+    for sigma, following in pairwise(grid):
+        x = x + (following - sigma) * policy.velocity(x, sigma.expand(len(x)), condition)
+    return policy.decode(x)
+
+
+def sample_pipe(pipe, guidance: float, prompts=PROMPTS, steps: int = 4, **options) -> torch.Tensor:
+    """The same pictures as a user makes them."""
+    return pipe(
+        prompts,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        latents=noise(len(prompts)),
+        output_type="pt",
+        **options,
+    ).images
+
+
+def inputs(policy: SD3Policy):
+    return noise(), torch.tensor([0.9, 0.5, 0.1]), policy.encode(PROMPTS)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.5])
+@pytest.mark.parametrize("collapse", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "sd35", "t5"])
+def test_pictures_equal_the_pipeline(folders, kind, collapse, guidance):
+    policy = SD3Policy.from_pretrained(
+        folders[kind], guidance=guidance, lora=LORA, collapse_null_tokens=collapse, max_sequence_length=32
+    )
+    expected = sample_pipe(load_pipeline(folders[kind], t5=kind == "t5"), guidance, max_sequence_length=32)
+    ours = sample(policy)
+    assert ours.dtype == torch.float32 and ours.shape == (3, 3, 64, 64)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    # the policy's own pipe stays usable, with the new attention processor in place
+    torch.testing.assert_close(
+        sample_pipe(policy.pipe, guidance, max_sequence_length=32), expected, rtol=0, atol=1e-4
+    )
+    assert (expected[0] - expected[1]).abs().max() > 0.05, "the tiny model must listen to its prompts"
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.5])
+@pytest.mark.parametrize("kind", ["plain", "sd35"])
+def test_saved_lora_gives_the_same_pictures_in_a_fresh_pipe(folders, tmp_path, kind, guidance):
+    policy = SD3Policy.from_pretrained(folders[kind], guidance=guidance, lora=LORA)
+    before = sample(policy)
+    perturb(policy)
+    ours = sample(policy)
+    assert (ours - before).abs().max() > 0.02
+    policy.save(tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["pytorch_lora_weights.safetensors"]
+    pipe = load_pipeline(folders[kind])
+    pipe.load_lora_weights(tmp_path)
+    config = next(iter(pipe.transformer.peft_config.values()))
+    assert (config.r, config.lora_alpha) == (3, 7)
+    torch.testing.assert_close(sample_pipe(pipe, guidance), ours, rtol=0, atol=1e-4)
+    with policy.reference():
+        torch.testing.assert_close(sample(policy), before, rtol=0, atol=0)
+    again = SD3Policy.from_pretrained(folders[kind], guidance=guidance, lora=replace(LORA, seed=9))
+    again.load(tmp_path)
+    torch.testing.assert_close(sample(again), ours, rtol=0, atol=0)
+
+
+def test_full_fine_tuning_saves_a_whole_pipeline(folders, tmp_path):
+    policy = SD3Policy.from_pretrained(folders["plain"])
+    before = sample(policy)
+    perturb(policy, 0.1)
+    ours = sample(policy)
+    policy.save(tmp_path / "full")
+    torch.testing.assert_close(sample_pipe(load_pipeline(tmp_path / "full"), 1.0), ours, rtol=0, atol=1e-4)
+    with policy.reference():
+        torch.testing.assert_close(sample(policy), before, rtol=0, atol=0)
+    again = SD3Policy.from_pretrained(folders["plain"])
+    again.load(tmp_path / "full")
+    torch.testing.assert_close(sample(again), ours, rtol=0, atol=0)
+    assert len(policy.trainable_parameters()) == len(list(policy.module.parameters()))
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+def test_reference_nests_survives_errors_and_leaves_gradients_right(lora):
+    policy = SD3Policy(tiny_sd3_pipeline(), lora=lora)
+    perturb(policy, 0.1)
+    x, sigma, condition = inputs(policy)
+    trained = policy.velocity(x, sigma, condition)
+    with pytest.raises(RuntimeError, match="inside"), policy.reference():
+        with policy.reference(), torch.no_grad():
+            reference = policy.velocity(x, sigma, condition)
+        with torch.no_grad():
+            assert torch.equal(policy.velocity(x, sigma, condition), reference)
+        raise RuntimeError("inside")
+    assert (trained - reference).abs().max() > 1e-3
+    assert torch.equal(policy.velocity(x, sigma, condition), trained)
+    # a graph built before the block gives the gradient of the trained weights after it
+    trained.square().sum().backward()
+    used = [p.grad.clone() for _, p in policy.trainable_parameters() if p.grad is not None]
+    policy.module.zero_grad()
+    policy.velocity(x, sigma, condition).square().sum().backward()
+    fresh = [p.grad for _, p in policy.trainable_parameters() if p.grad is not None]
+    assert len(used) == len(fresh)
+    assert all(torch.equal(a, b) for a, b in zip(used, fresh, strict=True))
+
+
+def test_guidance_under_autocast_keeps_the_gradient():
+    """The first pass, without gradient, must leave no cached weights that would cut off the second one's."""
+    reached = []
+    for autocast in (None, torch.bfloat16):
+        policy = SD3Policy(tiny_sd3_pipeline(), lora=LORA, guidance=2.0, autocast=autocast)
+        perturb(policy)
+        policy.velocity(*inputs(policy)).square().mean().backward()
+        gradients = {name: p.grad for name, p in policy.trainable_parameters()}
+        reached.append(
+            {name for name, grad in gradients.items() if grad is not None and grad.abs().sum() > 0}
+        )
+    assert reached[0] == reached[1] and len(reached[0]) > 8
+
+
+def test_each_unique_prompt_is_encoded_once(monkeypatch):
+    policy = SD3Policy(tiny_sd3_pipeline(), guidance=2.0, encode_batch=2)
+    seen = []
+    encode_prompt = policy.pipe.encode_prompt
+    monkeypatch.setattr(
+        policy.pipe, "encode_prompt", lambda *a, **k: seen.append(k["prompt"]) or encode_prompt(*a, **k)
+    )
+    condition = policy.encode(["b", "a", "b", "two", "a"])
+    assert seen == [["b", "a"], ["two"]] and len(condition) == 5
+    assert condition.index.tolist() == [0, 1, 0, 2, 1] and condition.embeds.shape == (3, 17, 24)
+    assert condition.select(torch.tensor([3, 3])).index.tolist() == [2, 2]
+    for _ in range(2):
+        with torch.no_grad():
+            policy.velocity(noise(2), torch.full((2,), 0.5), condition.select(torch.tensor([0, 1])))
+    assert seen[2:] == [[""]]
+    assert not condition.embeds.requires_grad
+
+
+@pytest.mark.parametrize("guidance, counts", [(1.0, [(3, 0), (0, 3)]), (2.0, [(6, 0), (3, 3)])])
+def test_guidance_counts_and_gradient(guidance, counts):
+    policy = SD3Policy(tiny_sd3_pipeline(), guidance=guidance, lora=LORA)
+    assert isinstance(policy, DiffusionPolicy)
+    perturb(policy)
+    x, sigma, condition = inputs(policy)
+    count = policy.forward_count
+    with torch.no_grad():
+        no_grad = policy.velocity(x, sigma, condition)
+    assert (count.forward, count.forward_backward) == counts[0]
+    count.forward = 0
+    v = policy.velocity(x, sigma, condition)
+    assert (count.forward, count.forward_backward) == counts[1]
+    torch.testing.assert_close(v, no_grad, rtol=1e-5, atol=1e-5)
+
+    # the unconditional half is a constant: the gradient is guidance times that of the conditional half
+    v.sum().backward()
+    guided = [p.grad.clone() for _, p in policy.trainable_parameters() if p.grad is not None]
+    policy.module.zero_grad()
+    policy.guidance = 1.0
+    policy.velocity(x, sigma, condition).sum().backward()
+    for g, (name, p) in zip(guided, policy.trainable_parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(g, guidance * p.grad, rtol=1e-4, atol=1e-4, msg=name)
+    assert all(p.grad is None for n, p in policy.module.named_parameters() if "lora" not in n)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("steps", [1, 10])
+def test_grids(shift, steps):
+    policy = SD3Policy(tiny_sd3_pipeline(shift=shift))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(steps)
+    assert torch.equal(policy.sigmas(steps), torch.as_tensor(scheduler.sigmas))
+    torch.testing.assert_close(policy.sigmas(steps), diffusers_time_grid(steps, shift=shift))
+    assert torch.equal(policy.sigmas(steps, grid="plain"), time_grid(steps, shift=shift))
+
+
+def test_grid_of_a_scheduler_that_shifts_by_size():
+    pipe = tiny_sd3_pipeline()
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_image_seq_len=4)
+    policy = SD3Policy(pipe)
+    torch.testing.assert_close(sample(policy), sample_pipe(pipe, 1.0), rtol=0, atol=1e-4)
+    plain = policy.sigmas(4, grid="plain")
+    assert plain[0] == 1 and plain[-1] == 0 and plain[2] > 0.5
+
+
+def test_image_size_and_batched_decoding():
+    policy = SD3Policy(tiny_sd3_pipeline(), image_size=32, decode_batch=2)
+    assert policy.latent_shape == (8, 4, 4)
+    latents = noise(5)[:, :, :4, :4]
+    images = policy.decode(latents)
+    assert images.shape == (5, 3, 32, 32) and images.min() >= 0 and images.max() <= 1
+    torch.testing.assert_close(policy.decode(latents[4:]), images[4:], rtol=0, atol=1e-6)
+    with pytest.raises(
+        UserError, match="image_size is 40; this model makes multiples of 16 up to 128 pixels"
+    ):
+        SD3Policy(tiny_sd3_pipeline(), image_size=40)
+
+
+def test_autocast_and_16_bit_weights_return_float32():
+    full = SD3Policy(tiny_sd3_pipeline(), lora=LORA)
+    cast = SD3Policy(tiny_sd3_pipeline(), lora=LORA, autocast=torch.bfloat16)
+    half = SD3Policy(tiny_sd3_pipeline().to(torch.bfloat16), lora=LORA)
+    assert half.storage_dtype == torch.bfloat16
+    assert {p.dtype for _, p in half.trainable_parameters()} == {torch.float32}
+    x, sigma, condition = inputs(full)
+    exact = full.velocity(x, sigma, condition)
+    for policy in (cast, half):
+        v = policy.velocity(x, sigma, policy.encode(PROMPTS))
+        assert v.dtype == torch.float32
+        assert 0 < (v - exact).abs().max() < 0.1 * exact.abs().max()
+        v.sum().backward()
+        assert policy.decode(x).dtype == torch.float32
+
+
+def test_messages_of_the_policy(tmp_path):
+    policy = SD3Policy(tiny_sd3_pipeline())
+    with pytest.raises(UserError, match=r"guidance is 0.5; it must be at least 1"):
+        SD3Policy(tiny_sd3_pipeline(), guidance=0.5)
+    with pytest.raises(UserError, match="give a list of at least one prompt"):
+        policy.encode("a red circle")
+    with pytest.raises(UserError, match=r"encode got \[\]"):
+        policy.encode([])
+    with pytest.raises(ValueError, match=r"velocity got 3 latents, sigma \(1,\) and 3 conditions"):
+        policy.velocity(noise(), torch.tensor([0.5]), policy.encode(PROMPTS))
+    with pytest.raises(TypeError, match="velocity got a list; give what encode"):
+        policy.velocity(noise(), torch.ones(3), PROMPTS)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="grid one of"):
+        policy.sigmas(4, grid="karras")
+    with pytest.raises(UserError, match="steps must be at least 1"):
+        policy.sigmas(0)
+    policy.pipe.scheduler = DDIMScheduler()
+    with pytest.raises(UserError, match="samples with DDIMScheduler, which is no plain flow"):
+        policy.sigmas(4)
+    pipe = tiny_sd3_pipeline()
+    pipe.vae = None
+    with pytest.raises(UserError, match="The pipeline has no vae; only T5"):
+        SD3Policy(pipe)
+    with pytest.raises(UserError, match="got a str; it needs a diffusers StableDiffusion3Pipeline"):
+        SD3Policy("somewhere")  # type: ignore[arg-type]
+
+
+def test_messages_of_model_folders(folders, tmp_path):
+    def copy(name, **changes):
+        import json
+        import shutil
+
+        target = tmp_path / name
+        shutil.copytree(folders["plain"], target)
+        index = json.loads((target / "model_index.json").read_text())
+        (target / "model_index.json").write_text(json.dumps(index | changes))
+        return target
+
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder .*nowhere.*owner/name"):
+        SD3Policy.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no model folder"):
+        SD3Policy.from_pretrained("shapes-sd3-mistyped")
+    with pytest.raises(FileNotFoundError, match=r"holds no model_index.json"):
+        SD3Policy.from_pretrained(folders["plain"] / "transformer")
+    for part in ("transformer", "vae", "text_encoder_2", "tokenizer"):
+        broken = copy(f"without_{part}")
+        for file in (broken / part).iterdir():
+            file.unlink()
+        with pytest.raises(FileNotFoundError, match=rf"lacks {part}\. An SD3 pipeline needs transformer"):
+            SD3Policy.from_pretrained(broken)
+    with pytest.raises(FileNotFoundError, match=r"lacks vae\."):
+        SD3Policy.from_pretrained(copy("null_vae", vae=[None, None]))
+    with pytest.raises(FileNotFoundError, match=r"lacks text_encoder_3\..*may be absent"):
+        SD3Policy.from_pretrained(copy("half_t5", text_encoder_3=["transformers", "T5EncoderModel"]))
+    with pytest.raises(UserError, match="is a StableDiffusionPipeline; the SD3 adapter loads a Stable"):
+        SD3Policy.from_pretrained(copy("sd1", _class_name=StableDiffusionPipeline.__name__))
+    (tmp_path / "sd1" / "model_index.json").write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        SD3Policy.from_pretrained(tmp_path / "sd1")
+
+
+def test_a_null_t5_is_an_absent_one(folders, tmp_path):
+    """A pipeline whose T5 gives zeros loads without `text_encoder_3=None`, and is collapsed all the same."""
+    folder = build_tiny_sd3(tmp_path / "null", t5="null")
+    expected = sample_pipe(load_pipeline(folders["plain"]), 2.0)
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(sample_pipe(pipe, 2.0), expected, rtol=0, atol=1e-5)
+    policy = SD3Policy.from_pretrained(folder, guidance=2.0)
+    assert policy.encode(PROMPTS).embeds.shape == (2, 17, 24)
+    torch.testing.assert_close(sample(policy), expected, rtol=0, atol=1e-4)
+
+
+def test_t5_can_be_left_out(folders):
+    policy = SD3Policy.from_pretrained(folders["t5"], use_t5=False)
+    assert policy.pipe.text_encoder_3 is None
+    assert policy.encode(PROMPTS).log_multiplicity is not None
+    assert SD3Policy.from_pretrained(folders["t5"]).encode(PROMPTS).log_multiplicity is None

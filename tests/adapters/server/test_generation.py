@@ -1,0 +1,588 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation by a server: a real one on a local port, whose answers are the policy's, and its failures."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
+from tests.support.tiny_text_server import TinyServer, serving
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.adapters.server.answers import Asked, Completion, first_end
+from visalign.adapters.server.generator import ServerGenerator
+from visalign.adapters.server.requests import check_processed
+from visalign.adapters.server.rollout import rescored
+from visalign.core import PolicyOutput, named_objective
+from visalign.errors import UserError
+from visalign.remote import ServerError
+from visalign.text import Sampling, Stop, TextRollout, join_rollouts
+
+PROMPTS = ["a", "hello there you", [{"role": "user", "content": "hi"}], "1+2="]
+EVERY = Stop(max_new_tokens=14, strings=("b", "7"))
+RAW = [Sampling(), Sampling(temperature=0)]
+PROCESSED = [
+    Sampling(),
+    Sampling(temperature=0.7),
+    Sampling(temperature=1.3, top_k=5),
+    Sampling(top_k=8, top_p=0.6),
+    Sampling(temperature=0, top_k=3),
+]
+
+
+def tiny_policy(**options: Any) -> CausalLMPolicy:
+    return CausalLMPolicy(tiny_model(), tiny_tokenizer(), **options)
+
+
+@pytest.fixture(scope="module")
+def policy() -> CausalLMPolicy:
+    """Under training; the server has its own of the same weights."""
+    return tiny_policy()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[TinyServer]:
+    with serving(tiny_policy()) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running) -> TinyServer:
+    """As it behaves by default."""
+    running.closing.set()
+    fresh = TinyServer(running.policy)
+    for name, value in vars(fresh).items():
+        if name not in ("url", "_lock"):
+            setattr(running, name, value)
+    return running
+
+
+def generator(policy, server, **options: Any) -> ServerGenerator:
+    return ServerGenerator.for_policy(policy, server.url, "tiny", **{"backoff": 0.01, **options})
+
+
+def drawn(source, sampling=RAW[0], stop=EVERY, prompts=PROMPTS, **options: Any) -> TextRollout:
+    return source.generate(
+        prompts, **{"seeds": 4, "num_generations": 3, "sampling": sampling, "stop": stop, **options}
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [*(("raw_logprobs", s) for s in RAW), *(("processed_logprobs", s) for s in PROCESSED)],
+)
+def test_a_servers_answers_are_the_policys_own(policy, server, mode, sampling) -> None:
+    server.mode = mode
+    found = drawn(generator(policy, server, logprobs_mode=mode), sampling)
+    own = drawn(policy, sampling)
+    for name in ("prompt_ids", "prompt_weight", "completion_ids", "weight"):
+        there = 1 if name.startswith("prompt") else own.weight
+        torch.testing.assert_close(getattr(found, name) * there, getattr(own, name) * there, rtol=0, atol=0)
+    for name in ("text", "stop_reason", "group", "prompt", "seed", "sampling"):
+        assert getattr(found, name) == getattr(own, name)
+    assert {"eos", "stop string", "length"} >= set(found.stop_reason) and len(set(found.stop_reason)) > 1
+    again = policy.log_probs(found)
+    torch.testing.assert_close(found.log_prob, again.log_prob.detach(), rtol=0, atol=1e-4)
+    assert (found.log_prob[found.weight == 0] == 0).all() and float(found.log_prob.min()) < -0.5
+    known, unknown = ("entropy", "full_log_prob") if sampling.truncates else ("full_log_prob", "entropy")
+    torch.testing.assert_close(getattr(found, known), getattr(own, known), rtol=0, atol=1e-4)
+    assert torch.equal(torch.isnan(getattr(found, unknown)), found.weight > 0)
+    if sampling.truncates:
+        assert found.kept is not None and own.kept is not None
+        assert torch.equal(found.kept.count, own.kept.count) and torch.equal(found.kept.ids, own.kept.ids)
+    else:
+        assert found.kept is None
+
+
+def test_each_sample_is_a_request_that_leaves_nothing_to_the_servers_defaults(policy, server) -> None:
+    drawn(generator(policy, server), prompts=["ab", "c"], num_generations=2, seeds=[9, 8, 7, 6])
+    assert sorted((body["seed"], body["prompt"]) for body in server.completions) == [
+        (6, policy.prompts.encode(["c"])[0]),
+        (7, policy.prompts.encode(["c"])[0]),
+        (8, policy.prompts.encode(["ab"])[0]),
+        (9, policy.prompts.encode(["ab"])[0]),
+    ]
+    body = server.completions[0]
+    neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    rules = {"stop": ["b", "7"], "stop_token_ids": [1], "ignore_eos": True, "skip_special_tokens": False}
+    drawing = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1, "max_tokens": 14, "logprobs": 1}
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "include_stop_str_in_output": True}
+    assert {**neutral, **rules, **drawing, **ids}.items() <= body.items()
+
+
+def test_labels_and_own_end_tokens(policy, server) -> None:
+    stop = Stop(max_new_tokens=20, eos_ids=(9, 10, 11))
+    labels = {"prompts": ["a", "b"], "group": ["x", "y"], "num_generations": 4}
+    found = drawn(generator(policy, server), stop=stop, **labels)
+    own = drawn(policy, stop=stop, **labels)
+    assert found.group == own.group == ["x"] * 4 + ["y"] * 4
+    assert found.stop_reason == own.stop_reason and "eos" in found.stop_reason
+    assert server.completions[0]["stop_token_ids"] == [9, 10, 11]
+    none = drawn(generator(policy, server), stop=Stop(max_new_tokens=9, eos_ids=()), prompts=["a"])
+    assert set(none.stop_reason) == {"length"} and none.weight.sum() == 27
+
+
+def test_the_server_says_its_context(policy, server) -> None:
+    server.max_model_len = 20
+    prompt = "abcdefghijkl"
+    found = drawn(generator(policy, server), prompts=[prompt], stop=Stop(max_new_tokens=30, eos_ids=()))
+    assert found.weight.sum(1).tolist() == [8, 8, 8] and server.completions[0]["max_tokens"] == 8
+    with pytest.raises(UserError, match=r"Prompt 1 has 20 tokens, and at most 19 are allowed .* is 20"):
+        drawn(generator(policy, server), prompts=["a", "b" * 20])
+    with pytest.raises(UserError, match=r"Prompt 0 has 12 tokens, and at most 5 are allowed"):
+        drawn(generator(policy, server, max_prompt_tokens=5), prompts=[prompt])
+    server.max_model_len = None
+    assert drawn(generator(policy, server, context_length=None), prompts=["b" * 20]).generated.all()
+    assert sum(path == "/v1/models" for path, _ in server.asked) == 4, "asked once per generator"
+
+
+def test_prompts_that_are_too_long_are_masked_where_the_run_should_go_on(policy, server) -> None:
+    server.max_model_len = 20
+    masked = generator(policy, server, long_prompts="mask")
+    found = drawn(masked, prompts=["a", "b" * 20, "c"])
+    assert found.stop_reason[3:6] == ["prompt too long"] * 3 and found.text[3:6] == [""] * 3
+    assert found.generated.tolist() == [True] * 3 + [False] * 3 + [True] * 3
+    assert (found.weight[3:6] == 0).all() and found.prompt_ids.shape[1] == 1
+    asked = len(server.asked)
+    nothing = drawn(masked, prompts=["b" * 20], num_generations=1)
+    assert not nothing.generated.any() and len(server.asked) == asked
+    together = join_rollouts([found, nothing])
+    step = rescored(together, policy)
+    trajectories = step.rollout.trajectories(torch.ones(10), old_log_prob=step.output.log_prob)
+    assert trajectories.valid is not None and trajectories.valid.sum() == 6
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(top_k=6, top_p=0.9)])
+def test_training_on_a_server_of_older_weights_is_corrected(policy, server, sampling) -> None:
+    torch.manual_seed(3)
+    server.mode = "processed_logprobs"
+    found = drawn(generator(policy, server, logprobs_mode=server.mode), sampling)
+    newer = tiny_policy()
+    with torch.no_grad():
+        for weight in newer.module.parameters():
+            weight.add_(0.01 * torch.randn_like(weight))
+    step = rescored(found, newer)
+    assert 1e-3 < step.mean_gap < step.largest_gap and torch.isfinite(step.rollout.entropy).all()
+    old = step.output.log_prob
+    torch.testing.assert_close(step.rollout.log_prob, found.log_prob, rtol=0, atol=0)
+    gaps = (old - found.log_prob)[found.weight > 0].abs()
+    assert step.mean_gap == pytest.approx(float(gaps.mean()), rel=1e-5)
+    assert step.largest_gap == pytest.approx(float(gaps.max()), rel=1e-5)
+    reward = torch.randn(len(found))
+    correction = {"mode": "truncate", "level": "token", "high": 2.0}
+    objective = named_objective("grpo", kl=0.0, correction=correction)
+    prepared = objective.prepare(step.rollout.trajectories(reward, old_log_prob=old))
+    assert prepared.correction is not None
+    ratio = (old - found.log_prob).exp().clamp(max=2.0) * (found.weight != 0)
+    torch.testing.assert_close(prepared.correction.float(), ratio, rtol=1e-5, atol=1e-6)
+    output = newer.log_probs(step.rollout)
+    objective.loss(prepared, PolicyOutput(log_prob=output.log_prob)).total.backward()
+    gradients = [p.grad for _, p in newer.trainable_parameters() if p.grad is not None]
+    assert gradients and all(torch.isfinite(g).all() for g in gradients)
+    assert any(float(g.abs().max()) > 0 for g in gradients)
+
+
+def test_a_gap_that_precision_does_not_explain_is_an_error(policy, server) -> None:
+    found = drawn(generator(policy, server))
+    assert rescored(found, policy).largest_gap < 1e-4
+    other = CausalLMPolicy(tiny_model(seed=1), tiny_tokenizer())
+    message = r"lie [\d.]+ nats from the policy's on average, and 0\.5 are .* other weights \(call sync"
+    with pytest.raises(ServerError, match=message):
+        rescored(found, other)
+    assert rescored(found, other, allowed_gap=None).mean_gap > 0.5
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "message"),
+    [
+        ("raw_logprobs", Sampling(temperature=0.7), r"temperature=0\.7.*Start vLLM .*processed_logprobs"),
+        ("raw_logprobs", Sampling(top_k=5), r"top_k=5.* draws from another distribution"),
+        ("raw_logprobs", Sampling(top_p=0.9), r"top_p=0\.9.* correction would be wrong"),
+        ("processed_logprobs", Sampling(top_p=0.9), r"top_p=0\.9 without top_k leaves .*=20\), and all"),
+        ("processed_logprobs", Sampling(top_k=21), r"top_k=21 leaves more tokens .*raise vLLM's --max-logp"),
+        ("processed_logprobs", Sampling(temperature=0.005), r"is 0\.005; vLLM draws with 0\.01 instead"),
+    ],
+)
+def test_sampling_whose_log_probs_the_server_does_not_give_is_refused(
+    policy, server, mode, sampling, message
+) -> None:
+    with pytest.raises(UserError, match=message):
+        drawn(generator(policy, server, logprobs_mode=mode), sampling)
+    assert server.asked == []
+
+
+def test_a_server_that_gives_raw_log_probs_is_found_out(policy, server) -> None:
+    claimed = generator(policy, server, logprobs_mode="processed_logprobs")
+    for sampling in (Sampling(temperature=0.7), Sampling(top_k=5)):
+        with pytest.raises(
+            ServerError, match=r"do not follow the temperature .*becomes 1\.00 of what it was"
+        ):
+            drawn(claimed, sampling)
+    assert server.completions == []
+    drawn(claimed, Sampling())  # the two are one here
+    server.mode = "processed_logprobs"
+    for _ in range(2):
+        drawn(claimed, Sampling(temperature=0.7), prompts=["a"], num_generations=1)
+    assert sum(body.get("max_tokens") == 1 for _, body in server.asked) == 6, "one probe that agreed"
+
+
+def test_a_probe_that_cannot_tell_is_asked_again(policy, server) -> None:
+    connection = generator(policy, server)._connection
+    server.alter = lambda reply: changed(reply, top_logprobs=[{"token_id:5": -1.0, "token_id:6": -1.05}])
+    assert not check_processed(connection, "tiny", [5])
+    server.alter = lambda reply: changed(reply, top_logprobs=None)
+    with pytest.raises(ServerError, match=r"the probe's answer has no choices\[0\]\.logprobs\.top_logprobs"):
+        check_processed(connection, "tiny", [5])
+
+
+def changed(reply: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A reply with fields of its choice, or of the choice's logprobs, changed."""
+    choice = reply["choices"][0]
+    for name, value in fields.items():
+        held = choice["logprobs"] if name in choice["logprobs"] else choice
+        held[name] = value(held[name]) if callable(value) else value
+    return reply
+
+
+BAD = [
+    ({"token_ids": None, "tokens": ["a", "b"]}, r"has text and no token ids\. .*from 0\.10\.2 on, SGLang"),
+    ({"token_ids": lambda ids: ids[:-1]}, r"token_ids \(2 tokens\) and logprobs\.tokens \(3\) disagree"),
+    ({"token_ids": [5, -1, 5], "tokens": None}, r"token_ids holds \[5, -1, 5\], which are no token ids"),
+    ({"token_ids": [5, 64, 5], "tokens": None}, r"drew token 64, and the policy has 64 tokens"),
+    ({"token_ids": [], "tokens": []}, r"has 0 tokens; at least 1 and at most 3 were asked for"),
+    ({"token_ids": [5] * 4, "tokens": None}, r"has 4 tokens; at least 1 and at most 3"),
+    ({"token_logprobs": lambda p: p[:-1]}, r"there are 2 token_logprobs for 3 tokens"),
+    ({"token_logprobs": None}, r"there are no token_logprobs for 3 tokens"),
+    ({"token_logprobs": [-1.0, None, -1.0]}, r"log-prob of token 1 is missing \(None\)"),
+    ({"token_logprobs": [-1.0, -1.0, math.nan]}, r"log-prob of token 2 is NaN"),
+    ({"token_logprobs": [3.5, -1.0, -1.0]}, r"token 0 is 3\.5, above 0\. The server gives logits"),
+    ({"token_logprobs": [-1.0, -9999.0, -1.0]}, r"token 1 was drawn, and its log-prob is -9999"),
+    ({"logprobs": None}, r"the answer has no logprobs.*--max-logprobs of at least 1"),
+    ({"finish_reason": "abort"}, r"finish_reason is 'abort'; only \"stop\" and \"length\""),
+    ({"finish_reason": None}, r"finish_reason is None"),
+    ({"finish_reason": "stop"}, r"the server stopped, and its 3 tokens end with \d+, .*name them in eos_ids"),
+    ({"prompt_token_ids": lambda ids: [0, *ids]}, r"another prompt than it was sent: 2 tokens instead of 1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_an_answer_that_cannot_be_trusted_is_refused(policy, server, fields, message) -> None:
+    stop = Stop(max_new_tokens=3, eos_ids=())
+    server.alter = lambda reply: changed(reply, **fields)
+    with pytest.raises(ServerError, match=rf"^{server.url}/completions, sample 0: .*{message}"):
+        drawn(generator(policy, server), stop=stop, prompts=["a"], num_generations=1)
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        (None, r"top_logprobs does not list .* 3 tokens, and with top_k or top_p"),
+        ([{"a": -0.1}] * 3, r"token 0 holds 'a': -0\.1; with top_k tokens must be named by id"),
+        ([{"token_id:5": None}] * 3, r"holds 'token_id:5': None"),
+        ([{"token_id:5": 0.0}] * 3, r"the 1 tokens listed at token 0 have the probability 1\.0000"),
+        (
+            [{f"token_id:{k}": math.log(1 / 20) for k in range(19)}] * 3,
+            r"the 19 tokens listed at token 0 have the probability 0\.9500 .* more tokens than the 20",
+        ),
+        (
+            [{f"token_id:{k}": math.log(0.5 if k == 0 else 0.5 / 63) for k in range(64)}] * 3,
+            None,
+        ),
+        (
+            [{f"token_id:{k}": math.log([0.5, 0.3][k] if k < 2 else 0.2 / 62) for k in range(64)}] * 3,
+            r"the 64 tokens listed at token 0 .* those that could be drawn are 2 and ties",
+        ),
+    ],
+)
+def test_the_tokens_that_could_be_drawn_must_be_known(policy, server, top, message) -> None:
+    """All that the server lists adds up to 1, holds what was drawn, and is top_k tokens and ties."""
+    server.mode = "processed_logprobs"
+    source = generator(policy, server, logprobs_mode=server.mode)
+    source._probed = True
+    server.alter = lambda reply: changed(reply, top_logprobs=top)
+    sampling, stop = Sampling(top_k=2), Stop(max_new_tokens=3, eos_ids=())
+    if message is None:  # two that lead and 62 that tie with the second
+        kept = drawn(source, sampling, stop, ["a"]).kept
+        assert kept is not None and kept.count.unique().tolist() == [64]
+        return
+    with pytest.raises(ServerError, match=message):
+        drawn(source, sampling, stop, ["a"], num_generations=1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish", "expected"),
+    [
+        ([5, 6, 1], "stop", (3, "eos")),
+        ([5, 6, 1], "length", (3, "eos")),
+        ([5, 1, 6], "length", (2, "eos")),
+        ([5, 6, 7, 8], "stop", (3, "stop string")),
+        ([7, 1, 6, 7], "stop", (2, "eos")),
+        ([6, 7, 1], "stop", (2, "stop string")),
+        ([5, 5], "length", (2, "length")),
+    ],
+)
+def test_an_answer_ends_where_stop_says_whatever_came_after(ids, finish, expected) -> None:
+    asked = Asked(url="u", sample=0, prompt=[5], limit=9, listed=1)
+    completion = Completion(ids=ids, log_prob=[-1.0] * len(ids), finish=finish, sets=[])
+    found = first_end(
+        completion,
+        asked,
+        ends=(1,),
+        strings=("bc",),
+        decode=lambda ids: "".join(" <   abcde"[i] for i in ids),
+    )
+    assert found == expected
+
+
+def test_what_a_server_draws_after_the_end_is_cut_off(policy, server) -> None:
+    def longer(reply: dict[str, Any]) -> dict[str, Any]:
+        if reply["choices"][0]["finish_reason"] == "length":
+            return reply
+        more = {"token_ids": 6, "tokens": "token_id:6", "token_logprobs": -3.0, "top_logprobs": {}}
+        return changed(reply, **{name: lambda held, v=value: [*held, v] for name, value in more.items()})
+
+    own = drawn(policy)
+    server.alter = longer
+    found = drawn(generator(policy, server))
+    assert found.text == own.text and found.stop_reason == own.stop_reason
+    assert torch.equal(found.weight, own.weight) and "stop string" in found.stop_reason
+    torch.testing.assert_close(found.log_prob, own.log_prob, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ({"choices": []}, r"the answer has 0 choices, and one was asked for"),
+        ({"object": "error"}, r"the answer has no list of choices"),
+        ("<html>", r"answered with what is no JSON \(Expecting value.*: <html>\. Check that base_url"),
+        ([], r"answered with no JSON object: \[\]"),
+    ],
+)
+def test_a_reply_of_another_form_is_refused(policy, server, reply, message) -> None:
+    server.alter = lambda _: reply
+    with pytest.raises(ServerError, match=message):
+        drawn(generator(policy, server))
+
+
+COMPLAINT = '{"error": {"message": "max_tokens is too large", "code": 400}}'
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "message"),
+    [
+        (400, COMPLAINT, r"completions answered 400 Bad Request: max_tokens is too large$"),
+        (422, '{"detail": [{"loc": "top_k"}]}', r'answered 422 .*: \[\{"loc": "top_k"\}\]'),
+        (403, "no", r"answered 403 Forbidden: no Give api_key the key"),
+        (404, '{"detail": "Not Found"}', r"answered 404 Not Found: Not Found Check base_url"),
+        (302, "", r"answered 302 Found: \(nothing\)"),
+        (400, "x" * 900, r": x{400} …$"),
+    ],
+)
+def test_a_refusal_is_final_and_says_what_the_server_said(policy, server, status, text, message) -> None:
+    server.failures = [(status, text, {})]
+    with pytest.raises(ServerError, match=message) as caught:
+        drawn(generator(policy, server), prompts=["a"], num_generations=1)
+    assert server.url in str(caught.value) and caught.value.status == status
+    assert len(server.completions) == 1
+
+
+def test_passing_failures_are_tried_again(policy, server) -> None:
+    before = drawn(policy, prompts=["a"], num_generations=1)
+    server.failures = [(500, "", {}), (503, "busy", {}), (429, "", {"Retry-After": "0"}), (0, "", {})]
+    found = drawn(generator(policy, server), prompts=["a"], num_generations=1)
+    assert found.text == before.text and len(server.completions) == 5
+    server.failures = [(503, "loading", {})] * 9
+    message = rf"POST {server.url}/completions failed 3 times, the last time so: 503 .*: loading\. Check that"
+    with pytest.raises(ServerError, match=message):
+        drawn(generator(policy, server, retries=2), prompts=["a"], num_generations=1)
+    assert len(server.failures) == 6
+
+
+def test_pauses_double_and_the_server_may_ask_for_its_own(policy, server) -> None:
+    server.failures = [(500, "", {})] * 3
+    started = time.monotonic()
+    drawn(generator(policy, server, backoff=0.1), prompts=["a"], num_generations=1)
+    assert time.monotonic() - started > 0.7
+    server.failures = [(429, "", {"Retry-After": "0"}), (503, "", {"Retry-After": "1"})]
+    started = time.monotonic()
+    drawn(generator(policy, server, backoff=30.0), prompts=["a"], num_generations=1)
+    assert 1.0 < time.monotonic() - started < 25
+
+
+def test_a_silent_server_is_not_asked_again(policy, server) -> None:
+    source = generator(policy, server, timeout=0.3)
+    drawn(generator(policy, server), prompts=["a"], num_generations=1)
+    server.asked.clear()
+    server.silence = 1.0
+    with pytest.raises(
+        ServerError, match=r"completions was silent for 0\.3 s \(timeout\)\. Answers that take"
+    ):
+        drawn(source, prompts=["a"], num_generations=1)
+    assert len(server.completions) == 1
+
+
+def test_a_server_that_is_not_there(policy) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    source = ServerGenerator(url, "tiny", policy.tokenizer, retries=1, backoff=0.01)
+    with pytest.raises(
+        ServerError, match=rf"GET {url}/v1/models failed 2 times, .*no connection \(.*refused"
+    ):
+        drawn(source)
+
+
+def test_tls_where_there_is_none(policy, server) -> None:
+    source = ServerGenerator(server.url.replace("http", "https"), "tiny", policy.tokenizer)
+    with pytest.raises(ServerError, match=r"models could not be reached over TLS: .*Check https or http"):
+        drawn(source)
+
+
+def test_one_failure_gives_up_the_others(policy, server) -> None:
+    source = generator(policy, server, parallel=2, timeout=60.0)
+    drawn(source, prompts=["a"], num_generations=1)
+    server.asked.clear()
+    server.failures = [(400, COMPLAINT, {})]
+    server.silence = 20.0
+    started = time.monotonic()
+    with pytest.raises(ServerError, match="max_tokens is too large"):
+        drawn(source, num_generations=8)
+    assert time.monotonic() - started < 15 and len(server.completions) <= 3
+    server.silence = 0.0
+    assert drawn(source, prompts=["a"], num_generations=1).generated.all(), "it goes on afterwards"
+
+
+def test_the_key_is_sent_and_never_shown(policy, server) -> None:
+    server.key = "sk-secret"
+    drawn(generator(policy, server, api_key="sk-secret"), prompts=["a"], num_generations=1)
+    with pytest.raises(ServerError, match=r"answered 401 .*Unauthorized Give api_key the key that") as caught:
+        drawn(generator(policy, server, api_key="sk-other"))
+    assert "sk-other" not in str(caught.value)
+    with pytest.raises(UserError, match=r"api_key holds characters .* a line break perhaps") as caught:
+        generator(policy, server, api_key="sk-other\n")
+    assert "sk-other" not in str(caught.value)
+
+
+def test_a_model_that_is_not_served(policy, server) -> None:
+    source = ServerGenerator(server.url, "tinny", policy.tokenizer)
+    with pytest.raises(ServerError, match=r"models lists 'tiny' and not 'tinny'\. Did you mean 'tiny'\?"):
+        drawn(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"base_url": "localhost:8000"},
+            r"base_url is 'localhost:8000'; it must be the http or https address",
+        ),
+        ({"base_url": "http://"}, r"base_url is 'http://'"),
+        ({"base_url": "http://h:99999"}, r"base_url is 'http://h:99999'.*\(Port out of range"),
+        ({"base_url": "http://me:pw@h/v1"}, r"^base_url for h holds a user name.* a key goes into"),
+        ({"base_url": "http://h/v1?key=1"}, r"^base_url for h .* after \? or #\."),
+        ({"logprobs_mode": "raw_logits"}, r"logprobs_mode is 'raw_logits'; .* give no log-probs"),
+        ({"timeout": 0}, r"timeout is 0; it must be at least 0\.001"),
+        ({"retries": -1}, r"retries is -1; it must be at least 0"),
+        ({"backoff": -1.0}, r"backoff is -1\.0"),
+        ({"parallel": 0}, r"parallel is 0; it must be a whole number of at least 1"),
+        ({"max_logprobs": 2.5}, r"max_logprobs is 2\.5"),
+        ({"long_prompts": "cut"}, r"long_prompts is 'cut'; it must be"),
+        ({"max_prompt_tokens": 0}, r"max_prompt_tokens is 0"),
+    ],
+)
+def test_arguments_out_of_range(policy, options, message) -> None:
+    given = {"base_url": "http://h", "model": "tiny", "tokenizer": policy.tokenizer, **options}
+    with pytest.raises(UserError, match=message):
+        ServerGenerator(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("http://h", "http://h/v1/completions"),
+        ("http://h:8000/v1/", "http://h:8000/v1/completions"),
+        ("https://h/proxy/v1", "https://h/proxy/v1/completions"),
+        ("http://[::1]:8000", "http://[::1]:8000/v1/completions"),
+    ],
+)
+def test_addresses(policy, given, url) -> None:
+    assert ServerGenerator(given, "tiny", policy.tokenizer)._connection.url("completions") == url
+
+
+def test_calls_that_do_not_fit(policy, server) -> None:
+    source = generator(policy, server)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"images": [[]] * 4}, "reads no images"),
+        ({"seeds": [1]}, r"seeds has 1 entries for 4 prompts × 3 generations"),
+        ({"prompts": []}, r"prompts is \[\]"),
+        ({"group": ["x"]}, "group has 1 labels for 4 prompts"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(UserError, match=message):
+            drawn(source, **options)
+    bare = ServerGenerator(server.url, "tiny", tiny_tokenizer(eos=False))
+    with pytest.raises(UserError, match=r"no end-of-sequence token.* Give eos_ids, or Stop\(eos_ids=\(\)\)"):
+        drawn(bare)
+    drawn(ServerGenerator(server.url, "tiny", tiny_tokenizer(eos=False), eos_ids=[1]), prompts=["a"])
+    assert server.completions[0]["stop_token_ids"] == [1]
+
+
+def moved(amount: float, tmp_path) -> CausalLMPolicy:
+    """A policy whose adapter is not nothing any more, saved."""
+    policy = tiny_policy(lora=text_lora(rank=2))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for _, weight in policy.trainable_parameters():
+            weight.add_(amount * torch.randn_like(weight))
+    policy.save(tmp_path)
+    return policy
+
+
+def test_an_adapter_is_loaded_under_a_name_of_its_own(tmp_path) -> None:
+    first, second = moved(0.1, tmp_path / "one"), moved(0.2, tmp_path / "two")
+    with serving(tiny_policy(lora=text_lora(rank=2))) as server:
+        source = generator(first, server)
+        assert rescored(drawn(source), first, allowed_gap=None).mean_gap > 0.02, "not there yet"
+        name = source.sync(tmp_path / "one")
+        assert name == source.model and name.startswith("visalign-") and list(server.adapters) == [name]
+        found = drawn(source)
+        assert {body["model"] for body in server.completions[-12:]} == {name}
+        torch.testing.assert_close(
+            found.log_prob, first.log_probs(found).log_prob.detach(), rtol=0, atol=1e-4
+        )
+        asked = len(server.asked)
+        assert source.sync(tmp_path / "one") == name and len(server.asked) == asked, "the same bytes"
+        other = source.sync(tmp_path / "two")
+        assert other != name and list(server.adapters) == [other], "the one before is unloaded"
+        assert rescored(drawn(source), second).largest_gap < 1e-4
+        # a run that was resumed finds what it loaded before
+        assert generator(second, server).sync(tmp_path / "two") == other
+        server.adapters.clear()
+        assert source.sync(tmp_path / "one") == name, "one that the server forgot needs no unloading"
+        assert server.asked[-1] == ("/v1/unload_lora_adapter", {"lora_name": other})
+
+
+def test_an_adapter_that_is_not_taken(policy, server, tmp_path) -> None:
+    source = generator(policy, server)
+    with pytest.raises(UserError, match=r"holds no LoRA adapter .* restart the server on the saved folder"):
+        source.sync(tmp_path)
+    moved(0.1, tmp_path / "one")
+    with pytest.raises(
+        ServerError, match=r"404 Not Found: No adapter found for elsewhere .*can read elsewhere"
+    ):
+        source.sync(tmp_path / "one", server_folder="elsewhere")
+    server.takes_adapters = False
+    with pytest.raises(ServerError, match=r"404 .*--enable-lora.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+        source.sync(tmp_path / "one")
+    server.takes_adapters = True
+    server.failures = [(400, COMPLAINT, {})]
+    with pytest.raises(ServerError, match=r"400 Bad Request: max_tokens is too large vLLM takes adapters"):
+        source.sync(tmp_path / "one")
+    assert source.model == "tiny"

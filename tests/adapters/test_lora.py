@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA: a start that depends on its seed alone, the places that were asked for, and messages."""
+
+import math
+
+import pytest
+import torch
+
+from tests.support.tiny_models import tiny_sd3_pipeline
+from visalign.adapters import LoraSettings, SD3Policy
+from visalign.adapters.sd3.lora import add_lora, load_lora, save_lora
+from visalign.errors import UserError
+
+
+def weights(settings: LoraSettings):
+    transformer = tiny_sd3_pipeline().transformer
+    add_lora(transformer, settings)
+    return {n: p for n, p in transformer.named_parameters() if p.requires_grad}
+
+
+def test_start_depends_on_the_seed_alone():
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = weights(LoraSettings(rank=2, alpha=4, seed=7))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    second = weights(LoraSettings(rank=2, alpha=4, seed=7))
+    other = weights(LoraSettings(rank=2, alpha=4, seed=8))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    a = [n for n in first if "lora_A" in n]
+    assert not any(torch.equal(first[n], other[n]) for n in a)
+    assert all(not first[n].any() for n in first if "lora_B" in n)
+    bound = 1 / math.sqrt(16)
+    together = torch.cat([first[n].flatten() for n in a])
+    assert together.abs().max() <= bound
+    assert float(together.detach().std()) == pytest.approx(bound / math.sqrt(3), rel=0.1)
+
+
+def test_places_and_sizes():
+    first = weights(LoraSettings(rank=2, alpha=4))
+    # two blocks of eight projections, less the context output that SD3's last block does not have
+    assert len(first) == 2 * (8 + 7) and all(".attn." in n for n in first)
+    only = weights(LoraSettings(rank=2, alpha=4, target_modules=("to_q", "ff.net.2")))
+    assert {n.split("transformer_blocks.")[1].split(".lora")[0] for n in only} == {
+        f"{i}.{end}" for i in range(2) for end in ("attn.to_q", "ff.net.2")
+    }
+    sd35 = tiny_sd3_pipeline(sd35=True).transformer
+    assert len(add_lora(sd35, LoraSettings(rank=2))) == 15 and not any(
+        "attn2" in n and "lora" in n for n, _ in sd35.named_parameters()
+    )
+
+
+def test_a_fresh_lora_changes_nothing():
+    policy = SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=2))
+    x, sigma = torch.randn(1, 8, 8, 8), torch.tensor([0.7])
+    condition = policy.encode(["a red circle"])
+    with torch.no_grad():
+        ours = policy.velocity(x, sigma, condition)
+        with policy.reference():
+            assert torch.equal(policy.velocity(x, sigma, condition), ours)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"target_modules": ()}], ids=str
+)
+def test_impossible_settings(settings):
+    with pytest.raises(UserError, match=r"is impossible. Give rank ≥ 1, alpha > 0"):
+        LoraSettings(**settings)
+
+
+def test_messages(tmp_path):
+    transformer = tiny_sd3_pipeline().transformer
+    with pytest.raises(UserError, match=r"targets \['to_query'\] name no linear layer.*attn\.to_q"):
+        add_lora(transformer, LoraSettings(target_modules=("to_query", "to_v")))
+    add_lora(transformer, LoraSettings(rank=2, alpha=3))
+    with pytest.raises(UserError, match=r"already carries the adapters \['default'\].*fuse_lora"):
+        add_lora(transformer, LoraSettings(rank=2))
+    with pytest.raises(FileNotFoundError, match=r"holds no pytorch_lora_weights.safetensors"):
+        load_lora(transformer, tmp_path)
+    save_lora(transformer, tmp_path)
+    wider = tiny_sd3_pipeline().transformer
+    add_lora(wider, LoraSettings(rank=3, alpha=3))
+    with pytest.raises(UserError, match=r"not of this model's kind: .*\(2, 16\) there, \(3, 16\) here"):
+        load_lora(wider, tmp_path)
+    stronger = tiny_sd3_pipeline().transformer
+    add_lora(stronger, LoraSettings(rank=2, alpha=6))
+    with pytest.raises(UserError, match=r"alpha 3 there, 6 here\. Build"):
+        load_lora(stronger, tmp_path)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of steps: spans to decisions, three ways to place them, one number per sample, GRPO on steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core.advantages.process import aggregate_steps, process_advantages, span_index, span_rewards
+
+NAN = float("nan")
+UNKNOWN: Any = "other"
+STEP = torch.tensor([[0, 0, 1, 1, 1, -1], [-1, 0, -1, 2, 2, 2]])
+REWARD = torch.tensor([[2.0, 3.0, NAN], [5.0, NAN, 6.0]], dtype=torch.float64)
+
+
+def rows(*values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_span_index() -> None:
+    start, end = torch.tensor([[0, 2, 9], [1, 4, 3]]), torch.tensor([[2, 5, 9], [2, 4, 6]])
+    assert torch.equal(span_index(start, end, 6), STEP)
+    overlap = span_index(torch.tensor([[0, 1]]), torch.tensor([[3, 2]]), 4)
+    assert overlap.tolist() == [[0, 1, 0, -1]]
+    assert span_index(torch.zeros(2, 0).long(), torch.zeros(2, 0).long(), 3).eq(-1).all()
+
+
+def test_places() -> None:
+    assert torch.equal(span_rewards(REWARD, STEP, place="last"), rows([0, 2, 0, 0, 3, 0], [0, 5, 0, 0, 0, 6]))
+    every = span_rewards(REWARD, STEP, place="every")
+    assert torch.equal(every, rows([2, 2, 3, 3, 3, 0], [0, 5, 0, 6, 6, 6]))
+    spread = span_rewards(REWARD, STEP, place="spread")
+    assert torch.equal(spread, rows([1, 1, 1, 1, 1, 0], [0, 5, 0, 2, 2, 2]))
+
+
+def test_absent_decisions_are_no_part_of_a_step() -> None:
+    """A reward is not lost with the decision that held it; a step without decisions leaves nothing."""
+    weight = rows([1, 0, 1, 1, 0, 1], [1, 0, 1, 1, 1, 0])
+    last = span_rewards(REWARD, STEP, place="last", weight=weight)
+    assert torch.equal(last, rows([2, 0, 0, 3, 0, 0], [0, 0, 0, 0, 6, 0]))
+    spread = span_rewards(REWARD, STEP, place="spread", weight=weight)
+    assert torch.equal(spread, rows([2, 0, 1.5, 1.5, 0, 0], [0, 0, 0, 3, 3, 0]))
+    assert span_rewards(torch.zeros(2, 0), torch.full((2, 4), -1), place="last").eq(0).all()
+
+
+def test_aggregate_steps() -> None:
+    reward = rows([0.5, 0.8, NAN], [0.9, 0.1, 0.2], [0.3, NAN, 0.4], [NAN, NAN, NAN])
+    exists = torch.tensor([[True, True, False], [True] * 3, [True] * 3, [False] * 3])
+    expected = {
+        "sum": [1.3, 1.2],
+        "mean": [0.65, 0.4],
+        "min": [0.5, 0.1],
+        "product": [0.4, 0.018],
+        "last": [0.8, 0.2],
+    }
+    hows: tuple[Any, ...] = ("sum", "mean", "min", "product", "last")
+    for how in hows:
+        result = aggregate_steps(reward, how, exists)
+        torch.testing.assert_close(result[:2], torch.tensor(expected[how], dtype=torch.float64))
+        assert result[2:].isnan().all(), "a failed step, and no step at all, are missing"
+        assert aggregate_steps(torch.zeros(2, 0), how).isnan().all()
+    assert aggregate_steps(reward.bfloat16(), "min", exists).dtype == torch.float32
+    assert torch.equal(aggregate_steps(reward[1:2], "sum"), aggregate_steps(reward[1:2], "sum", exists[1:2]))
+
+
+def test_process_advantages_by_hand() -> None:
+    """Rewards 2, 3, 5, 6 of one group: mean 4, deviations −2, −1, 1, 2; later steps are added up."""
+    std = torch.tensor([2.0, 3, 5, 6]).std().double()
+    expected = rows([-3, -3, -1, -1, -1, 0], [3, 3, 2, 2, 2, 2]) / std
+    torch.testing.assert_close(process_advantages(REWARD, STEP, [0, 0], eps=0.0), expected)
+    weight = torch.ones(2, 6)
+    weight[0, 0] = 0
+    masked = process_advantages(REWARD, STEP, ["p", "p"], weight=weight, eps=0.0)
+    torch.testing.assert_close(masked, expected * weight)
+
+
+def test_process_advantages_with_one_step_are_grpo() -> None:
+    reward = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.float64)
+    result = process_advantages(reward, torch.zeros(4, 3, dtype=torch.int64), [0, 0, 1, 1], eps=0.0)
+    half = 0.5**0.5
+    torch.testing.assert_close(result, rows([-half], [half], [-half], [half]).expand(4, 3))
+
+
+def test_a_failed_step_takes_its_sample_out() -> None:
+    broken = torch.cat([REWARD, rows([NAN, 4.0, 1e6])])
+    step = torch.cat([STEP, torch.tensor([[0, 0, 1, 1, 2, 2]])])
+    result = process_advantages(broken, step, [0, 0, 0])
+    assert torch.equal(result[:2], process_advantages(REWARD, STEP, [0, 0]))
+    assert result[2].eq(0).all()
+
+
+def test_equal_steps_give_exactly_zero() -> None:
+    reward = torch.full((4, 3), 0.3)
+    assert process_advantages(reward, STEP.repeat(2, 1), [0, 0, 1, 1]).eq(0).all()
+    assert not process_advantages(REWARD.requires_grad_(), STEP, [0, 0]).requires_grad
+    REWARD.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: span_index(torch.zeros(2, 3), torch.zeros(2, 3), 4),
+            r"start and end must be integers \[B, K\]; got torch.float32 \(2, 3\)",
+        ),
+        (lambda: span_rewards(REWARD, STEP[0], place="last"), r"reward must be \[B, K\] and step \[B, T\]"),
+        (lambda: span_rewards(REWARD, STEP.float(), place="last"), "step must hold integers.* torch.float32"),
+        (
+            lambda: span_rewards(REWARD, STEP, place=UNKNOWN),
+            "place must be one of last, every, spread; got 'ot",
+        ),
+        (
+            lambda: span_rewards(REWARD, STEP, place="last", weight=torch.ones(2, 5)),
+            r"weight \(2, 5\) and step \(2, 6\) must have one shape",
+        ),
+        (
+            lambda: aggregate_steps(REWARD, UNKNOWN),
+            "how must be one of sum, mean, min, product, last; got 'other'",
+        ),
+        (lambda: aggregate_steps(REWARD, "sum", REWARD), r"exists bool of that shape; got .* torch.float64"),
+        (lambda: process_advantages(REWARD, STEP, [0]), "one label per sample, 2 in all; got 1 labels"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Returns and GAE against loops over the present decisions; holes, padding and NaN; ReMax; REINFORCE++."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core.advantages.group import group_advantages, whiten
+from visalign.core.advantages.returns import (
+    BLOCK,
+    discounted_returns,
+    gae,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    remax_advantages,
+)
+
+NAN = float("nan")
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def rows(*values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def sample(length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(reward, value, weight) with holes, padding on both sides, an empty row, and NaN where absent."""
+    generator = torch.Generator().manual_seed(seed)
+    reward = torch.randn(5, length, generator=generator, dtype=torch.float64)
+    value = torch.randn(5, length, generator=generator, dtype=torch.float64)
+    weight = (torch.rand(5, length, generator=generator) > 0.3).double() * 2.5
+    weight[0] = 1
+    weight[1, : length // 3] = 0
+    weight[2, length // 2 :] = 0
+    weight[4] = 0
+    absent = weight == 0
+    return reward.masked_fill(absent, NAN), value.masked_fill(absent, float("inf")), weight
+
+
+def slow_gae(
+    reward: Tensor, value: Tensor, weight: Tensor, gamma: float, lam: float, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recursion as written, over the present decisions of one row at a time."""
+    advantages, returns = torch.zeros_like(reward), torch.zeros_like(reward)
+    for b in range(reward.shape[0]):
+        following, ahead = last[b].item(), 0.0
+        for t in reversed(range(reward.shape[1])):
+            if weight[b, t] == 0:
+                continue
+            now = value[b, t].item()
+            ahead = reward[b, t].item() + gamma * following - now + gamma * lam * ahead
+            advantages[b, t], returns[b, t], following = ahead, ahead + now, now
+    return advantages, returns
+
+
+def test_returns_by_hand() -> None:
+    reward, weight = rows([1, 2, NAN, 4]), rows([1, 1, 0, 1])
+    torch.testing.assert_close(discounted_returns(reward, weight, gamma=0.5), rows([3, 4, 0, 4]))
+    torch.testing.assert_close(discounted_returns(reward, weight), rows([7, 6, 0, 4]))
+    assert torch.equal(discounted_returns(reward, weight, gamma=0.0), rows([1, 2, 0, 4]))
+
+
+def test_gae_by_hand() -> None:
+    """δ_2 = 4 − 3 = 1, δ_1 = 2 + 0.5·3 − 1 = 2.5; A_1 = 2.5 + 0.25·1."""
+    advantages, returns = gae(rows([2, NAN, 4]), rows([1, 9, 3]), rows([1, 0, 1]), gamma=0.5, lam=0.5)
+    torch.testing.assert_close(advantages, rows([2.75, 0, 1]))
+    torch.testing.assert_close(returns, rows([3.75, 0, 4]))
+
+
+@pytest.mark.parametrize("length", [1, 7, BLOCK, 2 * BLOCK + 3])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.0, 0.5), (0.9, 0.0)])
+def test_gae_equals_the_recursion(length: int, gamma: float, lam: float) -> None:
+    reward, value, weight = sample(length)
+    last = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    got = gae(reward, value, weight, gamma=gamma, lam=lam, last_value=last)
+    for ours, expected in zip(got, slow_gae(reward, value, weight, gamma, lam, last), strict=True):
+        torch.testing.assert_close(ours, expected, **CLOSE)
+        assert ours[weight == 0].eq(0).all()
+    zero = torch.zeros(5, dtype=torch.float64)
+    expected, _ = slow_gae(reward, torch.zeros_like(value), weight, gamma, 1.0, zero)
+    torch.testing.assert_close(discounted_returns(reward, weight, gamma=gamma), expected, **CLOSE)
+
+
+def test_identities_of_gae() -> None:
+    reward, value, weight = sample(40, seed=1)
+    present = weight != 0
+    monte_carlo, returns = gae(reward, value, weight, gamma=0.97, lam=1.0)
+    total = discounted_returns(reward, weight, gamma=0.97)
+    torch.testing.assert_close(returns, total, **CLOSE)
+    torch.testing.assert_close(
+        monte_carlo, torch.where(present, total - value.masked_fill(~present, 0), 0), **CLOSE
+    )
+    last = torch.arange(5, dtype=torch.float64)
+    index = torch.where(present, torch.arange(40), -1).amax(1)
+    paid = reward.clone()
+    rows_there = index >= 0
+    paid[rows_there, index[rows_there]] += 0.97 * last[rows_there]
+    cut = gae(reward, value, weight, gamma=0.97, last_value=last)
+    whole = gae(paid, value, weight, gamma=0.97)
+    torch.testing.assert_close(cut, whole, **CLOSE)
+
+
+def test_where_the_absent_decisions_stand_does_not_matter() -> None:
+    reward, value = torch.randn(2, 6, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
+    dense = gae(reward, value, gamma=0.9, lam=0.8)
+    for places in ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9], [0, 3, 4, 6, 8, 9]):
+        wide_reward, wide_value = torch.full((2, 10), NAN).double(), torch.full((2, 10), NAN).double()
+        weight = torch.zeros(2, 10)
+        wide_reward[:, places], wide_value[:, places], weight[:, places] = reward, value, 1
+        for ours, expected in zip(
+            gae(wide_reward, wide_value, weight, gamma=0.9, lam=0.8), dense, strict=True
+        ):
+            assert torch.equal(ours[:, places], expected)
+            assert ours.sum() == pytest.approx(expected.sum().item())
+
+
+def test_a_long_row_does_not_drift() -> None:
+    reward = torch.full((1, 5000), 0.1, dtype=torch.float64)
+    expected = 0.1 * torch.arange(5000, 0, -1, dtype=torch.float64)[None]
+    torch.testing.assert_close(discounted_returns(reward), expected, rtol=1e-12, atol=0)
+
+
+def test_a_missing_reward_makes_its_row_missing_and_no_other() -> None:
+    reward, value = torch.ones(3, 4), torch.zeros(3, 4)
+    weight = torch.tensor([[1.0, 1, 0, 1]] * 3)
+    reward[0, 1] = NAN
+    value[1, 3] = float("inf")
+    clean = gae(torch.ones(3, 4), torch.zeros(3, 4), weight)
+    for ours, expected in zip(gae(reward, value, weight), clean, strict=True):
+        assert ours[:2, [0, 1, 3]].isnan().all() and ours[:2, 2].eq(0).all()
+        assert torch.equal(ours[2], expected[2])
+    last = torch.tensor([NAN, 0.0, 0.0])
+    assert gae(torch.ones(3, 4), torch.zeros(3, 4), weight, last_value=last)[0][0, 0].isnan()
+    whitened = whiten(gae(reward, value, weight)[0], weight != 0)
+    assert whitened[:2].eq(0).all() and whitened[2].abs().sum() > 0
+
+
+def test_remax() -> None:
+    reward, weight = rows([1, NAN, 2, NAN], [1, 1, 1, NAN]), rows([1, 0, 1, 0], [1, 1, 1, 0])
+    result = remax_advantages(reward, torch.tensor([0.5, NAN]), weight)
+    assert torch.equal(result[0], torch.tensor([2.5, 0, 1.5, 0], dtype=torch.float64))
+    assert result[1, :3].isnan().all() and result[1, 3] == 0
+
+
+def test_reinforce_pp() -> None:
+    reward, _, weight = sample(30, seed=2)
+    present = weight != 0
+    result = reinforce_pp_advantages(reward, weight, gamma=0.9)
+    expected = whiten(discounted_returns(reward, weight, gamma=0.9), present)
+    torch.testing.assert_close(result, expected)
+    inside = result[present]
+    assert inside.mean().abs() < 1e-12 and inside.std().item() == pytest.approx(1, abs=1e-7)
+    assert result[~present].eq(0).all()
+    shifted = discounted_returns(reward, weight) + 3
+    torch.testing.assert_close(whiten(shifted, present), reinforce_pp_advantages(reward, weight))
+    assert reinforce_pp_advantages(torch.tensor([[0.0, 0.3], [0.0, 0.3]])).eq(0).all()
+
+
+def test_a_reward_reaches_the_decisions_before_a_hole() -> None:
+    reward, weight = (
+        rows([0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]),
+        rows([1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1]),
+    )
+    result = reinforce_pp_advantages(reward, weight, eps=0.0)
+    high = 0.5 / (8 * 0.25 / 7) ** 0.5
+    torch.testing.assert_close(result[0], torch.tensor([1, 1, 0, 0, 1, 1]).double() * high)
+
+
+def test_reinforce_pp_baseline() -> None:
+    reward = torch.tensor([1.0, 3.0, 5.0, 5.0, NAN], dtype=torch.float64)
+    weight = rows([1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1], [1, 1, 1])
+    group = ["a", "a", "b", "b", "b"]
+    result = reinforce_pp_baseline_advantages(reward, group, weight)
+    centred = torch.tensor([-1.0, -1, 1, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    expected = (centred - centred.mean()) / (centred.var() + 1e-8).sqrt()
+    torch.testing.assert_close(result[:4][weight[:4] != 0], expected)
+    assert result[4].eq(0).all() and result[weight == 0].eq(0).all()
+    flagged = torch.tensor([True, True, True, True, False])
+    kept = reinforce_pp_baseline_advantages(reward.nan_to_num(9.0), group, weight, valid=flagged)
+    assert torch.equal(kept, result)
+    equal = torch.ones(5, 3)
+    plain = reinforce_pp_baseline_advantages(reward[:4], group[:4], equal[:4])
+    per_sample = whiten(group_advantages(reward[:4], group[:4], scale="none")[:, None].expand(4, 3))
+    torch.testing.assert_close(plain, per_sample)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+def test_results_are_float32_and_carry_no_gradient(dtype: torch.dtype) -> None:
+    reward = torch.tensor([[1, 0, 2]]).to(dtype)
+    value = torch.ones(1, 3, requires_grad=True)
+    advantages, returns = gae(reward, value)
+    others = (
+        discounted_returns(reward),
+        remax_advantages(reward, torch.zeros(1)),
+        reinforce_pp_advantages(reward),
+        reinforce_pp_baseline_advantages(reward[0], [0, 0, 0], torch.ones(3, 2)),
+    )
+    for result in (advantages, returns, *others):
+        assert result.dtype == torch.float32 and not result.requires_grad
+    assert gae(reward, value.double())[0].dtype == torch.float64
+
+
+def test_nothing_to_sum() -> None:
+    for shape in ((0, 4), (3, 0)):
+        for result in gae(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)):
+            assert result.shape == shape
+    assert reinforce_pp_advantages(torch.full((2, 3), NAN), torch.zeros(2, 3)).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: discounted_returns(torch.zeros(3)), r"reward must be \[B, T\]; got shape \(3,\)"),
+        (
+            lambda: discounted_returns(torch.zeros(2, 3), torch.zeros(3, 2)),
+            r"weight \(3, 2\) and reward \(2, 3\) must have one shape",
+        ),
+        (lambda: discounted_returns(torch.zeros(2, 3), gamma=1.1), r"gamma must be in \[0, 1\]; got 1.1"),
+        (lambda: gae(torch.zeros(2, 3), torch.zeros(2, 3), lam=NAN), r"lam must be in \[0, 1\]; got nan"),
+        (
+            lambda: gae(torch.zeros(2, 3), torch.zeros(2, 4)),
+            r"value \(2, 4\) and reward \(2, 3\) must have one shape",
+        ),
+        (
+            lambda: gae(torch.zeros(2, 3), torch.zeros(2, 3), last_value=torch.zeros(3)),
+            r"last_value needs one entry per row, \[2\]; got shape \(3,\)",
+        ),
+        (
+            lambda: remax_advantages(torch.zeros(2, 3), torch.zeros(2, 3)),
+            r"baseline needs one entry per row, \[2\]; got shape \(2, 3\)",
+        ),
+        (
+            lambda: reinforce_pp_baseline_advantages(torch.zeros(2), [0, 0], torch.zeros(3, 2)),
+            r"reward must be \[B\] and weight \[B, T\]; got \(2,\) and \(3, 2\)",
+        ),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CANON, PRL, SPEAR: hand values, independent loops, exact gradients, what is missing, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from tests.support.core_values import assert_values, f64, normal
+from visalign.core.advantages.group import group_advantages
+from visalign.core.advantages.rules import (
+    conditional_advantages,
+    prl_advantages,
+    replay_advantages,
+    replay_weight,
+)
+
+NAN = float("nan")
+INF = float("inf")
+
+
+class TestConditional:
+    reward = f64(1, 0, 1, 1)
+    metric = f64(0.1, 0.2, 0.3, 0.4)
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, (0, -1, 0.5, 0.5)),
+            ({"mu": 0.5}, (0.25, -0.75, 0.25, 0.25)),
+            ({"mu": 0.0}, (0.5, -0.5, 0, 0)),
+            ({"alpha": 0.9}, (0.1, -0.9, 0.4, 0.4)),
+            ({"alpha": 0.9, "side": "low"}, (-0.1, -1, 0.55, 0.55)),
+        ],
+    )
+    def test_hand_values(self, options: dict[str, float], expected: tuple[float, ...]) -> None:
+        assert_values(conditional_advantages(self.reward, self.metric, [0] * 4, **options), *expected)  # type: ignore[arg-type]
+
+    def test_equals_loops_over_interleaved_groups(self) -> None:
+        reward, metric = normal(23), normal(23, seed=1)
+        group = [i * i % 5 for i in range(23)]
+        ours = conditional_advantages(reward, metric, group, mu=0.7, alpha=0.8, side="low")
+        for label in set(group):
+            members = sorted((i for i in range(23) if group[i] == label), key=lambda i: metric[i].item())
+            low, high = members[: len(members) // 2], members[len(members) // 2 :]
+            for own, other, a_own, a_other in ((low, high, 0.8, 1.0), (high, low, 1.0, 0.8)):
+                for i in own if len(members) > 1 else []:
+                    between = a_own * reward[i] - a_other * reward[other].mean()
+                    expected = 0.7 * between + 0.3 * (reward[i] - reward[own].mean())
+                    assert ours[i].item() == pytest.approx(expected.item(), abs=1e-12)
+
+    def test_half_and_half_is_the_centred_reward(self) -> None:
+        reward, group = normal(24), [i // 6 for i in range(24)]
+        ours = conditional_advantages(reward, normal(24, seed=1), group, mu=0.5)
+        torch.testing.assert_close(ours, group_advantages(reward, group, scale="none"))
+
+    def test_no_direction_is_preferred(self) -> None:
+        reward, metric, group = normal(24), normal(24, seed=1), [i % 4 for i in range(24)]
+        torch.testing.assert_close(
+            conditional_advantages(reward, -metric, group), conditional_advantages(reward, metric, group)
+        )
+
+    def test_permutation_and_shift(self) -> None:
+        reward, metric, group = normal(15), normal(15, seed=1), torch.arange(15) % 3
+        order = torch.randperm(15, generator=torch.Generator().manual_seed(2))
+        ours = conditional_advantages(reward, metric, group, mu=0.3)
+        moved = conditional_advantages(reward[order] + 1e6, metric[order] - 50, 7 * group[order], mu=0.3)
+        torch.testing.assert_close(moved, ours[order], rtol=0, atol=1e-9)
+
+    def test_equal_rewards_single_samples_and_equal_metrics(self) -> None:
+        reward = torch.full((7,), 0.1)
+        assert conditional_advantages(reward, torch.rand(7), [0, 0, 0, 1, 1, 1, 2], mu=0.3).eq(0).all()
+        assert_values(conditional_advantages(self.reward, torch.zeros(4), [0] * 4), 0.25, -0.75, 0.25, 0.25)
+        assert_values(conditional_advantages(f64(5), f64(1), ["a"]), 0)
+
+    def test_missing_samples_leave_the_halves(self) -> None:
+        reward = torch.cat([f64(NAN, 9), self.reward, f64(INF)])
+        metric = torch.cat([f64(0, NAN), self.metric, f64(9)])
+        assert_values(conditional_advantages(reward, metric, [0] * 7), 0, 0, 0, -1, 0.5, 0.5, 0)
+        assert conditional_advantages(f64(NAN, NAN), f64(0, 1), [0, 1]).eq(0).all()
+
+    def test_no_gradient_and_precision(self) -> None:
+        half = conditional_advantages(self.reward.half().requires_grad_(), self.metric.half(), [0] * 4)
+        assert half.dtype == torch.float32 and not half.requires_grad and half.tolist() == [0, -1, 0.5, 0.5]
+
+
+class TestPrl:
+    log_ratio = f64(0.4, -0.2, 1.0)[None]
+
+    def test_hand_values(self) -> None:
+        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2)[0], 0.4, 0.6, 0.5)
+        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2, block=2)[0], 0.6, 0.6, 0.5)
+        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2, block=9)[0], 0.5, 0.5, 0.5)
+
+    def test_without_divergence_or_with_infinite_eta_it_is_the_advantage(self) -> None:
+        expected = f64(1, 1, 1)[None]
+        assert torch.equal(prl_advantages(f64(1), self.log_ratio, eta=INF), expected)
+        assert torch.equal(prl_advantages(f64(1), 0 * self.log_ratio, eta=0.1, block=2), expected)
+
+    def test_a_block_that_ends_in_zero_is_a_block(self) -> None:
+        """Its value is exactly 0 and must not be taken for a block without an end."""
+        assert_values(prl_advantages(f64(0), f64(5, 0, 3, 0)[None], eta=1, block=2)[0], -3, -3, 0, 0)
+
+    @pytest.mark.parametrize("block", [1, 2, 3, 5])
+    def test_padding_and_holes_change_nothing(self, block: int) -> None:
+        generator = torch.Generator().manual_seed(4)
+        weight = (torch.rand(6, 11, generator=generator) < 0.6).long()
+        weight[0], weight[1] = 0, 1
+        log_ratio = torch.where(weight == 1, normal(6, 11, seed=5), NAN)
+        advantage = normal(6, seed=6)
+        ours = prl_advantages(advantage, log_ratio, weight, eta=3, block=block)
+        assert ours[weight == 0].eq(0).all()
+        for row in range(6):
+            inside = weight[row] == 1
+            values = log_ratio[row, inside].tolist()
+            for t, value in enumerate(ours[row, inside].tolist()):
+                end = min((t // block + 1) * block, len(values)) - 1
+                assert value == pytest.approx(advantage[row].item() - sum(values[end:]) / 3, abs=1e-12)
+
+    def test_expected_gradient_is_that_of_reward_minus_divergence(self) -> None:
+        """Two binary decisions, every trajectory enumerated: E[Σ_t A_t ∇ log π_t] = ∇(E[R] − KL/η)."""
+        logits, reference = normal(3, seed=7).requires_grad_(), normal(3, seed=8)
+        reward, eta = normal(4, seed=9), 0.7
+        surrogate, objective = torch.zeros(()), torch.zeros(())
+        for number, (first, second) in enumerate(product((0, 1), repeat=2)):
+            chosen = torch.tensor([2 * first - 1, 2 * second - 1])
+            new, old = (logsigmoid(chosen * x[[0, 1 + first]]) for x in (logits, reference))
+            weight, ratio = new.sum().exp(), new - old
+            advantage = prl_advantages(reward[number : number + 1], ratio.detach()[None], eta=eta)[0]
+            surrogate = surrogate + weight.detach() * (advantage * new).sum()
+            objective = objective + weight * (reward[number] - ratio.sum() / eta)
+        expected = torch.autograd.grad(objective, logits, retain_graph=True)[0]
+        torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
+
+    def test_precision(self) -> None:
+        half = prl_advantages(torch.ones(1).half(), torch.full((1, 4), 1e4).half(), eta=1)
+        assert half.dtype == torch.float32 and half[0, 0] == -39999
+
+
+class TestReplay:
+    def test_hand_values(self) -> None:
+        advantage, keep = replay_advantages(f64(1, 0.5, 0.3), f64(0.2, 0.4, 0.6, 0.5))
+        assert_values(advantage, 0.55, 0.05, -0.15)
+        assert keep.tolist() == [True, True, False]
+        assert_values(replay_weight(f64(0, 50, 100, 200, 300)), 0, 0.14644661, 0.5, 1, 1)
+        assert replay_weight(5, warmup=10, ceiling=0.4).item() == pytest.approx(0.2)
+
+    def test_missing(self) -> None:
+        advantage, keep = replay_advantages(f64(NAN, 2, INF), f64(NAN, 1, 3, INF, 0))
+        assert_values(advantage, 0, 1, 0)
+        assert keep.tolist() == [False, True, False]
+        advantage, keep = replay_advantages(torch.ones(2).half(), torch.tensor([NAN]))
+        assert advantage.dtype == torch.float32 and advantage.eq(0).all() and not keep.any()
+
+    def test_weight_is_the_half_cosine(self) -> None:
+        for step in range(0, 400, 37):
+            expected = (1 - math.cos(math.pi * min(step, 120) / 120)) / 2
+            assert replay_weight(step, warmup=120).item() == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: conditional_advantages(f64(1, 2), f64(1), [0, 0]), r"got reward \(2,\), metric \(1,\)"),
+        (lambda: conditional_advantages(f64(1)[None], f64(1)[None], [0]), r"must be \[B\], one entry"),
+        (lambda: conditional_advantages(f64(1), f64(1), [0, 1]), "one label per sample, 1 in all; got 2"),
+        (lambda: conditional_advantages(f64(1), f64(1), [0], mu=1.5), r"mu must lie in \[0, 1\]; got 1.5"),
+        (lambda: conditional_advantages(f64(1), f64(1), [0], alpha=NAN), "alpha must be finite; got nan"),
+        (
+            lambda: conditional_advantages(f64(1), f64(1), [0], side="up"),  # type: ignore[arg-type]
+            "side must be 'high' or 'low'; got 'up'",
+        ),
+        (lambda: prl_advantages(f64(1), f64(1), eta=1), r"log_ratio \[B, T\]; got \(1,\) and \(1,\)"),
+        (
+            lambda: prl_advantages(f64(1), f64(1)[None], eta=0),
+            "eta must be positive; got 0. Infinity switches",
+        ),
+        (lambda: prl_advantages(f64(1), f64(1)[None], eta=1, block=0), "block must be at least 1; got 0"),
+        (lambda: replay_advantages(f64(1)[None], f64(1)), r"reward must be \[B\]"),
+        (lambda: replay_advantages(f64(1), torch.empty(0)), r"got shape \(0,\). Skip the replay until"),
+        (lambda: replay_weight(1, warmup=0), "warmup must be positive; got 0"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""COPO, RiskPO, EMPG, AEM, TEA: hand values, independent loops, identities, missing values, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.support.core_values import assert_values, f64, normal
+from visalign.core.advantages.copo import (
+    between_group_advantages,
+    consistency_entropy,
+    copo_advantages,
+    copo_weight,
+)
+from visalign.core.advantages.entropy import (
+    aem_advantages,
+    aem_scale,
+    empg_advantages,
+    empg_scale,
+    tea_weights,
+    weighted_entropy,
+)
+from visalign.core.advantages.group import group_advantages
+from visalign.core.advantages.risk import (
+    conditional_value_at_risk,
+    mixed_value_at_risk,
+    range_value_at_risk,
+    soft_minimum,
+    track_quantile,
+)
+
+NAN = float("nan")
+INF = float("inf")
+
+
+class TestCopo:
+    def test_between_groups_by_hand(self) -> None:
+        """Means 1, 0, 1, 1/2: population std 0.4146."""
+        reward, group = f64(1, 1, 0, 0, 1, 1, 0, 1), [0, 0, 1, 1, 2, 2, 3, 3]
+        ours = between_group_advantages(reward, group, eps=0)
+        assert_values(ours[::2], 0.9045340, -1.5075567, 0.9045340, -0.3015113, atol=1e-7)
+        assert torch.equal(ours[::2], ours[1::2])
+
+    def test_a_group_that_agrees_still_has_a_signal(self) -> None:
+        reward, group = f64(1, 1, 0, 1), [0, 0, 1, 1]
+        weight = torch.zeros(4, dtype=torch.float64)
+        assert group_advantages(reward, group)[:2].eq(0).all()
+        assert (copo_advantages(reward, group, weight)[:2] > 0.9).all()
+        torch.testing.assert_close(
+            copo_advantages(reward, group, weight + 1), group_advantages(reward, group, eps=1e-6)
+        )
+
+    def test_equal_rewards_one_group_and_missing(self) -> None:
+        ragged = [0, 0, 0, 1, 1, 1, 1, 2]
+        assert between_group_advantages(torch.full((8,), 0.1), ragged, eps=0).eq(0).all()
+        assert between_group_advantages(f64(1, 2), [5, 5]).eq(0).all()
+        full = between_group_advantages(f64(1, 3, 0, 5), [0, 0, 1, 2])
+        holes = between_group_advantages(f64(1, 3, NAN, 0, INF, 5, NAN), [0, 0, 0, 1, 1, 2, 3])
+        torch.testing.assert_close(holes[[0, 1, 3, 5]], full)
+        assert holes[[2, 4, 6]].eq(0).all()
+
+    def test_entropy_of_answers(self) -> None:
+        group = ["a", "b", "a", "b", "a", "a", "c"]
+        cluster = ["x", "x", "y", "x", "x", "x", "x"]
+        expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+        ours = consistency_entropy(cluster, group).double()
+        assert_values(ours, expected, 0, expected, 0, expected, expected, 0)
+        mass = f64(0.5, 0.2, 0.5, 0, 0, 0, 0)
+        assert_values(consistency_entropy(cluster, group, mass)[:4], math.log(2), 0, math.log(2), 0)
+        assert consistency_entropy(cluster, group, mass)[6].isnan()
+        same = consistency_entropy(torch.tensor([7, 7, 3]), torch.tensor([1, 1, 1]))
+        assert_values(same.double(), *[math.log(3) - 2 / 3 * math.log(2)] * 3)
+
+    def test_weight(self) -> None:
+        uniform = torch.tensor([1.0, 2, 4, 6], dtype=torch.float64).log()
+        torch.testing.assert_close(
+            copo_weight(uniform), f64(9.357623e-14, 9.812184e-8, 0.09328969, 0.9970860), rtol=1e-5, atol=0
+        )
+        assert copo_weight(torch.tensor([1.5]).half()).item() == 0.5
+
+
+class TestRisk:
+    score = torch.arange(6, dtype=torch.float64)
+
+    def test_hand_values(self) -> None:
+        assert_values(range_value_at_risk(self.score, 1, 4), -5, -5, -10 / 3, -5 / 3, 0, 0)
+        assert_values(conditional_value_at_risk(self.score, 1), -5, 0, 0, 0, 0, 0)
+        assert_values(mixed_value_at_risk(self.score, 1, 4), -5, -2, -4 / 3, -2 / 3, 0, 0)
+        plain = mixed_value_at_risk(self.score, 1, 4, natural_baseline=False)
+        assert_values(plain, -3, 0, 2 / 3, 4 / 3, 2, 2)
+        assert_values(track_quantile(2.0, torch.arange(5).double(), level=0.2)[None], 1.96)
+
+    def test_never_falls_and_is_flat_at_the_top(self) -> None:
+        score = torch.linspace(-3, 3, 50, dtype=torch.float64)
+        ours = mixed_value_at_risk(score, -1, f64(1)[0], level_down=0.1, level_up=0.9, tail_weight=0.5)
+        assert bool((ours.diff() >= -1e-12).all()) and ours[score >= 1].abs().max() < 1e-12
+        assert range_value_at_risk(score, 0.5, 0.5).abs().max() == 0
+
+    def test_without_tail_weight_it_is_the_range_and_quantiles_broadcast(self) -> None:
+        down, up = f64(0, 1, 2, 0, 1, 2), f64(3, 3, 3, 4, 4, 4)
+        ours = mixed_value_at_risk(self.score, down, up, tail_weight=0)
+        torch.testing.assert_close(ours, range_value_at_risk(self.score, down, up))
+        rows = [range_value_at_risk(self.score[i], down[i], up[i]) for i in range(6)]
+        torch.testing.assert_close(ours, torch.stack(rows))
+
+    def test_missing_scores(self) -> None:
+        assert_values(mixed_value_at_risk(f64(NAN, 0, INF), 1, 4), 0, -5, 0)
+        assert_values(track_quantile(2.0, f64(0, NAN, 4), level=0.5)[None], 2)
+        assert_values(track_quantile(f64(2)[0], f64(NAN), level=0.5)[None], 2)
+
+    def test_tracking_finds_the_quantile(self) -> None:
+        score, quantile = torch.linspace(0, 1, 1001, dtype=torch.float64), torch.tensor(0.9).double()
+        for _ in range(300):
+            quantile = track_quantile(quantile, score, level=0.2)
+        assert quantile.item() == pytest.approx(0.2, abs=2e-3)
+
+    def test_soft_minimum(self) -> None:
+        values = f64(1, 2)[None].requires_grad_()
+        assert_values(soft_minimum(values.detach()), 1.1974281, atol=1e-7)
+        for a, low, high in ((1e-3, 1, 1.001), (0.3, 1, 1.5), (1e4, 1.4999, 1.5)):
+            assert low <= soft_minimum(values, temperature=a).item() <= high
+        assert_values(soft_minimum(torch.full((1, 5), 0.7).double()), 0.7)
+        assert torch.autograd.gradcheck(soft_minimum, (values,))
+        assert soft_minimum(torch.tensor([9e3, 1e4]).half()).item() == pytest.approx(9e3, abs=1)
+
+
+class TestEmpg:
+    entropy = f64(0.2, 0.6, 1.0)[None]
+
+    def test_hand_values(self) -> None:
+        assert_values(empg_scale(self.entropy)[0], 1.51944, 0.92159, 0.55897, atol=1e-5)
+        plain = empg_advantages(f64(1), self.entropy, centre=False)
+        assert_values(plain[0], 1.58009, 0.95838, 0.55897, atol=1e-5)
+        assert_values(empg_advantages(f64(1), self.entropy)[0], 0.54761, -0.07411, -0.47351, atol=1e-5)
+
+    def test_switched_off_it_is_the_centred_advantage(self) -> None:
+        ours = empg_advantages(f64(1, 4), self.entropy.expand(2, 3), k=0, zeta=0)
+        torch.testing.assert_close(ours, f64(-1.5, 1.5)[:, None].expand(2, 3))
+
+    def test_equal_entropies(self) -> None:
+        assert empg_scale(torch.full((2, 3), 0.1)).eq(1).all()
+        assert empg_scale(torch.full((2, 3), 0.1), eps=0).eq(1).all()
+
+    def test_absent_segments_change_nothing(self) -> None:
+        weight = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+        entropy = torch.where(weight == 1, normal(3, 5).abs(), NAN)
+        advantage = f64(1, -2, NAN)
+        ours = empg_advantages(advantage, entropy, weight, k=1.3, k_bonus=0.4, zeta=0.2)
+        values = [(0, entropy[0, i].item()) for i in (1, 3, 4)] + [(1, entropy[1, i].item()) for i in (0, 1)]
+        low, high = min(v for _, v in values), max(v for _, v in values)
+        scaled = [(v - low) / (high - low + 1e-8) for _, v in values]
+        mean = sum(math.exp(-1.3 * h) for h in scaled) / 5
+        raw = []
+        for i, (row, _) in enumerate(values):
+            last = i == 4 or values[i + 1][0] != row
+            bonus = 0 if last else 0.2 * math.exp(-0.4 * scaled[i + 1])
+            raw.append(advantage[row].item() * math.exp(-1.3 * scaled[i]) / mean + bonus)
+        assert_values(ours[weight == 1], *[r - sum(raw) / 5 for r in raw], atol=1e-9)
+        assert ours[weight == 0].eq(0).all()
+        assert empg_scale(entropy, weight)[weight == 1].mean().item() == pytest.approx(1)
+
+    def test_nothing_present_and_precision(self) -> None:
+        assert empg_advantages(f64(NAN), self.entropy).eq(0).all()
+        assert empg_scale(torch.ones(1, 2), torch.zeros(1, 2)).eq(0).all()
+        assert empg_advantages(torch.ones(1).half(), self.entropy.half()).dtype == torch.float32
+
+
+class TestAem:
+    def test_hand_values(self) -> None:
+        scale = aem_scale(f64(0.2, 0.4, 0.6, 1.0), [0] * 4)
+        assert_values(scale, 1.45285, 1.13148, 0.88120, 0.53447, atol=1e-5)
+        torch.testing.assert_close(aem_advantages(2 * scale, f64(0.2, 0.4, 0.6, 1), [0] * 4), 2 * scale**2)
+
+    def test_mean_one_in_each_group_and_permutation(self) -> None:
+        entropy, group = normal(20), torch.arange(20) % 3
+        scale = aem_scale(entropy, group, lam=2.0)
+        for label in range(3):
+            assert scale[group == label].mean().item() == pytest.approx(1)
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+        moved = aem_scale(entropy[order] + 5, group[order], lam=2.0)
+        torch.testing.assert_close(moved, scale[order])
+
+    def test_close_entropies_singles_and_missing_are_left_alone(self) -> None:
+        entropy = f64(0.5, 0.55, 3, NAN, 0.1, 0.1, 0.9, NAN, 0.4)
+        group = [0, 0, 1, 1, 2, 2, 3, 3, 3]
+        scale = aem_scale(entropy, group)
+        assert scale[:6].eq(1).all() and scale[7] == 1
+        assert aem_scale(entropy, group, min_range=0)[4:6].eq(1).all()
+        torch.testing.assert_close(scale[[6, 8]], aem_scale(f64(0.9, 0.4), [0, 0]))
+        assert aem_scale(entropy, group, lam=0).eq(1).all()
+        rows = aem_advantages(torch.ones(9, 2), entropy, group)
+        torch.testing.assert_close(rows, scale.float()[:, None].expand(9, 2), check_dtype=False)
+
+
+class TestTea:
+    covariance = f64(0.95, -0.95, -0.95, 0.95)[None]
+
+    def test_hand_values(self) -> None:
+        weight = tea_weights(self.covariance)
+        assert_values(weight[0], 0.4349458, 0.0650542, 0.0650542, 0.4349458, atol=1e-7)
+        assert weighted_entropy(f64(0.3, 1.2, 0.3, 1.2)[None], weight).item() == pytest.approx(0.75)
+
+    def test_infinite_temperature_is_the_plain_mean_and_a_cap_caps(self) -> None:
+        assert_values(tea_weights(self.covariance, tau=INF)[0], *[0.25] * 4)
+        assert_values(tea_weights(self.covariance, cap=1)[0], 0.25, 0.0650542, 0.0650542, 0.25, atol=1e-7)
+
+    def test_absent_decisions(self) -> None:
+        covariance = torch.tensor([[0.95, NAN, -0.95], [9.0, -0.95, 0.95]], dtype=torch.float64)
+        weight = torch.tensor([[1, 0, 1], [0, 1, 1]])
+        ours = tea_weights(covariance, weight)
+        assert_values(ours.flatten(), 0.4349458, 0, 0.0650542, 0, 0.0650542, 0.4349458, atol=1e-7)
+        entropy = torch.where(weight == 1, 1.0, NAN).requires_grad_()
+        bonus = weighted_entropy(entropy, ours)
+        (slope,) = torch.autograd.grad(bonus, entropy)
+        assert bonus.item() == pytest.approx(1)
+        torch.testing.assert_close(slope, ours.float())
+        assert tea_weights(covariance, 0 * weight).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: between_group_advantages(f64(1)[None], [0]), r"reward must be \[B\]; got shape \(1, 1\)"),
+        (lambda: between_group_advantages(f64(1), [0], ddof=2), "ddof must be 0"),
+        (
+            lambda: copo_advantages(f64(1), [0], f64(1, 2)),
+            r"reward and weight must be \[B\]; got \(1,\), \(2,\)",
+        ),
+        (lambda: consistency_entropy([0], [0], f64(1, 2)), r"weight must be \[B\] = \[1\]; got shape \(2,\)"),
+        (lambda: consistency_entropy([0, 1], [0]), "one label per sample, 1 in all; got 2 labels"),
+        (lambda: range_value_at_risk(f64(1), 0, 1, level_down=0.9), "0 < down < up ≤ 1; got 0.9 and 0.8"),
+        (lambda: conditional_value_at_risk(f64(1), 0, level_down=0), "got 0 and 1.0"),
+        (lambda: mixed_value_at_risk(f64(1), 0, 1, tail_weight=-1), "tail_weight must be finite and ≥ 0"),
+        (lambda: track_quantile(0, f64(1), level=1.0), "got 1.0 and 1.0"),
+        (lambda: soft_minimum(f64(1), temperature=0), "temperature must be positive and finite; got 0"),
+        (lambda: soft_minimum(torch.ones(2, 0)), r"at least one critic; got \(2, 0\)"),
+        (lambda: empg_scale(f64(1)), r"entropy must be \[B, S\] and weight like it; got \(1,\)"),
+        (lambda: empg_scale(f64(1)[None], f64(1)), r"got \(1, 1\) with weight \(1,\)"),
+        (lambda: empg_scale(f64(1)[None], k=-1), "k must be finite and ≥ 0; got -1"),
+        (
+            lambda: empg_advantages(f64(1, 2), f64(1)[None]),
+            r"advantage must be \[B\] = \[1\]; got shape \(2,\)",
+        ),
+        (lambda: aem_scale(f64(1)[None], [0]), r"entropy must be \[B\]; got shape \(1, 1\)"),
+        (lambda: aem_scale(f64(1), [0], min_range=-0.1), "min_range must be finite and ≥ 0; got -0.1"),
+        (lambda: aem_advantages(f64(1), f64(1, 2), [0, 0]), r"with entropy \[B\]; got \(1,\), \(2,\)"),
+        (lambda: tea_weights(f64(1), tau=0), "tau and cap must be positive; got tau=0, cap=None"),
+        (lambda: tea_weights(f64(1), f64(1, 1)), r"covariance \(1,\) and weight \(2,\) must have one shape"),
+        (lambda: weighted_entropy(f64(1), f64(1, 1)), r"entropy \(1,\) and weights \(2,\) must have"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check_invariance` finds the faults that public trainers have had; `explain` says where gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.core_batches import step
+from visalign.core.objective.algorithms import named_objective
+from visalign.core.objective.data import Loss, PolicyOutput, Prepared, Trajectories
+from visalign.core.objective.explain import CAUSES, explain
+from visalign.core.objective.invariance import InvarianceReport, check_invariance
+from visalign.core.objective.objective import Objective
+
+Share = Callable[[Tensor, Prepared], Tensor]
+
+
+class _OwnLoss:
+    """A user's loss: −A log π per decision, averaged in a way of its own."""
+
+    def __init__(self, share: Share) -> None:
+        self._objective = Objective(surrogate="reinforce", aggregation="token_mean")
+        self._share = share
+
+    def prepare(self, trajectories: Trajectories) -> Prepared:
+        return self._objective.prepare(trajectories)
+
+    def loss(self, rows: Prepared, policy: PolicyOutput) -> Loss:
+        losses = self._objective.loss(rows, policy).decisions["policy"]
+        return Loss(self._share(losses, rows))
+
+
+def _changed(share: Share) -> set[str]:
+    report = check_invariance(_OwnLoss(share), *step())
+    return {
+        change.name.split(" of ")[0].rstrip("0123456789 ") for change in report.changes if not change.passed
+    }
+
+
+def test_a_right_loss_of_ones_own_passes() -> None:
+    report = check_invariance(_OwnLoss(lambda x, rows: (x * rows.weight).sum() / rows.counts.tokens), *step())
+    assert report.passed and "CHANGED" not in str(report)
+    assert len(report.changes) == 7 + 3 + 2 + 4 + 1
+
+
+def test_a_mean_over_the_micro_batch_is_found() -> None:
+    changed = _changed(lambda x, rows: (x * rows.weight).sum() / rows.weight.sum().clamp(min=1))
+    assert changed == {"micro-batches", "uneven random micro-batches"}
+
+
+def test_a_mean_over_the_padded_length_is_found() -> None:
+    changed = _changed(lambda x, rows: (x * rows.weight).sum() / (rows.counts.sequences * x.shape[1]))
+    assert changed == {
+        "pad 2 left, 0 right, 0 samples",
+        "pad 0 left, 3 right, 0 samples",
+        "pad 1 left, 1 right, 1 samples",
+    }
+
+
+def test_a_missing_one_over_b_is_found() -> None:
+    assert _changed(lambda x, rows: (x * rows.weight).sum() / rows.counts.length.clamp(max=6)) == {
+        "duplicate"
+    }
+
+
+def test_a_count_of_absent_samples_is_found() -> None:
+    changed = _changed(lambda x, rows: (x * rows.weight).sum() / rows.counts.tokens * (len(x) / 8))
+    assert "pad 0 left, 0 right, 2 samples" in changed and "micro-batches" in changed
+
+
+def test_nan_behind_the_end_of_an_answer_is_found() -> None:
+    class Leaks(_OwnLoss):
+        def loss(self, rows: Prepared, policy: PolicyOutput) -> Loss:
+            return Loss((-policy.log_prob * rows.advantage * rows.weight).sum() / rows.counts.tokens)
+
+    changed = {c.name for c in check_invariance(Leaks(lambda x, _: x.sum()), *step()).changes if not c.passed}
+    assert changed == {
+        f"pad {p} samples"
+        for p in ("2 left, 0 right, 0", "0 left, 3 right, 0", "0 left, 0 right, 2", "1 left, 1 right, 1")
+    }
+
+
+def test_a_statistic_over_the_order_of_samples_is_found() -> None:
+    class FirstIsBaseline(_OwnLoss):
+        def prepare(self, trajectories: Trajectories) -> Prepared:
+            made = super().prepare(trajectories)
+            return replace(made, advantage=made.advantage - made.advantage[0].max())
+
+    share: Share = lambda x, rows: (x * rows.weight).sum() / rows.counts.tokens  # noqa: E731
+    changed = {c.name for c in check_invariance(FirstIsBaseline(share), *step()).changes if not c.passed}
+    assert "permute" in changed and "relabel" not in changed
+
+
+def test_group_labels_used_as_numbers_are_found() -> None:
+    class Numbers(_OwnLoss):
+        def prepare(self, trajectories: Trajectories) -> Prepared:
+            made = super().prepare(trajectories)
+            first = torch.tensor([float(len(str(label))) for label in trajectories.group]).double()
+            return replace(made, advantage=made.advantage * first[:, None])
+
+    share: Share = lambda x, rows: (x * rows.weight).sum() / rows.counts.tokens  # noqa: E731
+    changed = {c.name for c in check_invariance(Numbers(share), *step()).changes if not c.passed}
+    assert "relabel" in changed and "permute" not in changed
+
+
+def test_a_padded_length_in_dr_grpo_is_found_and_a_stated_one_is_not() -> None:
+    trajectories, policy = step()
+    assert not check_invariance(named_objective("dr_grpo"), trajectories, policy).passed
+    assert check_invariance(named_objective("dr_grpo", length=6), trajectories, policy).passed
+
+
+def test_a_sum_may_double() -> None:
+    trajectories, policy = step()
+    report = check_invariance(named_objective("grpo", aggregation="token_sum"), trajectories, policy)
+    assert isinstance(report, InvarianceReport) and report.passed
+
+
+def _simple(reward: list[float], ratio: list[list[float]]) -> tuple[Trajectories, PolicyOutput]:
+    """Two groups of two, three decisions each."""
+    old = torch.full((4, 3), -1.0, dtype=torch.float64)
+    trajectories = Trajectories(
+        weight=torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]]).double(),
+        old_log_prob=old,
+        group=[0, 0, 1, 1],
+        reward=torch.tensor(reward, dtype=torch.float64),
+    )
+    return trajectories, PolicyOutput(log_prob=old + torch.tensor(ratio, dtype=torch.float64).log())
+
+
+def test_explain_counts_each_decision_once_under_its_cause() -> None:
+    moved = [[1.0, 1.5, 0.5], [1.0, 0.5, 9.0], [1.0, 1.1, 1.0], [1.0, 1.0, 1.0]]
+    trajectories, policy = _simple([1.0, 0.0, 5.0, 5.0], moved)
+    told = explain(named_objective("grpo", kl=0.0), trajectories, policy)
+    assert told.counts == {**dict.fromkeys(CAUSES, 0), "absent": 1, "no signal": 6, "clipped": 2, "live": 3}
+    names = list(CAUSES)
+    assert [names[i] for i in told.cause[0]] == ["live", "clipped", "live"]  # A > 0: above 1.2 is clipped
+    assert [names[i] for i in told.cause[1]] == ["live", "clipped", "absent"]  # A < 0: below 0.8 is
+    assert told.effective_range == pytest.approx((0.5, 1.0))
+    assert told.raised == pytest.approx(told.gradient[0].abs().sum() / told.gradient.abs().sum())
+    assert "27.3% of 11 present decisions carry gradient" in told.conclusion
+    assert "clipped" in str(told) and "loss: policy" in str(told)
+
+
+def test_explain_says_why_a_loss_is_zero() -> None:
+    even = [[1.0] * 3] * 4
+    trajectories, policy = _simple([2.0, 2.0, 5.0, 5.0], even)
+    for name in ("grpo", "dapo"):
+        told = explain(named_objective(name, kl=0.0), trajectories, policy)
+        assert "gradient is zero: 11 of 11 present decisions are 'no signal'" in told.conclusion
+    pulled = replace(trajectories, ref_log_prob=trajectories.old_log_prob - 1.0)
+    assert "The KL term still pulls" in explain(named_objective("grpo"), pulled, policy).conclusion
+    failed = replace(trajectories, valid=torch.zeros(4, dtype=torch.bool))
+    assert "are 'no reward'" in explain(named_objective("grpo", kl=0.0), failed, policy).conclusion
+    nothing = replace(trajectories, weight=torch.zeros(4, 3).double())
+    assert "no decision is present" in explain(named_objective("grpo", kl=0.0), nothing, policy).conclusion
+    far, away = _simple([1.0, 0.0, 1.0, 0.0], [[3.0] * 3, [0.1] * 3, [3.0] * 3, [0.1] * 3])
+    assert "are 'clipped'" in explain(named_objective("grpo", kl=0.0), far, away).conclusion
+
+
+def test_explain_tells_selections_and_corrections_apart() -> None:
+    trajectories, policy = step(3)
+    wide = {"ratio": 0.2, "cov_low": -1e9, "cov_high": 1e9}
+    counts = explain(named_objective("clip_cov", selection_options=wide), trajectories, policy).counts
+    assert counts["left out"] > 0
+    counts = explain(named_objective("top_entropy"), trajectories, policy).counts
+    assert counts["left out"] > counts["live"] > 0
+    masked = named_objective("grpo", kl=0.0, correction={"level": "token", "mode": "mask", "high": 1.0})
+    counts = explain(masked, trajectories, policy).counts
+    assert counts["importance weight 0"] > 0
+    far = _simple([1.0, 0.0, 1.0, 0.0], [[0.9] * 3] * 4)  # the bad answers are the second and the fourth
+    counts = explain(named_objective("grpo", kl=0.0, off_policy_delta=0.1), *far).counts
+    assert counts["off-policy mask"] == 5 and counts["live"] == 6
+    on_policy = replace(policy, log_prob=trajectories.old_log_prob)
+    assert (
+        "Every ratio is exactly 1"
+        in explain(named_objective("grpo", kl=0.0), trajectories, on_policy).conclusion
+    )

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objectives: the terms against loops over samples and decisions, what is left out, what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.core_batches import LABELS, step
+from visalign.core.objective.algorithms import named_objective
+from visalign.core.objective.data import PolicyOutput, Trajectories
+from visalign.core.objective.objective import Objective
+
+CORRECTION = {"level": "token", "mode": "truncate", "high": 2.0}
+
+
+def _total(objective: Objective, trajectories: Trajectories, policy: PolicyOutput) -> float:
+    return float(objective.loss(objective.prepare(trajectories), policy).total)
+
+
+def _group_advantage(trajectories: Trajectories, i: int) -> float:
+    """GRPO's advantage by hand: the valid members of i's group, unbiased std, eps 1e-4."""
+    assert trajectories.reward is not None
+    rewards = trajectories.reward.tolist()
+    mine = [r for r, label in zip(rewards, LABELS, strict=True) if label == LABELS[i] and math.isfinite(r)]
+    if len(mine) < 2:
+        return 0.0
+    mean = sum(mine) / len(mine)
+    std = math.sqrt(sum((r - mean) ** 2 for r in mine) / (len(mine) - 1))
+    return (rewards[i] - mean) / (std + 1e-4)
+
+
+def _ppo_loss(
+    trajectories: Trajectories, policy: PolicyOutput, i: int, t: int, low: float, high: float
+) -> float:
+    ratio = math.exp(float(policy.log_prob[i, t] - trajectories.old_log_prob[i, t]))
+    gain = _group_advantage(trajectories, i)
+    return -min(ratio * gain, min(max(ratio, 1 - low), 1 + high) * gain)
+
+
+def _rows(trajectories: Trajectories) -> list[int]:
+    """Samples that take part: with a reward and at least one decision."""
+    return [i for i in range(8) if trajectories.present()[i] and trajectories.weight[i].any()]
+
+
+def test_grpo_is_the_mean_over_answers_of_the_mean_over_tokens_with_k3() -> None:
+    trajectories, policy = step(1)
+    assert trajectories.ref_log_prob is not None
+    means = []
+    for i in _rows(trajectories):
+        losses = []
+        for t in trajectories.weight[i].nonzero().flatten().tolist():
+            d = float(policy.log_prob[i, t] - trajectories.ref_log_prob[i, t])
+            losses.append(_ppo_loss(trajectories, policy, i, t, 0.2, 0.2) + 0.04 * (math.exp(-d) - 1 + d))
+        means.append(sum(losses) / len(losses))
+    expected = sum(means) / len(means)
+    assert _total(named_objective("grpo"), trajectories, policy) == pytest.approx(expected, rel=1e-10)
+
+
+def test_dapo_is_one_mean_over_the_tokens_that_carry_signal() -> None:
+    trajectories, policy = step(2)
+    losses = [
+        _ppo_loss(trajectories, policy, i, t, 0.2, 0.28)
+        for i in _rows(trajectories)
+        if _group_advantage(trajectories, i) != 0
+        for t in trajectories.weight[i].nonzero().flatten().tolist()
+    ]
+    assert len(losses) > 10
+    expected = sum(losses) / len(losses)
+    assert _total(named_objective("dapo"), trajectories, policy) == pytest.approx(expected, rel=1e-10)
+
+
+def test_gspo_takes_one_ratio_per_answer() -> None:
+    trajectories, policy = step(3, move=0.002)
+    losses = []
+    for i in _rows(trajectories):
+        inside = trajectories.weight[i] != 0
+        s = math.exp(float((policy.log_prob[i] - trajectories.old_log_prob[i])[inside].mean()))
+        gain = _group_advantage(trajectories, i)
+        losses.append(-min(s * gain, min(max(s, 1 - 3e-4), 1 + 4e-4) * gain))
+    expected = sum(losses) / len(losses)
+    assert _total(named_objective("gspo"), trajectories, policy) == pytest.approx(expected, rel=1e-10)
+
+
+def test_ppo_is_policy_value_entropy_and_ptx() -> None:
+    trajectories, policy = step(4)
+    objective = named_objective("ppo_ptx", entropy=0.01, value=0.7)
+    prepared = objective.prepare(trajectories)
+    loss = objective.loss(prepared, policy)
+    assert list(loss.terms) == ["policy", "entropy", "value", "ptx"]
+    assert float(loss.total) == pytest.approx(sum(float(v) for v in loss.terms.values()), rel=1e-12)
+    inside = (prepared.weight != 0).nonzero().tolist()
+    assert policy.entropy is not None and policy.value is not None and prepared.returns is not None
+    assert trajectories.value is not None and policy.ptx_log_prob is not None
+    entropy = sum(float(policy.entropy[i, t]) for i, t in inside) / len(inside)
+    assert float(loss.terms["entropy"]) == pytest.approx(-0.01 * entropy, rel=1e-10)
+    squares = []
+    for i, t in inside:
+        new, old, target = (float(v[i, t]) for v in (policy.value, trajectories.value, prepared.returns))
+        held = min(max(new, old - 0.2), old + 0.2)
+        squares.append(max((new - target) ** 2, (held - target) ** 2) / 2)
+    assert float(loss.terms["value"]) == pytest.approx(0.7 * sum(squares) / len(squares), rel=1e-10)
+    assert float(loss.terms["ptx"]) == pytest.approx(-27.8 * float(policy.ptx_log_prob.mean()), rel=1e-10)
+
+
+def test_a_sample_without_a_reward_is_as_good_as_absent() -> None:
+    trajectories, policy = step(5)
+    keep = torch.tensor([i for i in range(8) if i != 4])
+    fewer = Trajectories(
+        weight=trajectories.weight[keep],
+        old_log_prob=trajectories.old_log_prob[keep],
+        group=[LABELS[i] for i in keep],
+        reward=trajectories.reward[keep],  # type: ignore[index]
+        ref_log_prob=trajectories.ref_log_prob[keep],  # type: ignore[index]
+    )
+    cut = PolicyOutput(log_prob=policy.log_prob[keep])
+    failed = replace(
+        trajectories,
+        reward=trajectories.reward.nan_to_num(1e6),  # type: ignore[union-attr]
+        valid=torch.tensor([i != 4 for i in range(8)]),
+    )
+    for name in ("grpo", "dapo", "rloo", "reinforce_pp_baseline"):
+        objective = named_objective(name)
+        expected = _total(objective, fewer, cut)
+        assert _total(objective, trajectories, policy) == pytest.approx(expected, rel=1e-10), name
+        assert _total(objective, failed, policy) == pytest.approx(expected, rel=1e-10), name
+
+
+def test_corrections_and_masks_act_on_single_decisions() -> None:
+    trajectories, policy = step(6)
+    plain = named_objective("grpo", kl=0.0)
+    own = plain.loss(plain.prepare(trajectories), policy).decisions["policy"]
+    corrected = replace(plain, correction={"level": "token", "mode": "truncate", "high": 1.05})
+    got = corrected.loss(corrected.prepare(trajectories), policy).decisions["policy"]
+    assert trajectories.rollout_log_prob is not None
+    omega = (trajectories.old_log_prob - trajectories.rollout_log_prob).exp().clamp(max=1.05)
+    inside = corrected.prepare(trajectories).weight != 0
+    torch.testing.assert_close(got[inside], (own * omega)[inside])
+    masked = replace(plain, off_policy_delta=0.0)
+    prepared = masked.prepare(trajectories)
+    losses = masked.loss(prepared, policy).decisions["policy"]
+    gap = trajectories.old_log_prob - policy.log_prob
+    for i in _rows(trajectories):
+        bad = prepared.advantage[i].sum() < 0 and gap[i][trajectories.weight[i] != 0].mean() > 0
+        expected = torch.zeros_like(own[i]) if bad else own[i]
+        torch.testing.assert_close(losses[i][inside[i]], expected[inside[i]])
+
+
+def test_selections_leave_out_what_they_say() -> None:
+    trajectories, policy = step(7)
+    top = named_objective("top_entropy", selection_options={"fraction": 0.5}).prepare(trajectories)
+    before = (named_objective("grpo").prepare(trajectories).weight != 0).sum()
+    assert 0.4 * before <= (top.weight != 0).sum() <= 0.6 * before
+    band = {"ratio": 0.2, "cov_low": -1e9, "cov_high": 1e9}
+    clipped = named_objective("clip_cov", selection_options=band).prepare(trajectories)
+    assert clipped.keep is not None
+    assert int(((clipped.weight != 0) & ~clipped.keep).sum()) == int(0.2 * before)
+    penalised = named_objective("kl_cov", selection_options={"ratio": 0.1})
+    rows = penalised.prepare(trajectories)
+    assert rows.selected is not None and int(rows.selected.sum()) == int(0.1 * before)
+    free = replace(penalised, selection=None, selection_options={})
+    more = (
+        penalised.loss(rows, policy).decisions["policy"]
+        - free.loss(free.prepare(trajectories), policy).decisions["policy"]
+    )
+    moved = (policy.log_prob - trajectories.old_log_prob).abs()
+    torch.testing.assert_close(more, torch.where(rows.selected, moved, 0.0))
+
+
+def test_denoising_steps_take_every_ratio_level_and_refuse_entropy_rules() -> None:
+    trajectories, policy = step(8)
+    trajectories = replace(trajectories, decisions="denoising_steps")
+    exact = replace(policy, kl=torch.full_like(policy.log_prob, 0.5))
+    objective = named_objective("flow_gspo")
+    loss = objective.loss(objective.prepare(trajectories), exact)
+    assert float(loss.terms["kl"]) == pytest.approx(0.04 * 0.5)
+    for name in ("clip_cov", "kl_cov", "top_entropy"):
+        with pytest.raises(ValueError, match=r"denoising steps of fixed variance.*FlowRL"):
+            named_objective(name).prepare(trajectories)
+    with pytest.raises(ValueError, match="denoising steps of fixed variance"):
+        named_objective("grpo", entropy=0.1).prepare(trajectories)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    trajectories, policy = step(9)
+    low = replace(policy, log_prob=policy.log_prob.bfloat16())
+    same = replace(policy, log_prob=policy.log_prob.bfloat16().float())
+    objective = named_objective("gspo")
+    prepared = objective.prepare(trajectories)
+    assert objective.loss(prepared, low).total.dtype == torch.float64  # the rollout's numbers are float64
+    torch.testing.assert_close(
+        objective.loss(prepared, low).total, objective.loss(prepared, same).total, rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage": "grpo"}, r"no advantage 'grpo'.*Choose one of: group, gdpo"),
+        ({"surrogate": "ppo_klip"}, r"no surrogate 'ppo_klip'\. Did you mean 'ppo_clip'\?"),
+        (
+            {"surrogate_options": {"eps_hi": 1}},
+            r"'ppo_clip' has no option 'eps_hi'\. Did you mean 'eps_high'",
+        ),
+        ({"selection": "clipcov"}, r"no selection 'clipcov'\. Did you mean 'clip_cov'"),
+        (
+            {"selection": "kl_cov", "selection_options": {"ratios": 1}},
+            r"no option 'ratios'\. Did you mean 'ratio'",
+        ),
+        ({"level": "tokens"}, r"level is 'tokens'\. Did you mean 'token'"),
+        ({"aggregation": "mean"}, r"aggregation is 'mean'.*token_mean"),
+        ({"kl_gradient": "k4"}, r"kl_gradient is 'k4'.*k1, k2, k3"),
+        ({"kl": -0.1}, r"kl is -0\.1; it must be at least 0"),
+        ({"entropy": float("nan")}, r"entropy is nan; it must be at least 0"),
+    ],
+)
+def test_unknown_choices_name_the_nearest(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Objective(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking", "message"),
+    [
+        ({"advantage": "gae"}, "value", r"advantage='gae' needs Trajectories\.value"),
+        ({"kl_in_reward": 0.1}, "ref_log_prob", r"kl_in_reward needs Trajectories\.ref_log_prob"),
+        ({"selection": "clip_cov"}, "uniform", r"selection='clip_cov' needs Trajectories\.uniform"),
+        ({"correction": CORRECTION}, "rollout_log_prob", r"correction needs Trajectories\.rollout"),
+        ({"ptx": 1.0}, "ptx_weight", r"ptx needs Trajectories\.ptx_weight"),
+        ({"value": 1.0}, "value", r"value=1\.0 needs returns to fit.*advantage='group'"),
+    ],
+)
+def test_what_a_step_must_hold(changes: dict, lacking: str, message: str) -> None:
+    trajectories, _ = step()
+    options = {"eps_low": 0.2, "eps_high": 0.2}
+    with pytest.raises(ValueError, match=message):
+        Objective(surrogate_options=options, **changes).prepare(replace(trajectories, **{lacking: None}))
+
+
+def test_what_a_policy_must_say() -> None:
+    trajectories, policy = step()
+    for name, lacking, message in (
+        ("flowrl", "log_z", r"surrogate='flow_balance' needs PolicyOutput\.log_z"),
+        ("ppo", "value", r"value=1\.0 needs PolicyOutput\.value"),
+    ):
+        objective = named_objective(name)
+        with pytest.raises(ValueError, match=message):
+            objective.loss(objective.prepare(trajectories), replace(policy, **{lacking: None}))
+    objective = named_objective("grpo")
+    with pytest.raises(ValueError, match=r"kl .* needs Trajectories\.ref_log_prob"):
+        objective.loss(objective.prepare(replace(trajectories, ref_log_prob=None)), policy)
+    with pytest.raises(ValueError, match=r"log_prob \(8, 6\) and the prepared rows \(3, 6\)"):
+        objective.loss(objective.prepare(trajectories).rows(slice(0, 3)), policy)
+
+
+def test_numbers_that_are_none_are_named_with_their_row() -> None:
+    trajectories, policy = step()
+    trajectories.weight[2, 3] = 1.0
+    broken = policy.log_prob.clone()
+    broken[2, 3] = float("nan")
+    objective = named_objective("grpo")
+    with pytest.raises(
+        ValueError, match=r"log_prob is not finite at 1 present decisions of 1 rows \(2\).*row 2"
+    ):
+        objective.loss(objective.prepare(trajectories), replace(policy, log_prob=broken))
+    with pytest.raises(ValueError, match="old_log_prob is not finite at 1 present"):
+        objective.prepare(replace(trajectories, old_log_prob=broken))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"old_log_prob": torch.zeros(8, 5)}, r"old_log_prob must have shape \(8, 6\).*\(8, 5\)"),
+        ({"valid": torch.ones(7)}, r"valid must have shape \(8,\).*\(7,\)"),
+        ({"reward": torch.zeros(7)}, r"reward must be \[B\] or \[B, M\] with B = 8.*\(7,\)"),
+        ({"reward": torch.zeros(8, 3)}, r"needs 3 reward_weights; got 0"),
+        ({"advantage": torch.zeros(6)}, r"advantage must be \[B\] or \[B, T\]"),
+        ({"weight": torch.zeros(8)}, r"weight must be \[B, T\]"),
+    ],
+)
+def test_shapes_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(step()[0], **changes)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-9])
+def test_a_masked_answer_keeps_its_reward_in_its_group(beta: float) -> None:
+    """Overlong filtering takes an answer's tokens out of the loss; the others are still compared with it."""
+    weight = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+    trajectories = Trajectories(
+        weight=weight,
+        old_log_prob=torch.zeros(4, 2),
+        ref_log_prob=torch.zeros(4, 2),
+        group=[0, 0, 0, 0],
+        reward=torch.tensor([1.0, 1.0, 0.0, 0.0]),
+    )
+    found = named_objective("rloo", kl_in_reward=beta).prepare(trajectories).advantage[:, 0]
+    assert found[[0, 2, 3]].tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3])
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "remax", "grpo", "opo"])
+def test_an_invalid_answers_number_changes_nothing(name: str) -> None:
+    made = []
+    for number in (math.nan, 0.0, 9.0):
+        trajectories = Trajectories(
+            weight=torch.ones(4, 3),
+            old_log_prob=torch.zeros(4, 3),
+            ref_log_prob=torch.zeros(4, 3),
+            value=torch.zeros(4, 3),
+            greedy_reward=torch.zeros(4),
+            group=[0, 0, 0, 0],
+            reward=torch.tensor([1.0, 0.0, 0.5, number]),
+            valid=torch.tensor([True, True, True, False]),
+        )
+        made.append(named_objective(name).prepare(trajectories).advantage)
+    assert bool((made[0][:3] != 0).any()) and bool((made[0][3] == 0).all())
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])

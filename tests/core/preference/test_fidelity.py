@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thurstone and fidelity: hand values, masks, single answers, data sets apart, gradients, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy.stats import norm
+
+from tests.support.core_values import assert_values, f64, normal
+from visalign.core.preference.fidelity import (
+    answer_statistics,
+    fidelity,
+    fidelity_loss,
+    fidelity_rewards,
+    quality_preferences,
+    thurstone_probability,
+    thurstone_score,
+)
+
+NAN = float("nan")
+
+
+class TestStatistics:
+    def test_hand_values_with_holes(self) -> None:
+        answers = torch.tensor([[1, 2, 3], [4, NAN, 2], [5, NAN, NAN], [NAN] * 3], dtype=torch.float64)
+        found = answer_statistics(answers)
+        assert_values(found.mean, 2, 3, 5, NAN)
+        assert_values(found.variance, 1, 2, 0, NAN)
+        assert found.count.tolist() == [3, 2, 1, 0]
+        assert_values(answer_statistics(answers, ddof=0).variance, 2 / 3, 1, 0, NAN)
+        marked = answer_statistics(answers, valid=torch.tensor([[True, True, False]] * 4))
+        assert_values(marked.mean, 1.5, 4, 5, NAN)
+
+    def test_gradient_skips_what_is_missing(self) -> None:
+        answers = normal(2, 4).requires_grad_()
+        valid = torch.tensor([[True, True, True, False], [True, False, True, True]])
+        assert torch.autograd.gradcheck(
+            lambda a: (answer_statistics(a, valid=valid).mean, answer_statistics(a, valid=valid).variance),
+            (answers,),
+        )
+
+
+class TestThurstone:
+    def test_equals_scipy(self) -> None:
+        left, right, v, w = normal(9), normal(9, seed=1), normal(9, seed=2) ** 2, normal(9, seed=3) ** 2
+        found = thurstone_probability(left, right, v, w, floor=0.01)
+        wanted = norm.cdf((left - right).numpy(), scale=(v + w + 0.01).sqrt().numpy())
+        assert_values(found, *wanted.tolist(), rtol=1e-12)
+        assert_values(found + thurstone_probability(right, left, w, v, floor=0.01), *[1.0] * 9)
+
+    def test_single_and_identical_answers_have_a_probability(self) -> None:
+        zero = f64(0)
+        assert_values(thurstone_probability(f64(3), f64(3), zero, zero), 0.5)
+        assert_values(thurstone_probability(f64(3.05), f64(3), zero, zero), float(norm.cdf(1.0)))
+        assert_values(thurstone_score(f64(3.1), f64(3), zero, zero, floor=1e-6), 100, rtol=1e-9)
+
+
+class TestFidelity:
+    def test_hand_values(self) -> None:
+        assert_values(fidelity(f64(1, 0, 0.5, 1), f64(1, 0, 0.5, 0)), 1, 1, 1, 0)
+        assert_values(fidelity(f64(0.5), f64(1)), math.sqrt(0.5))
+        upstream = fidelity(f64(1, 1), f64(1, 0), mode="upstream")
+        assert_values(upstream, math.sqrt(1 + 1e-6) + 1e-3, 2e-3)
+        assert upstream[0] > 1
+
+    def test_loss_is_one_less_fidelity(self) -> None:
+        score, label = 2 * normal(20), torch.rand(20).double()
+        torch.testing.assert_close(
+            fidelity_loss(score, label), 1 - fidelity(label, torch.special.ndtr(score))
+        )
+
+    def test_loss_has_a_finite_slope_everywhere(self) -> None:
+        score = f64(-60, -9, -1, 0, 1, 9, 60).requires_grad_()
+        for label in (0.0, 0.5, 1.0):
+            loss = fidelity_loss(score, torch.full_like(score, label))
+            (slope,) = torch.autograd.grad(loss.sum(), score)
+            assert slope.isfinite().all() and slope.abs().max() < 1
+        label = f64(0, 0.2, 0.5, 1, NAN, 0.9, 0.3)
+        assert torch.autograd.gradcheck(lambda s: fidelity_loss(s, label), (score,))
+        assert fidelity_loss(f64(NAN), f64(NAN)).item() == 0
+
+    def test_targets_from_quality(self) -> None:
+        found = quality_preferences(f64(3, 1, 3.05, NAN), tie=0.1)
+        assert found[0, 1] == 1 and found[1, 0] == 0 and found[0, 2] == 0.5 and found[0, 0] == 0.5
+        assert found[3].isnan().all() and found[:, 3].isnan().all()
+
+
+class TestRewards:
+    ANSWERS = torch.tensor([[3, 4, 5], [2, 2, 3.5], [4, 1, 1]], dtype=torch.float64)
+    QUALITY = f64(5, 3, 3)
+
+    def test_equals_loops(self) -> None:
+        found = fidelity_rewards(self.ANSWERS, self.QUALITY, floor=0.2)
+        mean, variance = self.ANSWERS.mean(1), self.ANSWERS.var(1)
+        for i in range(3):
+            for k in range(3):
+                total = 0.0
+                for j in {0, 1, 2} - {i}:
+                    spread = math.sqrt(variance[i] + variance[j] + 0.2)
+                    q = norm.cdf((self.ANSWERS[i, k] - mean[j]).item() / spread)
+                    p = (
+                        0.5
+                        if self.QUALITY[i] == self.QUALITY[j]
+                        else float(self.QUALITY[i] > self.QUALITY[j])
+                    )
+                    total += math.sqrt(p * q) + math.sqrt((1 - p) * (1 - q))
+                assert found[i, k].item() == pytest.approx(total / 2, rel=1e-12)
+
+    def test_probabilities_as_target_are_the_same(self) -> None:
+        table = quality_preferences(self.QUALITY)
+        torch.testing.assert_close(
+            fidelity_rewards(self.ANSWERS, table), fidelity_rewards(self.ANSWERS, self.QUALITY)
+        )
+        table[0, 1] = NAN
+        found = fidelity_rewards(self.ANSWERS, table)
+        torch.testing.assert_close(found[0], fidelity_rewards(self.ANSWERS[[0, 2]], self.QUALITY[[0, 2]])[0])
+
+    def test_invalid_answers_take_no_part(self) -> None:
+        padded = torch.cat([self.ANSWERS, torch.full((3, 1), 99.0).double()], 1)
+        valid = torch.cat([torch.ones(3, 3), torch.zeros(3, 1)], 1).bool()
+        found = fidelity_rewards(padded, self.QUALITY, valid=valid)
+        torch.testing.assert_close(found[:, :3], fidelity_rewards(self.ANSWERS, self.QUALITY))
+        assert found[:, 3].isnan().all()
+
+    def test_an_image_without_an_answer_is_not_compared_with(self) -> None:
+        more = torch.cat([self.ANSWERS, torch.full((1, 3), NAN).double()])
+        found = fidelity_rewards(more, torch.cat([self.QUALITY, f64(1)]))
+        torch.testing.assert_close(found[:3], fidelity_rewards(self.ANSWERS, self.QUALITY))
+        assert found[3].isnan().all()
+
+    def test_data_sets_are_kept_apart(self) -> None:
+        both, quality = torch.cat([self.ANSWERS, 20 * self.ANSWERS]), torch.cat([self.QUALITY, -self.QUALITY])
+        found = fidelity_rewards(both, quality, within=["a"] * 3 + ["b"] * 3)
+        torch.testing.assert_close(found[:3], fidelity_rewards(self.ANSWERS, self.QUALITY))
+        torch.testing.assert_close(found[3:], fidelity_rewards(20 * self.ANSWERS, -self.QUALITY))
+        assert fidelity_rewards(self.ANSWERS, self.QUALITY, within=[1, 2, 3]).isnan().all()
+
+    def test_one_answer_each_and_one_image(self) -> None:
+        found = fidelity_rewards(f64(3, 1)[:, None], f64(5, 2))
+        assert_values(found[:, 0], 1, 1, rtol=1e-9)
+        assert fidelity_rewards(f64(3)[:, None], f64(5)).isnan().all()
+
+    def test_the_order_of_images_does_not_matter(self) -> None:
+        order = torch.tensor([2, 0, 1])
+        torch.testing.assert_close(
+            fidelity_rewards(self.ANSWERS[order], self.QUALITY[order]),
+            fidelity_rewards(self.ANSWERS, self.QUALITY)[order],
+        )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: answer_statistics(f64(1)), r"answers must be \[B, K\]; got \(1,\)"),
+        (lambda: answer_statistics(normal(1, 2), ddof=2), "ddof must be 0 .* or 1 .*got 2"),
+        (
+            lambda: thurstone_score(f64(1), f64(1), f64(1), f64(1), floor=0),
+            "floor must be positive and finite",
+        ),
+        (lambda: fidelity(f64(1), f64(1), mode="x"), "mode must be"),  # pyright: ignore[reportArgumentType]
+        (lambda: fidelity_loss(f64(1), f64(1, 2)), r"score \(1,\) and label \(2,\)"),
+        (
+            lambda: fidelity_rewards(normal(2, 3), f64(1, 2, 3)),
+            r"target must be \[B\] or \[B, B\], B = 2; got \(3,\)",
+        ),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

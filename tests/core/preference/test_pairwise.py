@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Win rates: by hand, failed comparisons, order of presentation, and the pairs of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from visalign.core.preference.pairwise import group_pairs, win_rates
+
+NAN = float("nan")
+
+
+def test_pairs_of_a_group() -> None:
+    pairs = group_pairs(["x", "y", "x", "x", "y"], 5)
+    assert pairs.tolist() == [[0, 2], [0, 3], [1, 4], [2, 3]]
+    assert group_pairs([1, 2, 3], 3).shape == (0, 2)
+
+
+def test_win_rates_by_hand() -> None:
+    pairs = torch.tensor([[0, 1], [0, 2], [1, 2]])
+    preference = torch.tensor([1.0, 0.5, 0.25])
+    torch.testing.assert_close(win_rates(pairs, preference, 3), torch.tensor([0.75, 0.125, 0.625]))
+    columns = torch.stack([preference, 1 - preference], 1).double()
+    result = win_rates(pairs, columns, 3)
+    torch.testing.assert_close(result[:, 1], 1 - result[:, 0])
+
+
+def test_a_failed_comparison_is_no_tie() -> None:
+    pairs = torch.tensor([[0, 1], [0, 2], [1, 2], [2, 3], [3, 4], [4, 0]])
+    result = win_rates(pairs, torch.tensor([1.0, NAN, NAN, 0.75, NAN, NAN]), 5)
+    torch.testing.assert_close(result, torch.tensor([1.0, 0.0, 0.75, 0.25, NAN]), equal_nan=True)
+
+
+def test_order_of_pairs_and_of_presentation_do_not_matter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pairs = group_pairs(torch.arange(12) % 2, 12)
+    preference = torch.rand(len(pairs), generator=generator, dtype=torch.float64)
+    result = win_rates(pairs, preference, 12)
+    swap = torch.rand(len(pairs), generator=generator) > 0.5
+    turned = torch.where(swap[:, None], pairs.flip(1), pairs)
+    answers = torch.where(swap, 1 - preference, preference)
+    order = torch.randperm(len(pairs), generator=generator)
+    torch.testing.assert_close(win_rates(turned[order], answers[order], 12), result)
+    for label in (0, 1):
+        assert result[label::2].mean().item() == pytest.approx(0.5)
+    both = torch.cat([pairs, pairs.flip(1)]), torch.cat([preference, 1 - preference])
+    torch.testing.assert_close(win_rates(*both, 12), result)
+
+
+def test_types_and_empty_input() -> None:
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    assert win_rates(none, torch.zeros(0), 3).isnan().all()
+    assert win_rates(none, torch.zeros(0, 2), 3).shape == (3, 2)
+    one = win_rates(torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([1.0]).bfloat16(), 2)
+    assert one.dtype == torch.float32 and one.tolist() == [1.0, 0.0]
+    assert not win_rates(torch.tensor([[0, 1]]), torch.ones(1, requires_grad=True), 2).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("pairs", "preference", "message"),
+    [
+        (torch.zeros(2, 2), torch.zeros(2), r"pairs must be integers \[N, 2\]; got torch.float32 \(2, 2\)"),
+        (torch.zeros(2, 3).long(), torch.zeros(2), r"pairs must be integers .* got torch.int64 \(2, 3\)"),
+        (torch.zeros(2, 2).long(), torch.zeros(3), r"preference must be \[N\] .* N = 2 pairs; got \(3,\)"),
+    ],
+)
+def test_bad_input_is_named(pairs: Any, preference: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        win_rates(pairs, preference, 4)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Votes, Bradley-Terry and its variants, ties, averages: hand values, identities, gradients, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.support.core_values import assert_values, f64, normal
+from visalign.core.preference.bradley_terry import (
+    average_pairs,
+    bradley_terry_loss,
+    margin_ranking_loss,
+    outcome_loss,
+    paired_scores,
+    soft_labels,
+    tie_log_prob,
+    vote_shares,
+    vote_weights,
+)
+
+NAN = float("nan")
+
+
+class TestVotes:
+    def test_hand_values(self) -> None:
+        left, right, ties = f64(3, 0, 0, 2), f64(1, 0, 5, 0), f64(0, 2, 0, 0)
+        assert_values(soft_labels(left, right, ties), 0.75, 0.5, 0, 1)
+        assert_values(soft_labels(left, right, ties, smoothing=1), 4 / 6, 0.5, 1 / 7, 3 / 4)
+        assert_values(vote_weights(left, right, ties), 4, 2, 5, 2)
+        assert_values(vote_weights(left, right, ties, by="pair"), 1, 1, 1, 1)
+        assert_values(vote_shares(left, right, ties)[0], 0.75, 0, 0.25)
+        assert_values(vote_shares(left, right, ties, smoothing=1)[1], 1 / 5, 3 / 5, 1 / 5)
+
+    def test_nobody_voted(self) -> None:
+        none = f64(0)
+        assert soft_labels(none, none).isnan().all() and vote_shares(none, none, none).isnan().all()
+        assert_values(soft_labels(none, none, smoothing=0.5), 0.5)
+        assert vote_weights(none, none).item() == 0 and vote_weights(none, none, by="pair").item() == 0
+
+    def test_whole_numbers_and_half_precision_become_float32(self) -> None:
+        votes = torch.tensor([2, 1])
+        assert soft_labels(votes, votes.flip(0)).dtype == torch.float32
+        assert soft_labels(votes.half(), votes.half()).dtype == torch.float32
+
+    def test_vote_counts_are_a_binomial_likelihood(self) -> None:
+        """One pair with 3 : 1 votes weighs and pulls like its four votes given one by one."""
+        lead = f64(0.4).requires_grad_()
+        label, weight = soft_labels(f64(3), f64(1)), vote_weights(f64(3), f64(1))
+        together = average_pairs(bradley_terry_loss(lead, f64(0), label), weight, over="none")
+        one_by_one = bradley_terry_loss(lead.expand(4), torch.zeros(4).double(), f64(1, 1, 1, 0)).sum()
+        torch.testing.assert_close(together, one_by_one)
+        slopes = [torch.autograd.grad(loss, lead)[0] for loss in (together, one_by_one)]
+        torch.testing.assert_close(*slopes)
+
+
+class TestBradleyTerry:
+    def test_hand_values(self) -> None:
+        lead = f64(0, 1, -2)
+        assert_values(
+            bradley_terry_loss(lead, torch.zeros_like(lead)), *(math.log1p(math.exp(-d)) for d in (0, 1, -2))
+        )
+        soft = bradley_terry_loss(f64(1), f64(0), f64(0.25))
+        assert_values(soft, 0.25 * math.log1p(math.exp(-1)) + 0.75 * math.log1p(math.exp(1)))
+        every = bradley_terry_loss(f64(1.2), f64(0.5), margin=0.3, centre=0.01, displacement=0.7)
+        assert_values(every, math.log1p(math.exp(-(1.2 - 0.35 - 0.3))) + 0.01 * 1.7**2)
+
+    def test_sides_can_be_swapped(self) -> None:
+        left, right, label = normal(20), normal(20, seed=1), torch.rand(20).double()
+        rows: tuple[dict[str, Any], ...] = (
+            {},
+            {"margin": 0.4},
+            {"centre": 0.1},
+            {"displacement": 0.6},
+            {"margin": normal(20, seed=3)},
+        )
+        for options in rows:
+            torch.testing.assert_close(
+                bradley_terry_loss(left, right, label, **options),
+                bradley_terry_loss(right, left, 1 - label, **options),
+            )
+
+    def test_equals_binary_cross_entropy(self) -> None:
+        left, right, label = normal(20), normal(20, seed=1), torch.rand(20).double()
+        theirs = F.binary_cross_entropy_with_logits(left - right, label, reduction="none")
+        torch.testing.assert_close(bradley_terry_loss(left, right, label), theirs)
+
+    def test_a_pair_without_label_costs_nothing_even_with_nan_scores(self) -> None:
+        left, right = f64(NAN, 1).requires_grad_(), f64(2, 0)
+        loss = bradley_terry_loss(left, right, f64(NAN, 1), centre=0.1)
+        assert loss[0] == 0 and loss[1] > 0
+        (slope,) = torch.autograd.grad(loss.sum(), left)
+        assert slope[0] == 0 and slope[1] != 0
+
+    def test_far_apart(self) -> None:
+        loss = bradley_terry_loss(torch.tensor([-1e4, 1e4]), torch.zeros(2))
+        assert_values(loss.double(), 1e4, 0)
+
+    def test_gradient(self) -> None:
+        left, right = (normal(5, seed=s).requires_grad_() for s in (0, 1))
+        label = f64(0, 0.2, 0.5, 1, NAN)
+        assert torch.autograd.gradcheck(
+            lambda a, b: bradley_terry_loss(a, b, label, margin=0.2, centre=0.05, displacement=0.8),
+            (left, right),
+        )
+
+
+class TestTies:
+    @pytest.mark.parametrize("model", ["rao_kupper", "davidson"])
+    @pytest.mark.parametrize("strength", [1.5, 5.0])
+    def test_probabilities_sum_to_one_and_mirror(self, model: str, strength: float) -> None:
+        left, right = 4 * normal(30), normal(30, seed=1)
+        one = tie_log_prob(left, right, strength, model=model)  # pyright: ignore[reportArgumentType]  # parametrised
+        assert_values(one.exp().sum(-1), *[1.0] * 30)
+        other = tie_log_prob(right, left, strength, model=model)  # pyright: ignore[reportArgumentType]
+        torch.testing.assert_close(one, other.flip(-1))
+
+    def test_hand_values(self) -> None:
+        won = math.exp(1) / (math.exp(1) + 2)
+        lost = 1 / (1 + 2 * math.exp(1))
+        assert_values(tie_log_prob(f64(1), f64(0), 2.0).exp()[0], won, 1 - won - lost, lost)
+        total = math.exp(0.5) + 2 + math.exp(-0.5)
+        found = tie_log_prob(f64(1), f64(0), 2.0, model="davidson").exp()[0]
+        assert_values(found, math.exp(0.5) / total, 2 / total, math.exp(-0.5) / total)
+
+    def test_no_ties_is_bradley_terry(self) -> None:
+        left, right = normal(9), normal(9, seed=1)
+        for model, strength in (("rao_kupper", 1 + 1e-12), ("davidson", 1e-12)):
+            found = tie_log_prob(left, right, strength, model=model)  # pyright: ignore[reportArgumentType]
+            torch.testing.assert_close(-found[:, 0], bradley_terry_loss(left, right))
+
+    @pytest.mark.parametrize("model", ["rao_kupper", "davidson"])
+    def test_a_learned_strength_finds_the_share_of_ties(self, model: str) -> None:
+        share = vote_shares(f64(3), f64(3), f64(4))
+        raw = f64(0.0).requires_grad_()
+        optimiser = torch.optim.LBFGS([raw], line_search_fn="strong_wolfe")
+
+        def closure() -> float:
+            optimiser.zero_grad()
+            strength = 1 + raw.exp() if model == "rao_kupper" else raw.exp()
+            log_prob = tie_log_prob(f64(0), f64(0), strength, model=model)  # pyright: ignore[reportArgumentType]
+            loss = outcome_loss(log_prob, share).sum()
+            loss.backward()
+            return loss.item()
+
+        optimiser.step(closure)
+        wanted = 7 / 3 if model == "rao_kupper" else 4 / 3  # (θ − 1)/(θ + 1) = 0.4; ν/(2 + ν) = 0.4
+        found = raw.exp().item() + (model == "rao_kupper")
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+    def test_gradient_and_missing_shares(self) -> None:
+        left, right, strength = (
+            normal(3).requires_grad_(),
+            normal(3, seed=1).requires_grad_(),
+            f64(2).requires_grad_(),
+        )
+        share = torch.stack([f64(0.2, 0.5, 0.3), f64(NAN, NAN, NAN), f64(0, 1, 0)])
+        for model in ("rao_kupper", "davidson"):
+            assert torch.autograd.gradcheck(
+                lambda a, b, k, m=model: outcome_loss(tie_log_prob(a, b, k, model=m), share),  # pyright: ignore[reportArgumentType]
+                (left, right, strength),
+            )
+        assert outcome_loss(tie_log_prob(left, right, 2.0), share)[1] == 0
+
+
+def test_margin_ranking() -> None:
+    assert_values(margin_ranking_loss(f64(1, 0.2, 0), f64(0, 0, 1), margin=0.3), 0, 0.1, 1.3)
+    better, worse = normal(8), normal(8, seed=1)
+    theirs = F.margin_ranking_loss(better, worse, torch.ones(8), margin=0.3, reduction="none")
+    torch.testing.assert_close(margin_ranking_loss(better, worse, margin=0.3), theirs)
+
+
+def test_averages() -> None:
+    loss, weight = f64(1, 2, 4), f64(1, 0, 3)
+    assert average_pairs(loss).item() == pytest.approx(7 / 3)
+    assert average_pairs(loss, weight).item() == pytest.approx(13 / 4)
+    assert average_pairs(loss, weight, over="pairs").item() == pytest.approx(13 / 3)
+    assert average_pairs(loss, weight, over="none").item() == pytest.approx(13)
+    assert average_pairs(loss, torch.zeros(3)).item() == 0
+    assert average_pairs(loss[:0], over="pairs").item() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: soft_labels(f64(1), f64(1, 2)), r"one shape; got left \(1,\), right \(2,\), ties \(1,\)"),
+        (lambda: soft_labels(f64(-1), f64(1)), "finite and ≥ 0; left holds -1"),
+        (lambda: soft_labels(f64(1), f64(NAN)), "finite and ≥ 0; right holds nan"),
+        (lambda: soft_labels(f64(1), f64(1), smoothing=-1), "smoothing must be finite and ≥ 0; got -1"),
+        (lambda: vote_shares(f64(1), f64(1), f64(1), smoothing=NAN), "smoothing must be finite"),
+        (lambda: vote_weights(f64(1), f64(1), by="x"), 'by must be "votes" or "pair"; got \'x\''),  # pyright: ignore[reportArgumentType]
+        (lambda: bradley_terry_loss(f64(1), f64(1, 2)), r"must have one shape; got \[\(1,\), \(2,\)\]"),
+        (lambda: bradley_terry_loss(f64(1), f64(1), f64(1, 0)), r"got \[\(1,\), \(1,\), \(2,\)\]"),
+        (lambda: bradley_terry_loss(f64(1, 2), f64(1, 2), f64(0, 1.5)), r"lie in \[0, 1\].*got 0 to 1.5"),
+        (lambda: tie_log_prob(f64(1), f64(1), 1.0), "θ of Rao-Kupper, must be finite and > 1; got 1"),
+        (lambda: tie_log_prob(f64(1), f64(1), 0.0, model="davidson"), "ν of Davidson.*> 0; got 0"),
+        (lambda: tie_log_prob(f64(1), f64(1), 2.0, model="x"), "model must be"),  # pyright: ignore[reportArgumentType]
+        (lambda: outcome_loss(f64(1), f64(1, 2)), r"log_prob \(1,\) and share \(2,\)"),
+        (lambda: average_pairs(f64(1), f64(1, 2)), r"weight \(2,\) and loss \(1,\)"),
+        (lambda: average_pairs(f64(1), over="x"), "over must be"),  # pyright: ignore[reportArgumentType]
+        (lambda: paired_scores(f64(1), f64(1, 2), None), "must have one shape"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

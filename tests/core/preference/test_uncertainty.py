@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""−ln E σ(z): against high precision, in the tail, gradients; and what the published form does to σ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.special import expit, log_expit
+from torch import Tensor
+
+from tests.support.core_values import assert_values, f64, normal
+from visalign.core.preference.bradley_terry import bradley_terry_loss
+from visalign.core.preference.uncertainty import (
+    WIDE,
+    gauss_hermite,
+    log_win_probability,
+    mean_log_win,
+    pair_deviation,
+    soft_clamp,
+    uncertain_preference_loss,
+)
+
+MEANS = (-8.0, -3.0, -1.0, 0.0, 0.5, 2.0, 6.0)
+
+
+def integral(function: Callable[[float], float], mean: float, std: float) -> float:
+    """E f(μ + s x) over a standard normal x, by adaptive quadrature in pieces."""
+
+    def weighted(x: float) -> float:
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi) * function(mean + std * x)
+
+    pieces = [-14.0, -6.0, -2.0, 2.0, 6.0, 14.0]
+    return sum(
+        quad(weighted, low, high, epsabs=1e-14, epsrel=1e-13, limit=200)[0] for low, high in pairwise(pieces)
+    )
+
+
+@pytest.mark.parametrize("std", [0.05, 0.5, 1.0, WIDE, 1.75, 2.0])
+def test_error_below_1e_7_up_to_a_scale_of_2(std: float) -> None:
+    mean = f64(*MEANS)
+    wanted = f64(*(integral(lambda z: float(expit(z)), m, std) for m in MEANS))
+    found = log_win_probability(mean, torch.full_like(mean, std))
+    assert (found.exp() - wanted).abs().max() < 1e-8
+    assert (found - wanted.log()).abs().max() < 1e-7
+    upstream = f64(*(integral(lambda z: float(log_expit(z)), m, std) for m in MEANS))
+    assert (mean_log_win(mean, torch.full_like(mean, std)) - upstream).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("std", [3.0, 6.0, 20.0])
+def test_wide_scales(std: float) -> None:
+    mean = f64(*MEANS)
+    wanted = f64(*(integral(lambda z: float(expit(z)), m, std) for m in MEANS))
+    assert (log_win_probability(mean, torch.full_like(mean, std)) - wanted.log()).abs().max() < 1e-7
+    upstream = f64(*(integral(lambda z: float(log_expit(z)), m, std) for m in MEANS))
+    assert (mean_log_win(mean, torch.full_like(mean, std)) - upstream).abs().max() < 1e-6
+
+
+def test_the_tail_keeps_its_relative_precision() -> None:
+    """Far out σ(z) = e^z, so E σ = e^(μ + s²/2); a rule in probabilities returns ln 0 there."""
+    for std in (0.3, 1.2, 2.5, 4.0):
+        for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-5)):
+            mean = torch.tensor([-200.0, -800.0], dtype=dtype)
+            found = log_win_probability(mean, torch.full_like(mean, std)).double()
+            assert_values(found, -200 + std**2 / 2, -800 + std**2 / 2, rtol=tolerance)
+    slope = f64(-300.0).requires_grad_()
+    (gradient,) = torch.autograd.grad(log_win_probability(slope, f64(1.0)).sum(), slope)
+    assert_values(gradient, 1.0)
+
+
+def test_certain_scores_are_bradley_terry() -> None:
+    left, right, zero = normal(12), normal(12, seed=1), torch.zeros(12).double()
+    label = torch.rand(12).double()
+    for mode in ("paper", "upstream"):
+        loss = uncertain_preference_loss(left, right, zero, zero, label, mode=mode)
+        torch.testing.assert_close(loss, bradley_terry_loss(left, right, label))
+    std = zero.clone().requires_grad_()
+    loss = uncertain_preference_loss(left, right, std, zero, label).sum()
+    assert torch.autograd.grad(loss, std)[0].eq(0).all()
+
+
+def test_both_sides_sum_to_one_and_more_noise_is_less_certain() -> None:
+    mean, std = normal(50) * 3, normal(50, seed=1).abs() * 3
+    both = log_win_probability(mean, std).exp() + log_win_probability(-mean, std).exp()
+    assert_values(both, *[1.0] * 50, rtol=1e-8)
+    ladder = torch.stack([log_win_probability(f64(2.0), f64(s)) for s in (0, 0.5, 1, 1.5, 1.6, 2, 4, 8)])
+    assert (ladder.diff(dim=0) < 0).all()
+
+
+@pytest.mark.parametrize("mode", ["paper", "upstream"])
+def test_gradients(mode: str) -> None:
+    left, right = (normal(6, seed=s).requires_grad_() for s in (0, 1))
+    stds = [(s + normal(6, seed=2).abs()).requires_grad_() for s in (0.2, 1.8)]
+    label = f64(0, 0.3, 0.5, 0.9, 1, float("nan"))
+    assert torch.autograd.gradcheck(
+        lambda *given: uncertain_preference_loss(*given, label, mode=mode),  # pyright: ignore[reportArgumentType, reportCallIssue]  # parametrised
+        (left, right, *stds),
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda m, s: log_win_probability(m, s),
+        (f64(0.3, -2).requires_grad_(), f64(0.7, 2.2).requires_grad_()),
+    )
+
+
+def test_monte_carlo_agrees_within_its_error() -> None:
+    left, right, std = f64(0.5, -1), f64(0, 1), f64(0.8, 1.4)
+    label = f64(1, 0.3)
+    exact = uncertain_preference_loss(left, right, std, std, label, mode="upstream")
+    draws = torch.stack(
+        [
+            uncertain_preference_loss(
+                left,
+                right,
+                std,
+                std,
+                label,
+                mode="upstream_monte_carlo",
+                samples=500,
+                generator=torch.Generator().manual_seed(seed),
+            )
+            for seed in range(60)
+        ]
+    )
+    error = draws.std(0) / math.sqrt(60)
+    assert ((draws.mean(0) - exact).abs() < 4 * error).all() and (error < 0.02).all()
+    again = uncertain_preference_loss(
+        left,
+        right,
+        std,
+        std,
+        label,
+        mode="upstream_monte_carlo",
+        samples=500,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert torch.equal(again, draws[0])
+
+
+def test_the_published_form_only_ever_rises_with_the_spread() -> None:
+    std = torch.linspace(0, 4, 30).double()
+    for mean in (-2.0, 0.0, 2.0):
+        assert (mean_log_win(torch.full_like(std, mean), std).diff() < 0).all()
+    ours = log_win_probability(torch.full_like(std, -2.0), std)
+    assert (ours.diff() > 0).all(), "a wrong lead is forgiven if it was uncertain"
+
+
+def _fit(mode: str, steps: int) -> Tensor:
+    """Fit scores of 12 images and one σ for the clear ones and one for the disputed; returns both σ.
+
+    The labels are the exact shares of votes of people whose scores scatter by 0.4 around the clear images and
+    by 2 around the disputed ones.
+    """
+    truth, disputed = torch.linspace(-2, 2, 12).double(), torch.arange(12) % 2
+    scatter = f64(0.4, 2.0)[disputed]
+    first, second = torch.triu_indices(12, 12, 1)
+    spread = pair_deviation(scatter[first], scatter[second])
+    label = log_win_probability(truth[first] - truth[second], spread).exp()
+    score = torch.zeros(12, dtype=torch.float64, requires_grad=True)
+    raw = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS(
+        [score, raw],
+        max_iter=steps,
+        tolerance_grad=1e-13,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> float:
+        optimiser.zero_grad()
+        std = soft_clamp(raw).exp()[disputed]
+        loss = uncertain_preference_loss(
+            score[first],
+            score[second],
+            std[first],
+            std[second],
+            label,
+            mode=mode,  # pyright: ignore[reportArgumentType]
+        ).mean()
+        loss.backward()
+        return loss.item()
+
+    optimiser.step(closure)
+    return soft_clamp(raw).exp().detach()
+
+
+def test_ours_finds_the_scatter_of_the_votes_and_the_published_form_drives_it_to_zero() -> None:
+    assert_values(_fit("paper", 400), 0.4, 2.0, rtol=0.01)
+    assert (_fit("upstream", 60) < 0.02).all()
+
+
+class TestSoftClamp:
+    def test_bounds_and_identity_inside(self) -> None:
+        value = torch.linspace(-60, 60, 241).double()
+        found = soft_clamp(value)
+        assert found.min() > -7 and found.max() < 3 and (found.diff() > 0).all()
+        assert_values(soft_clamp(f64(-2, -1, 0)), -2, -1, 0, atol=0.02)
+        assert (soft_clamp(f64(-1e30, 1e30, -math.inf, math.inf)) - f64(-7, 3, -7, 3)).abs().max() < 1e-12
+
+    def test_the_gradient_never_dies(self) -> None:
+        value = torch.tensor([-100.0, -20, -7, 3, 20, 100]).requires_grad_()
+        (slope,) = torch.autograd.grad(soft_clamp(value).sum(), value)
+        assert (slope > 1e-8).all() and slope.max() < 1
+        assert torch.autograd.gradcheck(soft_clamp, (normal(9).mul(8).requires_grad_(),))
+
+
+def test_gauss_hermite_against_numpy() -> None:
+    nodes, log_weights = gauss_hermite(32)
+    x, w = np.polynomial.hermite_e.hermegauss(32)
+    assert_values(nodes, *x, rtol=1e-12, atol=1e-13)
+    assert_values(log_weights, *np.log(w / math.sqrt(2 * math.pi)), rtol=1e-10)
+    for power, moment in ((0, 1.0), (2, 1.0), (4, 3.0), (20, 654729075.0)):
+        assert (log_weights.exp() @ nodes**power).item() == pytest.approx(moment, rel=1e-11)
+
+
+def test_float32_and_half_precision() -> None:
+    for mean, std in product((-5.0, 0.3, 4.0), (0.2, 1.4, 3.0)):
+        exact = log_win_probability(f64(mean), f64(std))
+        single = log_win_probability(torch.tensor([mean]), torch.tensor([std]))
+        assert single.dtype == torch.float32
+        assert_values(single.double(), exact.item(), rtol=3e-6, atol=1e-6)
+    assert log_win_probability(torch.zeros(1).bfloat16(), torch.ones(1).bfloat16()).dtype == torch.float32
+
+
+LOSS: Any = uncertain_preference_loss
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: soft_clamp(f64(0), 1, 1), "low must be below high, both finite; got 1 and 1"),
+        (lambda: log_win_probability(f64(0), f64(1, 1)), r"mean \(1,\) and std \(2,\)"),
+        (lambda: log_win_probability(f64(0), f64(1), nodes=1), "nodes must lie in 2 … 300; got 1"),
+        (lambda: LOSS(*[f64(1)] * 4, mode="x"), "mode must be"),
+        (lambda: LOSS(*[f64(1)] * 4, mode="upstream_monte_carlo"), "pass a generator"),
+        (lambda: uncertain_preference_loss(f64(1), f64(1), f64(1), f64(1, 2)), "must have one shape"),
+        (lambda: LOSS(*[f64(1)] * 4, f64(2)), r"label must lie in \[0, 1\]"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Yes or no from logits: sets of tokens, mass, losses, both orders; hand values, gradients, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.core_values import assert_values, f64, normal
+from visalign.core.preference.bradley_terry import bradley_terry_loss
+from visalign.core.preference.yes_no import YesNo, both_orders, yes_no_answer, yes_no_loss, yes_no_pair_loss
+
+NAN = float("nan")
+
+
+def answer(log_odds: Tensor, mass: float = 1.0) -> YesNo:
+    """An answer with these log-odds that holds this share of the vocabulary."""
+    yes, no = torch.sigmoid(log_odds), torch.sigmoid(-log_odds)
+    return YesNo(log_odds, (mass * yes).log(), (mass * no).log())
+
+
+class TestAnswer:
+    def test_hand_values(self) -> None:
+        logits = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.05, 0.35]], dtype=torch.float64))
+        found = yes_no_answer(logits + 7, [0, 2], [1])
+        assert_values(found.log_odds, math.log(0.4 / 0.2))
+        assert_values(found.prob, 2 / 3)
+        assert_values(found.mass, 0.6)
+        assert_values(found.left_over, 0.4)
+        assert_values(found.log_yes.exp(), 0.4)
+
+    def test_saturated_answers_still_differ(self) -> None:
+        logits = torch.tensor([[60.0, 0], [90, 0]])
+        found = yes_no_answer(logits, [0], [1])
+        assert found.prob[0] == found.prob[1] == 1 and found.log_odds.tolist() == [60, 90]
+
+    def test_log_probabilities_of_a_few_tokens(self) -> None:
+        known = f64(math.log(0.5), math.log(0.2), math.log(0.1))
+        found = yes_no_answer(known, [0, 2], [1], normalised=True)
+        assert found.mass.item() == pytest.approx(0.8) and found.log_odds.item() == pytest.approx(math.log(3))
+        neither = yes_no_answer(known, [], [], normalised=True)
+        assert (
+            neither.log_odds.isnan() and neither.prob.isnan() and neither.mass == 0 and neither.left_over == 1
+        )
+        only_yes = yes_no_answer(known, [0], [], normalised=True)
+        assert only_yes.log_odds == math.inf and only_yes.prob == 1
+
+    def test_precision_neighbours_and_gradient(self) -> None:
+        logits = normal(3, 6)
+        found = yes_no_answer(logits.bfloat16(), [0], [3, 4])
+        assert found.log_odds.dtype == torch.float32
+        whole, alone = yes_no_answer(logits, [0], [3, 4]), yes_no_answer(logits[1:2], [0], [3, 4])
+        assert torch.equal(whole.log_odds[1:2], alone.log_odds) and torch.equal(whole.mass[1:2], alone.mass)
+        leaf = logits.clone().requires_grad_()
+        assert torch.autograd.gradcheck(
+            lambda z: (yes_no_answer(z, [0, 1], [3]).log_odds, yes_no_answer(z, [0, 1], [3]).mass), (leaf,)
+        )
+
+
+class TestLosses:
+    def test_likelihood_by_hand(self) -> None:
+        given, label = answer(f64(math.log(3), 0), 0.5), f64(1, 0.25)
+        assert_values(yes_no_loss(given, label), -math.log(0.75), math.log(2))
+        assert_values(yes_no_loss(given, label, over="vocabulary"), -math.log(0.375), math.log(4))
+        assert yes_no_loss(given, f64(NAN, NAN)).eq(0).all()
+
+    def test_vocabulary_pulls_mass_to_the_answers_and_answers_does_not(self) -> None:
+        logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+        slopes = {}
+        for over in ("answers", "vocabulary"):
+            loss = yes_no_loss(yes_no_answer(logits, [0], [1]), f64(1), over=over)  # pyright: ignore[reportArgumentType]  # looped
+            (slopes[over],) = torch.autograd.grad(loss.sum(), logits)
+        assert slopes["answers"][0, 2] == 0 and slopes["vocabulary"][0, 2] > 0
+
+    def test_pairs_on_log_odds_and_on_probabilities(self) -> None:
+        left, right = answer(f64(4, 0)), answer(f64(2, 1))
+        assert_values(yes_no_pair_loss(left, right), math.log1p(math.exp(-2)), math.log1p(math.exp(1)))
+        found = yes_no_pair_loss(left, right, on="probability")
+        torch.testing.assert_close(found, bradley_terry_loss(left.prob, right.prob))
+        sure = yes_no_pair_loss(answer(f64(80)), answer(f64(-80)), on="probability")
+        assert_values(sure, math.log1p(math.exp(-1)))
+        assert yes_no_pair_loss(answer(f64(80)), answer(f64(-80))).item() < 1e-60
+
+    def test_the_likelihood_term(self) -> None:
+        left, right, label = answer(f64(0.4, 1)), answer(f64(-0.1, 2)), f64(1, 0.3)
+        with_term = yes_no_pair_loss(left, right, label, likelihood_weight=0.1)
+        each = yes_no_loss(left, label) + yes_no_loss(right, 1 - label)
+        torch.testing.assert_close(with_term, yes_no_pair_loss(left, right, label) + 0.1 * each)
+        one = yes_no_pair_loss(left, right, likelihood_weight=1.0)
+        assert_values(
+            one[:1] - yes_no_pair_loss(left, right)[:1],
+            math.log1p(math.exp(-0.4)) + math.log1p(math.exp(-0.1)),
+        )
+
+    def test_gradients(self) -> None:
+        logits = [normal(3, 5, seed=s).requires_grad_() for s in (0, 1)]
+        label = f64(1, 0.3, NAN)
+        for on in ("log_odds", "probability"):
+            assert torch.autograd.gradcheck(
+                lambda a, b, on=on: yes_no_pair_loss(
+                    yes_no_answer(a, [0, 1], [2]),
+                    yes_no_answer(b, [0, 1], [2]),
+                    label,
+                    on=on,  # pyright: ignore[reportArgumentType]  # looped
+                    likelihood_weight=0.2,
+                ),
+                logits,
+            )
+
+    def test_both_orders(self) -> None:
+        """A true lead of 1.5 and a bias of 0.4 for the first place."""
+        lead, bias = both_orders(f64(1.5 + 0.4), f64(-1.5 + 0.4))
+        assert_values(lead, 1.5)
+        assert_values(bias, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: yes_no_answer(f64(1, 2), [], [1]), r"must each name a token; got \[\] and \[1\]"),
+        (lambda: yes_no_answer(f64(1, 2), [0], [2]), r"different tokens in 0 … 1; got \[0\] and \[2\]"),
+        (lambda: yes_no_answer(f64(1, 2), [0], [0]), "different tokens"),
+        (lambda: yes_no_answer(f64(1, 2), [0, 0], [1]), "different tokens"),
+        (lambda: yes_no_answer(f64(1, 2), [0], [-1]), "different tokens"),
+        (lambda: yes_no_loss(answer(f64(1)), f64(1), over="x"), "over must be"),  # pyright: ignore[reportArgumentType]
+        (lambda: yes_no_loss(answer(f64(1)), f64(1, 2)), "must have one shape"),
+        (lambda: yes_no_loss(answer(f64(1)), f64(2), over="vocabulary"), r"lie in \[0, 1\]"),
+        (lambda: yes_no_pair_loss(answer(f64(1)), answer(f64(1)), on="x"), "on must be"),  # pyright: ignore[reportArgumentType]
+        (lambda: both_orders(f64(1), f64(1, 2)), "must have one shape"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pass@k, best-of-k and majority@k against enumeration and exact rationals; the KL of best-of-n."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core.rewards.best_of import (
+    answer_counts,
+    best_of_n_kl_bound,
+    best_of_n_kl_estimate,
+    expected_best_of_k,
+    majority_at_k,
+    pass_at_k,
+)
+
+NAN = float("nan")
+
+
+def exact(n: int, c: int, k: int) -> float:
+    return float(1 - Fraction(math.comb(n - c, k), math.comb(n, k)))
+
+
+def test_pass_at_k_equals_exact_rationals() -> None:
+    cases = [(n, c, k) for n in (1, 2, 5, 17, 40) for c in range(n + 1) for k in range(1, n + 1)]
+    cases += [(200, 3, 64), (1000, 1, 128), (10000, 5000, 3), (10**6, 1, 1), (10**6, 2, 3), (10**5, 40, 900)]
+    n, c, k = torch.tensor(cases).T
+    wanted = torch.tensor([exact(*case) for case in cases], dtype=torch.float64)
+    torch.testing.assert_close(pass_at_k(n, c, k), wanted, rtol=1e-12, atol=0.0)
+
+
+def test_pass_at_k_edges_are_exact() -> None:
+    n = torch.tensor([10, 10, 10, 10])
+    result = pass_at_k(n, torch.tensor([0, 1, 8, 10]), torch.tensor([10, 10, 3, 1]))
+    assert result.tolist() == [0.0, 1.0, 1.0, 1.0] and math.copysign(1, result[0].item()) == 1
+    assert pass_at_k(10**7, torch.tensor([0, 10**7 - 5]), 6).tolist() == [0, 1]
+
+
+def test_pass_at_1_is_the_share_and_shapes_broadcast() -> None:
+    correct = torch.arange(9)
+    torch.testing.assert_close(pass_at_k(8, correct, 1), correct.double() / 8)
+    table = pass_at_k(8, correct[:, None], torch.arange(1, 9))
+    assert table.shape == (9, 8) and (table.diff(dim=0) >= 0).all() and (table.diff(dim=1) >= 0).all()
+
+
+def test_what_cannot_be_estimated_is_no_number() -> None:
+    assert pass_at_k(torch.tensor([3, 4, 4]), torch.tensor([1, 5, -1]), 4).isnan().all()
+    assert expected_best_of_k(torch.tensor([[1.0, NAN, 2.0]]), 3).isnan().all()
+    assert majority_at_k(torch.tensor([[1, 1]]), torch.tensor([[True, False]]), 3).isnan().all()
+
+
+def subsets_mean(items: Any, k: int, value: Any) -> float:
+    chosen = [value(subset) for subset in combinations(items, k)]
+    return float(sum(chosen) / len(chosen))
+
+
+def test_expected_best_of_k_equals_enumeration() -> None:
+    reward = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for k in range(1, 8):
+        wanted = [subsets_mean(row.tolist(), k, max) for row in reward]
+        torch.testing.assert_close(
+            expected_best_of_k(reward, k), torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-14
+        )
+
+
+def test_missing_rewards_leave_the_sample_and_order_does_not_matter() -> None:
+    reward = torch.tensor([[3.0, NAN, 1.0, 2.0, 9.0], [5.0, 1.0, float("inf"), 2.0, 0.0]])
+    valid = torch.tensor([[True, True, True, True, False], [True, True, True, True, True]])
+    result = expected_best_of_k(reward, 2, valid=valid)
+    torch.testing.assert_close(result, torch.tensor([8 / 3, subsets_mean([5, 1, 2, 0], 2, max)]).double())
+    assert torch.equal(expected_best_of_k(reward.flip(1), 2, valid=valid.flip(1)), result)
+
+
+def test_binary_rewards_give_pass_at_k_and_equal_rewards_themselves() -> None:
+    reward = torch.tensor([1.0] * 7 + [0.0] * 93)
+    for k in (1, 5, 50, 94):
+        torch.testing.assert_close(expected_best_of_k(reward, k), pass_at_k(100, 7, k), rtol=1e-12, atol=0.0)
+    assert expected_best_of_k(torch.full((50,), 0.1, dtype=torch.float64), 7) == 0.1
+    shifted = expected_best_of_k(reward.double() + 1e6, 5) - 1e6
+    torch.testing.assert_close(shifted, expected_best_of_k(reward, 5), rtol=0.0, atol=1e-9)
+
+
+def vote(right: tuple[int, ...]) -> Any:
+    def outcome(subset: tuple[int, ...]) -> Fraction:
+        votes = Counter(subset)
+        leaders = [label for label, number in votes.items() if number == max(votes.values())]
+        return Fraction(sum(label in right for label in leaders), len(leaders))
+
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("counts", "right"),
+    [
+        ([3, 2, 2, 1], (0,)),
+        ([1, 4, 3, 0], (0,)),
+        ([1, 1, 1, 5], (0, 1)),
+        ([2, 2, 2, 2], (3,)),
+        ([8, 0, 0, 0], (0,)),
+        ([4, 4, 0, 0], ()),
+    ],
+)
+def test_majority_at_k_equals_enumeration(counts: list[int], right: tuple[int, ...]) -> None:
+    samples = [label for label, number in enumerate(counts) for _ in range(number)]
+    correct = torch.tensor([label in right for label in range(4)])
+    for k in range(1, 9):
+        wanted = subsets_mean(samples, k, vote(right))
+        assert majority_at_k(torch.tensor(counts), correct, k).item() == pytest.approx(wanted, abs=1e-12)
+
+
+def test_majority_of_one_is_the_share_and_padding_and_order_do_not_matter() -> None:
+    counts = torch.tensor([[5, 3, 1], [0, 2, 7]])
+    correct = torch.tensor([[False, True, False], [False, True, False]])
+    torch.testing.assert_close(majority_at_k(counts, correct, 1), torch.tensor([3 / 9, 2 / 9]).double())
+    value = majority_at_k(counts, correct, 5)
+    wide = torch.cat([torch.zeros(2, 2, dtype=torch.int64), counts], 1)
+    padded = majority_at_k(wide, torch.cat([torch.ones(2, 2, dtype=torch.bool), correct], 1), 5)
+    torch.testing.assert_close(padded, value)
+    torch.testing.assert_close(majority_at_k(counts.flip(1), correct.flip(1), 5), value)
+
+
+def test_majority_sharpens_a_plurality_and_stays_a_probability() -> None:
+    counts = torch.tensor([26] + [1] * 38)
+    correct = torch.arange(39) == 0
+    results = torch.stack([majority_at_k(counts, correct, k) for k in (1, 4, 16, 32)])
+    assert (results.diff() > 0).all() and results[-1] <= 1
+    assert majority_at_k(counts, ~correct, 32).item() == pytest.approx(1 - results[-1].item(), abs=1e-12)
+
+
+def test_answer_counts_feed_the_vote() -> None:
+    answer, group = ["7", "8", "7", "x", "8", "y", "y"], ["q2", "q2", "q2", "q1", "q1", "q1", "q1"]
+    correct = torch.tensor([True, False, True, False, True, False, False])
+    counts, right = answer_counts(answer, group, correct)
+    assert counts.tolist() == [[2, 1, 0], [1, 1, 2]]
+    assert right.tolist() == [[True, False, False], [True, False, False]]
+    torch.testing.assert_close(majority_at_k(counts, right, 3), torch.tensor([1.0, 1 / 6]).double())
+    order = [6, 4, 2, 0, 1, 3, 5]
+    shuffled = answer_counts([answer[i] for i in order], [group[i] for i in order], correct[order])
+    torch.testing.assert_close(majority_at_k(*shuffled, 3), torch.tensor([1 / 6, 1.0]).double())
+
+
+def best_of_n(prob: Tensor, n: int) -> Tensor:
+    """Exact best-of-n over outputs in rising order of a reward without ties."""
+    upto = prob.cumsum(0)
+    return upto**n - (upto - prob) ** n
+
+
+def test_kl_bound_by_hand_and_above_the_exact_kl() -> None:
+    torch.testing.assert_close(
+        best_of_n_kl_bound(torch.tensor([1, 2, 4])), torch.tensor([0, 0.1931471806, 0.6362943611]).double()
+    )
+    assert best_of_n_kl_bound(1) == 0 and best_of_n_kl_bound(0).isnan()
+    for n in (2, 5, 64):
+        for seed in range(5):
+            prob = torch.randn(9, generator=torch.Generator().manual_seed(seed)).double().softmax(0)
+            policy = best_of_n(prob, n)
+            assert torch.special.xlogy(policy, policy / prob).sum() < best_of_n_kl_bound(n)
+        fine = torch.full((100_000,), 1e-5, dtype=torch.float64)
+        policy = best_of_n(fine, n)
+        kl = torch.special.xlogy(policy, policy / fine).sum()
+        torch.testing.assert_close(kl, best_of_n_kl_bound(n), rtol=1e-3, atol=0.0)
+
+
+def test_kl_estimate_is_exact_for_one_likely_best_output() -> None:
+    """The others are tiny; the bound is far off here."""
+    for eps, n in ((0.3, 4), (0.02, 64), (0.9, 1000)):
+        tiny = torch.full((200_000,), (1 - eps) / 200_000, dtype=torch.float64)
+        prob = torch.cat([tiny, torch.tensor([eps], dtype=torch.float64)])
+        policy = best_of_n(prob, n)
+        kl = torch.special.xlogy(policy, policy / prob).sum()
+        ours = best_of_n_kl_estimate(torch.tensor(math.log(eps)), n)
+        torch.testing.assert_close(ours, kl, rtol=1e-4, atol=1e-7)
+        assert ours < best_of_n_kl_bound(n)
+
+
+def test_kl_estimate_at_its_limits() -> None:
+    log_prob = torch.tensor([-2000.0, -40.0, 0.0], requires_grad=True)
+    result = best_of_n_kl_estimate(log_prob, 16)
+    bound = best_of_n_kl_bound(16)
+    torch.testing.assert_close(result, torch.stack([bound, bound, torch.zeros_like(bound)]))
+    assert not result.requires_grad
+    torch.testing.assert_close(best_of_n_kl_estimate(torch.tensor([-3.0, -0.1]), 1), torch.zeros(2).double())
+
+
+ONE = torch.tensor([True, False])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pass_at_k(5, 1, 0), "k must be at least 1 attempt; got 0"),
+        (lambda: pass_at_k(torch.ones(2), torch.ones(3), 1), r"broadcast; got \(2,\), \(3,\) and \(\)"),
+        (lambda: expected_best_of_k(torch.ones(3), -1), "k must be at least 1 attempt; got -1"),
+        (lambda: expected_best_of_k(torch.ones(2, 0), 1), r"n ≥ 1 samples last; got shape \(2, 0\)"),
+        (
+            lambda: expected_best_of_k(torch.ones(3), 1, valid=ONE),
+            r"valid must be bool .* \(3,\); got .* \(2,\)",
+        ),
+        (
+            lambda: majority_at_k(torch.ones(3), ONE, 1),
+            r"counts \(3,\) and correct \(2,\) must have one shape",
+        ),
+        (lambda: majority_at_k(torch.ones(2), torch.ones(2), 1), "correct bool; got .* torch.float32"),
+        (lambda: majority_at_k(torch.ones(2), ONE, 0), "k must be at least 1 attempt; got 0"),
+        (lambda: answer_counts([1, 1], [0, 0], ONE), "marked both correct and wrong"),
+        (lambda: answer_counts([1], [0, 0], ONE), "one label per sample, 2 in all; got 1 labels"),
+        (
+            lambda: answer_counts([1, 1], [0, 0], torch.ones(2)),
+            r"correct must be bool \[B\]; got torch.float32",
+        ),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

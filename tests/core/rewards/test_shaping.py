@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shaped rewards: hand values, bounds, missing rewards, neighbours, likelihoods, leave-one-out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.support.core_values import assert_values, f64
+from visalign.core.advantages.group import group_advantages
+from visalign.core.rewards.shaping import (
+    jepo_credit,
+    likelihood_reward,
+    neighbour_weights,
+    preference_as_reward,
+    reward_fusion,
+    reward_probability,
+)
+
+NAN = float("nan")
+INF = float("inf")
+
+
+class TestPreferenceAsReward:
+    def test_hand_values(self) -> None:
+        reference = f64(0, 1).expand(3, 2)
+        assert_values(preference_as_reward(f64(2, 0, -1), reference), 0.8059278, 0.3844707, 0.1940722)
+        assert_values(preference_as_reward(f64(3), f64(1)[:, None], k=0.5), 1 / (1 + math.exp(-1)))
+
+    def test_bounded_increasing_and_steepest_at_the_reference(self) -> None:
+        reward = torch.linspace(-6, 6, 25, dtype=torch.float64).requires_grad_()
+        shaped = preference_as_reward(reward, torch.zeros(25, 1, dtype=torch.float64))
+        (slope,) = torch.autograd.grad(shaped.sum(), reward)
+        assert bool((shaped.diff() > 0).all()) and 0 < shaped.min() and shaped.max() < 1
+        assert slope.argmax() == 12 and slope[12] == 0.25
+
+    def test_it_changes_a_standardised_group_where_an_affine_map_does_not(self) -> None:
+        reward, group = f64(0, 1, 2, 9), [0] * 4
+        plain = group_advantages(reward, group, eps=0)
+        torch.testing.assert_close(group_advantages(3 * reward + 5, group, eps=0), plain)
+        shaped = group_advantages(preference_as_reward(reward, torch.ones(4, 1)), group, eps=0)
+        assert_values(shaped, -1.1371, -0.3990, 0.3390, 1.1970, atol=1e-4)
+
+    def test_missing_references_are_left_out_and_missing_rewards_stay_missing(self) -> None:
+        reward = f64(2, NAN, 1).requires_grad_()
+        reference = torch.tensor([[0, NAN, 1], [0, 0, 0], [NAN, NAN, INF]], dtype=torch.float64)
+        shaped = preference_as_reward(reward, reference)
+        assert_values(shaped.detach(), 0.8059278, NAN, NAN)
+        (slope,) = torch.autograd.grad(shaped[0], reward)
+        assert slope[0] > 0 and slope[1:].eq(0).all()
+
+    def test_gradient_and_precision(self) -> None:
+        reference = torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        assert torch.autograd.gradcheck(
+            lambda r: preference_as_reward(r, reference, k=1.7), (f64(0.2, -1, 3).requires_grad_(),)
+        )
+        half = preference_as_reward(torch.tensor([300.0]).half(), torch.tensor([[-300.0]]).half())
+        assert half.dtype == torch.float32 and half.item() == 1
+
+
+class TestRewardFusion:
+    def test_hand_value(self) -> None:
+        fused = reward_fusion(f64(0.2), f64(0.6, 0.7)[None], f64(0.95, 0.9)[None])
+        assert_values(fused, (0.2 + 0.95 * 0.6 + 0.9 * 0.7) / 2.85)
+
+    def test_only_the_most_similar_above_the_threshold(self) -> None:
+        similarity = f64(0.91, 0.95, 0.5, 0.95, 0.99)[None]
+        assert_values(neighbour_weights(similarity, top=2)[0], 0, 0.95, 0, 0, 0.99)
+        assert_values(neighbour_weights(similarity, threshold=0.5, top=9)[0], 0.91, 0.95, 0.5, 0.95, 0.99)
+
+    def test_without_neighbours_the_reward_is_kept_to_the_bit(self) -> None:
+        reward = torch.rand(50, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(reward_fusion(reward, torch.rand(50, 3), torch.full((50, 3), 0.89)), reward)
+        assert torch.equal(reward_fusion(reward, torch.empty(50, 0), torch.empty(50, 0)), reward)
+
+    def test_result_lies_between_what_enters_and_equal_rewards_stay(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        own, near = torch.rand(40, generator=generator), torch.rand(40, 4, generator=generator)
+        close_by = 0.9 + 0.1 * torch.rand(40, 4, generator=generator)
+        fused = reward_fusion(own, near, close_by)
+        everything = torch.cat([own[:, None], near], 1)
+        assert bool(((fused >= everything.amin(1)) & (fused <= everything.amax(1))).all())
+        assert torch.equal(reward_fusion(own, own[:, None].expand(40, 4), close_by), own)
+
+    def test_a_missing_neighbour_takes_no_place(self) -> None:
+        near, similarity = f64(NAN, 1, 3)[None], f64(1, 0.95, 0.92)[None]
+        assert_values(reward_fusion(f64(0), near, similarity, top=1), 0.95 / 1.95)
+        assert_values(reward_fusion(f64(NAN), near, similarity), NAN)
+        assert_values(reward_fusion(f64(0), f64(1)[None], f64(NAN)[None]), 0)
+
+
+class TestLikelihoodReward:
+    log_prob = torch.tensor([[-1.0, -2.0, NAN], [-0.5, NAN, NAN], [NAN, NAN, NAN]], dtype=torch.float64)
+    weight = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+
+    @pytest.mark.parametrize(
+        ("kind", "first", "second"),
+        [
+            ("log_prob", -3.0, -0.5),
+            ("mean_log_prob", -1.5, -0.5),
+            ("prob", math.exp(-3), math.exp(-0.5)),
+            ("mean_prob", (math.exp(-1) + math.exp(-2)) / 2, math.exp(-0.5)),
+        ],
+    )
+    def test_hand_values(self, kind: str, first: float, second: float) -> None:
+        assert_values(likelihood_reward(self.log_prob, self.weight, kind=kind), first, second, NAN)  # type: ignore[arg-type]
+
+    def test_padding_gets_no_gradient(self) -> None:
+        log_prob = self.log_prob.clone().requires_grad_()
+        for kind in ("log_prob", "mean_prob", "prob"):
+            reward = likelihood_reward(log_prob, self.weight, kind=kind)
+            (slope,) = torch.autograd.grad(reward[:2].sum(), log_prob)
+            assert bool((slope[self.weight == 0] == 0).all()) and bool((slope[self.weight == 1] > 0).all())
+
+
+class TestJepo:
+    def test_hand_values(self) -> None:
+        bound, credit = jepo_credit(f64(-1, -2, -3), [0] * 3)
+        assert_values(bound, *[-1.6910063] * 3, atol=1e-7)
+        assert_values(credit, 0.6888790, -0.1247874, -0.3111206, atol=1e-6)
+
+    def test_equals_enumeration_of_the_others(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        value = 30 * torch.randn(12, dtype=torch.float64, generator=generator)
+        value[4] = value[0]  # the largest may be there twice
+        group = ["a", "b", "a", "b", "a", "a", "b", "c", "a", "b", "c", "a"]
+        bound, credit = jepo_credit(value, group)
+        for i, label in enumerate(group):
+            members = [j for j, other in enumerate(group) if other == label]
+            others = [j for j in members if j != i]
+            everything = value[members].logsumexp(0) - math.log(len(members))
+            without = value[others].logsumexp(0) - math.log(len(others))
+            torch.testing.assert_close(bound[i], everything)
+            torch.testing.assert_close(credit[i], everything - without, rtol=1e-9, atol=1e-12)
+
+    def test_a_lone_explanation_keeps_its_digits(self) -> None:
+        _, credit = jepo_credit(f64(0, -800, -900), [0] * 3)
+        assert_values(credit, 800 + math.log(2 / 3), -math.log(1.5), -math.log(1.5))
+
+    def test_equal_alone_and_missing(self) -> None:
+        bound, credit = jepo_credit(f64(-0.3, -0.3, -0.3, 7, NAN, NAN), [0, 0, 0, 1, 0, 2])
+        assert credit.eq(0).all()
+        assert_values(bound, -0.3, -0.3, -0.3, 7, -0.3, NAN)
+
+
+def test_reward_probability_is_affine_inside_its_bound() -> None:
+    assert_values(reward_probability(f64(-9, -5, 0, 2.4, 5, 9, NAN)), 0, 0, 0.5, 0.74, 1, 1, NAN)
+    assert reward_probability(torch.tensor([1.0]).half(), bound=2).item() == 0.75
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: preference_as_reward(f64(1), f64(1)), r"reward must be \[B\] and reference \[B, M\]; got"),
+        (lambda: preference_as_reward(f64(1), f64(1)[None], k=0), "k must be positive and finite; got 0"),
+        (lambda: neighbour_weights(f64(1)), r"similarity must be \[B, M\].*\(1,\)"),
+        (lambda: neighbour_weights(f64(1)[None], torch.ones(2, 1) > 0), r"got \(1, 1\) with valid \(2, 1\)"),
+        (lambda: neighbour_weights(f64(1)[None], threshold=-1), "threshold must be positive"),
+        (lambda: neighbour_weights(f64(1)[None], top=0), "top must be at least 1; got 0"),
+        (lambda: reward_fusion(f64(1, 2), f64(1)[None], f64(1)[None]), r"got \(2,\), \(1, 1\), \(1, 1\)"),
+        (lambda: likelihood_reward(f64(1), f64(1)), r"must both be \[B, T\]; got \(1,\), \(1,\)"),
+        (
+            lambda: likelihood_reward(f64(1)[None], f64(1)[None], kind="p"),  # type: ignore[arg-type]
+            "kind must be one of log_prob, mean_log_prob, prob, mean_prob; got 'p'",
+        ),
+        (lambda: jepo_credit(f64(1)[None], [0]), r"log_likelihood must be \[B\]; got shape \(1, 1\)"),
+        (lambda: reward_probability(f64(1), bound=INF), "bound must be positive and finite; got inf"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step rewards: Clip and Delta, implicit rewards and their loss, turning points; holes, gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support.core_values import assert_values, f64
+from visalign.core.advantages.returns import discounted_returns
+from visalign.core.rewards.steps import (
+    clip_step_rewards,
+    delta_step_rewards,
+    implicit_prm_loss,
+    implicit_step_rewards,
+    next_present,
+    turning_point_rewards,
+)
+
+NAN = float("nan")
+assert_hand = partial(assert_values, rtol=1e-9)
+STEPS = torch.tensor([[0.2, 0.9, 0.6, 0.8]], dtype=torch.float64)
+
+
+def test_clip_and_delta_by_hand() -> None:
+    assert_hand(delta_step_rewards(STEPS)[0], -0.7, 0.3, 0.6, 0)
+    assert_hand(discounted_returns(delta_step_rewards(STEPS))[0], 0.2, 0.9, 0.6, 0)
+    clipped = clip_step_rewards(STEPS, eta=0.5)
+    assert_hand(clipped[0], -0.3, 0, 0, 0)
+    assert_hand(delta_step_rewards(clipped)[0], -0.3, 0, 0, 0)
+
+
+def test_repeating_a_good_step_earns_nothing() -> None:
+    longer = torch.cat([STEPS[:, :1], STEPS[:, 1:2].expand(1, 5), STEPS[:, 2:]], 1)
+    assert longer.sum() > STEPS.sum() + 3
+    torch.testing.assert_close(delta_step_rewards(longer).sum(), delta_step_rewards(STEPS).sum())
+
+
+def test_absent_steps_change_nothing() -> None:
+    """Left padding, holes and right padding, NaN inside: the present steps get what they get alone."""
+    spread = torch.full((3, 7), NAN, dtype=torch.float64)
+    weight = torch.zeros(3, 7)
+    for row, places in enumerate([(0, 1, 2, 3), (3, 4, 5, 6), (0, 2, 3, 6)]):
+        spread[row, list(places)] = STEPS[0]
+        weight[row, list(places)] = 1
+    for ours, alone in (
+        (delta_step_rewards(spread, weight), delta_step_rewards(STEPS)),
+        (clip_step_rewards(spread, weight, eta=0.5), clip_step_rewards(STEPS, eta=0.5)),
+        (implicit_step_rewards(spread, weight).step, implicit_step_rewards(STEPS).step),
+    ):
+        assert ours[weight == 0].eq(0).all()
+        torch.testing.assert_close(ours[weight == 1].reshape(3, 4), alone.expand(3, 4))
+
+
+def test_rows_with_one_step_or_none() -> None:
+    weight = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0]])
+    assert delta_step_rewards(STEPS.expand(2, 4), weight).eq(0).all()
+    assert next_present(weight != 0).tolist() == [[1, 4, 4, 4], [4, 4, 4, 4]]
+    assert delta_step_rewards(torch.ones(2, 0)).shape == (2, 0)
+
+
+def test_implicit_rewards_by_hand() -> None:
+    log_ratio = f64(0.5, -0.2, 0.3)[None]
+    rewards = implicit_step_rewards(log_ratio)
+    assert_hand(rewards.step[0], 0.025, -0.01, 0.015)
+    assert_hand(rewards.prefix[0], 0.025, 0.015, 0.03)
+    assert_hand(rewards.total, 0.03)
+    assert_hand(implicit_prm_loss(log_ratio, f64(1)), math.log1p(math.exp(-0.03)))
+    assert_hand(implicit_prm_loss(log_ratio, f64(0.25)), 0.25 * -0.03 + math.log1p(math.exp(0.03)))
+    assert_hand(implicit_prm_loss(0 * log_ratio, f64(0.3)), math.log(2))
+
+
+def test_implicit_loss_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = torch.randn(3, 4, dtype=torch.float64, generator=generator).requires_grad_()
+    label, weight = f64(1, 0, 0.3), torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 1, 1, 0]])
+    assert torch.autograd.gradcheck(
+        lambda x: implicit_prm_loss(x, label, weight, beta=0.7).sum(), (log_ratio,)
+    )
+    (slope,) = torch.autograd.grad(implicit_prm_loss(log_ratio, label, weight).sum(), log_ratio)
+    q = implicit_step_rewards(log_ratio, weight).total
+    torch.testing.assert_close(slope, 0.05 * (q.sigmoid() - label)[:, None] * weight)
+
+
+def test_implicit_loss_with_missing_labels_absent_nan_and_extremes() -> None:
+    log_ratio = torch.tensor([[1e6, NAN], [1e6, NAN], [NAN, NAN]], requires_grad=True)
+    weight = torch.tensor([[1, 0], [1, 0], [0, 0]])
+    loss = implicit_prm_loss(log_ratio, torch.tensor([1.0, 0.0, NAN]), weight)
+    (slope,) = torch.autograd.grad(loss.sum(), log_ratio)
+    assert loss.tolist() == [0, pytest.approx(5e4), 0]
+    assert slope[:, 1].eq(0).all() and slope[2].eq(0).all() and slope[1, 0] == pytest.approx(0.05)
+    assert implicit_prm_loss(torch.ones(1, 2).half(), torch.ones(1)).dtype == torch.float32
+
+
+def test_turning_points_by_hand() -> None:
+    """Row 1 turns at step 2, row 2 at step 1 only: its third step goes past the final reward."""
+    middle = torch.tensor([[0.45, 0.60, 0.58], [0.55, 0.48, 0.65]], dtype=torch.float64)
+    found = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False)
+    assert_hand(found.increment.flatten(), -0.05, 0.15, -0.02, 0.05, -0.07, 0.17)
+    assert found.turn.tolist() == [[False, True, False], [True, False, False]]
+    assert_hand(found.step_reward.flatten(), -0.05, 0.25, -0.02, 0.10, -0.07, 0.17)
+    added = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False, replace=False)
+    torch.testing.assert_close(added.step_reward, found.increment + found.bonus)
+    half = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False, eta=0.5)
+    torch.testing.assert_close(half.bonus, found.bonus / 2)
+
+
+def test_turning_points_agree_with_loops_and_telescope() -> None:
+    generator = torch.Generator().manual_seed(1)
+    final, start = torch.rand(2, 30, dtype=torch.float64, generator=generator)
+    middle = torch.rand(30, 6, dtype=torch.float64, generator=generator)
+    found = turning_point_rewards(final, start, middle, balanced=False)
+    for b in range(30):
+        levels = [start[b].item(), *middle[b].tolist()]
+        whole = final[b].item() - levels[0]
+        for k in range(1, 7):
+            step, rest = levels[k] - levels[k - 1], final[b].item() - levels[k]
+            before = levels[k - 1] - levels[k - 2] if k > 1 else 0.0
+            turns = step * rest > 0 and (k == 1 or (before * whole < 0 < step * whole))
+            expected = final[b].item() - levels[k - 1] if turns else step
+            assert found.step_reward[b, k - 1].item() == pytest.approx(expected, abs=1e-12)
+    plain = turning_point_rewards(final, start, middle, eta=0, replace=False)
+    torch.testing.assert_close(plain.step_reward.sum(1), middle[:, -1] - start)
+
+
+def test_balancing_keeps_the_largest_of_the_commoner_sign() -> None:
+    """Three rises and one fall: the rise that matters most stays; with only rises all stay."""
+    final, start = f64(1.0, 2.0, 0.5, -1.0), torch.zeros(4, dtype=torch.float64)
+    middle = final[:, None] / 2
+    assert turning_point_rewards(final, start, middle, balanced=False).turn.all()
+    found = turning_point_rewards(final, start, middle)
+    assert found.turn[:, 0].tolist() == [False, True, False, True]
+    assert_hand(found.step_reward[:, 0], 0.5, 2, 0.25, -1)
+    assert turning_point_rewards(final[:3], start[:3], middle[:3]).turn.all()
+
+
+def test_turning_points_on_plateaus_and_missing_rewards() -> None:
+    flat = turning_point_rewards(f64(0.5), f64(0.5), f64(0.5, 0.5)[None])
+    assert not flat.turn.any() and flat.step_reward.eq(0).all()
+    found = turning_point_rewards(f64(1, NAN), f64(0, 0), torch.tensor([[NAN, 0.5, 0.6], [0.1, 0.2, 0.3]]))
+    assert found.step_reward[0].isnan().tolist() == [True, True, False] and not found.turn.any()
+    assert_hand(
+        found.step_reward[1].double(), *torch.tensor([0.1, 0.2, 0.3]).diff(prepend=torch.zeros(1)).tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: delta_step_rewards(f64(1)), r"steps must be \[B, T\] and weight like them; got \(1,\)"),
+        (lambda: clip_step_rewards(STEPS, torch.ones(4), eta=0), r"got \(1, 4\) with weight \(4,\)"),
+        (lambda: implicit_step_rewards(STEPS, beta=0), "beta must be positive and finite; got 0"),
+        (lambda: implicit_prm_loss(STEPS, f64(1, 0)), r"label must be \[B\] = \[1\]; got shape \(2,\)"),
+        (lambda: turning_point_rewards(f64(1), f64(1, 2), STEPS), r"got \(1,\), \(2,\), \(1, 4\)"),
+        (lambda: turning_point_rewards(f64(1), f64(1), f64(1)), r"reward_mid \[B, n\]; got"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Terms of the reward: placement, KL and its coefficients, and the two ways to treat what is too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core.rewards.terms import (
+    adaptive_kl_coefficient,
+    filter_overlong,
+    kl_in_reward,
+    penalty_kl_coefficient,
+    place_terminal,
+    soft_overlong,
+)
+
+NAN = float("nan")
+
+
+def rows(*values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_place_terminal() -> None:
+    weight = rows([1, 1, 1], [0, 2, 0], [1, 0, 1], [0, 0, 0], [1, 1, 0])
+    reward = torch.tensor([1.0, 2.0, 3.0, 4.0, NAN], requires_grad=True)
+    expected = torch.tensor([[0, 0, 1.0], [0, 2, 0], [0, 0, 3], [0, 0, 0], [0, NAN, 0]])
+    result = place_terminal(reward, weight)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    assert not result.requires_grad
+    assert place_terminal(reward.half(), weight != 0).dtype == torch.float32
+    assert place_terminal(reward.double(), torch.zeros(5, 0)).shape == (5, 0)
+
+
+def test_kl_in_reward_by_hand() -> None:
+    reward, weight = rows([0, 1, NAN], [0, 2, 5]), rows([1, 1, 0], [1, 1, 1])
+    old, ref = rows([-1, -2, NAN], [-1, -1, -1]), rows([-3, -1, NAN], [-1, -3, 0])
+    expected = rows([-0.2, 1.1, 0], [0, 1.8, 5.1])
+    for beta in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        torch.testing.assert_close(kl_in_reward(reward, old, ref, beta=beta, weight=weight), expected)
+    assert torch.equal(kl_in_reward(reward[1:], old[1:], ref[1:], beta=0.0), reward[1:])
+    assert kl_in_reward(*(t.half() for t in (reward, old, ref)), beta=0.1).dtype == torch.float32
+
+
+def test_kl_in_reward_has_the_gradient_of_the_kl() -> None:
+    """E[−k1 ∇ log π] = −∇ KL(π‖π_ref), summed over all answers of one token."""
+    logits = torch.tensor([0.3, -0.4, 1.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.0, 0.5, -0.2], dtype=torch.float64).log_softmax(0)
+    log_prob = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad(-(log_prob.exp() * (log_prob - ref)).sum(), logits, retain_graph=True)
+    reward = kl_in_reward(torch.zeros(3, 1).double(), log_prob[:, None], ref[:, None], beta=1.0)[:, 0]
+    surrogate = (log_prob.exp().detach() * reward * log_prob).sum()
+    torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [(6.0, 1.0), (6.6, 1.01), (600.0, 1.02), (0.0, 0.98), (5.4, 0.99), (float("inf"), 1.02), (NAN, 1.0)],
+)
+def test_adaptive_coefficient(kl: float, factor: float) -> None:
+    options: dict[str, Any] = {"target": 6.0, "horizon": 1000.0, "samples": 100}
+    for given in (kl, torch.tensor(kl, dtype=torch.float64)):
+        result = adaptive_kl_coefficient(0.5, given, **options)
+        assert result.dtype == torch.float64 and result.item() == pytest.approx(0.5 * factor, rel=1e-12)
+    assert adaptive_kl_coefficient(torch.tensor(0.5), torch.tensor(kl), **options).dtype == torch.float32
+
+
+def test_the_adaptive_coefficient_settles_where_the_kl_is_on_target() -> None:
+    """A toy in which KL = 3/β: the fixed point is β = 3/target."""
+    beta = torch.tensor(2.0, dtype=torch.float64)
+    for _ in range(400):
+        beta = adaptive_kl_coefficient(beta, 3 / beta, samples=1000, horizon=4000, target=6.0)
+    assert beta.item() == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(0.01, 1.0), (0.0149, 1.0), (0.016, 2.0), (0.006, 0.5), (0.0, 0.5), (NAN, 1.0)]
+)
+def test_penalty_coefficient(kl: float, factor: float) -> None:
+    assert penalty_kl_coefficient(3.0, kl, target=0.01).item() == 3 * factor
+
+
+def test_soft_overlong() -> None:
+    length = torch.tensor([0, 80, 81, 90, 99, 100, 101, 10_000])
+    expected = torch.tensor([0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
+    torch.testing.assert_close(soft_overlong(length, max_length=100, cache=20), expected)
+    assert soft_overlong(length.double(), max_length=100, cache=100)[0] == 0
+    assert soft_overlong(length.half(), max_length=100, cache=20).dtype == torch.float32
+
+
+def test_filter_overlong() -> None:
+    weight = torch.tensor([[1.0, 0.5], [2.0, NAN], [1.0, 1.0]])
+    result = filter_overlong(weight, torch.tensor([False, True, False]))
+    assert torch.equal(result, torch.tensor([[1.0, 0.5], [0, 0], [1.0, 1.0]]))
+    assert filter_overlong(weight != 0, torch.tensor([True] * 3)).dtype == torch.bool
+
+
+MATRIX = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: place_terminal(MATRIX, MATRIX), r"reward must be \[B\] .* got \(2, 3\) and \(2, 3\)"),
+        (
+            lambda: kl_in_reward(MATRIX, MATRIX, torch.zeros(2), beta=0.1),
+            r"ref_log_prob \(2,\) and reward \(2, 3\) must have one shape",
+        ),
+        (
+            lambda: kl_in_reward(MATRIX, MATRIX, MATRIX, beta=0.1, weight=MATRIX.T),
+            r"weight \(3, 2\) and reward",
+        ),
+        (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=0), "samples must be a positive number; got 0"),
+        (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=1, target=-6), "target must be a positive number"),
+        (
+            lambda: adaptive_kl_coefficient(0.1, 1.0, samples=50_000),
+            "samples/horizon must be below 1/bound = 5, .* got 50000/10000. Use a longer horizon",
+        ),
+        (lambda: penalty_kl_coefficient(0.1, 1.0, target=0.0), "target must be a positive number; got 0.0"),
+        (
+            lambda: penalty_kl_coefficient(0.1, 1.0, target=1.0, factor=1.0),
+            "tolerance must be ≥ 1 and factor > 1; got 1.5 and 1.0",
+        ),
+        (
+            lambda: soft_overlong(torch.zeros(2), max_length=10, cache=11),
+            "cache must be in 1 … max_length; got cache=11, max_length=10",
+        ),
+        (
+            lambda: filter_overlong(MATRIX, torch.zeros(2)),
+            r"truncated must be bool \[B\] .* got torch.float32 \(2,\) for weight \(2, 3\)",
+        ),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uses of a judge's uncertainty: overlap, bounds, ensembles, shrinkage, Ctrl-U, Laplace maps, old pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.stats import norm
+from torch.nn import functional as F
+
+from tests.support.core_values import assert_values, f64, normal
+from visalign.core.preference.heatmaps import (
+    class_disagreement,
+    ctrl_u_loss,
+    ctrl_u_weight,
+    fuse_heatmaps,
+    laplace_loss,
+    uncertainty_weight,
+)
+from visalign.core.rewards.off_policy import off_policy_pair_weights, relative_log_density
+from visalign.core.rewards.uncertainty import (
+    bhattacharyya,
+    bhattacharyya_overlap,
+    combine_members,
+    inverse_variance_weights,
+    penalise,
+    shrink_advantages,
+)
+
+NAN = float("nan")
+
+
+class TestOverlap:
+    def test_equals_the_integral(self) -> None:
+        cases = ((0.0, 1.0, 0.5, 2.0), (-1.0, 0.3, 1.0, 0.5), (2.0, 0.7, 2.0, 0.7))
+        for m, s, n, t in cases:
+            wanted = quad(
+                lambda x, p=(m, s, n, t): math.sqrt(norm.pdf(x, p[0], p[1]) * norm.pdf(x, p[2], p[3])),
+                -20,
+                20,
+            )[0]
+            assert bhattacharyya(f64(m), f64(s), f64(n), f64(t)).item() == pytest.approx(wanted, rel=1e-8)
+
+    def test_mean_overlap_with_the_others_or_with_a_pool(self) -> None:
+        mean, std = normal(6), normal(6, seed=1).abs() + 0.1
+        table = bhattacharyya(mean, std, mean, std)
+        assert_values(table.diagonal(), *[1.0] * 6)
+        torch.testing.assert_close(table, table.T)
+        loops = [sum(table[i, j].item() for j in range(6) if j != i) / 5 for i in range(6)]
+        assert_values(bhattacharyya_overlap(mean, std), *loops)
+        pool = bhattacharyya_overlap(mean[:1], std[:1], pool_mean=mean[1:], pool_std=std[1:])
+        assert_values(pool, loops[0])
+        assert bhattacharyya_overlap(mean[:1], std[:1]).item() == 0
+
+    def test_no_deviation_and_far_apart(self) -> None:
+        found = bhattacharyya(f64(0, 1), f64(0, 0), f64(0, 1), f64(0, 0))
+        assert_values(found.flatten(), 1, 0, 0, 1)
+
+    def test_penalty_is_a_lower_bound(self) -> None:
+        assert_values(penalise(f64(2, 1), f64(0.5, 0), strength=2), 1, 1)
+
+
+class TestMembers:
+    MEAN = torch.tensor([[1, 2, NAN], [3, 2, NAN], [5, NAN, NAN]], dtype=torch.float64)
+
+    def test_by_hand(self) -> None:
+        mean, spread = combine_members(self.MEAN)
+        assert_values(mean, 3, 2, NAN)
+        assert_values(spread, 2, 0, NAN)
+        assert_values(combine_members(self.MEAN, how="min")[0], 1, 2, NAN)
+        assert_values(combine_members(self.MEAN, how="lower_bound", strength=0.5)[0], 2, 2, NAN)
+        std = torch.tensor([[1.0, 1, 1], [2, 1, 1], [1e9, NAN, 1]], dtype=torch.float64)
+        precise = combine_members(self.MEAN, std=std, how="inverse_variance")[0]
+        assert_values(precise[:2], (1 + 3 / 4) / (5 / 4), 2, rtol=1e-5)
+        assert precise[2].isnan()
+
+    def test_a_member_without_a_known_deviation_has_no_weight(self) -> None:
+        std = torch.tensor([[1.0, NAN], [2, NAN], [NAN, NAN]], dtype=torch.float64)
+        mean = torch.tensor([[1.0, 1], [3, 3], [1000, 5]], dtype=torch.float64)
+        precise, spread = combine_members(mean, std=std, how="inverse_variance")
+        assert_values(precise[:1], (1 + 3 / 4) / (5 / 4), rtol=1e-5)
+        assert precise[1].isnan() and spread[1] == 2
+        vague = torch.tensor([[1e20], [2e20]], dtype=torch.float64)
+        assert_values(combine_members(f64(0, 5)[:, None], std=vague, how="inverse_variance")[0], 1)
+
+    def test_a_member_that_failed_counts_for_nothing(self) -> None:
+        valid = torch.tensor([[True] * 3, [True] * 3, [False] * 3])
+        mean, spread = combine_members(self.MEAN, valid=valid)
+        assert_values(mean[:2], 2, 2)
+        assert_values(spread[:2], math.sqrt(2), 0)
+        assert_values(combine_members(self.MEAN, ddof=0)[1][:1], math.sqrt(8 / 3))
+
+    def test_weights(self) -> None:
+        assert_values(inverse_variance_weights(f64(0, 0.5), floor=0.1), 100, 1 / 0.26)
+
+
+class TestShrinkage:
+    def test_by_hand(self) -> None:
+        found = shrink_advantages(f64(2, 2, 2, 2), f64(0, 1, 2, 0), f64(1, 1, 1, 0))
+        assert_values(found, 2, 1, 0.4, 2)
+        observed = shrink_advantages(f64(2, 2, 2), f64(0.6, 1, 2), f64(1, 1, 1), observed=True)
+        assert_values(observed, 2 * 0.64, 0, 0)
+
+    def test_it_is_the_best_linear_guess_of_the_true_reward(self) -> None:
+        """Of true spread 1 and noise 0.8, no other factor comes closer in the mean square."""
+        true = normal(200_000)
+        judged = true + 0.8 * normal(200_000, seed=1)
+        std, spread = torch.full_like(true, 0.8), judged.std().expand_as(true)
+        ours = shrink_advantages(judged, std, spread, observed=True)
+        error = [(factor * judged - true).square().mean() for factor in (0.55, 0.67)]
+        assert (ours - true).square().mean() < min(error)
+
+
+class TestCtrlU:
+    def test_disagreement_is_a_kl(self) -> None:
+        one, other = normal(2, 4, 3), normal(2, 4, 3, seed=1)
+        wanted = F.kl_div(one.log_softmax(1), other.softmax(1), reduction="none").sum(1)
+        torch.testing.assert_close(class_disagreement(one, other), wanted)
+        assert class_disagreement(one, one).abs().max() < 1e-15
+
+    def test_far_half_precision_logits(self) -> None:
+        one = torch.tensor([[300.0, -300.0]]).half()
+        assert_values(class_disagreement(one, -one).double(), 600)
+
+    def test_agreement_is_plain_cross_entropy_of_what_counts(self) -> None:
+        logits, labels = normal(3, 4, 2, 2), torch.tensor([0, 3, 255, 1]).reshape(1, 2, 2).expand(3, 2, 2)
+        found = ctrl_u_loss(logits, logits, labels, counted=f64(1, 0, 1), weight=0.3)
+        each = [F.cross_entropy(logits[i : i + 1], labels[i : i + 1], ignore_index=255) for i in (0, 2)]
+        torch.testing.assert_close(found.reward, torch.stack(each).mean())
+        torch.testing.assert_close(found.total, 0.3 * found.reward)
+        assert found.uncertainty.abs() < 1e-15
+
+    def test_nothing_counts(self) -> None:
+        logits = normal(1, 4, 2, 2).requires_grad_()
+        found = ctrl_u_loss(logits, -logits, torch.full((1, 2, 2), 255), counted=f64(0))
+        assert found.total.item() == 0 and torch.autograd.grad(found.total, logits)[0].eq(0).all()
+
+    def test_without_detaching_disagreement_lowers_the_weighted_loss(self) -> None:
+        primary, auxiliary = normal(2, 4, 3).requires_grad_(), normal(2, 4, 3, seed=1).requires_grad_()
+        labels = torch.zeros(2, 3, dtype=torch.int64)
+        slopes = {}
+        for detach in (False, True):
+            found = ctrl_u_loss(primary, auxiliary, labels, detach=detach)
+            slopes[detach] = torch.autograd.grad(found.reward, auxiliary, allow_unused=True)[0]
+            wanted = 0.1 * found.reward + (0 if detach else found.uncertainty)
+            torch.testing.assert_close(found.total, wanted)
+        assert slopes[False].abs().max() > 0 and slopes[True] is None
+        assert torch.autograd.gradcheck(lambda a, b: ctrl_u_loss(a, b, labels).total, (primary, auxiliary))
+
+    def test_weights(self) -> None:
+        assert [ctrl_u_weight(step) for step in (0, 2500, 5000, 9000)] == [0, 0.05, 0.1, 0.1]
+        assert ctrl_u_weight(0, warmup=0) == 0.1
+        u = f64(0, 1).requires_grad_()
+        assert_values(uncertainty_weight(u), 1, math.exp(-1))
+        assert not uncertainty_weight(u).requires_grad and uncertainty_weight(u, detach=False).requires_grad
+
+
+class TestMaps:
+    def test_laplace_is_least_where_the_scale_is_the_error(self) -> None:
+        error = f64(0.3, 1.2)
+        scale = (math.sqrt(2) * error).requires_grad_()
+        loss = laplace_loss(error, torch.zeros(2).double(), scale)
+        assert_values(loss.detach(), *(1 + torch.log(scale)).tolist())
+        assert torch.autograd.grad(loss.sum(), scale)[0].abs().max() < 1e-12
+        assert torch.autograd.gradcheck(
+            lambda h, s: laplace_loss(h, f64(1, 2), s), (f64(0.5, 3).requires_grad_(), scale)
+        )
+
+    def test_fusion_by_hand(self) -> None:
+        maps, scale = (
+            torch.stack([f64(0, 1, 1), f64(1, 0, NAN)]),
+            torch.stack([f64(0, 2, 1), f64(math.log(3), 2, NAN)]),
+        )
+        valid = torch.tensor([[True, True, False], [True, True, False]])
+        merged, weight = fuse_heatmaps(maps, scale, valid=valid)
+        assert_values(merged, 0.25, 0.5, NAN)
+        assert_values(weight[0], 0.75, 0.5, 0)
+        one = fuse_heatmaps(maps, scale, valid=torch.tensor([[True] * 3, [False] * 3]))[0]
+        assert_values(one, 0, 1, 1)
+
+    def test_fusion_gradient_passes_masked_places(self) -> None:
+        maps, scale = normal(3, 4).requires_grad_(), normal(3, 4, seed=1).abs().requires_grad_()
+        valid = torch.tensor(
+            [[True, True, False, False], [True, False, True, False], [True, True, True, False]]
+        )
+        merged = fuse_heatmaps(maps, scale, valid=valid)[0]
+        slopes = torch.autograd.grad(merged[:3].sum(), (maps, scale))
+        assert all(slope.isfinite().all() and slope[~valid].eq(0).all() for slope in slopes)
+
+
+class TestOldPairs:
+    def test_by_hand(self) -> None:
+        ratio = relative_log_density(f64(math.log(0.4)), f64(math.log(0.1)), alpha=0.2)
+        assert_values(ratio, math.log(0.4 / (0.2 * 0.4 + 0.8 * 0.1)))
+        weight = off_policy_pair_weights(
+            *[f64(math.log(0.4))] * 2, *[f64(math.log(0.1))] * 2, alpha=0.2, multiplier=0.5, normalise=False
+        )
+        assert_values(weight, 2.5)
+
+    def test_long_sequences_do_not_underflow(self) -> None:
+        own, ref = f64(-5000, -5000, -5100), f64(-5000, -5100, -5000)
+        found = relative_log_density(own, ref)
+        assert_values(found, 0, math.log(10), -100 - math.log(0.9))
+        single = relative_log_density(own.float(), ref.float())
+        assert single.isfinite().all()
+
+    def test_an_unmoved_policy_weighs_all_alike_and_the_mean_is_one(self) -> None:
+        logs = [normal(7, seed=s) * 5 for s in range(4)]
+        assert_values(off_policy_pair_weights(logs[0], logs[1], logs[0], logs[1]), *[1.0] * 7)
+        leaf = logs[0].requires_grad_()
+        weight = off_policy_pair_weights(leaf, *logs[1:])
+        assert weight.mean().item() == pytest.approx(1) and not weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bhattacharyya(f64(1), f64(1, 2), f64(1), f64(1)), r"both be \[N\]; got \(1,\) and \(2,\)"),
+        (
+            lambda: bhattacharyya_overlap(f64(1), f64(1), pool_mean=f64(1)),
+            "pool_mean and pool_std go together",
+        ),
+        (lambda: penalise(f64(1), f64(1, 2), strength=1), r"mean \(1,\) and uncertainty \(2,\)"),
+        (lambda: penalise(f64(1), f64(1), strength=-1), "strength must be finite and ≥ 0; got -1"),
+        (lambda: combine_members(f64(1)), r"must be \[M, B\]; mean is \(1,\)"),
+        (lambda: combine_members(normal(2, 2), how="x"), "how must be"),  # pyright: ignore[reportArgumentType]
+        (lambda: combine_members(normal(2, 2), how="inverse_variance"), "needs std"),
+        (lambda: inverse_variance_weights(f64(1), floor=0), "floor must be positive"),
+        (lambda: shrink_advantages(f64(1), f64(1), f64(1, 2)), "must have one shape"),
+        (lambda: class_disagreement(normal(2, 3), normal(2, 4)), r"\[B, C, \*\]; got \(2, 3\) and \(2, 4\)"),
+        (
+            lambda: ctrl_u_loss(normal(2, 3, 4), normal(2, 3, 4), torch.zeros(2, 3).long()),
+            r"labels must be \(2, 4\)",
+        ),
+        (lambda: laplace_loss(f64(1), f64(1), f64(1, 2)), "must have one shape"),
+        (lambda: fuse_heatmaps(normal(2, 3), normal(2, 4)), "must have one shape"),
+        (lambda: relative_log_density(f64(1), f64(1, 2)), r"got \(1,\) and \(2,\)"),
+        (lambda: relative_log_density(f64(1), f64(1), alpha=1), r"alpha must lie in \(0, 1\); got 1"),
+        (
+            lambda: off_policy_pair_weights(f64(1), f64(1), f64(1), f64(1, 2)),
+            r"must be \[N\]; got .*ref_rejected \(2,\)",
+        ),
+        (lambda: off_policy_pair_weights(*[f64(1)] * 4, multiplier=-1), "multiplier must be"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlowRL's balance and DRO: slow formulas, where they rest, gradients, masks, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core import aggregate, count_step, log_ratio
+from visalign.core.surrogates.balance import dro, flow_balance
+from visalign.core.surrogates.ratios import ratio_level
+
+NAN = float("nan")
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+WEIGHT = torch.tensor([[1.0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 1, 0]], **DOUBLE)
+
+
+def draw(seed: int = 0) -> dict[str, Tensor]:
+    """log π, log π_ref and log π_old [3, 4], log Z and R [3], float64."""
+    generator = torch.Generator().manual_seed(seed)
+    new, change, drift = torch.randn(3, 3, 4, generator=generator, **DOUBLE)
+    log_z, reward = torch.randn(2, 3, generator=generator, **DOUBLE)
+    return {"new": new, "ref": new + drift, "old": new - 0.2 * change, "log_z": log_z, "reward": reward}
+
+
+def slope(loss: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, ∂ Σ loss / ∂ leaf)."""
+    leaf = leaf.clone().requires_grad_()
+    value = loss(leaf)
+    return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+
+def slow_balance(d: dict[str, Tensor], beta: float, low: float, high: float, normalised: bool) -> list[float]:
+    """w δ² of each row, by loops over numbers."""
+    rows = []
+    for i in range(3):
+        at = [t for t in range(4) if WEIGHT[i, t]]
+        length = len(at) if normalised else 1
+        new, ref, old = (sum(d[name][i, t].item() for t in at) for name in ("new", "ref", "old"))
+        delta = d["log_z"][i].item() + new / length - beta * d["reward"][i].item() - ref / length
+        rows.append(min(max(math.exp(new - old), 1 - low), 1 + high) * delta**2)
+    return rows
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("bounds", [(0.2, 0.2), (1.0, math.inf)])
+def test_flow_balance_equals_the_slow_formula(normalised: bool, bounds: tuple[float, float]) -> None:
+    d = draw()
+    whole = ratio_level(log_ratio(d["new"], d["old"]), WEIGHT, "sequence_sum")
+    losses = flow_balance(
+        d["new"],
+        d["ref"],
+        d["log_z"],
+        d["reward"],
+        WEIGHT,
+        beta=2.0,
+        log_ratio=whole,
+        eps_low=bounds[0],
+        eps_high=bounds[1],
+        length_normalised=normalised,
+    )
+    expected = torch.tensor(slow_balance(d, 2.0, *bounds, normalised), **DOUBLE)
+    torch.testing.assert_close(losses, expected[:, None] * WEIGHT)
+    mean = aggregate(losses, WEIGHT, "seq_mean_token_mean", count_step(WEIGHT))
+    torch.testing.assert_close(mean, expected.mean())
+
+
+def test_flow_balance_gradients_reach_the_policy_and_the_partition_only() -> None:
+    d = {name: value.requires_grad_() for name, value in draw().items()}
+    whole = ratio_level(log_ratio(d["new"], d["old"]), WEIGHT, "sequence_sum")
+    losses = flow_balance(d["new"], d["ref"], d["log_z"], d["reward"], WEIGHT, log_ratio=whole)
+    aggregate(losses, WEIGHT, "seq_mean_token_sum", count_step(WEIGHT)).backward()
+    assert d["ref"].grad is None and d["reward"].grad is None
+    new, log_z = d["new"].grad, d["log_z"].grad
+    assert new is not None and log_z is not None
+    torch.testing.assert_close(new, log_z[:, None] / WEIGHT.sum(1, keepdim=True) * WEIGHT)
+    fixed = draw()
+    assert torch.autograd.gradcheck(
+        lambda n, z: flow_balance(n, fixed["ref"], z, fixed["reward"], WEIGHT, beta=0.5),
+        (fixed["new"].requires_grad_(), fixed["log_z"].requires_grad_()),
+    )
+
+
+def test_flow_balance_rests_at_the_reward_distribution() -> None:
+    """π = π_ref e^{βR}/Z has loss 0 everywhere; any other policy has not."""
+    generator = torch.Generator().manual_seed(1)
+    ref = torch.randn(5, generator=generator, **DOUBLE).log_softmax(0)
+    reward = torch.randn(5, generator=generator, **DOUBLE)
+    log_z = torch.logsumexp(ref + 2 * reward, 0).expand(5)
+    target = ref + 2 * reward - log_z
+    one = torch.ones(5, 1)
+    losses = flow_balance(target[:, None], ref[:, None], log_z, reward, one, beta=2.0)
+    torch.testing.assert_close(losses, torch.zeros(5, 1, **DOUBLE))
+    assert flow_balance(ref[:, None], ref[:, None], log_z, reward, one, beta=2.0).max() > 0.1
+
+
+def test_flow_balance_is_unharmed_by_absent_rows() -> None:
+    d = draw()
+    weight = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    new, ref, whole = (t.masked_fill(weight == 0, NAN) for t in (d["new"], d["ref"], d["new"] * 0))
+    reward = d["reward"].clone()
+    reward[1] = NAN
+    value, grad = slope(lambda n: flow_balance(n, ref, d["log_z"], reward, weight, log_ratio=whole), new)
+    _, partition = slope(lambda z: flow_balance(new, ref, z, reward, weight, log_ratio=whole), d["log_z"])
+    assert torch.isfinite(value).all() and (value[weight == 0] == 0).all()
+    assert torch.isfinite(grad).all() and (grad[weight == 0] == 0).all() and (grad[weight != 0] != 0).all()
+    assert torch.isfinite(partition).all() and partition[1] == 0
+
+
+def test_half_precision_is_lifted() -> None:
+    d = {name: value.bfloat16() for name, value in draw().items()}
+    loss = flow_balance(d["new"], d["ref"], d["log_z"], d["reward"], WEIGHT.bfloat16(), log_ratio=d["old"])
+    assert loss.dtype == torch.float32
+    assert dro(d["new"], d["old"], d["reward"], beta=1.0).dtype == torch.float32
+
+
+def test_dro_by_hand() -> None:
+    """A = 3, β = 0.5, log r = 2, log π = −1: 3 + 0.25·4; slope −3 + 0.5·2."""
+    new, old = torch.tensor([-1.0], **DOUBLE), torch.tensor([-3.0], **DOUBLE)
+    value, grad = slope(lambda n: dro(n, n - old, torch.tensor([3.0]), beta=0.5), new)
+    assert value.item() == pytest.approx(4.0) and grad.item() == pytest.approx(-2.0)
+
+
+def test_dro_is_the_squared_residual_up_to_a_constant() -> None:
+    d, beta = draw(), 0.3
+    advantage = d["reward"]
+
+    def residual(new: Tensor) -> Tensor:
+        return (advantage[:, None] - beta * (new - d["old"])).square() / (2 * beta)
+
+    _, ours = slope(lambda n: dro(n, n - d["old"], advantage, beta=beta), d["new"])
+    torch.testing.assert_close(ours, slope(residual, d["new"])[1])
+    rest = d["old"] + advantage[:, None] / beta
+    _, grad = slope(lambda n: dro(n, n - d["old"], advantage, beta=beta), rest)
+    torch.testing.assert_close(grad, torch.zeros(3, 4, **DOUBLE))
+
+
+def test_dro_masks_nan() -> None:
+    new = torch.tensor([[-1.0, NAN]])
+    value, grad = slope(lambda n: dro(n, n + 1, n.detach(), beta=1.0, weight=torch.tensor([[1.0, 0.0]])), new)
+    assert value[0, 1] == 0 and grad[0, 1] == 0 and torch.isfinite(value).all() and grad[0, 0] != 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, s: flow_balance(x, s, s, s, x), r"log_prob \(2, 3\) and old_log_prob \(2,\)"),
+        (lambda x, s: flow_balance(x, x, s[:1], s, x), r"log_z needs one entry per row, \[2\]; got \(1,\)"),
+        (lambda x, s: flow_balance(x, x, s, x, x), r"reward needs one entry per row, \[2\]; got \(2, 3\)"),
+        (lambda x, s: flow_balance(x, x, s, s, s), r"log_prob \(2, 3\) and weight \(2,\)"),
+        (lambda x, s: flow_balance(x, x, s, s, x, log_ratio=s), r"log_ratio \(2,\) and weight \(2, 3\)"),
+        (lambda x, s: flow_balance(x, x, s, s, x, eps_low=2.0), "got eps_low=2.0, eps_high=0.2"),
+        (lambda x, s: flow_balance(s, s, s, s, s), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+        (lambda x, s: dro(x, x, s, beta=-0.1), "beta must be ≥ 0; got -0.1"),
+        (lambda x, s: dro(x, s, s, beta=0.1), r"log_prob \(2, 3\) and log_ratio \(2,\) must have one shape"),
+        (lambda x, s: dro(x, x, s, beta=0.1, weight=s), r"log_prob \(2, 3\) and weight \(2,\)"),
+        (lambda x, s: dro(x, x, x[0], beta=0.1), r"log_ratio \(2, 3\) and advantage \(3,\)"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 3), torch.ones(2))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PPO-KL, gradient-keeping clip, SAPO, GMPO: hand values, slow formulas, enumeration, gradients, edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core import aggregate, count_step, gaussian_kl, gaussian_log_prob, log_ratio, ppo_clip
+from visalign.core.surrogates.forms import gmpo, gradient_keeping_clip, ppo_kl, sapo
+
+NAN = float("nan")
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+EPS: dict[str, float] = {"eps_low": 0.2, "eps_high": 0.28}
+
+
+def slope(loss: Callable[[Tensor], Tensor], log_r: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, ∂ Σ loss / ∂ log r)."""
+    leaf = log_r.clone().requires_grad_()
+    value = loss(leaf)
+    return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+
+def draw(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(log r, A), float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return 0.5 * torch.randn(*shape, generator=generator, **DOUBLE), torch.randn(
+        *shape, generator=generator, **DOUBLE
+    )
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ppo_kl": lambda r, a: ppo_kl(r, a, beta=0.7),
+    "gradient_keeping_clip": lambda r, a: gradient_keeping_clip(r, a, **EPS),
+    "sapo": sapo,
+    "gmpo": lambda r, a: gmpo(r, a, torch.ones_like(r)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_contracts_of_every_form(name: str) -> None:
+    """Ratio 1 gives the policy gradient; no gradient into A; one A per row; half precision is lifted."""
+    form = FORMS[name]
+    _, advantage = draw(4, 1, seed=1)
+    new = torch.zeros(4, 1, requires_grad=True, **DOUBLE)
+    advantage.requires_grad_()
+    form(log_ratio(new, new.detach()), advantage).sum().backward()
+    assert new.grad is not None and advantage.grad is None
+    torch.testing.assert_close(new.grad, -advantage.detach())
+
+    log_r, _ = draw(3, 3)
+    row = torch.tensor([1.0, -2.0, 0.0], **DOUBLE)
+    assert torch.equal(form(log_r, row), form(log_r, row[:, None].repeat(1, 3)))
+    assert form(log_r.half(), row).dtype == torch.float32
+    assert form(log_r, row.half()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_far_off_ratios_stay_finite(name: str) -> None:
+    log_r = torch.tensor([[500.0], [500.0], [-500.0], [-500.0]])
+    advantage = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
+    value, grad = slope(lambda r: FORMS[name](r, advantage), log_r)
+    assert torch.isfinite(value).all() and torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("name", ["ppo_kl", "sapo", "gmpo"])
+def test_gradcheck(name: str) -> None:
+    log_r, advantage = draw(4, 5)
+    assert torch.autograd.gradcheck(lambda r: FORMS[name](r, advantage), (log_r.requires_grad_(),))
+
+
+def test_ppo_kl_by_hand() -> None:
+    log_r = torch.tensor([math.log(2.0)], **DOUBLE)
+    value, grad = slope(lambda r: ppo_kl(r, torch.tensor([3.0]), beta=0.5), log_r)
+    torch.testing.assert_close(value, torch.tensor([-6 + 0.5 * (1 - math.log(2))], **DOUBLE))
+    torch.testing.assert_close(grad, torch.tensor([-6 + 0.5], **DOUBLE))
+
+
+def test_ppo_kl_estimates_the_divergence_and_its_gradient() -> None:
+    """Expected over all actions of the old policy: KL(π_old ‖ π) and ∇KL exactly."""
+    generator = torch.Generator().manual_seed(2)
+    old = torch.randn(6, generator=generator, **DOUBLE).log_softmax(0)
+    logits = torch.randn(6, generator=generator, requires_grad=True, **DOUBLE)
+    new = logits.log_softmax(0)
+    estimate = (old.exp() * ppo_kl(new - old, torch.zeros(6), beta=1.0)).sum()
+    exact = (old.exp() * (old - new)).sum()
+    torch.testing.assert_close(estimate, exact)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(k, logits, retain_graph=True)[0] for k in (estimate, exact))
+    )
+
+
+def test_ppo_kl_near_the_old_policy_is_exact_in_float32() -> None:
+    """1e-4 nats of log-ratio are 5e-9 nats of divergence, far below the rounding of r."""
+    value = ppo_kl(torch.tensor([1e-4]), torch.zeros(1), beta=1.0)
+    assert value.item() == pytest.approx(5e-9, rel=5e-3)
+
+
+def test_ppo_kl_takes_the_exact_divergence_of_a_denoising_step() -> None:
+    generator = torch.Generator().manual_seed(3)
+    mean_old, change, noise = torch.randn(3, 4, 8, generator=generator, **DOUBLE)
+    mean = (mean_old + 0.1 * change).requires_grad_()
+    std = torch.full((4,), 0.5, **DOUBLE)
+    new, old = (
+        gaussian_log_prob(mean_old + std[:, None] * noise, m, std, event_norm="sum") for m in (mean, mean_old)
+    )
+    kl = gaussian_kl(mean, mean_old, std, event_norm="sum")
+    loss = ppo_kl(log_ratio(new, old), torch.zeros(4), beta=2.0, kl=kl)
+    torch.testing.assert_close(loss, 2 * kl)
+    (grad,) = torch.autograd.grad(loss.sum(), mean)
+    torch.testing.assert_close(grad, 2 * (mean.detach() - mean_old) / 0.25)
+
+
+def test_gradient_keeping_clip_by_hand() -> None:
+    """Above the bound with A > 0: PPO's value and a slope of −(1 + ε_high) A instead of 0."""
+    log_r = torch.tensor([0.5, 0.1, 0.5, -0.5, -0.5], **DOUBLE)
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0], **DOUBLE)
+    value, grad = slope(lambda r: gradient_keeping_clip(r, advantage, **EPS), log_r)
+    expected = [-1.28, -math.exp(0.1), math.exp(0.5), 0.8, -math.exp(-0.5)]
+    torch.testing.assert_close(value, torch.tensor(expected, **DOUBLE))
+    torch.testing.assert_close(grad, torch.tensor([-1.28, *expected[1:3], 0.0, expected[4]], **DOUBLE))
+
+
+def test_gradient_keeping_clip_has_the_value_of_ppo_clip() -> None:
+    log_r, advantage = draw(50)
+    for eps in (EPS, {"eps_low": 1.0, "eps_high": math.inf}, {"eps_low": 1e-5, "eps_high": 1e-5}):
+        value, grad = slope(lambda r, e=eps: gradient_keeping_clip(r, advantage, **e), log_r)
+        plain, without = slope(lambda r, e=eps: ppo_clip(r, advantage, **e), log_r)
+        assert torch.equal(value, plain)
+        above = (advantage > 0) & (log_r.exp() > 1 + eps["eps_high"])
+        torch.testing.assert_close(grad, torch.where(above, value, without))
+
+
+def test_sapo_by_hand() -> None:
+    value, grad = slope(
+        lambda r: sapo(r, torch.tensor([2.0, -2.0])), torch.full((2,), math.log(2.0), **DOUBLE)
+    )
+    gates = [1 / (1 + math.exp(-tau)) for tau in (1.0, 1.05)]
+    expected = [-8 * gates[0], 8 / 1.05 * gates[1]]
+    torch.testing.assert_close(value, torch.tensor(expected, **DOUBLE))
+    slopes = [-8 * gates[0] * (1 - gates[0]) * 2, 8 * gates[1] * (1 - gates[1]) * 2]
+    torch.testing.assert_close(grad, torch.tensor(slopes, **DOUBLE))
+
+
+def test_sapo_fades_on_both_sides_and_sooner_for_bad_decisions() -> None:
+    log_r = torch.tensor([-3.0, 0.0, 2.0], **DOUBLE)
+    _, good = slope(lambda r: sapo(r, torch.ones(3), tau_pos=1.0, tau_neg=2.0), log_r)
+    _, bad = slope(lambda r: sapo(r, -torch.ones(3), tau_pos=1.0, tau_neg=2.0), log_r)
+    assert good[1] == -1 and bad[1] == 1
+    assert good[0].abs() < 0.1 and good[2].abs() < 0.1 and bad[2].abs() < good[2].abs()
+
+
+def slow_gmpo(log_r: Tensor, advantage: Tensor, weight: Tensor, low: float, high: float) -> list[float]:
+    """One number per row, by loops over numbers."""
+    rows = []
+    for ratios, gain, mask in zip(log_r.tolist(), advantage.tolist(), weight.tolist(), strict=True):
+        kept = [r for r, m in zip(ratios, mask, strict=True) if m]
+        held = [min(r, high) if gain > 0 else max(r, -low) for r in kept]
+        rows.append(-(math.prod(math.exp(r) for r in held) ** (1 / len(held))) * gain)
+    return rows
+
+
+def test_gmpo_equals_the_slow_formula() -> None:
+    log_r, _ = draw(6, 5)
+    advantage = torch.tensor([1.0, -1.0, 2.0, -0.5, 0.3, -3.0], **DOUBLE)
+    weight = torch.tensor([[1.0] * 5, [0, 1, 1, 0, 1], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1], [1] * 5, [1] * 5])
+    losses = gmpo(log_r, advantage, weight, eps_low=0.3, eps_high=0.2)
+    expected = torch.tensor(slow_gmpo(log_r, advantage, weight, 0.3, 0.2), **DOUBLE)
+    torch.testing.assert_close(losses, expected[:, None] * weight)
+    loss = aggregate(losses, weight, "seq_mean_token_mean", count_step(weight))
+    torch.testing.assert_close(loss, expected.mean())
+
+
+def test_gmpo_clips_before_it_averages() -> None:
+    """One far-off token is held at ε_high; the mean of 2 and −0.2 would have been clipped as a whole."""
+    log_r = torch.tensor([[2.0, -0.2]], **DOUBLE)
+    value, grad = slope(lambda r: gmpo(r, torch.ones(1), torch.ones(1, 2)), log_r)
+    expected = -math.exp((0.4 - 0.2) / 2)
+    torch.testing.assert_close(value, torch.full((1, 2), expected, **DOUBLE))
+    torch.testing.assert_close(grad, torch.tensor([[0.0, expected]], **DOUBLE))
+
+
+def test_gmpo_masks_nan_and_empty_rows() -> None:
+    log_r = torch.tensor([[0.1, NAN], [NAN, NAN]], **DOUBLE)
+    weight = torch.tensor([[1.0, 0], [0, 0]])
+    advantage = torch.tensor([[1.0, NAN], [NAN, NAN]])
+    value, grad = slope(lambda r: gmpo(r, advantage, weight), log_r)
+    expected = torch.tensor([[-math.exp(0.1), 0], [0, 0]], **DOUBLE)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, s: ppo_kl(x, s, beta=-1.0), "beta must be ≥ 0; got -1.0"),
+        (lambda x, s: ppo_kl(x, s, beta=NAN), "beta must be ≥ 0; got nan"),
+        (lambda x, s: ppo_kl(x, s, beta=1.0, kl=s), r"kl \(2,\) and log_ratio \(2, 3\) must have one shape"),
+        (lambda x, s: ppo_kl(x, x[0], beta=1.0), r"log_ratio \(2, 3\) and advantage \(3,\)"),
+        (lambda x, s: gradient_keeping_clip(x, s, eps_low=-1, eps_high=0), "got eps_low=-1"),
+        (lambda x, s: gradient_keeping_clip(x, x[0], **EPS), r"log_ratio \(2, 3\) and advantage \(3,\)"),
+        (lambda x, s: sapo(x, s, tau_pos=0.0), "tau_pos and tau_neg must be > 0; got 0.0 and 1.05"),
+        (lambda x, s: sapo(x, x[0]), r"log_ratio \(2, 3\) and advantage \(3,\)"),
+        (lambda x, s: gmpo(x, s, x, eps_low=-0.1), r"both ≥ 0; got -0.1 and 0.4"),
+        (lambda x, s: gmpo(x, s, s), r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"),
+        (lambda x, s: gmpo(s, s, s), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 3), torch.ones(2))

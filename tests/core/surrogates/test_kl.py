@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KL: the table of values and gradients by enumeration, straight-through pairs, far-off tokens, exact KL."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
+
+from visalign.core.surrogates.kl import categorical_kl, kl_estimate, kl_penalty
+
+NAN, INF = float("nan"), float("inf")
+ESTIMATORS = ("k1", "k2", "k3", "abs", "low_var_kl")
+V = 6
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+LOGITS, REF, OLD = draw(0, V), draw(1, V).log_softmax(0), draw(2, V).log_softmax(0)
+
+
+def gradient_of_expectation(loss: Any, behaviour: Tensor | None = None) -> Tensor:
+    """E_{a~behaviour}[∇ loss(log π(a))] over the whole vocabulary; behaviour π when not given."""
+    logits = LOGITS.clone().requires_grad_()
+    log_prob = logits.log_softmax(0)
+    chance = (log_prob if behaviour is None else behaviour).detach().exp()
+    return torch.autograd.grad((chance * loss(log_prob)).sum(), logits)[0]
+
+
+def exact_gradient(divergence: Any) -> Tensor:
+    logits = LOGITS.clone().requires_grad_()
+    return torch.autograd.grad(divergence(logits.log_softmax(0)), logits)[0]
+
+
+REVERSE = exact_gradient(lambda p: (p.exp() * (p - REF)).sum())
+FORWARD = exact_gradient(lambda p: (REF.exp() * (REF - p)).sum())
+L1 = exact_gradient(lambda p: (p.exp() - REF.exp()).abs().sum())
+
+
+def assert_near(ours: Tensor, theirs: Tensor | float) -> None:
+    wanted = torch.as_tensor(theirs, dtype=ours.dtype).expand_as(ours)
+    torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_values_in_expectation() -> None:
+    new = LOGITS.log_softmax(0)
+    reverse = (new.exp() * (new - REF)).sum()
+    for estimator in ("k1", "k3"):
+        assert_near((new.exp() * kl_estimate(new, REF, estimator)).sum(), reverse)
+        importance = kl_estimate(new, REF, estimator, log_ratio=new - OLD)
+        assert_near((OLD.exp() * importance).sum(), reverse)
+    assert abs((new.exp() * kl_estimate(new, REF, "k2")).sum() - reverse) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k1", torch.zeros(V)), ("k2", REVERSE), ("k3", FORWARD), ("abs", L1)],
+)
+def test_gradient_of_each_estimator_as_a_loss(estimator: Any, expected: Tensor) -> None:
+    assert_near(gradient_of_expectation(lambda p: kl_estimate(p, REF, estimator)), expected.double())
+    if estimator != "k1":
+        for value in ESTIMATORS:
+            loss = lambda p, v=value: kl_penalty(p, REF, value=v, gradient=estimator)  # type: ignore[misc]  # noqa: E731
+            assert_near(gradient_of_expectation(loss), expected)
+
+
+def test_gradient_times_a_live_ratio() -> None:
+    """k1 and k3 become right off-policy, k2 and abs wrong, on-policy too."""
+    for behaviour in (LOGITS.log_softmax(0), OLD):
+
+        def gradient(estimator: Any, b: Tensor = behaviour) -> Tensor:
+            return gradient_of_expectation(lambda p: kl_estimate(p, REF, estimator, log_ratio=p - b), b)
+
+        assert_near(gradient("k1"), REVERSE)
+        assert_near(gradient("k3"), REVERSE)
+        for estimator in ("k2", "abs"):
+            assert min((gradient(estimator) - g).abs().max() for g in (REVERSE, FORWARD)) > 1e-3
+
+
+def test_penalty_off_policy_follows_the_same_divergence() -> None:
+    for estimator, expected in (("k2", REVERSE), ("k3", FORWARD), ("abs", L1)):
+        options: Any = {"gradient": estimator}
+        loss = lambda p, o=options: kl_penalty(p, REF, log_ratio=p - OLD, **o)  # noqa: E731
+        assert_near(gradient_of_expectation(loss, OLD), expected)
+
+
+def test_ratio_times_k3_is_k2_with_an_importance_weight_sample_by_sample() -> None:
+    new, ref, old = draw(3, 4, 5).requires_grad_(), draw(4, 4, 5), draw(5, 4, 5)
+    live = kl_estimate(new, ref, "k3", log_ratio=new - old)
+    split = kl_penalty(new, ref, value="k3", gradient="k2", log_ratio=new - old)
+    assert_near(live, split)
+    slope = ((new - old).exp() * (new - ref)).detach()
+    for loss in (live, split):
+        assert_near(torch.autograd.grad(loss.sum(), new)[0], slope)
+
+
+def test_along_a_sequence_only_the_reward_form_sees_later_states() -> None:
+    first, second = draw(6, 3).requires_grad_(), draw(7, 3, 3).requires_grad_()
+    ref1, ref2 = draw(8, 3).log_softmax(0), draw(9, 3, 3).log_softmax(1)
+    p1, p2 = first.log_softmax(0), second.log_softmax(1)
+    chance = (p1[:, None] + p2).exp()
+    exact = torch.autograd.grad((chance * (p1[:, None] + p2 - ref1[:, None] - ref2)).sum(), (first, second))
+    p1, p2 = first.log_softmax(0), second.log_softmax(1)
+    seen, chance = p1[:, None].expand(3, 3), chance.detach()
+    per_token = kl_penalty(seen, ref1[:, None].expand(3, 3)) + kl_penalty(p2, ref2)
+    ours = torch.autograd.grad((chance * per_token).sum(), (first, second))
+    assert_near(ours[1], exact[1])
+    assert (ours[0] - exact[0]).abs().max() > 1e-3
+    p1, p2 = first.log_softmax(0), second.log_softmax(1)
+    late = kl_estimate(p2, ref2, "k1").detach()
+    to_go = late + kl_estimate(p1, ref1, "k1").detach()[:, None]
+    reward_form = torch.autograd.grad((chance * (to_go * p1[:, None] + late * p2)).sum(), (first, second))
+    assert_near(reward_form[0], exact[0])
+    assert_near(reward_form[1], exact[1])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        ("k1", math.log(2), 1.0),
+        ("k2", math.log(2) ** 2 / 2, math.log(2)),
+        ("k3", math.log(2) - 0.5, 0.5),
+        ("abs", math.log(2), 1.0),
+        ("low_var_kl", math.log(2) - 0.5, 0.5),
+    ],
+)
+def test_hand_values(estimator: Any, value: float, slope: float) -> None:
+    new = torch.tensor([math.log(0.5)], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([math.log(0.25)], dtype=torch.float64, requires_grad=True)
+    result = kl_estimate(new, ref, estimator)
+    assert_near(result, value)
+    result.sum().backward()
+    assert new.grad is not None and ref.grad is None
+    assert_near(new.grad, slope)
+    assert torch.autograd.gradcheck(lambda p: kl_estimate(p, ref, estimator, log_ratio=p + 1), (new,))
+
+
+def test_value_and_gradient_are_separate() -> None:
+    new, ref = draw(3, 4, 5).requires_grad_(), draw(4, 4, 5)
+    for value in ESTIMATORS:
+        for gradient in ESTIMATORS[1:]:
+            result = kl_penalty(new, ref, value=value, gradient=gradient)
+            assert torch.equal(result, kl_estimate(new, ref, value))
+            alone = torch.autograd.grad(kl_estimate(new, ref, gradient).sum(), new)
+            assert torch.equal(torch.autograd.grad(result.sum(), new)[0], alone[0])
+
+
+def test_k1_as_a_gradient_is_refused_with_the_reason() -> None:
+    cases: tuple[dict[str, Any], ...] = ({}, {"log_ratio": torch.zeros(2)})
+    for options in cases:
+        with pytest.raises(ValueError, match=r"k1' is refused: .* mean under π is zero.* Use gradient='k2'"):
+            kl_penalty(torch.zeros(2), torch.zeros(2), gradient="k1", **options)
+
+
+def test_far_off_tokens_stay_finite_and_keep_their_gradient() -> None:
+    new = torch.tensor([-900.0, -30.0, 0.0, 0.0], requires_grad=True)
+    ref = torch.tensor([0.0, 0.0, -30.0, -900.0])
+    cap = math.exp(20)
+    expected = torch.tensor([cap - 901, cap - 31, 29.0, 899.0])
+    result = kl_estimate(new, ref, "k3")
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(result.sum(), new)[0], torch.tensor([-cap, -cap, 1.0, 1.0])
+    )
+    saturated = kl_estimate(new, ref, "low_var_kl")
+    assert saturated.eq(10).all() and torch.autograd.grad(saturated.sum(), new)[0].eq(0).all()
+    corrected = kl_penalty(new, ref, log_ratio=new + 500)
+    assert corrected.isfinite().all()
+    slopes = torch.autograd.grad(corrected.sum(), new)[0]
+    assert slopes.isfinite().all() and (slopes[1:] * (new - ref)[1:] > 0).all()
+    live = kl_estimate(new, ref, "k1", log_ratio=new + 500)
+    slopes = torch.autograd.grad(live.sum(), new)[0]
+    torch.testing.assert_close(slopes[1:], cap * ((new - ref).detach()[1:] + 1))
+
+
+def test_low_var_kl_is_k3_below_its_limit_with_the_same_slope() -> None:
+    d = torch.tensor([-2.6, -2.7, 10.9, 11.1, 0.0], requires_grad=True)
+    value = kl_estimate(d, torch.zeros(5), "low_var_kl")
+    assert (value == 10).tolist() == [False, True, False, True, False]
+    slope = torch.autograd.grad(value.sum(), d)[0]
+    torch.testing.assert_close(slope, torch.tensor([1 - math.exp(2.6), 0.0, 1 - math.exp(-10.9), 0.0, 0.0]))
+
+
+def test_small_differences_keep_their_slope_in_float32() -> None:
+    d = torch.tensor([1e-6], requires_grad=True)
+    slope = torch.autograd.grad(kl_estimate(d, torch.zeros(1)).sum(), d)[0]
+    torch.testing.assert_close(slope, torch.tensor([1e-6]), rtol=1e-5, atol=0.0)
+
+
+def test_masked_decisions_are_zero_and_nan_there_is_harmless() -> None:
+    new = torch.tensor([[0.5, NAN], [INF, -1.0]], requires_grad=True)
+    old = torch.tensor([[0.1, NAN], [NAN, 0.0]], requires_grad=True)
+    ref, weight = torch.tensor([[0.0, 1.0], [NAN, NAN]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    calls: list[Any] = [
+        lambda: kl_estimate(new, ref, log_ratio=old, weight=weight),
+        lambda: kl_penalty(new, ref, log_ratio=old, weight=weight),
+        lambda: kl_penalty(new, ref, weight=weight),
+    ]
+    for call in calls:
+        result = call()
+        assert result[weight == 0].eq(0).all() and result[0, 0] > 0
+        (slope,) = torch.autograd.grad(result.sum(), new)
+        assert slope[weight == 0].eq(0).all() and slope[0, 0] > 0
+
+
+def test_half_precision_is_lifted_and_float64_kept() -> None:
+    new = torch.zeros(2, dtype=torch.bfloat16)
+    for call in (kl_estimate, kl_penalty):
+        assert call(new, new - 0.1).dtype == torch.float32
+        assert call(new.double(), new).dtype == torch.float64
+    assert categorical_kl(new.half(), new.half()).dtype == torch.float32
+
+
+def test_categorical_kl_equals_torch_distributions_both_ways() -> None:
+    new, ref = draw(10, 3, 2, 7), draw(11, 3, 2, 7)
+    p, q = Categorical(logits=new), Categorical(logits=ref)
+    assert_near(categorical_kl(new, ref), kl_divergence(p, q))
+    assert_near(categorical_kl(new, ref, direction="forward"), kl_divergence(q, p))
+    assert_near(categorical_kl(new.log_softmax(-1), ref + 5), kl_divergence(p, q))
+    assert categorical_kl(new, new + 3).abs().max() < 1e-14
+
+
+def test_categorical_gradients() -> None:
+    logits = LOGITS.clone().requires_grad_()
+    assert_near(torch.autograd.grad(categorical_kl(logits, REF), logits)[0], REVERSE)
+    assert_near(torch.autograd.grad(categorical_kl(logits, REF, direction="forward"), logits)[0], FORWARD)
+    for direction in ("reverse", "forward"):
+        assert torch.autograd.gradcheck(
+            lambda x, d=direction: categorical_kl(x, REF, direction=d),  # type: ignore[arg-type]
+            (logits,),
+        )
+
+
+def test_forbidden_entries_have_probability_zero() -> None:
+    new = torch.tensor([0.0, 0.0, -INF], requires_grad=True)
+    ref = torch.tensor([0.0, 1.0, -INF])
+    result = categorical_kl(new, ref)
+    torch.testing.assert_close(result, categorical_kl(new[:2], ref[:2]))
+    (slope,) = torch.autograd.grad(result, new)
+    assert slope.isfinite().all() and slope[2] == 0
+    assert categorical_kl(new, torch.zeros(3)).isfinite()
+    assert categorical_kl(torch.zeros(3), ref) == INF
+    assert categorical_kl(new, torch.zeros(3), direction="forward") == INF
+
+
+def test_masked_rows_of_the_categorical_kl() -> None:
+    logits = torch.tensor([[0.0, 1.0], [NAN, INF]], requires_grad=True)
+    result = categorical_kl(logits, torch.tensor([[1.0, 0.0], [NAN, NAN]]), weight=torch.tensor([1.0, 0.0]))
+    (slope,) = torch.autograd.grad(result.sum(), logits)
+    assert result[1] == 0 and result[0] > 0 and slope[1].eq(0).all() and slope[0].ne(0).all()
+
+
+WRONG: Any = "wrong"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x: kl_estimate(x, x[0]),
+            r"ref_log_prob must have the shape of log_prob, \(2, 3\); got \(3,\)",
+        ),
+        (lambda x: kl_penalty(x, x, log_ratio=x[0]), r"log_ratio must have the shape .* got \(3,\)"),
+        (lambda x: kl_penalty(x, x, weight=x[:1]), r"weight must have the shape .* got \(1, 3\)"),
+        (
+            lambda x: kl_estimate(x, x, WRONG),
+            "estimator must be one of k1, k2, k3, abs, low_var_kl; got 'wrong'",
+        ),
+        (lambda x: kl_penalty(x, x, value=WRONG), "value must be one of .* got 'wrong'"),
+        (lambda x: kl_penalty(x, x, gradient=WRONG), "gradient must be one of .* got 'wrong'"),
+        (lambda x: categorical_kl(x, x, direction=WRONG), "direction must be 'reverse'.* got 'wrong'"),
+        (lambda x: categorical_kl(x, x[:1]), r"ref_logits must have the shape of logits, \(2, 3\)"),
+        (lambda x: categorical_kl(x[0, 0], x[0, 0]), "logits must be .* vocabulary last"),
+        (lambda x: categorical_kl(x, x, weight=x), r"weight must have the shape .*, \(2,\); got \(2, 3\)"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 3))

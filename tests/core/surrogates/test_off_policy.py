@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importance weights of the rollout, sequence mask, effective sample size: by hand, by enumeration, edges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from visalign.core.surrogates.off_policy import effective_sample_size, importance_weights, off_policy_mask
+
+NAN = float("nan")
+WRONG: Any = "wrong"
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+RATIO = torch.tensor([[3.0, 0.5, NAN], [NAN, 0.2, 1.0], [NAN, NAN, NAN]], **DOUBLE)
+MASK = torch.tensor([[1.0, 1, 0], [0, 1, 1], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "bounds", "values"),
+    [
+        ("token", "truncate", (0.0, 2.0), [[2, 0.5, 0], [0, 0.2, 1]]),
+        ("token", "truncate", (0.4, 2.0), [[2, 0.5, 0], [0, 0.4, 1]]),
+        ("token", "mask", (0.0, 2.0), [[0, 0.5, 0], [0, 0.2, 1]]),
+        ("token", "mask", (0.4, 2.0), [[0, 0.5, 0], [0, 0, 1]]),
+        ("sequence_sum", "truncate", (0.0, 1.4), [[1.4, 1.4, 0], [0, 0.2, 0.2]]),
+        ("sequence_sum", "mask", (0.0, 1.4), [[0, 0, 0], [0, 0.2, 0.2]]),
+        ("sequence", "truncate", (0.0, 9.0), [[1.5**0.5, 1.5**0.5, 0], [0, 0.2**0.5, 0.2**0.5]]),
+        ("sequence", "mask", (0.5, 1.3), [[1.5**0.5, 1.5**0.5, 0], [0, 0, 0]]),
+    ],
+)
+def test_importance_weights_by_hand(
+    level: Any, mode: Any, bounds: tuple[float, float], values: list[list[float]]
+) -> None:
+    log_ratio = RATIO.log().requires_grad_()
+    found = importance_weights(log_ratio, MASK, level=level, mode=mode, low=bounds[0], high=bounds[1])
+    torch.testing.assert_close(found.value, torch.tensor([*values, [0, 0, 0]], **DOUBLE))
+    assert torch.equal(found.keep, found.value != 0)
+    assert not found.value.requires_grad
+
+
+def test_sequence_weights_are_unbiased_where_token_weights_are_not() -> None:
+    """E_μ[ω R] over all pairs of tokens, for R = 1 on one pair: exact for the product ratio alone."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 2, 3, 3, generator=generator, **DOUBLE).log_softmax(-1)
+    pairs = [(a, b) for a in range(3) for b in range(3)]
+    policies = [
+        torch.stack([torch.stack([p[0][0, a], p[1][a, b]]) for a, b in pairs]) for p in (first, second)
+    ]
+    train, rollout = policies
+    chance, ones = rollout.sum(1).exp(), torch.ones(9, 2)
+    reward = torch.arange(9.0, **DOUBLE)
+    truth = (train.sum(1).exp() * reward).sum()
+    options: dict[str, Any] = {"mode": "truncate", "high": math.inf}
+    whole = importance_weights(train - rollout, ones, level="sequence_sum", **options).value[:, 0]
+    torch.testing.assert_close((chance * whole * reward).sum(), truth)
+    last = importance_weights(train - rollout, ones, level="token", **options).value[:, 1]
+    assert ((chance * last * reward).sum() - truth).abs() > 0.05
+
+
+def test_weights_are_bounded_without_overflow_and_in_float32() -> None:
+    log_ratio = torch.tensor([[300.0, -300.0]]).half()
+    found = importance_weights(log_ratio, torch.ones(1, 2), level="token", mode="truncate", high=2.0)
+    assert torch.equal(found.value, torch.tensor([[2.0, 0.0]])) and found.value.dtype == torch.float32
+    masked = importance_weights(log_ratio, torch.ones(1, 2), level="token", mode="mask", high=2.0)
+    assert torch.equal(masked.keep, torch.tensor([[False, True]]))
+
+
+def test_off_policy_mask_by_hand() -> None:
+    """Mean log-ratios −0.2, −0.2, 0.2, none; δ = 0.1: only the bad and unlikely one goes."""
+    log_ratio = torch.tensor([[-0.1, -0.3, NAN], [NAN, -0.1, -0.3], [0.2, 0.2, 0.2], [NAN, NAN, NAN]])
+    weight = torch.tensor([[1.0, 1, 0], [0, 1, 1], [1, 1, 1], [0, 0, 0]])
+    keep = off_policy_mask(log_ratio, torch.tensor([1.0, -1.0, -1.0, -1.0]), weight, delta=0.1)
+    assert keep.tolist() == [True, False, True, True]
+    assert off_policy_mask(log_ratio, -torch.ones(4), weight, delta=0.3).all()
+    tokens = torch.tensor([[1.0, -1.0, -1.0]]).repeat(4, 1)
+    keep = off_policy_mask(log_ratio, tokens, weight, delta=0.1)
+    assert keep.tolist() == [[True, False, False]] * 2 + [[True] * 3] * 2
+
+
+def test_effective_sample_size_by_hand() -> None:
+    log_weight = torch.tensor([1.0, 2.0, 3.0, 0.0], **DOUBLE).log()
+    assert effective_sample_size(log_weight).item() == pytest.approx(36 / 14)
+    assert effective_sample_size(log_weight + 900).item() == pytest.approx(36 / 14)
+    assert effective_sample_size(torch.zeros(7, 3)).item() == pytest.approx(21)
+    assert effective_sample_size(torch.tensor([0.0, -80.0])).item() == pytest.approx(1)
+    assert not effective_sample_size(log_weight.requires_grad_()).requires_grad
+
+
+def test_effective_sample_size_of_the_present() -> None:
+    log_weight = torch.tensor([[0.0, NAN], [math.log(3.0), NAN]])
+    weight = torch.tensor([[1.0, 0.0], [5.0, 0.0]])
+    assert effective_sample_size(log_weight, weight).item() == pytest.approx(16 / 10)
+    assert effective_sample_size(log_weight, torch.zeros(2, 2)) == 0
+    assert effective_sample_size(torch.full((3,), -math.inf)) == 0
+    assert effective_sample_size(torch.zeros(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "sequence_token"}, "gradient only, and weights have none: give 'sequence'"),
+        ({"level": WRONG}, "level must be one of token, .* got 'wrong'"),
+        ({"mode": WRONG}, "mode must be 'truncate' or 'mask'; got 'wrong'"),
+        ({"low": 3.0}, "0 ≤ low ≤ high; got low=3.0, high=2.0"),
+        ({"high": NAN}, "got low=0.0, high=nan"),
+        ({"weight": torch.ones(2)}, r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"),
+        (
+            {"log_ratio": torch.zeros(2), "weight": torch.ones(2)},
+            r"log_ratio must be \[B, T\]; got shape \(2,\)",
+        ),
+    ],
+)
+def test_bad_weights_are_named(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"log_ratio": torch.zeros(2, 3), "weight": torch.ones(2, 3)}
+    given |= {"level": "token", "mode": "truncate", "high": 2.0} | options
+    with pytest.raises(ValueError, match=message):
+        importance_weights(**given)
+
+
+def test_bad_masks_and_sizes_are_named() -> None:
+    rows, one = torch.zeros(2, 3), torch.ones(2)
+    with pytest.raises(ValueError, match=r"delta must be ≥ 0; got -0\.1"):
+        off_policy_mask(rows, one, rows, delta=-0.1)
+    with pytest.raises(ValueError, match=r"advantage must be \[B\] or \[B, T\] .*\(2, 3\); got \(3,\)"):
+        off_policy_mask(rows, torch.ones(3), rows, delta=0.1)
+    with pytest.raises(ValueError, match=r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"):
+        off_policy_mask(rows, one, one, delta=0.1)
+    with pytest.raises(ValueError, match=r"log_weight \(2, 3\) and weight \(2,\) must have one shape"):
+        effective_sample_size(rows, one)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs, ratios and the exact KL: against torch.distributions, gradcheck, and GRPO-Guard's identity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core import (
+    aggregate,
+    count_step,
+    gaussian_kl,
+    gaussian_log_prob,
+    guard_log_ratio,
+    guard_step_weight,
+    log_ratio,
+    ppo_clip,
+    sequence_log_ratio,
+)
+from visalign.core.surrogates.ratios import LEVELS, ratio_level
+
+NAN = float("nan")
+WRONG: Any = "wrong"
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+
+
+def step(batch: tuple[int, ...] = (5,), event: tuple[int, ...] = (2, 3, 4)) -> tuple[Tensor, ...]:
+    """(x', μ, μ_old, std) of a random step, float64."""
+    generator = torch.Generator().manual_seed(2)
+    mean_old = torch.randn(*batch, *event, generator=generator, **DOUBLE)
+    mean = mean_old + 0.05 * torch.randn(*batch, *event, generator=generator, **DOUBLE)
+    std = 0.1 + torch.rand(*batch, generator=generator, **DOUBLE)
+    scale = std.reshape(*batch, *(1,) * len(event))
+    return mean_old + scale * torch.randn(*batch, *event, generator=generator, **DOUBLE), mean, mean_old, std
+
+
+def test_log_prob_by_hand() -> None:
+    x, mean, std = (
+        torch.tensor([[1.0, 3.0]], **DOUBLE),
+        torch.tensor([[0.0, 1.0]], **DOUBLE),
+        torch.tensor([2.0], **DOUBLE),
+    )
+    constant = math.log(2) + math.log(2 * math.pi) / 2
+    total = gaussian_log_prob(x, mean, std, event_norm="sum")
+    torch.testing.assert_close(total, torch.tensor([-1 / 8 - 4 / 8 - 2 * constant], **DOUBLE))
+    torch.testing.assert_close(gaussian_log_prob(x, mean, std, event_norm="mean"), total / 2)
+
+
+@pytest.mark.parametrize("batch", [(5,), (5, 3)])
+def test_log_prob_and_kl_equal_torch_distributions(batch: tuple[int, ...]) -> None:
+    x, mean, mean_ref, std = step(batch)
+    scale = std.reshape(*batch, 1, 1, 1)
+    normal = torch.distributions.Normal(mean, scale)
+    other = torch.distributions.Normal(mean_ref, scale)
+    axes = (-1, -2, -3)
+    log_prob, kl = normal.log_prob(x), torch.distributions.kl_divergence(normal, other)
+    for norm, size in (("sum", 1), ("mean", 24)):
+        options: Any = {"event_norm": norm}
+        torch.testing.assert_close(gaussian_log_prob(x, mean, std, **options), log_prob.sum(axes) / size)
+        torch.testing.assert_close(gaussian_kl(mean, mean_ref, std, **options), kl.sum(axes) / size)
+
+
+def test_gradients() -> None:
+    x, mean, mean_ref, std = step((2,), (2, 2))
+    mean.requires_grad_()
+    for norm in ("sum", "mean"):
+        options: Any = {"event_norm": norm}
+        assert torch.autograd.gradcheck(lambda m, o=options: gaussian_log_prob(x, m, std, **o), (mean,))
+        assert torch.autograd.gradcheck(lambda m, o=options: gaussian_kl(m, mean_ref, std, **o), (mean,))
+    assert torch.autograd.gradcheck(lambda m: guard_log_ratio(x, m, mean_ref), (mean,))
+    new = torch.randn(3, 4, requires_grad=True, **DOUBLE)
+    weight = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]], **DOUBLE)
+    assert torch.autograd.gradcheck(
+        lambda n: sequence_log_ratio(log_ratio(n, weight, weight), weight), (new,)
+    )
+
+
+def test_kl_is_zero_at_home_and_moves_only_the_policy() -> None:
+    _, mean, mean_ref, std = (t.requires_grad_() for t in step())
+    kl = gaussian_kl(mean, mean_ref, std, event_norm="mean")
+    assert (kl > 0).all()
+    kl.sum().backward()
+    assert mean.grad is not None and mean_ref.grad is None and std.grad is None
+    assert gaussian_kl(mean, mean, std, event_norm="mean").eq(0).all()
+
+
+def test_guard_log_ratio_identity() -> None:
+    """mean(ε Δμ) = (Δ log p + mean(Δμ²)/(2 std²))·std for each row, whatever its own std."""
+    x, mean, mean_old, std = step()
+    noise = (x - mean_old) / std.reshape(-1, 1, 1, 1)
+    new = gaussian_log_prob(x, mean, std, event_norm="mean")
+    old = gaussian_log_prob(x, mean_old, std, event_norm="mean")
+    drift = (mean - mean_old).square().mean((1, 2, 3)) / (2 * std.square())
+    torch.testing.assert_close(guard_log_ratio(noise, mean, mean_old), (new - old + drift) * std)
+
+
+def test_guard_rows_do_not_depend_on_their_neighbours() -> None:
+    x, mean, mean_old, _ = step((4, 3))
+    whole = guard_log_ratio(x, mean, mean_old, batch_dims=2)
+    assert whole.shape == (4, 3)
+    for row in range(4):
+        assert torch.equal(guard_log_ratio(x[row], mean[row], mean_old[row]), whole[row])
+
+
+def test_guard_gradient_reaches_only_the_new_mean() -> None:
+    x, mean, mean_old, _ = (t.requires_grad_() for t in step())
+    guard_log_ratio(x, mean, mean_old).sum().backward()
+    assert mean.grad is not None and mean_old.grad is None and x.grad is None
+    torch.testing.assert_close(mean.grad, x.detach() / 24)
+
+
+def test_guard_step_weight() -> None:
+    dt = torch.tensor([-0.5, -0.04])
+    torch.testing.assert_close(guard_step_weight(dt), torch.tensor([2.0, 25.0]))
+
+
+def test_log_ratio_detaches_the_old_and_survives_nan_padding() -> None:
+    new = torch.tensor([[-1.0, -2.0, NAN]], requires_grad=True)
+    old = torch.tensor([[-1.5, -1.0, NAN]], requires_grad=True)
+    ratio = log_ratio(new, old, torch.tensor([[1.0, 0.5, 0.0]]))
+    assert torch.equal(ratio.detach(), torch.tensor([[0.5, -1.0, 0.0]]))
+    (ratio.exp() * ratio).sum().backward()
+    assert old.grad is None and new.grad is not None
+    assert new.grad[0, 2] == 0 and torch.isfinite(new.grad).all() and new.grad[0, 0] > 0
+
+
+def test_half_precision_is_subtracted_in_float32() -> None:
+    new, old = torch.tensor([-10.0625]).bfloat16(), torch.tensor([-10.001])
+    torch.testing.assert_close(log_ratio(new, old), torch.tensor([-0.0615]), rtol=1e-4, atol=0)
+    x = torch.full((1, 2), 1.0078125).bfloat16()
+    result = gaussian_log_prob(x, torch.zeros(1, 2).bfloat16(), torch.ones(1), event_norm="mean")
+    torch.testing.assert_close(result.item(), -(1.0078125**2) / 2 - math.log(2 * math.pi) / 2)
+
+
+def test_sequence_log_ratio_by_hand() -> None:
+    ratio = torch.tensor([[1.0, 2.0, 9.0], [NAN, NAN, NAN], [4.0, 9.0, 8.0]])
+    weight = torch.tensor([[1.0, 1, 0], [0, 0, 0], [3, 0, 1]])
+    expected = torch.tensor([[1.5, 1.5, 0], [0, 0, 0], [5, 0, 5]])
+    assert torch.equal(sequence_log_ratio(ratio, weight), expected)
+
+
+ROWS = torch.tensor([[1.0, 2.0, NAN], [NAN, NAN, NAN], [4.0, NAN, 8.0], [NAN, 0.5, -0.25]], **DOUBLE)
+MASK = torch.tensor([[1.0, 1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 1]], **DOUBLE)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [[1, 2, 0], [0, 0, 0], [4, 0, 8], [0, 0.5, -0.25]]),
+        ("sequence", [[1.5, 1.5, 0], [0, 0, 0], [6, 0, 6], [0, 0.125, 0.125]]),
+        ("sequence_sum", [[3, 3, 0], [0, 0, 0], [12, 0, 12], [0, 0.25, 0.25]]),
+        ("sequence_token", [[1.5, 1.5, 0], [0, 0, 0], [6, 0, 6], [0, 0.125, 0.125]]),
+    ],
+)
+def test_ratio_levels_by_hand(level: Any, expected: list[list[float]]) -> None:
+    """Padding on either side and holes; NaN there reaches neither value nor gradient."""
+    rows = ROWS.clone().requires_grad_()
+    result = ratio_level(rows, MASK, level)
+    assert torch.equal(result.detach(), torch.tensor(expected, **DOUBLE))
+    (slope,) = torch.autograd.grad((result * torch.tensor([3.0, 5.0, 7.0], **DOUBLE)).sum(), rows)
+    own = torch.tensor([3.0, 5.0, 7.0], **DOUBLE) * MASK
+    total = own.sum(1, keepdim=True) * MASK
+    count = MASK.sum(1, keepdim=True).clamp(min=1)
+    wanted = {"token": own, "sequence": total / count, "sequence_sum": total, "sequence_token": own}
+    torch.testing.assert_close(slope, wanted[level])
+
+
+def test_ratio_level_gradients() -> None:
+    new = torch.randn(3, 4, requires_grad=True, **DOUBLE)
+    weight = torch.tensor([[2.0, 1, 0, 0], [0, 1, 0, 0.5], [0, 0, 0, 0]], **DOUBLE)
+    for level in ("token", "sequence", "sequence_sum"):
+        chosen: Any = level
+        assert torch.autograd.gradcheck(lambda n, c=chosen: ratio_level(n, weight, c), (new,))
+
+
+def test_all_levels_agree_on_sequences_of_one() -> None:
+    rows = torch.randn(5, 1, generator=torch.Generator().manual_seed(0), **DOUBLE)
+    for level in LEVELS:
+        chosen: Any = level
+        torch.testing.assert_close(ratio_level(rows, torch.ones(5, 1), chosen), rows)
+
+
+def gspo(new: Tensor, old: Tensor, weight: Tensor, advantage: Tensor, level: Any) -> tuple[Tensor, Tensor]:
+    new = new.clone().requires_grad_()
+    ratio = ratio_level(log_ratio(new, old, weight), weight, level)
+    losses = ppo_clip(ratio, advantage, eps_low=0.1, eps_high=0.1)
+    loss = aggregate(losses, weight, "seq_mean_token_mean", count_step(weight))
+    return loss.detach(), torch.autograd.grad(loss, new)[0]
+
+
+def test_gspo_token_is_gspo_where_the_advantage_is_constant() -> None:
+    generator = torch.Generator().manual_seed(3)
+    old, step_ = torch.randn(2, 6, 5, generator=generator, **DOUBLE)
+    weight = (torch.rand(6, 5, generator=generator) > 0.3).double()
+    advantage = torch.randn(6, generator=generator, **DOUBLE)
+    whole = gspo(old + 0.2 * step_, old, weight, advantage, "sequence")
+    token = gspo(old + 0.2 * step_, old, weight, advantage, "sequence_token")
+    torch.testing.assert_close(whole, token)
+    assert (whole[1] == 0).any() and (whole[1] != 0).any()
+    uneven = torch.randn(6, 5, generator=generator, **DOUBLE)
+    whole = gspo(old + 0.2 * step_, old, weight, uneven, "sequence")
+    token = gspo(old + 0.2 * step_, old, weight, uneven, "sequence_token")
+    torch.testing.assert_close(whole[0], token[0])
+    assert (whole[1] - token[1]).abs().max() > 0.01
+
+
+def test_sequence_level_of_denoising_steps_is_flow_gspo() -> None:
+    """The mean over steps of the step's log-density differences, each over the elements of the latent."""
+    x, mean, mean_old, std = step((3, 4))
+    new = gaussian_log_prob(x, mean, std, event_norm="mean")
+    old = gaussian_log_prob(x, mean_old, std, event_norm="mean")
+    result = ratio_level(log_ratio(new, old), torch.ones(3, 4), "sequence")
+    scale = std.reshape(3, 4, 1, 1, 1)
+    change = ((x - mean_old).square() - (x - mean).square()) / (2 * scale.square())
+    expected = change.flatten(1).mean(1)
+    torch.testing.assert_close(result, expected[:, None].expand(3, 4))
+
+
+def test_levels_of_half_precision_are_summed_in_float32() -> None:
+    rows = torch.full((1, 4096), 2.0**-11).half()
+    result = ratio_level(rows, torch.ones_like(rows), "sequence_sum")
+    assert result.dtype == torch.float32
+    assert result.eq(2.0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x, s: gaussian_log_prob(x, x[:1], s, event_norm="mean"),
+            r"one shape are needed; got \(2, 3\), \(1, 3\)",
+        ),
+        (
+            lambda x, s: gaussian_log_prob(x, x, s[:1], event_norm="mean"),
+            r"std must have the leading .*\(2, 3\).*\(1,\)",
+        ),
+        (
+            lambda x, s: gaussian_log_prob(x, x, s.sum(), event_norm="mean"),
+            r"at least one and not all; got shape \(\)",
+        ),
+        (
+            lambda x, s: gaussian_log_prob(x, x, x, event_norm="mean"),
+            r"at least one and not all; got shape \(2, 3\)",
+        ),
+        (
+            lambda x, s: gaussian_log_prob(x, x, s, event_norm=WRONG),
+            "event_norm must be 'mean' .* got 'wrong'",
+        ),
+        (lambda x, s: gaussian_kl(x, x, s, event_norm=WRONG), "event_norm must be 'mean' .* got 'wrong'"),
+        (
+            lambda x, s: gaussian_kl(x, x[:, :1], s, event_norm="sum"),
+            r"one shape are needed; got \(2, 3\), \(2, 1\)",
+        ),
+        (lambda x, s: guard_log_ratio(x, x, x[0]), r"mean \(2, 3\) and mean_old \(3,\) must have one shape"),
+        (lambda x, s: guard_log_ratio(s, x, x), r"mean \(2, 3\) and noise \(2,\) must have one shape"),
+        (lambda x, s: guard_log_ratio(s, s, s), r"batch_dims=1 for shape \(2,\)"),
+        (lambda x, s: guard_log_ratio(x, x, x, batch_dims=0), r"batch_dims=0 for shape \(2, 3\)"),
+        (lambda x, s: log_ratio(x, s), r"log_prob \(2, 3\) and old_log_prob \(2,\) must have one shape"),
+        (lambda x, s: log_ratio(x, x, s), r"log_prob \(2, 3\) and weight \(2,\) must have one shape"),
+        (lambda x, s: sequence_log_ratio(x, s), r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"),
+        (lambda x, s: sequence_log_ratio(s, s), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+        (lambda x, s: ratio_level(x, x, WRONG), "level must be one of token, sequence, .* got 'wrong'"),
+        (lambda x, s: ratio_level(x, x[:1], "token"), r"log_ratio \(2, 3\) and weight \(1, 3\)"),
+        (lambda x, s: ratio_level(s, s, "sequence_sum"), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 3), torch.ones(2))

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""REINFORCE, CISPO, VESPO, DPPO and their weights: by hand, torch.distributions, identities, NaN, edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, kl_divergence
+
+from visalign.core import gaussian_kl, gaussian_log_prob, log_ratio
+from visalign.core.surrogates.ratios import ratio_level
+from visalign.core.surrogates.weighted import (
+    binary_kl,
+    binary_tv,
+    cispo,
+    dppo,
+    gamma_weight,
+    reinforce,
+    vespo,
+)
+
+NAN = float("nan")
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+LIMITS: dict[str, Any] = {"limit_low": 0.05, "limit_high": 0.1}
+
+
+def slope(loss: Callable[[Tensor], Tensor], log_prob: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, ∂ Σ loss / ∂ log π)."""
+    leaf = log_prob.clone().requires_grad_()
+    value = loss(leaf)
+    return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+
+def draw(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(log π ≤ 0, log r, A), float64."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -2 * torch.rand(*shape, generator=generator, **DOUBLE) - 0.7
+    change = 0.5 * torch.randn(*shape, generator=generator, **DOUBLE)
+    return (old + change).clamp(max=-0.01), change, torch.randn(*shape, generator=generator, **DOUBLE)
+
+
+Form = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+
+FORMS: dict[str, Form] = {
+    "reinforce": lambda p, r, a, w: reinforce(p, a, weight=w),
+    "reinforce_is": lambda p, r, a, w: reinforce(p, a, r, weight=w),
+    "cispo": lambda p, r, a, w: cispo(p, r, a, bound_low=0.0, bound_high=5.0, weight=w),
+    "vespo": lambda p, r, a, w: vespo(p, r, a, weight=w),
+    "dppo": lambda p, r, a, w: dppo(r, a, torch.zeros_like(r), **LIMITS, log_prob=p, weight=w),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_contracts_of_every_form(name: str) -> None:
+    """At r = 1 the policy gradient, through log π alone; one A per row; half precision is lifted."""
+    form = FORMS[name]
+    log_p, _, advantage = draw(3, 3)
+    ratio = torch.zeros(3, 3, requires_grad=True, **DOUBLE)
+    advantage.requires_grad_()
+    value, grad = slope(lambda p: form(p, ratio, advantage, None), log_p)
+    torch.testing.assert_close(grad, -advantage.detach())
+    torch.testing.assert_close(value, -(advantage * log_p).detach())
+    form(log_p.requires_grad_(), ratio, advantage, None).sum().backward()
+    assert ratio.grad is None and advantage.grad is None
+
+    row = torch.tensor([1.0, -2.0, 0.0], **DOUBLE)
+    assert torch.equal(form(log_p, ratio, row, None), form(log_p, ratio, row[:, None].repeat(1, 3), None))
+    assert form(log_p.bfloat16(), ratio.bfloat16(), row, None).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_masked_places_have_no_loss_and_no_gradient(name: str) -> None:
+    log_p = torch.tensor([[-1.0, NAN, -2.0]], **DOUBLE)
+    other = torch.tensor([[0.0, NAN, 0.0]], **DOUBLE)
+    weight = torch.tensor([[1.0, 0.0, 0.5]])
+    value, grad = slope(lambda p: FORMS[name](p, other, other + 2, weight), log_p)
+    assert torch.equal(value, torch.tensor([[2.0, 0.0, 4.0]], **DOUBLE))
+    assert torch.equal(grad, torch.tensor([[-2.0, 0.0, -2.0]], **DOUBLE))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_far_off_ratios_stay_finite(name: str) -> None:
+    ratio = torch.tensor([500.0, -500.0])
+    for gain in (1.0, -1.0):
+        value, grad = slope(
+            lambda p, g=gain: FORMS[name](p, ratio, torch.full((2,), g), None), -torch.ones(2)
+        )
+        assert torch.isfinite(value).all() and torch.isfinite(grad).all()
+
+
+def test_reinforce_with_the_ratio_has_the_gradient_of_the_ratio() -> None:
+    log_p, change, advantage = draw(4, 5)
+    _, grad = slope(lambda p: reinforce(p, advantage, change), log_p)
+    torch.testing.assert_close(grad, -advantage * change.exp())
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "weights"),
+    [(0.8, 1.2, [0.8, 1.0, 1.2]), (0.0, 5.0, [0.1, 1.0, 5.0]), (0.0, 0.2, [0.1, 0.2, 0.2])],
+)
+def test_cispo_bounds_are_ratios(low: float, high: float, weights: list[float]) -> None:
+    """The three public conventions, and no decision without a gradient."""
+    ratio = torch.tensor([0.1, 1.0, 9.0], **DOUBLE).log()
+    value, grad = slope(
+        lambda p: cispo(p, ratio, torch.full((3,), 2.0), bound_low=low, bound_high=high),
+        torch.full((3,), -3.0, **DOUBLE),
+    )
+    torch.testing.assert_close(value, torch.tensor(weights, **DOUBLE) * 6)
+    torch.testing.assert_close(grad, torch.tensor(weights, **DOUBLE) * -2)
+
+
+def test_gamma_weight_by_hand() -> None:
+    log_w = torch.tensor([math.log(2.0), math.log(2.0), 0.0, 0.0], **DOUBLE)
+    result = gamma_weight(log_w, torch.tensor([1.0, -1.0, 1.0, -1.0]))
+    expected = [4 * math.exp(-3), 8 * math.exp(-2), 1.0, 1.0]
+    torch.testing.assert_close(result, torch.tensor(expected, **DOUBLE))
+
+
+def test_gamma_weight_peaks_at_k_over_lambda_and_fades() -> None:
+    ratio = torch.linspace(0.05, 4, 4000, **DOUBLE)
+    for gain, peak in ((1.0, 2 / 3), (-1.0, 1.5)):
+        kernel = gamma_weight(ratio.log(), torch.full_like(ratio, gain))
+        assert ratio[kernel.argmax()].item() == pytest.approx(peak, abs=2e-3)
+    assert gamma_weight(torch.tensor([60.0, -60.0]), torch.ones(2)).tolist() == pytest.approx(
+        [0, 0], abs=1e-30
+    )
+
+
+def test_vespo_weighs_every_token_by_its_sequence() -> None:
+    log_p, change, _ = draw(3, 4)
+    weight = torch.tensor([[1.0, 1, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1]], **DOUBLE)
+    advantage = torch.tensor([1.5, -0.5, 2.0], **DOUBLE)
+    whole = ratio_level(change, weight, "sequence_sum")
+    value, grad = slope(lambda p: vespo(p, whole, advantage, weight=weight), log_p)
+    for row in range(3):
+        w = math.exp(sum(c for c, m in zip(change[row].tolist(), weight[row].tolist(), strict=True) if m))
+        k, rate = (2, 3) if advantage[row] > 0 else (3, 2)
+        expected = -(w**k) * math.exp(rate * (1 - w)) * advantage[row] * weight[row]
+        torch.testing.assert_close(grad[row], expected)
+        torch.testing.assert_close(value[row], expected * log_p[row])
+
+
+def test_binary_divergences_equal_those_of_two_coins() -> None:
+    log_p, change, _ = draw(200)
+    old = (log_p - change).clamp(max=-0.02)
+    coins = Bernoulli(old.exp()), Bernoulli(log_p.exp())
+    torch.testing.assert_close(binary_kl(log_p, old), kl_divergence(*coins))
+    torch.testing.assert_close(binary_tv(log_p, old), (coins[0].probs - coins[1].probs).abs())
+    assert binary_kl(log_p, log_p).eq(0).all() and not binary_kl(log_p.requires_grad_(), old).requires_grad
+
+
+def test_binary_kl_next_to_certainty() -> None:
+    """1 − π = 1e-12 against 2e-12: 1e-12 (1 − log 2 …); a constant of 1e-8 in the logarithm would hide it."""
+    old, new = (torch.tensor([-x], **DOUBLE) for x in (2e-12, 1e-12))
+    expected = 2e-12 * math.log(2) - 1e-12
+    torch.testing.assert_close(binary_kl(new, old), torch.tensor([expected], **DOUBLE), rtol=1e-3, atol=0)
+    certain, never = torch.zeros(1), torch.tensor([-math.inf])
+    assert binary_kl(certain, certain) == 0 and binary_kl(never, never) == 0
+    assert binary_kl(certain, torch.tensor([-0.5])) == math.inf
+    assert binary_kl(torch.tensor([1e-7]), certain) == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "gain", "distance", "kept"),
+    [
+        (1.5, 1.0, 0.2, False),  # moved up as pushed, too far
+        (1.5, 1.0, 0.08, True),  # within limit_high
+        (1.5, -1.0, 0.2, True),  # on its way back
+        (0.5, 1.0, 0.2, True),  # on its way back
+        (0.5, -1.0, 0.08, False),  # moved down as pushed, beyond limit_low
+        (0.5, -1.0, 0.04, True),
+        (1.0, 1.0, 0.2, True),
+    ],
+)
+def test_dppo_drops_what_has_moved_too_far(ratio: float, gain: float, distance: float, kept: bool) -> None:
+    log_r = torch.tensor([math.log(ratio)], **DOUBLE)
+    arguments = (torch.tensor([gain]), torch.tensor([distance]))
+    value, grad = slope(lambda r: dppo(r, *arguments, **LIMITS), log_r)
+    expected = torch.tensor([-gain * ratio if kept else 0.0], **DOUBLE)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(grad, expected)
+    value, grad = slope(lambda p: dppo(log_r, *arguments, **LIMITS, log_prob=p), log_r - 1)
+    torch.testing.assert_close(grad, expected)
+    torch.testing.assert_close(value, expected * (log_r - 1))
+
+
+def test_dppo_cap() -> None:
+    log_r = torch.tensor([math.log(50.0)], **DOUBLE)
+    value, grad = slope(lambda r: dppo(r, -torch.ones(1), torch.zeros(1), **LIMITS), log_r)
+    torch.testing.assert_close((value.item(), grad.item()), (20.0, 20.0))
+
+
+def test_dppo_of_denoising_steps_takes_the_gaussian_divergence() -> None:
+    generator = torch.Generator().manual_seed(3)
+    mean_old, change, noise = torch.randn(3, 40, 6, generator=generator, **DOUBLE)
+    std = torch.full((40,), 0.5, **DOUBLE)
+    mean, x = mean_old + 0.2 * change, mean_old + 0.5 * noise
+    ratio = log_ratio(*(gaussian_log_prob(x, m, std, event_norm="mean") for m in (mean, mean_old)))
+    kl = gaussian_kl(mean, mean_old, std, event_norm="mean")
+    advantage = torch.randn(40, generator=generator, **DOUBLE)
+    limit = kl.median().item()
+    losses = dppo(ratio, advantage, kl, limit_low=limit, limit_high=limit, cap=math.inf)
+    away = (ratio * advantage > 0) & (kl > limit)
+    torch.testing.assert_close(losses, torch.where(away, 0.0, -ratio.exp() * advantage))
+    assert 0 < away.sum() < 40
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, s: reinforce(x, x[0]), r"log_ratio \(2, 3\) and advantage \(3,\)"),
+        (lambda x, s: reinforce(x, s, s), r"log_prob \(2, 3\) and log_ratio \(2,\) must have one shape"),
+        (lambda x, s: reinforce(x, s, weight=s), r"log_prob \(2, 3\) and weight \(2,\) must have one shape"),
+        (lambda x, s: cispo(x, x, s, bound_low=1, bound_high=0.2), "bound_low=1, bound_high=0.2"),
+        (lambda x, s: cispo(x, x, s, bound_low=-1, bound_high=1), r"\(1 ± ε, not ε\); got bound_low=-1"),
+        (lambda x, s: cispo(x, s, s, bound_low=0, bound_high=1), r"log_prob \(2, 3\) and log_ratio \(2,\)"),
+        (lambda x, s: gamma_weight(x, s, k_neg=-1.0), "must be ≥ 0; got .*'k_neg': -1.0"),
+        (lambda x, s: vespo(x, x, s, lambda_pos=NAN), "must be ≥ 0; got .*'lambda_pos': nan"),
+        (lambda x, s: vespo(x, s, s), r"log_prob \(2, 3\) and log_ratio \(2,\) must have one shape"),
+        (
+            lambda x, s: dppo(x, s, s, **LIMITS),
+            r"divergence \(2,\) and log_ratio \(2, 3\) must have one shape",
+        ),
+        (lambda x, s: dppo(x, s, x, limit_low=-1, limit_high=0), "≥ 0 and cap > 0; got -1, 0 and 20.0"),
+        (lambda x, s: dppo(x, s, x, **LIMITS, log_prob=s), r"\(2,\) and advantage|log_prob \(2,\)"),
+        (lambda x, s: binary_tv(x, s), r"log_prob \(2, 3\) and old_log_prob \(2,\) must have one shape"),
+        (lambda x, s: binary_kl(x, s), r"log_prob \(2, 3\) and old_log_prob \(2,\) must have one shape"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 3), torch.ones(2))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entropy: covariance and its prediction against exact softmax steps, the curve fit, bonus, controllers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from visalign.core.surrogates.aggregation import aggregate, count_step
+from visalign.core.tokens.entropy import (
+    adapt_entropy_coefficient,
+    covariance_statistics,
+    entrocraft_direction,
+    entrocraft_keep,
+    entropy_bonus,
+    fit_entropy_curve,
+    gated_entropy_coefficient,
+    predicted_entropy_change,
+    token_covariance,
+)
+
+NAN = float("nan")
+TOKENS: Any = {"decisions": "tokens"}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+def test_covariance_by_hand() -> None:
+    log_prob = torch.tensor([[-0.1, -2.0], [-0.1, -2.0]], dtype=torch.float64)
+    advantage, weight = torch.tensor([1.0, -1.0]), torch.ones(2, 2)
+    statistics = covariance_statistics(log_prob, advantage, weight, **TOKENS)
+    assert statistics.mean_log_prob.item() == pytest.approx(-1.05)
+    assert statistics.mean_advantage == 0
+    expected = torch.tensor([[0.95, -0.95], [-0.95, 0.95]], dtype=torch.float64)
+    torch.testing.assert_close(token_covariance(log_prob, advantage, weight, statistics), expected)
+    assert statistics.covariance.item() == pytest.approx(0.0, abs=1e-15)
+
+
+def test_covariance_is_numpys_over_what_is_present() -> None:
+    log_prob, advantage = -random(5, 7).abs(), random(5, 7, seed=1)
+    weight = (random(5, 7, seed=2) > -0.5).double()
+    log_prob[weight == 0] = NAN
+    statistics = covariance_statistics(log_prob, advantage, weight, **TOKENS)
+    inside = weight.numpy() > 0
+    expected = np.cov(log_prob.numpy()[inside], advantage.numpy()[inside], ddof=0)[0, 1]
+    assert statistics.covariance.item() == pytest.approx(expected, rel=1e-12)
+    parts = token_covariance(log_prob, advantage, weight, statistics)
+    assert parts.sum().item() / weight.sum().item() == pytest.approx(expected, rel=1e-12)
+    assert (parts[weight == 0] == 0).all() and not parts.requires_grad
+
+
+def test_covariance_does_not_feel_shifts_order_padding_or_duplication() -> None:
+    log_prob, advantage, weight = -random(4, 5).abs(), random(4), torch.ones(4, 5)
+
+    def measured(lp: Tensor, a: Tensor, w: Tensor) -> float:
+        return covariance_statistics(lp, a, w, **TOKENS).covariance.item()
+
+    base = measured(log_prob, advantage, weight)
+    assert measured(log_prob - 7, advantage + 1e6, weight) == pytest.approx(base, rel=1e-7)
+    assert measured(log_prob.flip(0), advantage.flip(0), weight) == pytest.approx(base, rel=1e-12)
+    assert measured(log_prob.repeat(3, 1), advantage.repeat(3), weight.repeat(3, 1)) == pytest.approx(base)
+    padded = torch.nn.functional.pad(log_prob, (2, 0), value=NAN)
+    assert measured(padded, advantage, torch.nn.functional.pad(weight, (2, 0))) == pytest.approx(base)
+
+
+def test_equal_advantages_have_exactly_no_covariance() -> None:
+    log_prob, weight = -random(3, 4).abs().float(), torch.ones(3, 4)
+    statistics = covariance_statistics(log_prob, torch.full((3,), 0.1), weight, **TOKENS)
+    assert statistics.covariance == 0
+    assert (token_covariance(log_prob, torch.full((3,), 0.1), weight, statistics) == 0).all()
+
+
+def test_nothing_present_is_missing_and_not_zero() -> None:
+    statistics = covariance_statistics(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), **TOKENS)
+    assert statistics.covariance.isnan() and statistics.mean_log_prob.isnan()
+    empty = covariance_statistics(torch.zeros(0, 3), torch.zeros(0), torch.zeros(0, 3), **TOKENS)
+    assert empty.covariance.isnan()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_predicted_change_is_the_first_order_of_an_exact_softmax_step(plain: bool) -> None:
+    """Natural policy gradient moves logits by η A, the plain one by η π A; entropy by enumeration."""
+    logits, advantage = random(6), random(6, seed=1)
+    log_p = logits.log_softmax(0)
+    p = log_p.exp()
+    advantage = advantage - (p * advantage).sum()
+    step = p * advantage if plain else advantage
+    statistics = covariance_statistics(log_p[None], step[None], p[None], **TOKENS)
+    eta = 1e-5
+    exact = (entropy_of(logits + eta * step) - entropy_of(logits - eta * step)) / 2
+    predicted = predicted_entropy_change(statistics.covariance, eta)
+    torch.testing.assert_close(predicted, exact, rtol=1e-6, atol=0)
+    assert predicted.abs() > 1e-7
+
+
+def test_fit_recovers_an_exact_curve() -> None:
+    entropy = torch.tensor([2.0, 1.5, 1.0, 0.6, 0.3], dtype=torch.float64)
+    fit = fit_entropy_curve(entropy, -0.08 * entropy.exp() + 0.9)
+    for value, expected in ((fit.a, 0.08), (fit.b, 0.9), (fit.ceiling, 0.82), (fit.ceiling_std, 0.0)):
+        assert value.item() == pytest.approx(expected, abs=1e-8)
+    assert fit.count == 5
+
+
+def test_fit_and_its_errors_are_scipys() -> None:
+    entropy = random(30).abs()
+    reward = 0.7 - 0.1 * entropy.exp() + 0.02 * random(30, seed=1)
+    fit = fit_entropy_curve(entropy, reward)
+    line: Any = stats.linregress(entropy.exp().numpy(), reward.numpy())
+    shifted: Any = stats.linregress(np.expm1(entropy.numpy()), reward.numpy())
+    pairs = (
+        (fit.a, -line.slope),
+        (fit.b, line.intercept),
+        (fit.ceiling, line.intercept + line.slope),
+        (fit.a_std, line.stderr),
+        (fit.b_std, line.intercept_stderr),
+        (fit.ceiling_std, shifted.intercept_stderr),
+    )
+    for ours, theirs in pairs:
+        assert ours.item() == pytest.approx(theirs, rel=1e-9)
+
+
+def test_stated_error_of_the_ceiling_is_its_spread_over_repetitions() -> None:
+    entropy = torch.linspace(0.1, 2.0, 12, dtype=torch.float64)
+    noise = 0.05 * random(200, 12)
+    fits = [fit_entropy_curve(entropy, 0.8 - 0.1 * entropy.exp() + row) for row in noise]
+    ceilings = torch.stack([fit.ceiling for fit in fits])
+    variance = torch.stack([fit.ceiling_std.square() for fit in fits]).mean()
+    assert ceilings.mean().item() == pytest.approx(0.7, abs=4 * ceilings.std().item() / 14)
+    assert ceilings.var().item() == pytest.approx(variance.item(), rel=0.3)
+
+
+def test_fit_leaves_out_what_is_missing() -> None:
+    entropy = torch.tensor([1.0, 0.5, NAN, 0.2, 0.1])
+    reward = torch.tensor([0.1, 0.3, 0.4, NAN, 0.5])
+    few = fit_entropy_curve(torch.tensor([1.0, 0.5, 0.1]), torch.tensor([0.1, 0.3, 0.5]))
+    for fit in (
+        fit_entropy_curve(entropy, reward),
+        fit_entropy_curve(
+            torch.tensor([1.0, 9, 0.5, 0.1]), torch.tensor([0.1, 9, 0.3, 0.5]), reward[:4] != 0.3
+        ),
+    ):
+        torch.testing.assert_close(fit.ceiling, few.ceiling)
+        torch.testing.assert_close(fit.ceiling_std, few.ceiling_std)
+
+
+def test_fit_says_when_the_data_do_not_tell() -> None:
+    two = fit_entropy_curve(torch.tensor([1.0, 0.5]), torch.tensor([0.2, 0.4]))
+    assert two.ceiling.isfinite() and two.ceiling_std.isnan() and two.residual_std.isnan()
+    for entropy in (torch.tensor([0.3, 0.3, 0.3]), torch.tensor([0.3]), torch.zeros(0)):
+        fit = fit_entropy_curve(entropy, torch.zeros_like(entropy))
+        assert fit.a.isnan() and fit.b.isnan() and fit.ceiling.isnan() and fit.ceiling_std.isnan()
+
+
+def test_bonus_raises_the_entropy() -> None:
+    logits = random(2, 3, 5).requires_grad_()
+    weight = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+    entropy = torch.where(weight != 0, entropy_of(logits), NAN)
+    loss = aggregate(entropy_bonus(entropy, 0.01, **TOKENS), weight, "token_mean", count_step(weight))
+    assert loss.item() == pytest.approx(-0.01 * entropy[weight != 0].mean().item(), rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert entropy_of(logits - gradient)[weight != 0].sum() > entropy[weight != 0].sum()
+    assert (gradient[weight == 0] == 0).all()
+    tensor = entropy_bonus(torch.ones(2, dtype=torch.bfloat16), torch.tensor(0.5), **TOKENS)
+    assert tensor.dtype == torch.float32 and tensor.tolist() == [-0.5, -0.5]
+
+
+def test_adaptive_coefficient_by_hand() -> None:
+    def adapt(c: float, measured: float, **options: float) -> float:
+        return adapt_entropy_coefficient(c, measured, 0.2, **options).item()
+
+    assert adapt(0.0, 0.1) == 0.005
+    assert adapt(0.01, 0.3) == 0.005
+    assert adapt(0.01, 0.2) == 0.01
+    assert adapt(0.0, 0.3) == 0.0
+    assert adapt(0.0, 0.3, lowest=-1.0) == -0.005
+    assert adapt(0.1, 0.1, step=0.5, highest=0.2) == 0.2
+    assert math.isnan(adapt(0.1, NAN))
+    assert gated_entropy_coefficient(0.1, 0.1, 0.2).item() == 0.1
+    assert gated_entropy_coefficient(0.1, 0.2, 0.2).item() == 0.1
+    assert gated_entropy_coefficient(0.1, torch.tensor(0.3), 0.2) == 0
+    assert gated_entropy_coefficient(0.1, NAN, 0.2).isnan()
+
+
+def test_adaptive_coefficient_holds_a_target() -> None:
+    """Entropy that answers the coefficient with a lag settles within one step of the target."""
+    entropy, coefficient = torch.tensor(1.0), torch.tensor(0.0)
+    trace = []
+    for _ in range(400):
+        coefficient = adapt_entropy_coefficient(coefficient, entropy, 0.4, step=0.002)
+        entropy = entropy + 0.1 * (5 * coefficient - entropy)
+        trace.append(entropy.item())
+    assert np.mean(trace[-100:]) == pytest.approx(0.4, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "m", "keep"),
+    [(0.3, -1, [0, 0, 1, 1, 1, 0]), (0.9, 1, [1, 1, 0, 0, 1, 0]), (0.6, 0, [1, 1, 1, 1, 1, 0])],
+)
+def test_entrocraft_accepts_by_the_sign_of_the_advantage(monitor: float, m: int, keep: list[int]) -> None:
+    direction = entrocraft_direction(monitor, 0.5, 0.7)
+    assert direction.item() == m
+    advantage = torch.tensor([1.2, 0.3, -0.4, -1.1, 0.0, NAN])
+    assert entrocraft_keep(advantage, direction).tolist() == keep
+
+
+def test_entrocraft_without_edges_keeps_all_and_without_a_monitor_nothing() -> None:
+    infinite = float("inf")
+    assert entrocraft_keep(random(5), entrocraft_direction(torch.tensor(0.1), -infinite, infinite)).all()
+    assert not entrocraft_keep(random(5), entrocraft_direction(NAN, 0.5, 0.7)).any()
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda d: entropy_bonus(torch.zeros(1), 0.1, decisions=d), "An entropy bonus"),
+        (
+            lambda d: covariance_statistics(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), decisions=d),
+            "The covariance of log-prob and advantage",
+        ),
+    ],
+)
+def test_denoising_steps_are_refused_with_the_substitute(call: Any, rule: str) -> None:
+    message = f"{rule} has no meaning on denoising steps.*feature spread.*reward variance.*FlowRL"
+    with pytest.raises(ValueError, match=message):
+        call("denoising_steps")
+    with pytest.raises(ValueError, match="decisions must be one of tokens, denoising_steps; got 'steps'"):
+        call("steps")
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"values \(2, 3\), weight \(2, 3\), advantage \(3,\)"):
+        covariance_statistics(torch.zeros(2, 3), torch.zeros(3), torch.ones(2, 3), **TOKENS)
+    with pytest.raises(ValueError, match=r"one shape \[n\].*got \(2,\), \(3,\) and \(2,\)"):
+        fit_entropy_curve(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"step must be positive.*got step=0, lowest=0.0"):
+        adapt_entropy_coefficient(0.0, 0.1, 0.2, step=0)
+    with pytest.raises(ValueError, match="lowest=1, highest=0"):
+        adapt_entropy_coefficient(0.0, 0.1, 0.2, lowest=1, highest=0)

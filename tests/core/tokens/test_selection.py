@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token selection in two phases: top entropy, Clip-Cov, KL-Cov; micro-batches equal the whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core.surrogates.aggregation import aggregate, count_step
+from visalign.core.surrogates.ppo import ppo_clip
+from visalign.core.surrogates.ratios import log_ratio
+from visalign.core.tokens.selection import (
+    clip_cov_keep,
+    clip_cov_thresholds,
+    kl_cov_penalty,
+    kl_cov_select,
+    kl_cov_thresholds,
+    top_entropy_keep,
+    top_entropy_thresholds,
+)
+from visalign.core.tokens.statistics import ppo_clipped
+
+NAN = float("nan")
+INF = float("inf")
+TOKENS: Any = {"decisions": "tokens"}
+WRONG: Any = "bits"
+
+
+def batch(rows: int = 6, length: int = 9, seed: int = 0) -> dict[str, Tensor]:
+    """A batch with holes and left padding, NaN wherever nothing is present."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> Tensor:
+        return torch.randn(rows, length, generator=generator, dtype=torch.float64)
+
+    weight = (draw() > -1).double()
+    weight[0, :3] = 0
+    weight[-1] = 0
+    values = {
+        "log_prob": -draw().abs() - 0.1,
+        "advantage": draw()[:, :1] * draw().abs(),
+        "noise": torch.rand(rows, length, generator=generator, dtype=torch.float64),
+        "entropy": draw().abs(),
+    }
+    return {name: torch.where(weight != 0, value, NAN) for name, value in values.items()} | {"weight": weight}
+
+
+def reference_covariance(b: dict[str, Tensor]) -> np.ndarray:
+    """Plain loops and numpy means; NaN where absent."""
+    inside = b["weight"].numpy() > 0
+    log_prob, advantage = b["log_prob"].numpy(), b["advantage"].numpy()
+    mean_lp, mean_a = log_prob[inside].mean(), advantage[inside].mean()
+    return np.where(inside, (advantage - mean_a) * (log_prob - mean_lp), np.nan)
+
+
+def test_top_entropy_by_hand() -> None:
+    entropy = torch.arange(10, dtype=torch.float64)[None] / 10
+    thresholds = top_entropy_thresholds(entropy, torch.ones(1, 10), **TOKENS)
+    assert thresholds.entropy.item() == pytest.approx(0.72)
+    keep = top_entropy_keep(entropy, torch.ones(1, 10), thresholds)
+    assert keep.tolist() == [[False] * 8 + [True] * 2]
+    everything = top_entropy_thresholds(entropy, torch.ones(1, 10), fraction=1.0, **TOKENS)
+    assert top_entropy_keep(entropy, torch.ones(1, 10), everything).all()
+
+
+def test_tokens_outside_the_top_have_exactly_no_gradient() -> None:
+    b = batch()
+    new = b["log_prob"].clone().requires_grad_()
+    thresholds = top_entropy_thresholds(b["entropy"], b["weight"], **TOKENS)
+    weight = b["weight"] * top_entropy_keep(b["entropy"], b["weight"], thresholds)
+    ratio = log_ratio(new, new.detach(), weight)
+    losses = ppo_clip(ratio, b["advantage"], eps_low=0.2, eps_high=0.2)
+    loss = aggregate(losses, weight, "token_mean", count_step(weight))
+    (gradient,) = torch.autograd.grad(loss, new)
+    assert loss.isfinite() and ((gradient != 0) == (weight != 0)).all()
+    assert 0 < weight.sum() < 0.3 * b["weight"].sum()
+
+
+def test_clip_cov_draws_the_smallest_noise_inside_the_band() -> None:
+    b = batch(8, 10, seed=1)
+    covariance = reference_covariance(b)
+    given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
+    thresholds = clip_cov_thresholds(*given, ratio=0.05, cov_low=0.1, cov_high=2.0, **TOKENS)
+    keep = clip_cov_keep(*given, thresholds)
+    band = [
+        (b["noise"][i, t].item(), i, t) for i, t in np.argwhere((covariance >= 0.1) & (covariance <= 2.0))
+    ]
+    number = int(0.05 * b["weight"].sum().item())
+    assert 1 < number < len(band)
+    expected = b["weight"] != 0
+    for _, row, column in sorted(band)[:number]:
+        expected[row, column] = False
+    assert torch.equal(keep, expected)
+
+
+def test_clip_cov_takes_the_whole_band_when_it_is_small_and_nothing_at_ratio_zero() -> None:
+    b = batch(8, 10, seed=1)
+    covariance = reference_covariance(b)
+    given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
+    everything = clip_cov_thresholds(*given, ratio=1.0, cov_low=0.5, cov_high=5.0, **TOKENS)
+    dropped = (b["weight"].numpy() > 0) & ~clip_cov_keep(*given, everything).numpy()
+    assert (dropped == ((covariance >= 0.5) & (covariance <= 5))).all() and dropped.any()
+    nothing = clip_cov_thresholds(*given, ratio=0.0, cov_low=0.5, **TOKENS)
+    assert torch.equal(clip_cov_keep(*given, nothing), b["weight"] != 0)
+    one = clip_cov_thresholds(*given, ratio=1e-9, cov_low=0.5, **TOKENS)
+    assert (b["weight"] != 0).sum() - clip_cov_keep(*given, one).sum() == 1
+
+
+def test_clip_cov_band_as_quantiles_has_no_unit() -> None:
+    b = batch(8, 10, seed=2)
+    options: Any = {"ratio": 1.0, "cov_low": 0.8, "cov_high": 1.0, "unit": "quantile", **TOKENS}
+
+    def keep(scale: float) -> Tensor:
+        given = (scale * b["log_prob"], b["advantage"], b["weight"], b["noise"])
+        return clip_cov_keep(*given, clip_cov_thresholds(*given, **options))
+
+    assert torch.equal(keep(1.0), keep(1e-4))
+    dropped = (b["weight"] != 0) & ~keep(1.0)
+    covariance = reference_covariance(b)
+    assert (dropped.numpy() == (covariance >= np.nanquantile(covariance, 0.8))).all()
+
+
+def test_what_ppo_has_clipped_can_be_left_out_of_the_draw() -> None:
+    b = batch(8, 10, seed=4)
+    old = b["log_prob"] + 0.3 * torch.randn(8, 10, generator=torch.Generator().manual_seed(1))
+    new = b["log_prob"].clone().requires_grad_()
+    bounds: Any = {"eps_low": 0.2, "eps_high": 0.2}
+    clipped = ppo_clipped(new - old, b["advantage"], **bounds)
+    losses = torch.where(b["weight"] != 0, ppo_clip(new - old, b["advantage"], **bounds), 0.0)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert torch.equal(clipped, (gradient == 0) & (b["weight"] != 0)) and clipped.any()
+    given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
+    thresholds = clip_cov_thresholds(*given, ratio=1.0, cov_low=-INF, excluded=clipped, **TOKENS)
+    keep = clip_cov_keep(*given, thresholds, excluded=clipped)
+    within = torch.tensor(reference_covariance(b) > 5)
+    assert torch.equal(keep, (clipped | within) & (b["weight"] != 0))
+    noise = torch.where(clipped, -1.0, b["noise"])  # first in the draw, were they in it
+    given = (*given[:3], noise)
+    thresholds = clip_cov_thresholds(*given, ratio=0.1, cov_low=-INF, excluded=clipped, **TOKENS)
+    dropped = (b["weight"] != 0) & ~clip_cov_keep(*given, thresholds, excluded=clipped)
+    assert dropped.sum() == int(0.1 * b["weight"].sum()) and not (dropped & clipped).any()
+
+
+def test_kl_cov_selects_the_top_and_penalises_only_there() -> None:
+    b = batch(8, 10, seed=5)
+    thresholds = kl_cov_thresholds(b["log_prob"], b["advantage"], b["weight"], ratio=0.1, **TOKENS)
+    selected = kl_cov_select(b["log_prob"], b["advantage"], b["weight"], thresholds)
+    covariance = np.nan_to_num(reference_covariance(b), nan=-np.inf)
+    number = int(0.1 * b["weight"].sum().item())
+    expected = np.zeros(80, dtype=bool)
+    expected[np.argsort(-covariance.ravel())[:number]] = True
+    assert (selected.numpy().ravel() == expected).all() and number > 1
+    nothing = kl_cov_thresholds(b["log_prob"], b["advantage"], b["weight"], ratio=0.0, **TOKENS)
+    assert not kl_cov_select(b["log_prob"], b["advantage"], b["weight"], nothing).any()
+    absent = torch.zeros_like(b["weight"])
+    empty = kl_cov_thresholds(b["log_prob"], b["advantage"], absent, **TOKENS)
+    assert not kl_cov_select(b["log_prob"], b["advantage"], absent, empty).any()
+    log_r = torch.where(selected, 0.4, NAN).requires_grad_()
+    forms: Any = (("abs", 0.4, 1.0), ("k3", math.expm1(0.4) - 0.4, math.expm1(0.4)))
+    for form, value, slope in forms:
+        penalty = kl_cov_penalty(log_r, selected, coefficient=2.0, form=form)
+        (gradient,) = torch.autograd.grad(penalty.sum(), log_r)
+        torch.testing.assert_close(penalty, 2 * value * selected.float())
+        torch.testing.assert_close(gradient, 2 * slope * selected.float())
+
+
+def test_k3_penalty_is_the_kl_from_the_old_policy_in_value_and_gradient() -> None:
+    """Enumerated: Σ π_old (r − 1 − log r) = KL(π_old ‖ π)."""
+    logits = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    old = torch.randn(7, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(0)
+    penalty = kl_cov_penalty(logits.log_softmax(0) - old, torch.ones(7, dtype=torch.bool), form="k3")
+    penalty = (old.exp() * penalty).sum()
+    exact = (old.exp() * (old - logits.log_softmax(0))).sum()
+    torch.testing.assert_close(penalty, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(value, logits)[0] for value in (penalty, exact)))
+
+
+def test_penalty_is_inert_on_policy_and_finite_far_off() -> None:
+    for form in ("abs", "k3"):
+        log_r = torch.tensor([0.0, 500.0, -500.0]).requires_grad_()
+        penalty = kl_cov_penalty(log_r, torch.ones(3, dtype=torch.bool), form=form)
+        (gradient,) = torch.autograd.grad(penalty.sum(), log_r)
+        assert penalty.isfinite().all() and gradient.isfinite().all()
+        assert gradient[0] == 0 and gradient[1] > 0 and gradient[2] < 0
+    assert kl_cov_penalty(torch.ones(1).half(), torch.tensor([True])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
+    whole = batch(12, 8, seed=6)
+    lower = {k: v.to(dtype) for k, v in whole.items() if k != "noise"} | {"noise": whole["noise"]}
+    moved = {k: v.flip(0) for k, v in lower.items()}
+
+    def run(b: dict[str, Tensor], thresholds: list[Any]) -> list[Tensor]:
+        given = (b["log_prob"], b["advantage"], b["weight"])
+        return [
+            top_entropy_keep(b["entropy"], b["weight"], thresholds[0]),
+            clip_cov_keep(*given, b["noise"], thresholds[1]),
+            kl_cov_select(*given, thresholds[2]),
+        ]
+
+    def look(b: dict[str, Tensor]) -> list[Any]:
+        given = (b["log_prob"], b["advantage"], b["weight"])
+        return [
+            top_entropy_thresholds(b["entropy"], b["weight"], **TOKENS),
+            clip_cov_thresholds(*given, b["noise"], ratio=0.1, cov_low=0.1, **TOKENS),
+            kl_cov_thresholds(*given, ratio=0.1, **TOKENS),
+        ]
+
+    thresholds = look(lower)
+    full = run(lower, thresholds)
+    parts = [run({k: v[a : a + 3] for k, v in lower.items()}, thresholds) for a in range(0, 12, 3)]
+    for mask, pieces, other in zip(full, zip(*parts, strict=True), run(moved, look(moved)), strict=True):
+        assert torch.equal(mask, torch.cat(pieces)) and torch.equal(mask, other.flip(0))
+        assert not mask[-1].any() and mask.any()
+    filled = {k: v.nan_to_num(nan=7.0) for k, v in lower.items()}
+    for mask, other in zip(full, run(filled, look(filled)), strict=True):
+        assert torch.equal(mask, other), "what stands in absent places must not matter"
+    alone = run({k: v[:1] for k, v in lower.items()}, look({k: v[:1] for k, v in lower.items()}))
+    assert not torch.equal(alone[0], full[0][:1]), "a micro-batch's own quantile selects other tokens"
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda o, d: top_entropy_thresholds(o, o, decisions=d), r"The top-entropy mask \(80/20\)"),
+        (lambda o, d: clip_cov_thresholds(o, o, o, o, decisions=d), "Clip-Cov"),
+        (lambda o, d: kl_cov_thresholds(o, o, o, decisions=d), "KL-Cov"),
+    ],
+)
+def test_denoising_steps_are_refused_with_the_substitute(call: Any, rule: str) -> None:
+    message = f"{rule} has no meaning on denoising steps.*feature spread.*reward variance.*FlowRL"
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(2, 3), "denoising_steps")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda o: top_entropy_thresholds(o, o, fraction=0.0, **TOKENS),
+            r"fraction must lie in \(0, 1\].*got 0.0",
+        ),
+        (lambda o: top_entropy_thresholds(o, o[:1], **TOKENS), r"values \(2, 3\), weight \(1, 3\)"),
+        (
+            lambda o: clip_cov_thresholds(o, o, o, o, ratio=1.5, **TOKENS),
+            r"ratio must lie in \[0, 1\]; got 1.5",
+        ),
+        (lambda o: clip_cov_thresholds(o, o, o, o, cov_low=6.0, **TOKENS), "cov_low ≤ cov_high.*cov_low=6.0"),
+        (
+            lambda o: clip_cov_thresholds(o, o, o, o, unit=WRONG, **TOKENS),
+            "'nats' or 'quantile'.*unit='bits'",
+        ),
+        (
+            lambda o: clip_cov_thresholds(o, o, o, o, unit="quantile", **TOKENS),
+            r"q must lie in \[0, 1\]; got 5",
+        ),
+        (lambda o: clip_cov_thresholds(o, o, o, o[0], **TOKENS), r"noise \(3,\), log_prob \(2, 3\)"),
+        (lambda o: clip_cov_thresholds(o, o, o, o, excluded=o[0], **TOKENS), r"excluded \(3,\), log_prob"),
+        (
+            lambda o: kl_cov_thresholds(o, o[:, 0], o[0], **TOKENS),
+            r"values \(2, 3\), weight \(3,\), advantage \(2,\)",
+        ),
+        (lambda o: kl_cov_penalty(o, o[0] > 0), r"selected \(3,\), log_ratio \(2, 3\)"),
+        (lambda o: kl_cov_penalty(o, o > 0, form=WRONG), "form must be 'abs' or 'k3'; got 'bits'"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(2, 3))

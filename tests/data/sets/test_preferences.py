@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preference and quality sets from files: what is read, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from visalign.data.sets.checks import check_preferences, check_quality, without_duplicates
+from visalign.data.sets.files import load_preferences, load_quality, write_rows
+from visalign.data.sets.image_references import parquet_reference, resolve_image
+from visalign.data.sets.records import PreferencePair, PreferenceSet, mixed_side
+from visalign.data.sets.sources import load_source, shapes_pairs
+from visalign.data.sets.tables import read_rows
+from visalign.errors import UserError
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {"prompt": "a cat", "image_left": "l.png", "image_right": "r.png", "label": "left"} | changes
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    return path
+
+
+def test_labels_and_votes(tmp_path: Path) -> None:
+    rows = [
+        row(),
+        row(label="tie", score_left=1.5),
+        row(label=0.25),
+        {**row(votes=[3, 1]), "label": 0.75},
+        {k: v for k, v in row(votes_left=2, votes_right=5, votes_tie=1).items() if k != "label"},
+    ]
+    found = load_preferences(write(tmp_path / "set.jsonl", rows))
+    assert [pair.label for pair in found.pairs] == [1.0, 0.5, 0.25, 0.75, 2.5 / 8]
+    assert found.pairs[3].votes == (3, 1, 0) and found.pairs[4].votes == (2, 5, 1)
+    assert found.pairs[0].image_left == str(tmp_path / "l.png")
+    assert found.pairs[1].extra == {"score_left": 1.5} and found.rows == (1, 2, 3, 4, 5)
+
+
+def test_all_formats_agree(tmp_path: Path) -> None:
+    rows = [row(category="x", label="1"), row(image_left="a,b.png", label="0", category="y")]
+    write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    lines = [
+        "prompt,image_left,image_right,label,category",
+        "a cat,l.png,r.png,1,x",
+        'a cat,"a,b.png",r.png,0,y',
+    ]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "a.tsv").write_text(
+        "\n".join(lines).replace('"a,b.png"', "a;b.png").replace(",", "\t").replace("a;b", "a,b")
+    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    sets = [
+        load_preferences(tmp_path / f"a.{ending}") for ending in ("jsonl", "json", "csv", "tsv", "parquet")
+    ]
+    assert all(found.pairs == sets[0].pairs for found in sets) and len(sets[0]) == 2
+
+
+def test_rows_written_are_read_back(tmp_path: Path) -> None:
+    pairs = shapes_pairs(4).pairs
+    found = load_preferences(write_rows(tmp_path / "new" / "set.jsonl", pairs))
+    assert found.pairs == pairs
+    with pytest.raises(UserError, match=r"nothing is overwritten"):
+        write_rows(tmp_path / "new" / "set.jsonl", pairs)
+
+
+def test_a_json_list_is_read_entry_by_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("visalign.data.sets.tables._BLOCK", 7)
+    rows = [{"a": "x" * k, "b": [k, {"c": "],["}]} for k in range(30)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    assert [entry for _, entry in read_rows(tmp_path / "a.json")] == rows
+    (tmp_path / "a.json").write_text(json.dumps(rows)[:-40])
+    with pytest.raises(UserError, match=r"Entry 30 .* cut short"):
+        list(read_rows(tmp_path / "a.json"))
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    with pytest.raises(UserError, match=r"does not start with a list"):
+        list(read_rows(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"prompt": "a", "left": "l.png"}],
+            "lacks the columns 'image_left', 'image_right'.*Found: prompt, left",
+        ),
+        ([row(label="middle")], "Row 1 of .*'middle' is neither left, right, tie nor a number"),
+        ([row(label=2)], "Row 1 .* 0 to 1 .*got 2"),
+        ([row(), row(label="left", votes=[1, 8])], r"Row 2 .*label 1 contradicts the votes \(1, 8, 0\)"),
+        ([row(votes=[1, 2, 3, 4])], "whole counts"),
+        ([row(votes=[0, 0])], "at least one of them positive"),
+        ([row(prompt="")], "'prompt' is ''"),
+        ([{k: v for k, v in row().items() if k != "label"}], "neither 'label' nor votes"),
+        ([], "holds no pair"),
+    ],
+)
+def test_unusable_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_preferences(write(tmp_path / "set.jsonl", rows))
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "set.jsonl").write_text(json.dumps(row()) + '\n{"prompt": \n')
+    with pytest.raises(UserError, match=r"Line 2 of .* is no JSON"):
+        load_preferences(tmp_path / "set.jsonl")
+    (tmp_path / "set.csv").write_text("prompt,image_left,image_right,label\na,l.png,r.png\n")
+    with pytest.raises(UserError, match=r"Line 2 of .* has 3 fields, the first line names 4"):
+        load_preferences(tmp_path / "set.csv")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not quite")
+    with pytest.raises(UserError, match=r"cannot be read as Parquet"):
+        load_preferences(tmp_path / "bad.parquet")
+    (tmp_path / "set.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(UserError, match=r"not UTF-8"):
+        load_preferences(tmp_path / "set.jsonl")
+    with pytest.raises(UserError, match=r"There is no file"):
+        load_preferences(tmp_path / "none.jsonl")
+    (tmp_path / "set.txt").write_text("x")
+    with pytest.raises(UserError, match=r"no table we read"):
+        load_preferences(tmp_path / "set.txt")
+
+
+def test_splits(tmp_path: Path) -> None:
+    rows = [row(split="train"), row(split="test", prompt="a dog")]
+    path = write(tmp_path / "set.jsonl", rows)
+    assert [pair.prompt for pair in load_preferences(path, split="test").pairs] == ["a dog"]
+    with pytest.raises(UserError, match=r"no pair of the split 'dev'. Splits in it: test, train"):
+        load_preferences(path, split="dev")
+
+
+def pairs_of(*rows: dict[str, Any]) -> PreferenceSet:
+    plain: dict[str, Any] = {"label": 1.0}
+    return PreferenceSet(name="set", pairs=tuple(PreferencePair(**(plain | entry)) for entry in rows))
+
+
+BASE: dict[str, Any] = {"prompt": "a cat", "image_left": "l.png", "image_right": "r.png"}
+
+
+def test_what_means_nothing_is_refused() -> None:
+    tie = pairs_of(BASE | {"label": 0.5})
+    with pytest.raises(UserError, match=r"All 1 pairs of 'set' are ties"):
+        check_preferences(tie, files=False)
+    leaking = pairs_of(BASE | {"split": "train"}, BASE | {"prompt": "A  cat", "split": "test", "label": 0.0})
+    with pytest.raises(UserError, match=r"1 prompts .* more than one split: 'a cat' \(test and train\)"):
+        check_preferences(leaking, files=False)
+    with pytest.raises(UserError, match=r"2 image files do not exist: l.png, r.png"):
+        check_preferences(pairs_of(BASE))
+    with pytest.raises(UserError, match=r"All 1 winners .* always says left .*--swap-sides"):
+        check_preferences(pairs_of(BASE), files=False, judge_sees_sides=True)
+
+
+def test_what_is_odd_is_reported() -> None:
+    mirrored: dict[str, Any] = {"prompt": "a cat", "image_left": "r.png", "image_right": "l.png"}
+    found = check_preferences(
+        pairs_of(BASE, BASE, mirrored | {"label": 0.0}, mirrored, BASE | {"label": 0.5}), files=False
+    )
+    counts = {finding.kind: finding.count for finding in found}
+    assert counts == {"duplicates": 2, "disagreement": 1, "ties": 1}
+    assert "2, 3" in next(finding.message for finding in found if finding.kind == "duplicates")
+    same = check_preferences(pairs_of(BASE, BASE | {"image_left": "r.png", "label": 0.0}), files=False)
+    assert [finding.kind for finding in same] == ["same_image"]
+    assert [finding.kind for finding in check_preferences(pairs_of(BASE), files=False)] == ["one_side"]
+    kept = without_duplicates(pairs_of(BASE, BASE, mirrored | {"label": 0.0}, mirrored))
+    assert len(kept) == 2
+
+
+def test_sides_are_mixed_the_same_way_always() -> None:
+    pairs = [PreferencePair(**(BASE | {"image_left": f"/a/{k}.png", "label": 1.0})) for k in range(200)]
+    mixed = [mixed_side(pair) for pair in pairs]
+    assert 60 < sum(pair.label == 1.0 for pair in mixed) < 140
+    assert mixed == [mixed_side(pair.swapped()) for pair in pairs]
+    pair = PreferencePair(**BASE, label=1.0, votes=(2, 1, 3), generator_left="a", extra={"x_left": 1, "y": 2})
+    turned = pair.swapped()
+    assert (turned.votes, turned.generator_right, turned.extra) == ((1, 2, 3), "a", {"x_right": 1, "y": 2})
+    assert turned.swapped() == pair
+    said = {"prob": 0.25, "a_prob": "0.25", "b_prob": 0.25, "b_prob_swapped": 0.5, "c_prob": "none"}
+    turned = PreferencePair(**BASE, label=1.0, extra=said).swapped()
+    assert turned.extra == {
+        "prob": 0.75, "a_prob": 0.75, "b_prob_swapped": 0.25, "b_prob": 0.5, "c_prob": "none",
+    }  # fmt: skip
+
+
+def test_quality_sets(tmp_path: Path) -> None:
+    good = [{"image": "a.png", "mos": 1.0, "std": 0.1}, {"image": "b.png", "mos": "3"}]
+    found = load_quality(write(tmp_path / "q.jsonl", good))
+    assert [record.mos for record in found.records] == [1.0, 3.0] and found.higher_is_better
+    assert check_quality(found, files=False) == []
+    mixed = [entry | {"higher_is_better": k == 0} for k, entry in enumerate(good)]
+    with pytest.raises(UserError, match=r"mixes directions: .* true in row 1 and false in row 2"):
+        load_quality(write(tmp_path / "q.jsonl", mixed))
+    lower = load_quality(write(tmp_path / "q.jsonl", [entry | {"higher_is_better": False} for entry in good]))
+    assert not lower.higher_is_better
+    for rows, message in (
+        ([good[0], good[0] | {"image": "b.png"}], "All 2 scores of 'q' equal 1"),
+        ([good[0], good[1], good[0] | {"mos": 2}], "'.*a.png' has the score 1 in row 1 and 2 in row 3"),
+        ([good[0]], "holds 1 image; a correlation needs"),
+        (
+            [entry | {"reference": "I1", "split": s} for entry, s in zip(good, "ab", strict=True)],
+            "more than one split",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_quality(load_quality(write(tmp_path / "q.jsonl", rows)), files=False)
+    with pytest.raises(UserError, match=r"'mos' is 'good', needed is a number"):
+        load_quality(write(tmp_path / "q.jsonl", [{"image": "a", "mos": "good"}]))
+
+
+def test_pictures_inside_parquet_files(tmp_path: Path) -> None:
+    import io
+
+    pictures = []
+    for level in range(5):
+        buffer = io.BytesIO()
+        Image.new("RGB", (2, 2), (level, 0, 0)).save(buffer, "PNG")
+        pictures.append({"jpg": buffer.getvalue()})
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pictures), path, row_group_size=2)
+    assert [np.asarray(resolve_image(parquet_reference(path, "jpg", k)))[0, 0, 0] for k in range(5)] == list(
+        range(5)
+    )
+    with pytest.raises(UserError, match=r"has 5 rows and the columns jpg; the reference asks for row 9"):
+        resolve_image(parquet_reference(path, "jpg", 9))
+    with pytest.raises(UserError, match=r"is broken"):
+        resolve_image("parquet://x")
+
+
+def test_generated_sets_and_unknown_sources(tmp_path: Path) -> None:
+    pairs = load_source("shapes:pairs", limit=20)
+    assert isinstance(pairs, PreferenceSet) and len(pairs) == 20
+    assert resolve_image(pairs.pairs[3].image_left).shape == (64, 64, 3)
+    assert load_source("shapes:pairs", limit=20) == pairs
+    with pytest.raises(UserError, match=r"shapes:pairs, shapes:quality, or LAYOUT:FOLDER"):
+        load_source("hpdv9:there")
+    with pytest.raises(UserError, match=r"is a folder; say whose layout"):
+        load_source(str(tmp_path))

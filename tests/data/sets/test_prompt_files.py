@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt files: what is read, what is skipped aloud, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from visalign.data.sets.prompt_files import load_prompts
+from visalign.errors import UserError
+
+
+def _write(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_text_and_json_lines(tmp_path):
+    assert load_prompts(_write(tmp_path, "a.txt", " a red circle \na cross")) == [
+        {"prompt": "a red circle"},
+        {"prompt": "a cross"},
+    ]
+    records = load_prompts(_write(tmp_path, "a.jsonl", '{"prompt": "a cross ", "tag": "colors"}\n'))
+    assert records == [{"prompt": "a cross", "tag": "colors"}]
+
+
+def test_only_line_feeds_end_a_line(tmp_path):
+    odd = "a\u2028red\u0085circle\x0c"
+    line = json.dumps({"prompt": odd}, ensure_ascii=False)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(f"{line}\r\n".encode() + b'{"prompt": "b"}')
+    assert [r["prompt"] for r in load_prompts(path)] == [odd.strip(), "b"]
+    assert [r["prompt"] for r in load_prompts(_write(tmp_path, "a.txt", "a\u2028b\nc"))] == ["a\u2028b", "c"]
+
+
+def test_embedded_sets_are_disjoint():
+    train, heldout = load_prompts("shapes:train"), load_prompts("shapes:heldout")
+    assert train and heldout
+    assert not {r["prompt"] for r in train} & {r["prompt"] for r in heldout}
+
+
+def test_blank_lines_are_skipped_with_a_warning(tmp_path):
+    path = _write(tmp_path, "a.txt", "a\n\n  \nb\n")
+    with pytest.warns(UserWarning, match=r"skipped 2 line\(s\) \(2, 3\), which are blank"):
+        assert [r["prompt"] for r in load_prompts(path)] == ["a", "b"]
+
+
+def test_duplicates_count_once_with_a_warning(tmp_path):
+    path = _write(tmp_path, "a.txt", "a\nb\na\na\n")
+    with pytest.warns(UserWarning, match=r"skipped 2 line\(s\) \(3, 4\), whose prompts stand further up"):
+        assert [r["prompt"] for r in load_prompts(path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "", "is empty; it needs at least one prompt"),
+        ("a.txt", "\n \n", "nothing but blank lines"),
+        ("a.csv", "a", r"ends in '\.csv'; use \.txt .* or \.jsonl"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt"', "line 2 is not JSON"),
+        ("a.jsonl", '{"text": "a"}', 'line 1 needs a JSON object with a "prompt" that is text'),
+        ("a.jsonl", '["a"]', "line 1 needs a JSON object"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "tag": "x"}\n{"prompt": "a", "tag": "y"}',
+            "lines 1 and 2 give the prompt 'a' two",
+        ),
+    ],
+)
+def test_refused_files(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(_write(tmp_path, name, text))
+
+
+def test_missing_file_names_the_embedded_sets():
+    with pytest.raises(UserError, match=r"no prompt set 'shapes:test'.*shapes:train, shapes:heldout"):
+        load_prompts("shapes:test")
+
+
+def test_not_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xff\xfe\x00\xd8")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        load_prompts(path)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes world: prompts and their split, scenes, renderer, detector and verifier against the truth."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import ndimage
+
+from visalign.data.shapes import prompts, render, scenes, verifier
+from visalign.data.shapes.components import find_components
+from visalign.data.shapes.detector import UNKNOWN, Detection, detect, majority
+
+BY_CATEGORY = {name: [r for r in prompts.all_prompts() if r["tag"] == name] for name in prompts.CATEGORIES}
+
+
+def draw(count: int, seed: int) -> list[scenes.Scene]:
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for i in range(count):
+        group = BY_CATEGORY[prompts.CATEGORIES[i % len(prompts.CATEGORIES)]]
+        drawn.append(scenes.sample_scene(group[rng.integers(len(group))], rng))
+    return drawn
+
+
+def share_correct(chosen: list[scenes.Scene]) -> float:
+    verdicts = verifier.verify(render.render_many(chosen), [scene.record for scene in chosen])
+    return float(np.mean([verdict.correct for verdict in verdicts]))
+
+
+def wrongly_accepted(chosen: list[scenes.Scene], records: list[prompts.Record]) -> tuple[int, int]:
+    """(pictures called correct that are not, pictures that truly are not)."""
+    truth = [
+        verifier.verify_scene(scene, record).correct for scene, record in zip(chosen, records, strict=True)
+    ]
+    said = [verdict.correct for verdict in verifier.verify(render.render_many(chosen), records)]
+    return sum(s and not t for s, t in zip(said, truth, strict=True)), sum(not t for t in truth)
+
+
+def test_prompts_cover_genevals_categories_and_the_issue_minimum() -> None:
+    assert len(prompts.COLORS) >= 6 and len(prompts.SHAPES) >= 4
+    assert set(Counter(r["tag"] for r in prompts.all_prompts())) == set(prompts.CATEGORIES)
+    assert len({r["prompt"] for r in prompts.all_prompts()}) == len(prompts.all_prompts())
+
+
+def test_heldout_combinations_never_occur_in_training() -> None:
+    train = {prompts.combination(r) for r in prompts.train_prompts()}
+    held = {prompts.combination(r) for r in prompts.heldout_prompts()}
+    assert not train & held
+    assert len(prompts.heldout_prompts()) >= 200
+    assert {r["tag"] for r in prompts.heldout_prompts()} == set(prompts.CATEGORIES)
+
+
+def test_a_combination_is_the_same_in_every_wording() -> None:
+    left = prompts.parse_prompt("a red circle left of a blue square")
+    right = prompts.parse_prompt("a blue square right of a red circle")
+    other = prompts.parse_prompt("a red circle right of a blue square")
+    assert prompts.combination(left) == prompts.combination(right) != prompts.combination(other)
+    assert prompts.combination(prompts.parse_prompt("a cross and a circle")) == prompts.combination(
+        prompts.parse_prompt("a circle and a cross")
+    )
+
+
+def test_parsing_a_prompt_gives_its_record_back() -> None:
+    for record in prompts.all_prompts():
+        assert prompts.parse_prompt(record["prompt"]) == record
+    assert prompts.parse_prompt("A red circle to the left of a blue square.")["include"][1]["position"] == [
+        "left of",
+        0,
+    ]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "a cat", "a red", "two red circle", "five circles", "a circle a square"]
+)
+def test_a_foreign_prompt_is_refused_with_examples(prompt: str) -> None:
+    with pytest.raises(ValueError, match=r"not a prompt of the shapes world\. Write for example"):
+        prompts.parse_prompt(prompt)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(prompts.CATEGORIES))
+def test_every_scene_satisfies_its_prompt_and_keeps_its_objects_apart(seed: int, category: str) -> None:
+    rng = np.random.default_rng(seed)
+    group = BY_CATEGORY[category]
+    scene = scenes.sample_scene(group[rng.integers(len(group))], rng)
+    assert verifier.verify_scene(scene, scene.record).correct
+    for i, a in enumerate(scene.objects):
+        assert 0 <= a.x - a.radius and a.x + a.radius <= scenes.SIZE
+        for b in scene.objects[:i]:
+            assert max(abs(a.x - b.x), abs(a.y - b.y)) >= a.radius + b.radius
+
+
+def test_the_same_seed_gives_the_same_picture() -> None:
+    first, second = (render.render_many(draw(24, 5)) for _ in range(2))
+    assert (first == second).all()
+    assert (first != render.render_many(draw(24, 6))).any()
+
+
+def test_style_adds_detail_and_distortion_takes_quality_away() -> None:
+    base = draw(1, 3)[0]
+    seen = {
+        style: render.render(scenes.sample_scene(base.record, np.random.default_rng(1), style=style))
+        for style in scenes.STYLES
+    }
+    counts = {style: len(np.unique(picture.reshape(-1, 3), axis=0)) for style, picture in seen.items()}
+    assert counts["flat"] < counts["outlined"] < counts["shaded"] < counts["textured"]
+    for kind in scenes.DISTORTIONS[1:]:
+        change = [
+            np.abs(render.render(base.distorted(kind, s)).astype(float) - render.render(base)).mean()
+            for s in (0.2, 0.5, 1.0)
+        ]
+        assert 0 < change[0] < change[1] < change[2], kind
+
+
+def test_unknown_styles_and_distortions_are_refused() -> None:
+    with pytest.raises(ValueError, match="Unknown style 'cubist'; styles are"):
+        scenes.sample_scene(BY_CATEGORY["colors"][0], np.random.default_rng(0), style="cubist")
+    with pytest.raises(ValueError, match=r"severity in \[0, 1\]; got 'blur', 1.5"):
+        scenes.Distortion(kind="blur", severity=1.5)
+
+
+@pytest.mark.parametrize("kind", ["none", "blur", "noise"])
+def test_the_verifier_agrees_with_the_truth(kind: str) -> None:
+    chosen = [scene.distorted(kind, 0.0 if kind == "none" else scenes.MILD) for scene in draw(900, 11)]
+    assert share_correct(chosen) >= (0.999 if kind == "none" else 0.99)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "floor"), [("none", 0.999), ("blur", 0.99), ("noise", 0.99)])
+def test_the_verifier_agrees_with_the_truth_on_20000_scenes(kind: str, floor: float) -> None:
+    chosen = [scene.distorted(kind, 0.0 if kind == "none" else scenes.MILD) for scene in draw(20_000, 12)]
+    assert np.mean([share_correct(chosen[i : i + 2000]) for i in range(0, 20_000, 2000)]) >= floor
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_a_picture_of_another_prompt_is_wrong(near: bool) -> None:
+    chosen, rng = draw(900, 13), np.random.default_rng(14)
+    if near:
+        others = [
+            BY_CATEGORY[s.record["tag"]][rng.integers(len(BY_CATEGORY[s.record["tag"]]))] for s in chosen
+        ]
+    else:
+        others = [chosen[i].record for i in rng.permutation(len(chosen))]
+    accepted, false = wrongly_accepted(chosen, others)
+    assert false > 700 and accepted <= 0.001 * false
+
+
+def test_swapped_relations_and_neighbouring_counts_are_wrong() -> None:
+    chosen, records = [], []
+    rng = np.random.default_rng(15)
+    for record in BY_CATEGORY["position"][::40]:
+        chosen.append(scenes.sample_scene(record, rng))
+        flipped = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+        relation = record["include"][1]["position"][0]
+        records.append(prompts.parse_prompt(record["prompt"].replace(relation, flipped[relation])))
+    for record in BY_CATEGORY["counting"]:
+        count = record["include"][0]["count"]
+        chosen.append(scenes.sample_scene(record, rng))
+        words = {2: "two", 3: "three", 4: "four"}
+        records.append(
+            prompts.parse_prompt(record["prompt"].replace(words[count], words[4 if count == 3 else 3]))
+        )
+    accepted, false = wrongly_accepted(chosen, records)
+    assert accepted == 0 and false == len(chosen)
+
+
+def circle(
+    color: str = "red", x: float = 20, y: float = 20, radius: float = 9, shape: str = "circle"
+) -> Detection:
+    return Detection(shape=shape, color=color, x=x, y=y, radius=radius, overlap=1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found", "correct", "reason"),
+    [
+        ("a circle", [circle()], True, ""),
+        ("a circle", [], False, "expected 1 circle, found 0"),
+        (
+            "a circle",
+            [circle(), circle(x=45)],
+            False,
+            "expected at most 1 circle, found 2; expected 1 objects in all, found 2",
+        ),
+        ("a circle", [circle(), circle(shape=UNKNOWN)], False, "expected 1 objects in all, found 2"),
+        ("a green circle", [circle()], False, "expected 1 green circle, found 0"),
+        ("a small circle", [circle(radius=9)], False, "expected 1 small circle, found 0"),
+        ("three circles", [circle(), circle(x=45)], False, "expected 3 circle, found 2"),
+        ("a circle left of a square", [circle(), circle(shape="square", x=50)], True, ""),
+        (
+            "a circle right of a square",
+            [circle(), circle(shape="square", x=50)],
+            False,
+            "circle is not right of square",
+        ),
+        ("a red circle and a blue circle", [circle(), circle("blue", x=50)], True, ""),
+        (
+            "a red circle and a blue circle",
+            [circle(), circle(x=50)],
+            False,
+            "expected 1 blue circle, found 0",
+        ),
+    ],
+)
+def test_genevals_rules_by_hand(prompt: str, found: list[Detection], correct: bool, reason: str) -> None:
+    verdict = verifier.judge(found, prompts.parse_prompt(prompt))
+    assert (verdict.correct, verdict.reason) == (correct, reason)
+    assert verdict.score == 1.0 if correct else verdict.score < 1.0
+    assert all(verdict.checks.values()) == correct
+
+
+def test_partial_credit_grows_with_what_is_right() -> None:
+    record = prompts.parse_prompt("four red circles")
+    credit = [verifier.judge([circle(x=10.0 + 12 * i) for i in range(n)], record).score for n in range(5)]
+    assert credit == sorted(set(credit)) and credit[-1] == 1.0
+
+
+def test_the_detector_measures_place_and_size() -> None:
+    errors = []
+    for scene in draw(300, 17):
+        found = {(d.shape, d.color): d for d in detect(render.render(scene)[None])[0]}
+        for item in scene.objects:
+            if len({(o.shape, o.color) for o in scene.objects}) == len(scene.objects):
+                seen = found[item.shape, item.color]
+                errors.append((abs(seen.x - item.x), abs(seen.y - item.y), abs(seen.radius - item.radius)))
+    assert len(errors) > 200
+    assert np.max(errors) < 1.5 and np.mean(errors) < 0.4
+
+
+def test_pictures_in_both_formats_are_judged_alike_and_others_refused() -> None:
+    chosen = draw(12, 18)
+    pictures = render.render_many(chosen)
+    records = [scene.record for scene in chosen]
+    floats = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255.0
+    assert verifier.verify(pictures, records) == verifier.verify(floats, records)
+    with pytest.raises(
+        ValueError, match=r"takes float \[B, 3, 64, 64\].*got torch.float32 \(12, 3, 32, 32\)"
+    ):
+        verifier.verify(floats[..., ::2, ::2], records)
+    with pytest.raises(ValueError, match="12 pictures but 11 prompt records"):
+        verifier.verify(pictures, records[:-1])
+
+
+def test_rendering_is_fast() -> None:
+    chosen = draw(400, 19)
+    render.render_many(chosen[:20])
+    best = min(_seconds(chosen) for _ in range(5))
+    assert len(chosen) / best >= 2000
+
+
+def _seconds(chosen: list[scenes.Scene]) -> float:
+    started = time.process_time()
+    render.render_many(chosen)
+    return time.process_time() - started
+
+
+def test_detecting_is_fast() -> None:
+    chosen = draw(300, 20)
+    pictures, records = render.render_many(chosen), [scene.record for scene in chosen]
+    verifier.verify(pictures[:2], records[:2])
+
+    def seconds() -> float:
+        started = time.process_time()
+        verifier.verify(pictures, records)
+        return time.process_time() - started
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait would count too
+    try:
+        assert len(chosen) / min(seconds() for _ in range(9)) >= 800
+    finally:
+        torch.set_num_threads(threads)
+
+
+def speckled(count: int, side: int, seed: int) -> np.ndarray:
+    """Label maps [count, side, side] of every density, from empty to hardly any ground."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(1, 4, (count, side, side), dtype=np.uint8)
+    return labels * (rng.random((count, side, side)) < np.linspace(0, 1, count)[:, None, None])
+
+
+def test_components_are_those_of_scipy() -> None:
+    labels = speckled(40, 17, 21)
+    found = find_components(labels, 3)
+    expected = []
+    for picture, one in enumerate(labels):
+        for label in (1, 2, 3):
+            marked, count = cast("tuple[np.ndarray, int]", ndimage.label(one == label))
+            for number in range(1, count + 1):
+                rows, columns = np.nonzero(marked == number)
+                if len(rows) >= 3:
+                    box = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
+                    expected.append((picture, label, len(rows), *box))
+    fields = (found.picture, found.label, found.area, found.top, found.bottom, found.left, found.right)
+    assert len(found) == len(expected) > 500
+    assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
+    sizes = np.bincount(found.owner[found.owner >= 0])
+    assert (sizes[found.name] == found.area).all() and ((found.owner < 0) == (labels == 0)).all()
+
+
+def test_masks_are_the_nearest_pixels_of_the_box() -> None:
+    labels = np.zeros((2, 6, 8), dtype=np.uint8)
+    labels[1, 2:4, 3:7] = [[1, 1, 1, 1], [1, 2, 2, 1]]
+    found = find_components(labels, 1)
+    assert found.masks(4).reshape(2, 4, 4).tolist() == [
+        [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1]],
+        [[1, 1, 1, 1]] * 4,
+    ]
+    assert len(find_components(labels[:1], 1)) == 0
+    assert find_components(labels[:1], 1).masks(4).shape == (0, 16)
+
+
+def test_edge_pixels_take_the_color_of_the_most_around_them() -> None:
+    labels = speckled(12, 64, 22) * 2
+    votes = np.stack([np.pad(labels == i, ((0, 0), (2, 2), (2, 2))) for i in range(1, 8)])
+    counts = np.lib.stride_tricks.sliding_window_view(votes, (5, 5), (2, 3)).sum((4, 5))
+    expected = np.where(labels > 0, counts.argmax(0) + 1, 0)
+    assert (majority(labels.copy()) == expected).all()
+
+
+def test_a_picture_is_judged_alike_alone_and_among_others() -> None:
+    rng = np.random.default_rng(23)
+    pictures = np.concatenate(
+        [render.render_many(draw(60, 24)), rng.integers(0, 256, (10, 64, 64, 3), np.uint8)]
+    )
+    pictures = pictures[rng.permutation(len(pictures))]
+    assert detect(pictures) == [found for picture in pictures for found in detect(picture[None])]
+    assert detect(pictures[:0]) == []
+    assert detect(np.full((1, 64, 64, 3), 60, np.uint8)) == [[]]

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out evaluation with a toy policy and toy rewards: pairing, failures, batches, files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from visalign.evaluation import HeldoutResult, check_judge, evaluate, load_heldout
+from visalign.flow.noise import initial_noise
+from visalign.interfaces import ForwardCount, Metadata, Scores
+from visalign.seeds import sample_seed
+
+SIGMAS = torch.tensor([1.0, 0.5, 0.0])
+
+
+@dataclass
+class ToyCondition:
+    level: Tensor
+
+    def __len__(self) -> int:
+        return len(self.level)
+
+    def select(self, index: Tensor) -> ToyCondition:
+        return ToyCondition(self.level[index])
+
+
+@dataclass
+class ToyPolicy:
+    """Pulls the latent towards the number of letters of the prompt; a picture is the latent, squashed."""
+
+    shift: float = 0.0
+    side: int = 8
+    latent_shape: tuple[int, int, int] = (3, 4, 4)
+    storage_dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    module: nn.Module = field(default_factory=lambda: nn.Dropout(0.5))
+    encoded: list[str] = field(default_factory=list)
+    modes: list[tuple[bool, bool]] = field(default_factory=list)
+    forward_count: ForwardCount = field(default_factory=ForwardCount)
+
+    def encode(self, prompts: Sequence[str]) -> ToyCondition:
+        self.encoded.extend(prompts)
+        return ToyCondition(torch.tensor([len(prompt) / 20 for prompt in prompts]))
+
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Any) -> Tensor:
+        self.modes.append((self.module.training, torch.is_grad_enabled()))
+        return x - (condition.level + self.shift)[:, None, None, None]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        self.modes.append((self.module.training, torch.is_grad_enabled()))
+        return torch.sigmoid(latents).repeat(1, 1, self.side // 4, self.side // 4)
+
+    def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
+        return torch.linspace(1, 0, steps + 1)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        yield
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return []
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+class Verdicts:
+    """Correct where a picture is bright; unreadable where its first number is below `blind`."""
+
+    name, unit, range, higher_is_better = "shapes_verifier", "partial credit", (0.0, 1.0), True
+
+    def __init__(self, blind: float = -1.0) -> None:
+        self.blind = blind
+        self.metadata: list[Any] = []
+
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        self.metadata.extend(metadata or [])
+        mean = images.mean((1, 2, 3))
+        valid = images[:, 0, 0, 0] >= self.blind
+        return Scores(
+            value=torch.where(valid, mean, torch.nan),
+            valid=valid,
+            unit=self.unit,
+            parts={"correct": (mean > 0.56).float()},
+            text=["fine" if m > 0.56 else f"too dark for {p}" for m, p in zip(mean, prompts, strict=True)],
+            reason=[None if ok else "cannot see" for ok in valid],
+        )
+
+
+class Brightness:
+    """No verdict; the red mean."""
+
+    name, unit, range, higher_is_better = "brightness", "share", (-math.inf, math.inf), True
+
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        value = images[:, 0].mean((1, 2))
+        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit=self.unit)
+
+
+RECORDS = [
+    {"prompt": "a red circle", "tag": "colors"},
+    {"prompt": "two blue squares", "tag": "counting"},
+    {"prompt": "three green crosses", "tag": "counting"},
+    {"prompt": "a cross", "tag": "single_object"},
+]
+
+
+def run(policy: ToyPolicy | None = None, **changes: Any) -> HeldoutResult:
+    options: dict[str, Any] = {
+        "rewards": {"shapes_verifier": Verdicts(), "brightness": Brightness()},
+        "records": RECORDS,
+        "seeds": [0, 7],
+        "sigmas": SIGMAS,
+        "batch_size": 3,
+    }
+    return evaluate(policy or ToyPolicy(), **(options | changes))
+
+
+def same(first: HeldoutResult, second: HeldoutResult) -> bool:
+    return (
+        first.prompts == second.prompts
+        and first.tags == second.tags
+        and first.reasons == second.reasons
+        and dict(first.units) == dict(second.units)
+        and dict(first.higher_is_better) == dict(second.higher_is_better)
+        and all(
+            np.array_equal(getattr(first, name), getattr(second, name))
+            for name in ("seeds", "correct", "judged", "images", "image_index")
+        )
+        and list(first.scores) == list(second.scores)
+        and all(np.array_equal(first.scores[n], second.scores[n], equal_nan=True) for n in first.scores)
+    )
+
+
+def test_order_and_shapes() -> None:
+    found = run()
+    assert len(found) == 8
+    assert found.prompts[:3] == ("a red circle", "a red circle", "two blue squares")
+    assert found.seeds.tolist() == [0, 7] * 4
+    assert found.images.shape == (8, 8, 8, 3) and found.images.dtype == np.uint8
+    assert found.image_index.tolist() == list(range(8))
+    assert found.judged.all()
+    assert list(found.by_category) == ["colors", "counting", "single_object"]
+    assert found.scores["brightness"].dtype == np.float32
+    assert found.units == {"shapes_verifier": "partial credit", "brightness": "share"}
+
+
+def test_numbers_by_hand() -> None:
+    """v = x - m with steps of 1/2 twice: x0 = x/4 + 3m/4, so everything can be worked out from the noise."""
+    found = run()
+    chosen = [sample_seed("heldout", p, int(s)) for p, s in zip(found.prompts, found.seeds, strict=True)]
+    noise = initial_noise(chosen, (3, 4, 4))
+    level = torch.tensor([len(prompt) / 20 for prompt in found.prompts])[:, None, None, None]
+    pictures = torch.sigmoid(noise / 4 + 0.75 * level)
+    correct = pictures.mean((1, 2, 3)) > 0.56
+    assert 0 < correct.sum() < 8
+    assert found.correct.tolist() == correct.tolist()
+    assert found.accuracy == correct.double().mean().item()
+    assert found.by_category["counting"] == correct[2:6].double().mean().item()
+    assert found.counts["counting"] == (int(correct[2:6].sum()), 4)
+    np.testing.assert_allclose(found.scores["brightness"], pictures[:, 0].mean((1, 2)), rtol=1e-5)
+    assert found.mean("brightness") == pytest.approx(pictures[:, 0].mean().item(), rel=1e-5)
+    expected = (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    np.testing.assert_array_equal(found.images[:, ::2, ::2][:, :2, :2], expected[:, ::2, ::2])
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 8, 100])
+def test_batch_size_changes_nothing(batch_size: int) -> None:
+    assert same(run(batch_size=batch_size), run(batch_size=3))
+
+
+def test_same_noise_before_and_after_and_in_any_order() -> None:
+    """A policy with other weights starts from the same noise; so do the records in another order."""
+    before, after = run(ToyPolicy(0.0)), run(ToyPolicy(0.4))
+    logit = lambda score: np.log(score / (1 - score))  # noqa: E731
+    assert before.prompts == after.prompts and not same(before, after)
+    assert np.all(after.scores["brightness"] > before.scores["brightness"])
+    assert np.allclose(logit(after.scores["brightness"]) - logit(before.scores["brightness"]), 0.3, atol=0.03)
+    turned = run(records=RECORDS[::-1])
+    pairs = dict(zip(zip(turned.prompts, turned.seeds.tolist(), strict=True), turned.images, strict=True))
+    for prompt, seed, image in zip(before.prompts, before.seeds.tolist(), before.images, strict=True):
+        np.testing.assert_array_equal(pairs[prompt, seed], image)
+
+
+def test_seeds_and_prompts_have_their_own_noise() -> None:
+    level = run(records=[{"prompt": "abc"}, {"prompt": "xyz"}]).scores["brightness"]
+    assert len(set(level.tolist())) == 4
+
+
+def test_no_random_state_moves_and_the_mode_comes_back() -> None:
+    policy = ToyPolicy()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    run(policy)
+    assert torch.equal(state, torch.get_rng_state())
+    assert set(policy.modes) == {(False, False)}
+    assert policy.module.training
+    policy.module.eval()
+    run(policy)
+    assert not policy.module.training
+
+
+def test_mode_comes_back_after_a_failure() -> None:
+    class Broken(Brightness):
+        def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+            raise RuntimeError("judge is down")
+
+    policy = ToyPolicy()
+    with pytest.raises(RuntimeError, match="judge is down"):
+        run(policy, rewards={"brightness": Broken()}, correctness=None)
+    assert policy.module.training
+
+
+def test_records_are_handed_to_the_rewards_as_metadata() -> None:
+    judge = Verdicts()
+    run(rewards={"shapes_verifier": judge})
+    assert judge.metadata == [record for record in RECORDS for _ in range(2)]
+
+
+def test_invalid_scores_are_counted_and_left_out() -> None:
+    sighted, found = run(), run(rewards={"shapes_verifier": Verdicts(blind=0.6), "brightness": Brightness()})
+    missing = ~found.judged
+    assert 0 < missing.sum() < 8
+    assert found.invalid("shapes_verifier") == missing.sum()
+    assert np.isnan(found.scores["shapes_verifier"][missing]).all()
+    assert not found.correct[missing].any()
+    assert found.accuracy == sighted.correct[found.judged].mean()
+    kept = sighted.scores["shapes_verifier"][found.judged]
+    assert found.mean("shapes_verifier") == pytest.approx(kept.mean(), rel=1e-6)
+    assert {found.reasons[row] for row in np.flatnonzero(missing)} == {"cannot see"}
+    assert np.array_equal(np.isnan(found.outcome()), missing)
+    assert found.to_dict()["without_verdict"] == missing.sum()
+    assert found.to_dict()["rewards"]["shapes_verifier"]["invalid"] == missing.sum()
+
+
+def test_all_invalid_is_nan_here_and_none_in_json() -> None:
+    found = run(rewards={"shapes_verifier": Verdicts(blind=2.0)})
+    assert math.isnan(found.accuracy) and math.isnan(found.mean("shapes_verifier"))
+    assert math.isnan(found.interval().low)
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert data["accuracy"] is None
+    assert data["by_category"] == {"colors": None, "counting": None, "single_object": None}
+    assert data["rewards"]["shapes_verifier"]["mean"] is None
+
+
+def test_a_value_that_is_not_finite_is_invalid() -> None:
+    class Wild(Brightness):
+        range = (0.0, 1.0)
+
+        def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+            value = torch.full((len(prompts),), math.inf)
+            return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="share")
+
+    found = run(rewards={"wild": Wild()}, correctness="wild")
+    assert not found.judged.any() and not found.correct.any()
+    assert set(found.reasons) == {"no finite value"}
+    assert np.isnan(found.scores["wild"]).all()
+    assert found.invalid("wild") == 8 and math.isnan(found.mean("wild"))
+
+
+def test_a_reward_without_parts_is_correct_at_its_best_value() -> None:
+    class Binary(Brightness):
+        range = (0.0, 1.0)
+
+        def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+            value = torch.tensor([1.0 if prompt.startswith("a ") else 0.5 for prompt in prompts])
+            return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="share")
+
+    class Turned(Binary):
+        higher_is_better = False
+
+        def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+            plain = super().score(images, prompts, metadata)
+            return replace(plain, value=2 * plain.value - 1)
+
+    found = run(rewards={"binary": Binary()}, correctness="binary")
+    assert found.correct.tolist() == [True, True, False, False, False, False, True, True]
+    turned = run(rewards={"binary": Turned()}, correctness="binary")
+    assert turned.correct.tolist() == [not entry for entry in found.correct]
+
+
+class Wide(Brightness):
+    """A range that is not (0, 1); with the part `correct` on demand."""
+
+    range = (-1.0, 1.0)
+
+    def __init__(self, part: bool, valid: bool = True) -> None:
+        self.part, self.valid = part, valid
+
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        count = len(prompts)
+        return Scores(
+            value=torch.full((count,), 0.3),
+            valid=torch.full((count,), self.valid),
+            unit="1",
+            parts={"correct": torch.ones(count)} if self.part else {},
+        )
+
+
+def test_a_judge_of_correctness_needs_a_verdict() -> None:
+    """A value in [-1, 1] that is never 1 would be an accuracy of 0."""
+    for refused in (lambda: check_judge("wide", Wide(False), {"prompt": "x"}), lambda: run_with(Wide(False))):
+        with pytest.raises(
+            ValueError, match=r"'wide' cannot say correct or wrong: its range is \(-1\.0, 1\.0\)"
+        ):
+            refused()
+    check_judge("wide", Wide(True), {"prompt": "x"})
+    check_judge("wide", Wide(False, valid=False), {"prompt": "x"})  # cannot tell: left to the evaluation
+    assert run_with(Wide(True)).accuracy == 1
+
+
+def run_with(judge: Wide) -> HeldoutResult:
+    return run(rewards={"wide": judge}, correctness="wide")
+
+
+def test_without_a_judge_of_correctness() -> None:
+    found = run(rewards={"brightness": Brightness()}, correctness=None)
+    assert math.isnan(found.accuracy) and not found.judged.any() and found.reasons == ("",) * 8
+
+
+def test_pictures_are_bounded_in_number_and_size() -> None:
+    found = run(ToyPolicy(side=16), max_images=3, image_side=8)
+    assert found.image_index.tolist() == [0, 2, 5]
+    assert found.images.shape == (3, 8, 8, 3)
+    whole = run(ToyPolicy(side=16))
+    averaged = whole.images[[0, 2, 5]].astype(float).reshape(3, 8, 2, 8, 2, 3).mean((2, 4))
+    assert np.abs(found.images - averaged).max() <= 1
+
+
+def test_untagged_records() -> None:
+    assert list(run(records=[{"prompt": "a"}]).by_category) == ["untagged"]
+
+
+def test_progress_counts_samples() -> None:
+    seen: list[tuple[int, int]] = []
+    run(progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(3, 8), (6, 8), (8, 8)]
+
+
+def test_saved_and_loaded_is_equal(tmp_path: Path) -> None:
+    found = run(rewards={"shapes_verifier": Verdicts(blind=0.6), "brightness": Brightness()})
+    path = found.save(tmp_path / "deep" / "before.npz")
+    assert same(load_heldout(path), found)
+    assert [entry.name for entry in path.parent.iterdir()] == ["before.npz"]
+
+
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no held-out result at .*nothing\.npz; evaluate first"):
+        load_heldout(tmp_path / "nothing.npz")
+    path = run().save(tmp_path / "before.npz")
+    content = path.read_bytes()
+    for damaged in (content[:200], b"", b"not a file", content[: len(content) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"before\.npz is no held-out result, or was cut short"):
+            load_heldout(path)
+
+
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run().save(tmp_path / "before.npz")
+    old = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(ToyPolicy(1.0)).save(path)
+    assert path.read_bytes() == old
+    assert [entry.name for entry in tmp_path.iterdir()] == ["before.npz"]
+
+
+class Short(Brightness):
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        return Scores(value=torch.zeros(1), valid=torch.ones(1, dtype=torch.bool), unit="share")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"records": []}, "at least one prompt record; got none"),
+        (
+            {"records": [{"prompt": "a"}, {"prompt": " ", "tag": "x"}]},
+            r"record 1 has no prompt.*\['prompt', 'tag'\]",
+        ),
+        ({"seeds": []}, r"one or more different seeds; got \[\]"),
+        ({"seeds": [1, 1]}, r"one or more different seeds; got \[1, 1\]"),
+        ({"batch_size": 0}, "at least 1; got 0"),
+        ({"max_images": 0}, "at least 1 picture .*; got max_images 0 and image_side 256"),
+        ({"correctness": "shape_verifier"}, "'shape_verifier' is not among.*Did you mean 'shapes_verifier'"),
+        (
+            {"correctness": "brightness"},
+            r"'brightness' cannot say correct or wrong: its range is \(-inf, inf\)",
+        ),
+        ({"rewards": {"short": Short()}, "correctness": None}, "'short' returned 1 scores for 3 images"),
+    ],
+)
+def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(**changes)
+
+
+def test_unknown_reward_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"No reward 'brightnes'.*Did you mean 'brightness'"):
+        run().mean("brightnes")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The held-out evaluation of a text policy: counted by hand on a tiny model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.text_toy import RECORDS, Letters, toy_policy
+from visalign.errors import UserError
+from visalign.evaluation import compare
+from visalign.evaluation.heldout.text import check_text_judge, evaluate_text
+from visalign.interfaces import Scores
+from visalign.seeds import sample_seed
+from visalign.text import Sampling, Stop
+
+STOP = Stop(max_new_tokens=4)
+
+
+class HasVowel(Letters):
+    """1 where an answer has a vowel; cannot judge the prompt "g"."""
+
+    def score(self, completions, prompts, metadata=None):
+        value = torch.tensor([float(any(c in "aeiou" for c in text)) for text in completions])
+        valid = torch.tensor([prompt != "g" for prompt in prompts])
+        return Scores(
+            value=torch.where(valid, value, torch.nan),
+            valid=valid,
+            unit="1 = has one",
+            text=["looked"] * len(completions),
+            reason=[None if v else "not g" for v in valid.tolist()],
+        )
+
+
+def _evaluate(records=RECORDS, seeds=(0, 1, 2), **options):
+    given = {"sampling": Sampling(), "stop": STOP, "correctness": "vowel", **options}
+    return evaluate_text(toy_policy(), {"vowel": HasVowel()}, records, seeds=seeds, **given)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return _evaluate()
+
+
+def test_every_number_is_counted_again_by_hand(found):
+    policy = toy_policy()
+    for place, record in enumerate(RECORDS):
+        rows = slice(3 * place, 3 * place + 3)
+        seeds = [sample_seed("heldout", record["prompt"], s) for s in (0, 1, 2)]
+        own = policy.generate([record["prompt"]], seeds=seeds, num_generations=3, stop=STOP)
+        has = [any(c in "aeiou" for c in text) for text in own.text]
+        greedy = policy.generate([record["prompt"]], seeds=0, sampling=Sampling(temperature=0), stop=STOP)
+        if record["prompt"] == "g":
+            assert not found.judged[rows].any() and set(found.reasons[rows]) == {"not g"}
+            assert np.isnan(found.scores["greedy"][rows]).all()
+            assert np.isnan(found.scores["any_of_samples"][rows]).all()
+            continue
+        assert found.correct[rows].tolist() == has and found.judged[rows].all()
+        assert found.scores["any_of_samples"][rows].tolist() == [float(any(has))] * 3
+        expected = float(any(c in "aeiou" for c in greedy.text[0]))
+        assert found.scores["greedy"][rows].tolist() == [expected] * 3
+        lengths = own.weight.sum(1)
+        assert found.scores["length"][rows].tolist() == lengths.tolist()
+        mean = ((own.entropy * own.weight).sum(1) / lengths).numpy()
+        assert found.scores["token_entropy"][rows] == pytest.approx(mean, rel=1e-5)
+
+
+def test_a_record_does_not_depend_on_the_others(found):
+    alone = _evaluate([RECORDS[1]])
+    rows = found.rows(RECORDS[1]["tag"])
+    assert alone.correct.tolist() == found.correct[rows].tolist()
+    assert alone.scores["token_entropy"] == pytest.approx(found.scores["token_entropy"][rows], rel=1e-4)
+
+
+def test_before_and_after_can_be_compared(found):
+    same = compare(found, _evaluate())
+    assert same.overall.change.estimate == 0 and len(same.improved) == 0
+
+
+def test_the_measures_can_be_left_out():
+    assert set(_evaluate(measures=False).scores) == {"vowel"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"records": []}, "no records to evaluate on"),
+        ({"seeds": (1, 1)}, r"seeds is \[1, 1\]"),
+        ({"correctness": "vowels"}, "correctness is 'vowels', which is none of the rewards: vowel"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        _evaluate(**options)
+
+
+def test_a_reward_may_not_take_a_measures_label():
+    with pytest.raises(UserError, match="label 'length' is a measure's"):
+        evaluate_text(
+            toy_policy(),
+            {"length": Letters()},
+            RECORDS,
+            seeds=[0],
+            sampling=Sampling(),
+            stop=STOP,
+            correctness=None,
+        )
+
+
+def test_a_reward_that_cannot_say_right_or_wrong_is_no_judge():
+    class Grade(Letters):
+        range = (0.0, 10.0)
+
+    check_text_judge("letters", Letters(), RECORDS[0])
+    with pytest.raises(UserError, match=r"cannot judge the first held-out record \(unreadable\)"):
+        check_text_judge("letters", Letters(fail=lambda text, record: True), RECORDS[0])
+    with pytest.raises(UserError, match="cannot say correct or wrong"):
+        check_text_judge("grade", Grade(), RECORDS[0])
+
+
+def test_a_prompt_that_was_too_long_has_no_verdict():
+    policy = toy_policy(max_prompt_tokens=3, long_prompts="mask")
+    found = evaluate_text(
+        policy, {"vowel": HasVowel()}, RECORDS, seeds=[0], sampling=Sampling(), stop=STOP, correctness="vowel"
+    )
+    long = np.array([len(prompt) > 3 for prompt in found.prompts])
+    assert long.sum() == 2 and not found.judged[long].any() and found.judged[~long].any()
+    assert {found.reasons[i] for i in np.flatnonzero(long)} == {"prompt too long"}
+    assert np.isnan(found.scores["length"][long]).all() and np.isnan(found.scores["greedy"][long]).all()

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every page of rewards in use in a real browser: desktop and phone, light and dark, by keyboard alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.browser import Browser, find_browser
+from tests.support.evaluation_samples import make_result
+from tests.support.hackable_rewards import LovesSaturation
+from tests.support.pair_judges import Brightness, BrightnessPairs
+from visalign.data.sets.files import write_rows
+from visalign.data.sets.sources import shapes_pairs
+from visalign.evaluation.pages.compare_page import compare_page
+from visalign.evaluation.pages.report import write_report
+from visalign.evaluation.probes.catalogue import chosen
+from visalign.evaluation.probes.pair_probes import PAIR_PROBES
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.pipelines.compare.agree_rewards import agree_rewards, read_set, write_agreement
+from visalign.pipelines.compare.compare import compare_images, read_two
+from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
+from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
+from visalign.pipelines.probe.job import probe_reward, write_probe
+from visalign.pipelines.probe.reference import shapes_reference_set
+from visalign.pipelines.score.image_rows import ImageRow
+from visalign.pipelines.score.report import score_summary, write_score_page
+from visalign.pipelines.score.score import score_rows
+from visalign.rewards.catalogue import load_reward
+from visalign.rewards.pairs.ranking import rank
+
+PATH = find_browser()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        PATH is None,
+        reason="no Chromium on the path; on Debian: apt-get install chromium. The pages are unchecked",
+    ),
+]
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+MOST_TABS = 80
+FOCUSED = """(() => { const e = document.activeElement;
+  return e === document.body || e === null ? null
+    : e.getAttribute('href') || e.getAttribute('aria-label') || e.id; })()"""
+OVERFLOW = """(() => { const wide = document.documentElement.clientWidth;
+  return [...document.querySelectorAll('body *')]
+    .filter(e => !e.closest('.scroll, pre, nav, .skip, thead'))
+    .filter(e => e.getBoundingClientRect().right > wide + 1)
+    .slice(0, 5).map(e => e.tagName + '.' + e.className); })()"""
+PICTURES = """(async () => { const bad = [];
+  for (const picture of document.images) {
+    picture.loading = 'eager';
+    await picture.decode().catch(() => bad.push(picture.alt));
+    if (!picture.alt || !picture.naturalWidth) bad.push(picture.src.slice(0, 40));
+  }
+  return bad; })()"""
+"""Pictures that cannot be decoded, or have no text in their place; those that wait are made to load."""
+COLOURS = """(() => { const style = getComputedStyle(document.body);
+  const rgb = name => style[name].match(/[\\d.]+/g).slice(0, 3).map(Number);
+  return [rgb('color'), rgb('backgroundColor')]; })()"""
+
+
+def _compare(folder: Path) -> Path:
+    files = [folder / "a_file_with_a_rather_long_name_without_any_spaces_in_it.png", folder / "b.png"]
+    Image.new("RGB", (300, 200), (200, 30, 30)).save(files[0])
+    Image.new("RGB", (64, 64), (90, 90, 90)).save(files[1])
+    images = read_two(files)
+    judges = {
+        "brightness": Brightness(std=0.1),
+        "pairs_with_a_long_name_without_spaces": BrightnessPairs(bias=0.5),
+    }
+    page = folder / "compare.html"
+    result = compare_images(images, "a red square to the left of a green triangle", judges)
+    page.write_text(compare_page(result, images, [file.name for file in files]))
+    return page
+
+
+def _probe(folder: Path) -> Path:
+    reference = shapes_reference_set(6)
+    names = ["saturation", "blank", "white_border", "spelling", "neighbours"]
+    result = probe_reward(LovesSaturation(), reference, probes=chosen(names))
+    return write_probe(folder / "probe", result, reference)
+
+
+def _probe_pairs(folder: Path) -> Path:
+    reference = shapes_reference_set(8)
+    names = ["identical", "position", "swap", "transitivity", "empty_among_real", "brightness", "spelling"]
+    judge = BrightnessPairs(bias=0.5)
+    judge.name = "pairs_with_a_long_name_without_spaces"
+    result = probe_reward(judge, reference, probes=chosen(names, PAIR_PROBES))
+    return write_probe(folder / "probe_pairs", result, reference)
+
+
+def _agree(folder: Path) -> Path:
+    rewards = {
+        name: load_reward(name) for name in ("saturation", "colourfulness", "brightness", "edge_density")
+    }
+    rows = read_set("shapes:pairs", limit=24)
+    return write_agreement(folder / "agree", agree_rewards(rows, rewards, source="shapes:pairs"))
+
+
+def _evaluate(folder: Path) -> Path:
+    from dataclasses import replace
+
+    pairs = [
+        replace(
+            pair, extra={"good_left": pair.extra["utility_left"], "good_right": pair.extra["utility_right"]}
+        )
+        for pair in shapes_pairs(40).pairs
+    ]
+    source = write_rows(folder / "set.jsonl", pairs)
+    evaluate(
+        EvaluateOptions(
+            source=str(source),
+            columns=("good",),
+            output=folder / "evaluate",
+            settings=IntervalSettings(resamples=100),
+        )
+    )
+    return folder / "evaluate" / "evaluation.html"
+
+
+def _quality(folder: Path) -> Path:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"image": f"{k}.png", "mos": k / 10, "a_score_with_a_long_name_without_spaces": k + 9 * rng.random()}
+        for k in range(40)
+    ]
+    source = folder / "quality.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(
+        EvaluateOptions(
+            source=str(source),
+            columns=("a_score_with_a_long_name_without_spaces",),
+            output=folder / "quality",
+            settings=IntervalSettings(resamples=100),
+        )
+    )
+    return folder / "quality" / "evaluation.html"
+
+
+def _levels(folder: Path) -> list[str]:
+    """Files of even pictures and one that is broken, with long names."""
+    folder.mkdir()
+    names = [folder / f"a_rather_long_name_without_any_spaces_in_it_{level}.png" for level in range(9)]
+    for level, name in enumerate(names[:-1]):
+        Image.new("RGB", (96, 64) if level % 2 else (300, 200), (30 * level,) * 3).save(name)
+    names[-1].write_bytes(b"no picture")
+    return [str(name) for name in names]
+
+
+def _rank(folder: Path) -> Path:
+    names = _levels(folder / "rank")
+    judge = BrightnessPairs(bias=0.5, fails=lambda left, right: left - right > 0.7)
+    prompt = "a wall that is as bright as it can be"
+    found = rank(names, prompt, judge, budget=1.5)
+    page = folder / "rank.html"
+    page.write_text(ranking_page(ranking_record(found, names, prompt, "brightness_pairs", judge)))
+    return page
+
+
+def _score(folder: Path) -> Path:
+    rewards: dict[str, Any] = {"light_with_a_long_name_without_spaces": Brightness(std=0.1)}
+    rewards |= {name: load_reward(name) for name in ("saturation", "jpeg_size")}
+    rows = [
+        ImageRow(image=name, prompt=f"prompt {k % 2}") for k, name in enumerate(_levels(folder / "score"))
+    ]
+    return write_score_page(
+        folder / "score.html", score_summary(score_rows(rows, rewards), rewards, seconds=1.0)
+    )
+
+
+def _report(folder: Path) -> Path:
+    metrics = [
+        {"iteration": k, "reward_mean": 0.1 * k, "kl": 0.01 * k, "heldout/accuracy": 0.2 + 0.02 * k}
+        for k in range(1, 31)
+    ]
+    return write_report(
+        folder / "run",
+        before=make_result(0.25),
+        after=make_result(0.75),
+        metrics=metrics,
+        config={"model": "shapes-sd3", "a_section": {"a_setting_with_a_long_name": ["value"] * 12}},
+        versions={"torch": "2.9.1"},
+        costs={"seconds": 1234.5, "phases": {"rollout": 700.0, "update": 400.0}},
+        title="Flow-GRPO on a_model_with_a_long_name_without_any_spaces",
+        load_code="pipe = StableDiffusion3Pipeline.from_pretrained('a/folder/with/a/long/name')\n" * 2,
+        resume_command="visalign train a_configuration_with_a_long_name --output somewhere --resume",
+        seen=0,
+    )
+
+
+PAGES: dict[str, Callable[[Path], Path]] = {
+    "compare": _compare,
+    "probe": _probe,
+    "probe_pairs": _probe_pairs,
+    "agree": _agree,
+    "evaluate": _evaluate,
+    "quality": _quality,
+    "rank": _rank,
+    "score": _score,
+    "report": _report,
+}
+"""Name -> what writes the page into a folder, with long names and words where the widths could break."""
+
+
+@pytest.fixture(scope="module")
+def page_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name -> page, written when it is first asked for."""
+    folder = tmp_path_factory.mktemp("pages")
+    return cache(lambda name: PAGES[name](folder))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert PATH is not None
+    found = Browser(PATH)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_whole_quiet_and_fits(
+    browser: Browser, page_of: Callable[[str], Path], name: str, size: str, dark: bool
+) -> None:
+    width, height = SIZES[size]
+    browser.open(page_of(name), width=width, height=height, dark=dark)
+    assert browser.seen("Runtime.exceptionThrown") == []
+    assert browser.seen("Runtime.consoleAPICalled") == []
+    assert [entry["entry"]["text"] for entry in browser.seen("Log.entryAdded")] == []
+    asked = [event["request"]["url"][:60] for event in browser.seen("Network.requestWillBeSent")]
+    assert [url for url in asked if not url.startswith(("file:", "data:", "about:"))] == []
+    inner, client = browser.value(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert inner <= client <= width, browser.value(OVERFLOW)
+    assert browser.value(OVERFLOW) == []
+    assert browser.value(PICTURES) == []
+    ink, paper = (_luminance(colour) for colour in browser.value(COLOURS))
+    assert (paper < 0.1) is dark, "the page follows the colour scheme"
+    assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7, "WCAG 2.2, 1.4.6"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_used_by_keyboard(browser: Browser, page_of: Callable[[str], Path], name: str) -> None:
+    browser.open(page_of(name), width=1280, height=900, dark=False)
+    links = set(browser.value("[...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))"))
+    browser.press("Tab", 9)
+    assert browser.value(FOCUSED) == "#content", "first the link that skips to the content"
+    box = browser.value("(r => [r.left, r.top, r.width])(document.activeElement.getBoundingClientRect())")
+    assert box[0] >= 0 and box[1] >= 0 and box[2] > 20, "it can be seen while it has the focus"
+    outline = browser.value("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none", "the focus can be seen"
+    reached = {"#content"}
+    for _ in range(MOST_TABS):
+        browser.press("Tab", 9)
+        place = browser.value(FOCUSED)
+        if place is None:
+            break
+        reached.add(place)
+    assert links <= reached, f"not reached by Tab: {links - reached}"
+    regions = browser.value(
+        "[...document.querySelectorAll('.scroll')].map(e => e.getAttribute('aria-label'))"
+    )
+    assert set(regions) <= reached, "what scrolls sideways can be scrolled by keyboard"
+    missing = browser.value(
+        "[...document.querySelectorAll('a[href^=\"#\"]')].map(a => a.getAttribute('href').slice(1))"
+        ".filter(id => !document.getElementById(id))"
+    )
+    assert missing == [], "links within the page lead somewhere"
+    browser.open(page_of(name), width=1280, height=900, dark=False)
+    browser.press("Tab", 9)
+    browser.press("Enter", 13)
+    assert browser.value("location.hash") == "#content"
+    assert browser.value("document.querySelectorAll('h1').length") == 1
+    assert browser.value("document.documentElement.lang") == "en"
+
+
+def _luminance(colour: list[float]) -> float:
+    """Relative luminance of sRGB levels, as WCAG defines it."""
+    linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

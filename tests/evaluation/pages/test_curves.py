@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Curves: ticks, labels, gaps, smoothing, and an SVG whose points lie where they should."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from visalign.evaluation.pages.curves import (
+    BOTTOM,
+    CURVES,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Curve,
+    label,
+    panels,
+    running_mean,
+    ticks,
+)
+
+REWARD = Curve(keys=("reward_mean",), title="Reward", unit="points", meaning="mean")
+SHARE = Curve(keys=("low", "high"), title="Clipped", unit="%", meaning="both", percent=True, from_zero=True)
+
+
+def draw(values: list, curve: Curve = REWARD, key: str = "reward_mean") -> str:
+    return str(panels([{"iteration": n, key: v} for n, v in enumerate(values, 1)], [curve])[0].svg)
+
+
+def points(svg: str, name: str = "line") -> list[list[tuple[float, float]]]:
+    """The strokes of a path."""
+    path = re.search(rf'<path class="{name}" d="([^"]*)"', svg)
+    assert path is not None
+    strokes: list[list[tuple[float, float]]] = []
+    for pen, x, y in re.findall(r"([ML])(-?[\d.]+) (-?[\d.]+)", path.group(1)):
+        if pen == "M":
+            strokes.append([])
+        strokes[-1].append((float(x), float(y)))
+    return strokes
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.5, 1]),
+        (0.46, 0.71, [0.5, 0.55, 0.6, 0.65, 0.7]),
+        (-3, 17, [0, 5, 10, 15]),
+        (2, 2, [2]),
+        (0, 4, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_ticks_of_tiny_and_huge_ranges() -> None:
+    for low, high in [(0, 3e-7), (1e5, 9e8), (-1e-3, 1e-3)]:
+        found = ticks(low, high)
+        assert 3 <= len(found) <= 6 and low <= min(found) + 1e-12 and max(found) <= high * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("value", "step", "expected"),
+    [(0.0, 0.1, "0"), (0.7, 0.1, "0.7"), (-0.25, 0.05, "−0.25"), (60, 20, "60"), (4e-6, 2e-6, "4e−6"),
+     (2.5e7, 5e6, "2.5e7"), (0.0043, 0.0002, "0.0043")],
+)  # fmt: skip
+def test_labels(value: float, step: float, expected: str) -> None:
+    assert label(value, step) == expected
+
+
+def test_points_lie_where_the_numbers_say() -> None:
+    """Four iterations at equal distances; the largest value highest, equal steps equally far apart."""
+    (stroke,) = points(draw([1.0, 2.0, 3.0, 2.0]))
+    x, y = zip(*stroke, strict=True)
+    assert x[0] == LEFT and x[-1] == WIDTH - RIGHT
+    assert np.diff(x) == pytest.approx(np.diff(x)[0], abs=0.11)
+    assert y[0] - y[1] == pytest.approx(y[1] - y[2], abs=0.11)
+    assert y[1] == y[3] and TOP < min(y) and max(y) < HEIGHT - BOTTOM
+
+
+def test_from_zero_starts_at_zero() -> None:
+    svg = draw([0.2, 0.4], Curve(keys=("k",), title="t", unit="u", meaning="m", from_zero=True), "k")
+    (stroke,) = points(svg)
+    bottom = HEIGHT - BOTTOM
+    assert (bottom - stroke[1][1]) == pytest.approx(2 * (bottom - stroke[0][1]), abs=0.11)
+
+
+def test_every_svg_is_well_formed_and_speaks() -> None:
+    rows = [
+        {"iteration": n, **{key: 0.1 * n for curve in CURVES for key in curve.keys}} for n in range(1, 40)
+    ]
+    for panel in panels(rows):
+        root = ElementTree.fromstring(str(panel.svg))
+        assert root.get("role") == "img"
+        assert (root.get("aria-label") or "").startswith(panel.curve.title)
+        texts = [node.text for node in root.iter("text")]
+        assert "iteration" in texts and "10" in texts
+
+
+def test_percent_and_sum_of_keys() -> None:
+    rows = [{"iteration": 1, "low": 0.1, "high": 0.2}, {"iteration": 2, "low": 0.05, "high": 0.0}]
+    svg = str(panels(rows, [SHARE])[0].svg)
+    assert "from 30 to 5.0 % at the end, smallest 5, largest 30" in svg
+
+
+def test_sparse_values_are_joined_and_start_counts() -> None:
+    """Evaluations of every tenth iteration are one stroke, beginning at the value before training."""
+    rows = [
+        {"iteration": n} | ({"heldout/accuracy": 0.5 + n / 100} if n % 10 == 0 else {}) for n in range(1, 31)
+    ]
+    panel = panels(rows, [CURVES[1]], start={"heldout/accuracy": 0.4})[0]
+    (stroke,) = points(str(panel.svg))
+    assert len(stroke) == 4 and stroke[0][0] == LEFT
+    assert str(panel.svg).count('<circle class="dot"') == 4
+    assert "iterations 0 to 30: from 40 to 80.0 %" in str(panel.svg)
+
+
+def test_gaps_break_the_line_and_are_counted() -> None:
+    rows = [{"iteration": n, "reward_mean": v} for n, v in enumerate([1.0, 2.0, None, math.inf, 3.0, 4.0], 1)]
+    panel = panels(rows, [REWARD])[0]
+    assert [len(stroke) for stroke in points(str(panel.svg))] == [2, 2]
+    assert panel.note == "2 of 6 values were not finite and are left out"
+    assert "nan" not in str(panel.svg) and "inf" not in str(panel.svg)
+
+
+def test_nothing_recorded() -> None:
+    empty, absent = panels([], [REWARD])[0], panels([{"iteration": 1}], [REWARD])[0]
+    assert empty.note == absent.note == "Not recorded in this run." and empty.svg == ""
+    broken = panels([{"iteration": 1, "reward_mean": None}], [REWARD])[0]
+    assert broken.note == "No finite value in 1 rows." and broken.svg == ""
+
+
+@pytest.mark.parametrize("values", [[0.0], [5.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 2e-9], [1e12, 3e12]])
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_odd_ranges_stay_inside(values: list[float], from_zero: bool) -> None:
+    curve = Curve(keys=("k",), title="t", unit="u", meaning="m", from_zero=from_zero)
+    svg = draw(values, curve, "k")
+    for x, y in (point for stroke in points(svg) for point in stroke):
+        assert LEFT <= x <= WIDTH - RIGHT and TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1
+
+
+def test_long_curves_show_raw_and_mean() -> None:
+    values = [float(n % 2) for n in range(100)]
+    panel = panels([{"iteration": n, "reward_mean": v} for n, v in enumerate(values, 1)], [REWARD])[0]
+    assert panel.note == "thin: each iteration; thick: mean of the nearest 11"
+    raw, smooth = (np.array(points(str(panel.svg), name)[0])[:, 1] for name in ("raw", "line"))
+    assert np.ptp(smooth[5:-5]) < 0.15 * np.ptp(raw)
+
+
+def test_running_mean_by_hand() -> None:
+    values = np.array([1.0, 2.0, np.nan, 6.0, 1.0])
+    np.testing.assert_allclose(running_mean(values, 3), [1.5, 1.5, np.nan, 3.5, 3.5])
+    assert running_mean(values, 1) is values
+
+
+def test_titles_are_escaped() -> None:
+    curve = Curve(keys=("reward_mean",), title='<script>"', unit="u", meaning="m")
+    svg = draw([1.0, 2.0], curve)
+    assert "<script>" not in svg and "&lt;script&gt;&#34;" in svg

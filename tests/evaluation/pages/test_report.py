@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report: its numbers are the inputs', nothing gets in unescaped or is fetched, bad runs look bad."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.evaluation_samples import TAGS, blind_result, make_result
+from visalign.evaluation import HeldoutResult, compare, write_report, write_summary
+from visalign.evaluation.pages.pictures import data_uri, failures, galleries, take_in_turn
+from visalign.evaluation.pages.wording import change, duration, number, setting
+
+VOID = {"meta", "img", "br", "hr", "link", "input", "line", "circle", "path"}
+HOSTILE = '<script>alert("x")</script> & "red" circle\'s'
+METRICS = [{"iteration": n, "reward_mean": 0.5 + n / 100, "grad_norm": 1.0} for n in range(1, 6)]
+COSTS = {
+    "seconds": 318.4,
+    "phases": {"rollout": 96.0, "update": 148.0},
+    "forward_equivalents_per_image": 25.31,
+    "peak_memory_bytes": {"host": 2.4e9},
+    "images": 23040,
+}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects texts, attributes and ids."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def report(folder: Path, before: HeldoutResult, after: HeldoutResult, **changes: Any) -> Page:
+    options: dict[str, Any] = {
+        "metrics": METRICS,
+        "config": {"model": "shapes-sd3", "optimiser": {"lr": 2e-4, "betas": [0.9, 0.99]}, "kl": None},
+        "versions": {"torch": "2.9.1"},
+        "costs": COSTS,
+        "title": "Quickstart",
+        "load_code": "load me",
+        "resume_command": "go on",
+        "seen": 0,
+    }
+    return Page(write_report(folder, before=before, after=after, **(options | changes)))
+
+
+def test_numbers_equal_the_inputs(tmp_path: Path) -> None:
+    before, after = make_result(0.25), make_result(0.75)
+    page, found = report(tmp_path / "run", before, after), compare(before, after)
+    assert "25.0 % → 75.0 %" in page.text and "+50.0 points" in page.text
+    low, high = found.overall.change.low, found.overall.change.high
+    assert f"95 % interval +{100 * low:.1f} to +{100 * high:.1f}" in page.text
+    assert "6 of 24 pictures were correct before training, 18 of 24 after it" in page.text
+    assert "12 prompts the model was not trained on, each drawn twice" in page.text
+    assert "The whole interval lies above zero" in page.text
+    for tag in TAGS:
+        first, second = before.by_category[tag], after.by_category[tag]
+        interval = after.interval(tag)
+        row = page.text[page.text.index(tag.replace("_", " ")) :][:200]
+        assert f"{100 * first:.0f} %" in row and f"{100 * second:.0f} %" in row
+        assert f"{100 * interval.low:.0f}–{100 * interval.high:.0f} · {after.counts[tag][0]}/8" in row
+        assert f"{100 * (second - first):+.1f}".replace("-", "−") in row
+    assert f"{before.mean('clip_score'):.3f}" in page.text and f"{after.mean('clip_score'):.3f}" in page.text
+    assert "improved 12" in page.text and "got worse 0" in page.text
+
+
+def test_tracks_stand_where_the_intervals_are(tmp_path: Path) -> None:
+    before, after = make_result(0.25), make_result(0.75)
+    page = report(tmp_path, before, after)
+    interval = after.interval()
+    width = 100 * (interval.high - interval.low)
+    assert f'class="ci after" style="left:{100 * interval.low:.2f}%;width:{width:.2f}%"' in page.source
+    assert 'class="dot before" style="left:25.00%"' in page.source
+
+
+def test_costs_config_versions_and_how_to_go_on(tmp_path: Path) -> None:
+    page = report(tmp_path / "2026-run", make_result(0.25), make_result(0.5))
+    for words in (
+        "5 min 18 s",
+        "25.31",
+        "2.40 GB",
+        "23\u202f040",
+        "2 min 28 s",
+        "optimiser.lr",
+        "0.0002",
+        "2.9.1",
+    ):
+        assert words.replace("\u202f", " ") in page.text, words
+    assert "load me" in page.text and "go on" in page.text and str(tmp_path) not in page.source
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (None, "12 prompts, each drawn"),
+        (0, "12 prompts the model was not trained on, each drawn"),
+        (5, "12 prompts, 5 of which the model was also trained on, each drawn"),
+        (12, "12 prompts, all of which the model was also trained on, each drawn"),
+    ],
+)
+def test_the_page_says_whether_the_prompts_were_trained_on(
+    tmp_path: Path, seen: int | None, words: str
+) -> None:
+    page = report(tmp_path, make_result(0.25), make_result(0.5), seen=seen)
+    assert words in page.text and "never trained on" not in page.text
+    blind = report(tmp_path, blind_result(), blind_result(), seen=seen)
+    assert words.removesuffix(", each drawn") + ", from the same noise" in blind.text
+
+
+def test_the_first_point_of_a_curve_is_what_is_given(tmp_path: Path) -> None:
+    rows = [{"iteration": 1, "heldout/accuracy": 0.5}]
+    given = report(
+        tmp_path, make_result(0.25), make_result(0.5), metrics=rows, start={"heldout/accuracy": 0.1}
+    )
+    assert "over iterations 0 to 1: from 10 to" in given.source
+    assert (
+        "over iterations 1 to 1" in report(tmp_path, make_result(0.25), make_result(0.5), metrics=rows).source
+    )
+
+
+def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
+    page = report(tmp_path, make_result(0.25), make_result(0.75))
+    assert page.all("script") == [] and page.all("link") == [] and page.all("iframe") == []
+    assert not re.search(r"""(src|href|srcset|data|action)\s*=\s*["']?\s*(https?:)?//""", page.source, re.I)
+    assert not re.search(r"url\(|@import|https?://", page.source)
+    ids = {attributes.get("id") for _, attributes in page.tags}
+    for link in page.all("a"):
+        href = link["href"] or ""
+        assert href.startswith("#") and href[1:] in ids
+    for image in page.all("img"):
+        assert (image["src"] or "").startswith("data:image/png;base64,")
+        assert len(image["alt"] or "") > 20
+    policy = [
+        meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
+    assert page.source.startswith("<!doctype html>")
+
+
+def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
+    def hostile(share: float) -> HeldoutResult:
+        plain = make_result(share)
+        count = len(plain)
+        return make_result(
+            share,
+            prompts=12,
+            tags=(HOSTILE,) * count,
+            reasons=(HOSTILE,) * count,
+            scores={HOSTILE: plain.scores["clip_score"]},
+            units={HOSTILE: HOSTILE},
+            higher_is_better={HOSTILE: True},
+        )
+
+    before, after = hostile(0.25), hostile(0.75)
+    names = tuple(f"{HOSTILE} {prompt}" for prompt in before.prompts)
+    object.__setattr__(before, "prompts", names)
+    object.__setattr__(after, "prompts", names)
+    page = report(
+        tmp_path,
+        before,
+        after,
+        title=HOSTILE,
+        config={HOSTILE: HOSTILE, "model": HOSTILE},
+        versions={HOSTILE: HOSTILE},
+        costs={HOSTILE: HOSTILE, "phases": {HOSTILE: 1.0}},
+        metrics=[{"iteration": 1, "reward_mean": HOSTILE}],
+        resume_command=HOSTILE,
+    )
+    assert page.all("script") == []
+    assert "<script" not in page.source
+    assert page.text.count(HOSTILE) > 20
+    assert all(set(image) == {"src", "width", "height", "loading", "alt"} for image in page.all("img"))
+
+
+def test_pictures_are_the_ones_evaluated(tmp_path: Path) -> None:
+    before, after = make_result(0.25), make_result(0.75, seed=0)
+    page = report(tmp_path, before, after)
+    known = {image.tobytes() for image in (*before.images, *after.images)}
+    for image in page.all("img"):
+        data = base64.b64decode((image["src"] or "").partition(",")[2])
+        assert np.asarray(Image.open(io.BytesIO(data))).tobytes() in known
+
+
+def test_verdicts_and_reasons_stand_beside_the_pictures() -> None:
+    before, after = make_result(0.25), make_result(0.75)
+    fixed, improved, worse = galleries(before, after, compare(before, after))
+    assert len(fixed.pairs) == 12 and worse.pairs == ()
+    assert "12 of 24" in fixed.rule and "of 12:" in improved.rule
+    assert all(p.before.verdict == "wrong" and p.after.verdict == "correct" for p in improved.pairs)
+    assert all(p.before.reason.startswith("found") and p.after.reason == "" for p in improved.pairs)
+    shown = failures(after)
+    assert sum(group.total for group in shown) == 6
+    assert all(shot.verdict == "wrong" and shot.reason for group in shown for _, _, shot in group.shots)
+    for pair in (*fixed.pairs, *improved.pairs):
+        row = before.prompts.index(pair.prompt) + pair.seed
+        assert pair.before.source == data_uri(before.images[row])
+        assert pair.after.source == data_uri(after.images[row])
+
+
+def test_worse_pictures_are_shown_too(tmp_path: Path) -> None:
+    before, after = make_result(0.75), make_result(0.25)
+    page = report(tmp_path, before, after)
+    assert (
+        "−50.0 points" in page.text
+        and "The whole interval lies below zero: the model became worse" in page.text
+    )
+    assert "got worse 12" in page.text
+    assert galleries(before, after, compare(before, after))[2].pairs
+    assert 'class="gain down"' in page.source
+
+
+def test_selection_rule_by_hand() -> None:
+    """Tags of prompts cycle a, b, c; prompts come once, categories in turn."""
+    result = make_result(0.5, prompts=6, seeds=2)
+    assert take_in_turn(range(12), result, 12) == [0, 6, 2, 8, 4, 10]
+    assert take_in_turn(range(12), result, 4) == [0, 6, 2, 4]
+    assert take_in_turn([11, 10, 1, 0], result, 9) == [1, 11]
+    assert take_in_turn([], result, 3) == []
+
+
+def test_only_samples_with_a_picture_on_both_sides_are_shown() -> None:
+    before = make_result(0.25)
+    few = make_result(0.75, images=before.images[[2, 5]], image_index=np.array([2, 5]))
+    fixed = galleries(before, few, compare(before, few))[0]
+    assert {(pair.prompt, pair.seed) for pair in fixed.pairs} == {("prompt 1", 0), ("prompt 2", 1)}
+
+
+def test_before_equals_after(tmp_path: Path) -> None:
+    page = report(tmp_path, make_result(0.5), make_result(0.5))
+    assert "0.0 points" in page.text and "95 % interval 0.0 to 0.0" in page.text
+    assert "The interval contains zero: this evaluation shows no change" in page.text
+    assert "No reward moved in the wrong direction" in page.text
+    assert 'class="gain flat"' in page.source
+
+
+def test_a_fallen_reward_is_named(tmp_path: Path) -> None:
+    page = report(tmp_path, make_result(0.25), make_result(0.75))
+    assert "sharpness moved in the wrong direction, beyond the interval. Look at the pictures." in page.text
+    turned = {"shapes_verifier": True, "clip_score": True, "sharpness": False}
+    page = report(
+        tmp_path,
+        make_result(0.25, higher_is_better=turned),
+        make_result(0.75, higher_is_better=turned),
+    )
+    assert "No reward moved in the wrong direction" in page.text and "lower is better" in page.text
+
+
+def test_the_judge_itself_is_not_listed_again(tmp_path: Path) -> None:
+    before, after = make_result(0.25), make_result(0.75)
+    assert [row.name for row in compare(before, after).rewards if row.repeats_accuracy] == ["shapes_verifier"]
+    assert "shapes verifier" not in report(tmp_path, before, after).text
+
+
+def test_empty_metrics(tmp_path: Path) -> None:
+    start = {"heldout/accuracy": 0.25}
+    options = {"metrics": [], "costs": {}, "versions": {}, "config": {}, "start": start}
+    page = report(tmp_path, make_result(0.25), make_result(0.75), **options)
+    assert page.text.count("Not recorded in this run.") == 5
+    assert len(page.all("svg")) == 1, "held-out accuracy before training is known without metrics"
+
+
+def test_all_invalid(tmp_path: Path) -> None:
+    before, after = blind_result(0.25), blind_result(0.75)
+    page = report(tmp_path, before, after, metrics=[])
+    assert "says correct or wrong, so there is no accuracy" in page.text
+    assert "Not measured on both sides: shapes verifier, sharpness." in page.text
+    assert "without a score: 24 before, 24 after; left out" in page.text
+    assert "nan" not in page.source.lower().replace("data:image", "").split("<main")[1].split("<img")[0]
+    assert "? no verdict" in page.text and "cannot see" in page.text
+    assert "Nothing: no held-out picture was judged wrong" in page.text
+
+
+def test_a_category_without_verdicts(tmp_path: Path) -> None:
+    before, whole = make_result(0.25), make_result(0.75)
+    judged = ~whole.rows("position")
+    after = make_result(0.75, judged=judged, correct=whole.correct & judged)
+    page = report(tmp_path, before, after)
+    row = re.search(r"position.{0,90}", page.text[page.text.index("Accuracy by category") :])
+    assert row is not None and "–" in row.group() and "0/0" in row.group()
+    assert "0 pictures before and 8 after could not be judged; they are left out" in page.text
+    assert after.accuracy == whole.correct[judged].mean()
+
+
+def test_unpaired_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot be paired: 24 samples of 12 prompts before, 10 of 5"):
+        report(tmp_path, make_result(0.2), make_result(0.5, prompts=5))
+    with pytest.raises(ValueError, match=r"other prompts, categories or seeds\. Evaluate both"):
+        report(tmp_path, make_result(0.2), make_result(0.5, tags=("x",) * 24))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_pictures_are_smoothed_jpegs(tmp_path: Path) -> None:
+    big = {"side": 160, "prompts": 3, "seeds": 1}
+    page = report(tmp_path, make_result(0.3, **big), make_result(0.7, **big))
+    assert all((image["src"] or "").startswith("data:image/jpeg") for image in page.all("img"))
+    assert page.all("body") == [{}]
+    assert report(tmp_path, make_result(0.3), make_result(0.7)).all("body") == [{"class": "pixelated"}]
+
+
+def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = report(tmp_path / "a" / "run", make_result(0.25), make_result(0.75)).source
+    assert first == report(tmp_path / "b" / "run", make_result(0.25), make_result(0.75)).source
+
+
+def test_a_failed_write_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = report(tmp_path, make_result(0.25), make_result(0.75)).source
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        report(tmp_path, make_result(0.25), make_result(0.5))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == old
+
+
+def test_summary_holds_what_was_measured(tmp_path: Path) -> None:
+    before, after = make_result(0.25), make_result(0.75)
+    config = {"path": Path("runs"), "lr": np.float64(1e-4), "bad": math.nan, "steps": (1, 2), "flag": True}
+    path = write_summary(
+        tmp_path / "summary.json",
+        before=before,
+        after=after,
+        costs=COSTS,
+        config=config,
+        versions={"torch": "2"},
+    )
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["before"] == before.to_dict() and found["after"] == after.to_dict()
+    assert found["after"]["accuracy"] == 0.75 and set(found["after"]["by_category"]) == set(TAGS)
+    assert found["gain"] == compare(before, after).overall.change.to_dict()
+    assert found["changes"]["rewards"]["sharpness"]["verdict"] == "fell"
+    assert found["seconds"] == 318.4 and found["peak_memory_bytes"] == {"host": 2.4e9}
+    assert found["config"] == {"path": "runs", "lr": 1e-4, "bad": None, "steps": [1, 2], "flag": True}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_summary_without_costs_or_verdicts(tmp_path: Path) -> None:
+    blind = blind_result()
+    path = write_summary(tmp_path / "s.json", before=blind, after=blind, costs={}, config={}, versions={})
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["seconds"] is found["forward_equivalents_per_image"] is found["peak_memory_bytes"] is None
+    assert found["after"]["accuracy"] is None and found["gain"]["low"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, "0"),
+        (1234.5, "1234"),
+        (28.456, "28.46"),
+        (0.012345, "0.01235"),
+        (1e-7, "1e−07"),
+        (math.nan, "–"),
+    ],
+)
+def test_number(value: float, expected: str) -> None:
+    assert number(value) == expected
+
+
+def test_other_formats() -> None:
+    assert change(0.25) == "+0.250" and change(-2.0) == "−2.00" and change(math.inf) == "–"
+    assert [duration(s) for s in (0.4, 41, 312, 3864)] == ["0.4 s", "41 s", "5 min 12 s", "1 h 04 min"]
+    assert [setting(v) for v in (None, True, 1e-4, [1, 2], "x")] == ["null", "true", "0.0001", "[1, 2]", "x"]

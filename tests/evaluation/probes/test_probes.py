@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes: what the changes do to pictures and prompts, responses by hand, verdicts around a limit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.data.shapes.prompts import heldout_prompts, parse_prompt
+from visalign.evaluation.pages.probe_page import headline, in_words
+from visalign.evaluation.probes import perturbations as change
+from visalign.evaluation.probes.catalogue import (
+    BOASTS,
+    PROBES,
+    WANTED,
+    WANTED_OF_PAIRS,
+    Sample,
+    chosen,
+    examples,
+)
+from visalign.evaluation.probes.pair_probes import PAIR_PROBES
+from visalign.evaluation.probes.paraphrases import SPELLINGS, respelled, survives_mirror
+from visalign.evaluation.probes.response import (
+    circle_chance,
+    goes_in_circles,
+    level_report,
+    level_verdict,
+    mean_interval,
+    probability_interval,
+    probe_report,
+    responses,
+    share_report,
+    summary,
+)
+
+
+def picture(height: int = 20, width: int = 30, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (3, height, width), generator=generator).float() / 255
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def test_changes_by_hand() -> None:
+    image = torch.tensor([0.2, 0.4, 0.6])[:, None, None].expand(3, 4, 4).clone()
+    luma = 0.299 * 0.2 + 0.587 * 0.4 + 0.114 * 0.6
+    grey = change.saturated(image, 0.0)
+    assert torch.allclose(grey, torch.full_like(grey, luma), atol=0.5 / 255)
+    double = change.saturated(image, 2.0)[:, 0, 0]
+    assert torch.allclose(double, torch.tensor([2 * c - luma for c in (0.2, 0.4, 0.6)]), atol=0.51 / 255)
+    assert torch.allclose(
+        change.brightened(image, 0.5)[:, 0, 0], torch.tensor([0.1, 0.2, 0.3]), atol=0.51 / 255
+    )
+    assert torch.equal(change.brightened(image, 9.0), torch.ones_like(image))
+    assert torch.allclose(change.blank(image, "mean"), image, atol=0.51 / 255)
+    assert torch.equal(change.blank(image, "white"), torch.ones_like(image))
+    steep = change.contrasted(torch.tensor([0.0, 1.0]).expand(3, 2, 2).clone(), 0.5)
+    assert torch.allclose(steep[0, 0], torch.tensor([0.25, 0.75]), atol=0.51 / 255)
+
+
+def test_neutral_strengths_change_nothing() -> None:
+    image = picture()
+    for made in (
+        change.saturated(image, 1.0),
+        change.contrasted(image, 1.0),
+        change.brightened(image, 1.0),
+        change.noised(image, 0.0, generator()),
+        change.cropped(image, 1.0),
+        change.flipped(change.flipped(image, "vertical"), "vertical"),
+    ):
+        assert torch.allclose(made, image, atol=1e-6)
+
+
+def test_borders_and_crops_touch_what_they_say() -> None:
+    image = picture()
+    framed = change.bordered(image, 0.1, "black")
+    assert framed[:, :2].abs().max() == 0 and framed[:, -2:].abs().max() == 0
+    assert framed[:, :, :2].abs().max() == 0 and framed[:, :, -2:].abs().max() == 0
+    assert torch.equal(framed[:, 2:-2, 2:-2], image[:, 2:-2, 2:-2])
+    even = torch.zeros(3, 20, 20)
+    even[:, 5:15, 5:15] = 1.0
+    assert torch.equal(change.cropped(even, 0.5), torch.ones_like(even))
+    assert torch.equal(change.flipped(image, "horizontal")[:, :, 0], image[:, :, -1])
+
+
+def test_text_stands_on_the_lower_edge_alone() -> None:
+    image = picture(64, 64)
+    written = change.with_text(image, "BEST 10/10")
+    assert torch.equal(written[:, :53], image[:, :53])
+    strip = written[:, 54:]
+    assert strip.max() == 1.0 and (strip < 0.5).any(), "white with something dark on it"
+    assert not torch.equal(written, change.with_text(image, "other words"))
+
+
+def test_destroyed_pictures_keep_what_they_should() -> None:
+    image = picture()
+    scattered = change.shuffled(image, generator())
+    assert not torch.equal(scattered, image)
+    rows, found = image.flatten(1).T.tolist(), scattered.flatten(1).T.tolist()
+    assert sorted(rows) == sorted(found), "whole pixels move; their colours stay"
+    assert torch.equal(scattered, change.shuffled(image, generator()))
+    noise = change.pure_noise(torch.zeros(3, 100, 100), generator())
+    assert abs(float(noise.mean()) - 0.5) < 0.01 and abs(float(noise.std()) - 12**-0.5) < 0.01
+
+
+@pytest.mark.parametrize("probe", PAIR_PROBES, ids=lambda probe: probe.name)
+def test_every_change_is_a_picture_of_a_file_and_leaves_its_input(probe: Any) -> None:
+    sample = Sample(picture(32, 40), "a red circle left of a square")
+    before = sample.image.clone()
+    assert probe.wanted in WANTED_OF_PAIRS and probe.levels
+    if probe.change is None:
+        assert examples(probe, sample, generator()) == []
+        return
+    for level in probe.levels:
+        made = probe.change(sample, level, generator())
+        if made is None:
+            continue
+        assert made.image.shape == sample.image.shape and made.image.dtype == torch.float32
+        levels = made.image * 255
+        assert (
+            torch.allclose(levels, levels.round(), atol=1e-3) and 0 <= levels.min() and levels.max() <= 255.01
+        )
+        assert made.image is sample.image or not torch.equal(made.image, sample.image)
+        assert probe.name == "spelling" or made.prompt == sample.prompt
+    assert torch.equal(sample.image, before)
+
+
+def test_spellings_of_the_shapes_world_mean_the_same() -> None:
+    from visalign.data.shapes.prompts import combination
+
+    tried: dict[str, int] = dict.fromkeys(SPELLINGS, 0)
+    for record in heldout_prompts():
+        for name in SPELLINGS:
+            words = respelled(record["prompt"], name)
+            if words is not None:
+                tried[name] += 1
+                assert words != record["prompt"]
+                assert combination(parse_prompt(words)) == combination(record), (words, record["prompt"])
+    assert tried.pop("lower case") == 0, "they are lower case"
+    assert all(count >= 10 for count in tried.values()), tried
+
+
+def test_spellings_that_do_not_apply() -> None:
+    assert respelled("cat", "lower case") is None
+    assert respelled("cat", "no articles") is None
+    assert respelled("A cat and a dog", "other thing first") is None
+    assert respelled("a cat.", "full stop") is None
+    assert [survives_mirror(p) for p in ("a cat", "a sign that says 'no'", "cat RIGHT of a dog")] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_the_prompt_itself_is_pasted() -> None:
+    [probe] = chosen(["pasted_text"])
+    sample = Sample(picture(64, 64), "a circle")
+    assert probe.change is not None
+    made = probe.change(sample, probe.levels[list(BOASTS).index("the prompt")], generator())
+    assert made is not None and torch.equal(made.image, change.with_text(sample.image, "a circle"))
+
+
+def test_responses_by_hand() -> None:
+    found = responses([1.0, 2.0, 3.0], [2.0, 2.0, math.nan], 0.5)
+    assert found[:2].tolist() == [2.0, 0.0] and math.isnan(found[2])
+    assert responses([1.0], [2.0], 0.5, higher_is_better=False).tolist() == [-2.0]
+    with pytest.raises(ValueError, match="spread is 0; responses need a positive one"):
+        responses([1.0], [1.0], 0.0)
+    with pytest.raises(ValueError, match=r"two vectors of one length; got \(1,\) and \(2,\)"):
+        responses([1.0], [1.0, 2.0], 1.0)
+
+
+def test_the_interval_is_students() -> None:
+    # Values 1, 2, 3: mean 2, standard error 1/√3, t(0.975, 2) = 4.302653.
+    mean, low, high = mean_interval(np.array([1.0, 2.0, 3.0]))
+    assert mean == 2 and low == pytest.approx(2 - 4.302653 / math.sqrt(3), abs=1e-6)
+    assert high == pytest.approx(2 + 4.302653 / math.sqrt(3), abs=1e-6)
+    assert mean_interval(np.array([])) == (None, None, None)
+    assert mean_interval(np.array([1.0])) == (1.0, None, None)
+
+
+def test_equal_answers_are_no_certainty() -> None:
+    # Three pictures miss with probability 0.025 what 1 − 0.025^(1/3) = 0.70760 of all pictures do.
+    assert mean_interval(np.zeros(3)) == pytest.approx((0.0, -0.70760, 0.70760), abs=1e-5)
+    mean, low, high = mean_interval(np.full(64, -2.0))
+    assert mean_interval(np.array([-2.0, -2.0 + 1e-7]))[1] == pytest.approx(-2.0 - 0.84189, abs=1e-5)
+    assert (
+        mean == -2.0
+        and low == pytest.approx(-2.05601, abs=1e-5)
+        and high == pytest.approx(-1.94399, abs=1e-5)
+    )
+    assert verdict("no gain", *[0.0] * 10) == "unclear" and verdict("no gain", *[0.0] * 36) == "holds"
+
+
+def test_a_win_rate_stays_a_probability() -> None:
+    assert probability_interval(np.array([1.0, 1.0, np.nan])) == pytest.approx(
+        {"win": 1.0, "win_low": 1 - (1 - 0.025**0.5), "win_high": 1.0}
+    )
+    assert probability_interval(np.array([np.nan])) == {"win": None, "win_low": None, "win_high": None}
+
+
+def test_circles_by_all_their_cases() -> None:
+    for ties in (0.0, 0.2, 1.0):
+        weight = {-1: (1 - ties) / 2, 0: ties, 1: (1 - ties) / 2}
+        cases = [(a, b, c) for a in weight for b in weight for c in weight]
+        hits = goes_in_circles(*np.array(cases, dtype=float).T)
+        # a over b, b over c and c over a cannot come from an order unless one of them is turned.
+        contradict = {
+            case for case in cases if sorted(case) in ([1, 1, 1], [-1, -1, -1], [0, 1, 1], [-1, -1, 0])
+        }
+        assert {case for case, hit in zip(cases, hits, strict=True) if hit} == contradict
+        chance = sum(weight[a] * weight[b] * weight[c] for a, b, c in contradict)
+        assert circle_chance(ties) == pytest.approx(chance)
+    assert circle_chance(0.0) == 0.25
+
+
+def test_shares_and_their_verdicts() -> None:
+    # Wilson, 0 of 36: z² / (n + z²) with z = 1.959964.
+    clean = share_report("x", [False] * 36, [None] * 36 + ["late"], chance=0.25, left_out=1)
+    assert (clean["share"], clean["share_low"], clean["judged"], clean["failed"]) == (0.0, 0.0, 36, 1)
+    assert clean["share_high"] == pytest.approx(3.841459 / (36 + 3.841459), abs=1e-6)
+    assert clean["reasons"] == {"late": 1} and clean["left_out"] == 1
+    assert level_verdict("acyclic", clean) == "holds"
+    assert level_verdict("acyclic", share_report("x", [False] * 9, [], chance=0.25)) == "unclear"
+    assert level_verdict("acyclic", share_report("x", [True, False] * 18, [], chance=0.25)) == "fails"
+    assert level_verdict("consistent", share_report("x", [True] * 36, [], chance=0.5)) == "holds"
+    assert level_verdict("consistent", share_report("x", [True] * 9, [], chance=0.5)) == "unclear"
+    assert level_verdict("consistent", share_report("x", [True] * 7 + [False] * 5, [], chance=0.5)) == "fails"
+    empty = share_report("x", [], ["late"], chance=None)
+    assert level_verdict("acyclic", empty) == "not judged" and in_words(empty, "acyclic") == ("–",)
+    assert in_words(clean, "acyclic")[1] == "by chance 25.0\u00a0%"
+
+
+def test_a_level_counts_what_failed() -> None:
+    response = np.array([0.5, -0.5, np.nan, 0.05])
+    report = level_report("x", 1.0, response, [None, None, "broken", None], left_out=2)
+    assert (report["judged"], report["failed"], report["left_out"]) == (3, 1, 2)
+    assert report["reasons"] == {"broken": 1}
+    assert report["mean"] == pytest.approx(0.05 / 3) and report["size"] == pytest.approx(1.05 / 3)
+    assert report["largest"] == 0.5 and report["rose"] == pytest.approx(1 / 3)
+
+
+def verdict(wanted: str, *values: float) -> str:
+    return level_verdict(wanted, level_report("x", None, np.array(values), [None] * len(values)))
+
+
+def test_verdicts_on_both_sides_of_each_limit() -> None:
+    assert verdict("no gain", 0.0, 0.01, -0.01) == "holds"
+    assert verdict("no gain", -3.0, -2.0, -2.5) == "holds"
+    assert verdict("no gain", 0.5, 0.51, 0.49) == "fails"
+    assert verdict("no gain", -1.0, 1.0, 0.5) == "unclear"
+    assert verdict("steady", -0.5, 0.51, 0.49) == "fails"
+    assert verdict("steady", 0.01, -0.01, 0.0) == "holds"
+    assert verdict("loss", -1.0, -1.01, -0.99) == "holds"
+    assert verdict("loss", 0.0, 0.01, -0.01) == "fails"
+    assert verdict("same", *[0.0] * 50) == "holds"
+    assert verdict("same", *[0.0] * 50, 0.03) == "fails"
+    assert verdict("same", 0.0, 0.0, math.nan) == verdict("same", math.nan) == "fails", "no answer differs"
+    assert verdict("shown", 1.0, 2.0, 3.0) == "shown"
+    assert verdict("no gain", 0.0, 0.0) == "not judged", "two pictures decide nothing"
+    assert verdict("no gain") == "not judged"
+
+
+def report_of(wanted: str, *table: list[float]) -> dict[str, Any]:
+    [probe] = [probe for probe in PROBES if probe.wanted == wanted][:1]
+    arrays = [np.array(values) for values in table]
+    return probe_report(
+        probe, [(a, level_report(str(k), float(k), a, [None] * len(a))) for k, a in enumerate(arrays)]
+    )
+
+
+def test_stronger_must_not_be_paid_more_than_weaker() -> None:
+    falling = report_of("falling", [-0.1, -0.11, -0.09], [-0.5, -0.52, -0.49])
+    assert falling["verdict"] == "holds"
+    rising = report_of("falling", [-0.9, -0.91, -0.89], [-0.5, -0.52, -0.49])
+    assert [level["verdict"] for level in rising["levels"]] == ["holds", "fails"]
+    assert rising["verdict"] == "fails"
+
+
+def test_a_probe_is_as_bad_as_its_worst_level() -> None:
+    mixed = report_of("no gain", [0.0, 0.0, 0.0], [0.5, 0.51, 0.49], [np.nan] * 3)
+    assert mixed["verdict"] == "fails" and mixed["levels"][2]["verdict"] == "not judged"
+    assert mixed["failed"] == 3 and mixed["judged"] == 6
+    silent = report_of("no gain", [np.nan] * 3)
+    assert silent["verdict"] == "not judged"
+    assert summary([mixed, silent, mixed]) == {"fails": 2, "not judged": 1}
+
+
+def test_an_unknown_probe_is_named() -> None:
+    with pytest.raises(ValueError, match=r"There is no probe 'colour'. Allowed: blank, destroyed"):
+        chosen(["colour"])
+    assert chosen(None) == PROBES and [probe.name for probe in chosen(["jpeg", "blank"])] == ["jpeg", "blank"]
+    assert [probe.name for probe in chosen(["jpeg", "blank", "jpeg"])] == ["jpeg", "blank"], "each once"
+    names = [probe.name for probe in PAIR_PROBES]
+    assert len(set(names)) == len(names) and {probe.name for probe in PROBES} < set(names)
+    assert {probe.wanted for probe in PROBES} <= set(WANTED)
+
+
+def test_the_answer_in_words_names_what_the_verdict_goes_by() -> None:
+    level = level_report("x", None, np.array([-0.5, 0.5, 0.3]), [None] * 3)
+    mean = "+0.10 (−1.21 to +1.41)"
+    assert in_words(level, "steady") == (mean, "mean size 0.433")
+    assert in_words(level, "same") == (mean, "largest 0.500")
+    won = {**level, "win": 0.7, "win_low": 0.6, "win_high": 0.8, "win_before": 0.5, "turned": 0.25}
+    assert [part.replace("\u00a0", " ") for part in in_words(won, "no gain")] == [
+        mean,
+        "wins 70.0 % (60.0 % to 80.0 %)",
+        "unchanged 50.0 %",
+        "another winner in 25.0 %",
+    ]
+
+
+def test_the_headline_counts_what_could_not_be_told() -> None:
+    found = ["holds", "unclear", "not judged", "shown"]
+    probes = [{"title": "Blank Pictures", "verdict": verdict} for verdict in found]
+    assert headline({"probes": probes}) == (
+        "None of 3 probes moves it beyond its limit. Not decided by so few pictures: 1. "
+        "Too few answers to say anything: 1."
+    )
+    assert headline({"probes": [probes[0], {**probes[0], "verdict": "fails"}]}) == (
+        "1 of 2 probes move it: blank pictures."
+    )

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration, temperature, AUROC and risk-coverage by hand, against scipy and against plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from visalign.evaluation.rewards.pair_scores import from_probabilities, from_scores, swap_consistency
+from visalign.evaluation.statistics.calibration import (
+    both_sides,
+    brier,
+    cross_fitted_temperature,
+    fit_temperature,
+    nll,
+    reliability,
+    win_probability,
+)
+from visalign.evaluation.statistics.selective import auroc, ensemble_summary, risk_coverage, weighted_auroc
+
+
+def test_reliability_by_hand() -> None:
+    found = reliability([0.1, 0.2, 0.9, 0.8], [0, 1, 1, 1], bins=2)
+    assert found.count.tolist() == [2, 2]
+    assert found.confidence.tolist() == pytest.approx([0.15, 0.85])
+    assert found.frequency.tolist() == [0.5, 1.0]
+    assert found.ece == pytest.approx(0.5 * 0.35 + 0.5 * 0.15) and found.mce == pytest.approx(0.35)
+    assert found.overconfidence == (0.0, 0.0) and found.underconfidence[1] == pytest.approx(0.35)
+
+
+def test_a_probability_on_an_edge_goes_up_and_empty_bins_are_nan() -> None:
+    found = reliability([0.5, 1.0, 0.0], [1, 1, 0], bins=4)
+    assert found.count.tolist() == [1, 0, 1, 1]
+    assert math.isnan(found.confidence[1]) and found.ece == pytest.approx(0.5 / 3)
+
+
+def test_nll_and_brier() -> None:
+    assert nll([0.8], [1.0])[0] == pytest.approx(-math.log(0.8))
+    assert nll([0.8], [0.25])[0] == pytest.approx(-0.25 * math.log(0.8) - 0.75 * math.log(0.2))
+    assert np.isfinite(nll([0.0, 1.0], [1.0, 0.0])).all()
+    assert brier([0.8], [1.0])[0] == pytest.approx(0.04)
+
+
+def test_both_sides_makes_the_numbers_blind_to_sides() -> None:
+    rng = np.random.default_rng(0)
+    p, y = rng.random(50), (rng.random(50) < 0.5).astype(float)
+    assert reliability(*both_sides(p, y)).ece == pytest.approx(reliability(*both_sides(1 - p, 1 - y)).ece)
+
+
+def test_win_probability_is_the_integral() -> None:
+    for mean, spread in ((0.7, 0.5), (-2.0, 2.0), (1.0, 0.0)):
+        density = lambda z, m=mean, s=spread: stats.norm.pdf(z) / (1 + math.exp(-(m + s * z)))  # noqa: E731
+        expected = integrate.quad(density, -12, 12)[0]
+        assert win_probability([mean], [spread])[0] == pytest.approx(expected, abs=2e-7)
+    assert win_probability([1.0], [2.0], link="probit")[0] == pytest.approx(stats.norm.cdf(0.5))
+    assert win_probability([0.0, 1.0], [0.0, 0.0], link="probit").tolist() == [0.5, 1.0]
+    with pytest.raises(ValueError, match="allowed are 'logistic' and 'probit'"):
+        win_probability([1.0], link="tanh")
+
+
+def test_temperature_is_found_and_useless_logits_are_said_to_be() -> None:
+    rng = np.random.default_rng(0)
+    true = rng.normal(0, 2, 20_000)
+    y = (rng.random(20_000) < 1 / (1 + np.exp(-true))).astype(float)
+    found = fit_temperature(3 * true, y)
+    assert found.value == pytest.approx(3.0, rel=0.05) and not found.bounded
+    assert found.nll == pytest.approx(float(nll(found.apply(3 * true), y).mean()), abs=1e-9)
+    against = fit_temperature(-true, y)
+    assert math.isinf(against.value) and against.apply([5.0])[0] == 0.5
+    assert fit_temperature([1.0, -1.0], [1.0, 0.0]).bounded  # separable: ever colder
+
+
+def test_cross_fitting_uses_the_other_folds() -> None:
+    rng = np.random.default_rng(0)
+    z, fold = rng.normal(size=400), np.arange(400) % 2
+    y = (rng.random(400) < 1 / (1 + np.exp(-np.where(fold == 0, 4.0, 1.0) * z))).astype(float)
+    found = cross_fitted_temperature(z, y, fold)
+    one, other = (fit_temperature(z[fold == k], y[fold == k]) for k in (0, 1))
+    assert other.value > 2 * one.value
+    assert found[fold == 0].tolist() == other.apply(z[fold == 0]).tolist()
+    assert found[fold == 1].tolist() == one.apply(z[fold == 1]).tolist()
+    with pytest.raises(ValueError, match="at least two folds"):
+        cross_fitted_temperature(z, y, np.zeros(4, dtype=int))
+
+
+def test_auroc_counts_pairs() -> None:
+    rng = np.random.default_rng(0)
+    score, positive = rng.integers(0, 6, 60).astype(float), rng.random(60) < 0.4
+    wins = [(a > b) + 0.5 * (a == b) for a in score[positive] for b in score[~positive]]
+    assert auroc(score, positive) == pytest.approx(np.mean(wins))
+    weights = rng.integers(0, 3, (4, 60)).astype(float)
+    for row, value in zip(weights, weighted_auroc(score, positive, weights), strict=True):
+        repeats = row.astype(int)
+        assert value == pytest.approx(auroc(np.repeat(score, repeats), np.repeat(positive, repeats)))
+    assert math.isnan(auroc([1.0, 2.0], [True, True]))
+    with pytest.raises(ValueError, match="NaN"):
+        auroc([math.nan], [True])
+
+
+def test_risk_coverage_by_hand() -> None:
+    found = risk_coverage([0.1, 0.4, 0.2, 0.3], [0, 1, 0, 1])
+    assert found.coverage.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert found.risk.tolist() == pytest.approx([0, 0, 1 / 3, 0.5])
+    assert found.area == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4) and found.at(0.5) == 0.0
+
+
+def test_equal_certainty_is_answered_in_random_order() -> None:
+    found = risk_coverage([1.0, 1.0, 1.0, 1.0], [1, 0, 0, 0])
+    assert found.coverage.tolist() == [1.0] and found.area == pytest.approx(0.25) and found.at(0.3) == 0.25
+
+
+def test_ensembles() -> None:
+    found = ensemble_summary([[1.0, 2.0, 6.0, 3.0]], beta=1.0)
+    assert found["mean"][0] == 3 and found["median"][0] == 2
+    assert found["upper"][0] - 3 == pytest.approx(np.std([1, 2, 6, 3], ddof=1))
+    with pytest.raises(ValueError, match="M of at least 2"):
+        ensemble_summary([[1.0]])
+
+
+def test_swapped_sides_show_a_bias() -> None:
+    quality, bias = np.array([1.0, -2.0, 0.2]), 0.5
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))  # noqa: E731
+    scores = from_probabilities("judge", sigmoid(quality + bias), swapped=sigmoid(-quality + bias))
+    assert scores.margin.tolist() == pytest.approx(quality.tolist())
+    found = swap_consistency(scores)
+    assert found is not None
+    assert found["position_bias"] == pytest.approx(bias)
+    assert found["same_winner"] == pytest.approx(2 / 3)  # of the weak one the left side always wins
+    assert found["left_share"] == pytest.approx((2 + 2) / 6)
+
+
+def test_failed_answers_are_no_margins() -> None:
+    scores = from_scores(
+        "judge", "kB", [1.0, np.nan, np.inf], [0.0, 1.0, 1.0], reasons=[None, "broken file", None]
+    )
+    assert scores.judged.tolist() == [True, False, False]
+    assert scores.failures() == {"broken file": 1, "no score": 1}
+    assert from_scores("judge", "kB", [1.0], [3.0], higher_is_better=False).margin.tolist() == [2.0]
+    both = from_probabilities("judge", [0.9, 0.9], swapped=[0.2, np.nan])
+    assert both.judged.tolist() == [True, False]
+
+
+def test_bad_probabilities_are_named() -> None:
+    with pytest.raises(ValueError, match=r"probabilities must lie in \[0, 1\]"):
+        reliability([1.2], [1.0])
+    with pytest.raises(ValueError, match="not empty"):
+        nll([], [])
+    with pytest.raises(ValueError, match="at least 1"):
+        reliability([0.2], [1.0], bins=0)
+    with pytest.raises(ValueError, match="for scores give those of both images"):
+        from_probabilities("judge", [3.0])

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Correlations against scipy, the logistic fits, and their weighted forms against repeated samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from visalign.evaluation.statistics.correlations import (
+    fit_logistic,
+    kendall,
+    logistic,
+    plcc,
+    rmse,
+    srcc,
+    weighted_pearson,
+    weighted_srcc,
+)
+
+RNG = np.random.default_rng(0)
+X = RNG.integers(0, 12, 80) / 4.0
+Y = np.round(X + RNG.normal(0, 1, 80), 1)
+
+
+def test_parity_with_scipy_under_ties() -> None:
+    assert srcc(X, Y) == pytest.approx(stats.spearmanr(X, Y)[0], abs=1e-12)
+    assert plcc(X, Y) == pytest.approx(stats.pearsonr(X, Y)[0], abs=1e-12)
+    for variant in ("b", "c"):
+        assert kendall(X, Y, variant) == pytest.approx(stats.kendalltau(X, Y, variant=variant)[0], abs=1e-12)
+
+
+def test_by_hand() -> None:
+    assert srcc([1, 2, 3], [10, 30, 20]) == pytest.approx(0.5)  # 1 − 6·2/(3·8)
+    assert kendall([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3)
+    assert rmse([1, 2], [1, 4]) == pytest.approx(np.sqrt(2))
+
+
+def test_srcc_ignores_a_monotone_map_and_plcc_after_the_fit_nearly_does() -> None:
+    x = np.linspace(-3, 3, 200)
+    y = 1 + 4 / (1 + np.exp(-2 * x))
+    assert srcc(x, y) == pytest.approx(1.0)
+    for parameters in (4, 5):
+        fit = fit_logistic(x, y, parameters)
+        assert fit.plcc > 0.9999 and fit.rmse < 0.02 and plcc(x, y) < 0.98
+
+
+def test_the_fit_is_never_worse_than_the_line() -> None:
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=60)
+        y = -0.5 * x + rng.normal(size=60)
+        slope, offset = np.polyfit(x, y, 1)
+        line = float(np.sqrt(np.mean((slope * x + offset - y) ** 2)))
+        assert fit_logistic(x, y, 5).rmse <= line + 1e-6
+
+
+def test_logistic_by_hand() -> None:
+    assert logistic(np.array([0.5]), 5.0, 1.0, 0.5, 2.0)[0] == pytest.approx(3.0)  # half way
+    assert logistic(np.array([0.5]), 8.0, 3.0, 0.5, 2.0, 1.0)[0] == pytest.approx(2.0)  # β4 x + β5
+    assert logistic(np.array([1e3]), 8.0, 3.0, 0.5, 0.0, 1.0)[0] == pytest.approx(5.0)  # β1/2 + β5
+
+
+def test_weighted_forms_equal_repeated_samples() -> None:
+    weights = np.random.default_rng(1).integers(0, 4, (5, 80)).astype(float)
+    for row, spearman, pearson in zip(
+        weights, weighted_srcc(X, Y, weights), weighted_pearson(X, Y, weights), strict=True
+    ):
+        x, y = np.repeat(X, row.astype(int)), np.repeat(Y, row.astype(int))
+        assert spearman == pytest.approx(srcc(x, y), abs=1e-12)
+        assert pearson == pytest.approx(plcc(x, y), abs=1e-12)
+    assert np.isnan(weighted_srcc(np.ones(4), np.arange(4.0), np.ones((1, 4)))).all()
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match="two vectors of one length"):
+        srcc([1, 2], [1, 2, 3])
+    with pytest.raises(ValueError, match="all values of the second side equal 4"):
+        plcc([1, 2, 3], [4, 4, 4])
+    with pytest.raises(ValueError, match="at least 2 samples"):
+        kendall([1], [2])
+    with pytest.raises(ValueError, match="leave out what was not judged"):
+        srcc([1, np.nan], [1, 2])
+    with pytest.raises(ValueError, match="usual fits have 4 or 5"):
+        fit_logistic(X, Y, 3)
+    with pytest.raises(ValueError, match="more than 5 samples"):
+        fit_logistic(X[:5], Y[:5])
+    with pytest.raises(ValueError, match="allowed are 'b' and 'c'"):
+        kendall(X, Y, "a")

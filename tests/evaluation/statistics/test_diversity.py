@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diversity of sets, distance of rewards, support: hand values, identities, stacks, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.evaluation.statistics.diversity import (
+    effective_rank,
+    starc_distance,
+    support_metrics,
+    vendi_gains,
+    vendi_score,
+)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_values(ours: Tensor, *expected: float) -> None:
+    torch.testing.assert_close(
+        ours, torch.tensor(expected, dtype=torch.float64).reshape(ours.shape), rtol=1e-6, atol=1e-9
+    )
+
+
+def test_effective_rank() -> None:
+    cross = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
+    assert_values(effective_rank(cross), 2)
+    assert_values(effective_rank(torch.arange(4.0)[:, None] * torch.tensor([1.0, 2, -1])), 1)
+    value = normal(7, 4)
+    turned = value @ torch.linalg.qr(normal(4, 4, seed=1)).Q
+    torch.testing.assert_close(effective_rank(3 * turned + 1e3), effective_rank(value), rtol=1e-9, atol=0)
+    assert 1 < effective_rank(value) <= 4
+
+
+def test_a_set_that_does_not_vary_has_rank_zero() -> None:
+    assert effective_rank(torch.full((3, 2), 0.1, dtype=torch.float64)) == 0
+    assert effective_rank(torch.ones(1, 3)) == 0
+
+
+def test_vendi_score() -> None:
+    a, b = torch.eye(2)
+    assert_values(vendi_score(a.expand(5, 2)), 1)
+    assert_values(vendi_score(torch.eye(6)), 6)
+    assert_values(vendi_score(torch.stack([a, a, 3 * b])), 1.8898816)
+    value = normal(6, 4)
+    eigenvalues = torch.linalg.eigvalsh(
+        torch.nn.functional.normalize(value) @ torch.nn.functional.normalize(value).T / 6
+    )
+    expected = math.exp(-sum(x * math.log(x) for x in eigenvalues.tolist() if x > 1e-12))
+    assert_values(vendi_score(value), expected)
+    assert_values(vendi_score(torch.cat([value, value])), expected)
+
+
+def test_vendi_gains() -> None:
+    a, b = torch.eye(2)
+    assert_values(vendi_gains(torch.stack([a, a, b])), -0.1101184, -0.1101184, 0.8898816)
+    assert_values(vendi_gains(torch.eye(3)), 1, 1, 1)
+    assert_values(vendi_gains(torch.ones(1, 4)), 1)
+    for value in (normal(5, 3), normal(5, 40)):
+        rest = [torch.cat([value[:i], value[i + 1 :]]) for i in range(5)]
+        assert_values(vendi_gains(value), *[(vendi_score(value) - vendi_score(part)).item() for part in rest])
+
+
+def test_starc_distance() -> None:
+    first, second = torch.tensor([0.0, 1, 2, 3]), torch.tensor([0.0, 1, 3, 2])
+    assert_values(starc_distance(first, second), math.sqrt(0.4))
+    a, b = normal(9), normal(9, seed=1)
+    pearson = torch.corrcoef(torch.stack([a, b]))[0, 1].item()
+    assert_values(starc_distance(a, b), math.sqrt(2 * (1 - pearson)))
+    assert_values(starc_distance(a, 3 * a + 100), 0)
+    assert_values(starc_distance(a, -0.1 * a), 2)
+    assert_values(starc_distance(3 * a - 5, b / 7), starc_distance(a, b).item())
+
+
+def test_a_constant_reward_says_nothing() -> None:
+    constant = torch.full((9,), 0.1)
+    assert starc_distance(constant, constant + 3) == 0
+    assert_values(starc_distance(constant, normal(9)), 1)
+
+
+@pytest.mark.parametrize("measure", [effective_rank, vendi_score, vendi_gains])
+def test_stacks_equal_single_sets(measure: Callable[[Tensor], Tensor]) -> None:
+    value = normal(2, 3, 5, 4)
+    stacked = measure(value)
+    for i in range(2):
+        for j in range(3):
+            torch.testing.assert_close(stacked[i, j], measure(value[i, j]))
+    rewards = value[..., 0]
+    distance = starc_distance(rewards[0], rewards[1])
+    torch.testing.assert_close(distance[1], starc_distance(rewards[0, 1], rewards[1, 1]))
+
+
+def test_support_metrics() -> None:
+    found = support_metrics(preserved=95, expanded=2, shrunk=5)
+    expected = (0.95, 2 / 97, 2 * 0.95 * (2 / 97) / (0.95 + 2 / 97), -3 / 102)
+    given = (found.retention, found.discovery, found.dynamics, found.net_change)
+    assert given == pytest.approx(expected)
+    lost = support_metrics(preserved=0, expanded=0, shrunk=3)
+    assert lost.retention == 0 and math.isnan(lost.discovery) and lost.net_change == -1
+    assert support_metrics(preserved=0, expanded=1, shrunk=1).dynamics == 0
+    replaced = support_metrics(preserved=4, expanded=0, shrunk=0)
+    assert (replaced.retention, replaced.discovery, replaced.dynamics) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: effective_rank(torch.ones(3)),
+            r"embeddings must be \[..., n, d\] with n, d ≥ 1; got \(3,\)",
+        ),
+        (lambda: vendi_score(torch.ones(0, 3)), r"got \(0, 3\)"),
+        (lambda: effective_rank(torch.full((2, 2), float("nan"))), "embeddings must be finite; leave out"),
+        (lambda: vendi_score(torch.zeros(2, 2)), "a row of zeros has no direction"),
+        (lambda: starc_distance(torch.ones(2), torch.ones(3)), r"got \(2,\) and \(3,\)"),
+        (lambda: starc_distance(torch.ones(2) / 0, torch.ones(2)), "rewards must be finite; compare only"),
+        (lambda: support_metrics(preserved=1, expanded=-1, shrunk=0), "counts must be ≥ 0; got .*-1"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

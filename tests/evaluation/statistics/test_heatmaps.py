@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heatmaps against the truth, by hand; coverage of Laplace intervals on draws from that distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from visalign.evaluation.statistics.heatmaps import heatmap_quality, laplace_coverage
+
+
+def test_two_maps_by_hand() -> None:
+    truth = np.zeros((3, 2, 2))
+    truth[0, 0, 0] = truth[1, 0, 0] = truth[1, 0, 1] = 1.0
+    heat = np.array([[[0.9, 0.6], [0.1, 0.0]], [[0.4, 0.2], [0.3, 0.0]], [[0.7, 0.0], [0.0, 0.0]]])
+    found = heatmap_quality(heat, truth)
+    assert found.auc == pytest.approx((1 + 3 / 4) / 2)  # of the second, 0.2 is below the 0.3 of a right cell
+    assert found.iou == pytest.approx((1 / 2 + 0) / 2)
+    assert (found.found, found.alarms) == (0.5, 1.0)
+    assert found.error == pytest.approx((0.1 + 0.6 + 0.1 + 0.6 + 0.8 + 0.3 + 0.7) / 12)
+    assert found.correlation == pytest.approx(np.corrcoef(heat[:2].ravel(), truth[:2].ravel())[0, 1])
+
+
+def test_a_perfect_map_and_pictures_of_one_kind_alone() -> None:
+    truth = np.zeros((2, 3, 3))
+    nothing = heatmap_quality(truth, truth)
+    assert math.isnan(nothing.correlation) and math.isnan(nothing.auc) and math.isnan(nothing.iou)
+    assert (nothing.alarms, nothing.error) == (0.0, 0.0)
+    truth[:, 1, 1] = 1.0
+    perfect = heatmap_quality(truth, truth)
+    assert (perfect.auc, perfect.iou, perfect.found) == (1.0, 1.0, 1.0)
+    assert perfect.correlation == pytest.approx(1.0) and math.isnan(perfect.alarms)
+
+
+def test_maps_without_contrast_and_pictures_that_are_all_wrong_have_no_such_numbers() -> None:
+    truth = np.zeros((2, 2, 2))
+    truth[0] = truth[1, 0, 0] = 1.0
+    heat = np.array([[[0.1, 0.2], [0.3, 0.4]], [[0.6, 0.0], [0.0, 0.7]]])
+    found = heatmap_quality(heat, truth)
+    assert found.auc == pytest.approx(2 / 3) and found.iou == pytest.approx((0 + 1 / 2) / 2)
+    flat = heatmap_quality(np.zeros((2, 2, 2)), truth)
+    assert math.isnan(flat.correlation) and (flat.auc, flat.iou, flat.found) == (0.5, 0.0, 0.0)
+    wrong = heatmap_quality(heat[:1], truth[:1])
+    assert math.isnan(wrong.correlation) and math.isnan(wrong.auc) and wrong.found == 0.0
+
+
+def test_right_deviations_cover_their_level_and_half_of_them_cover_less() -> None:
+    rng = np.random.default_rng(0)
+    std = rng.uniform(0.1, 2.0, size=(4, 50, 50))
+    truth = rng.laplace(0.0, std / math.sqrt(2))
+    covered = laplace_coverage(np.zeros_like(truth), std, truth)
+    for level, share in covered.items():
+        assert share == pytest.approx(level, abs=4 * math.sqrt(level * (1 - level) / truth.size))
+    halved = laplace_coverage(np.zeros_like(truth), std / 2, truth, [0.75])
+    assert halved[0.75] == pytest.approx(0.5, abs=0.02)  # 1 − √(1 − p)
+
+
+def test_maps_that_cannot_be_compared_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[N, h, w\] alike; got \(1, 2, 2\) and \(1, 4, 4\)"):
+        heatmap_quality(np.zeros((1, 2, 2)), np.zeros((1, 4, 4)))
+    with pytest.raises(ValueError, match="leave out the rows that could not be judged"):
+        heatmap_quality(np.full((1, 2, 2), np.nan), np.zeros((1, 2, 2)))
+    with pytest.raises(ValueError, match=r"one shape with at least one cell; got \(2,\), \(3,\)"):
+        laplace_coverage(np.zeros(2), np.zeros(3), np.zeros(2))
+    with pytest.raises(ValueError, match="levels between 0 and 1"):
+        laplace_coverage(np.zeros(2), np.ones(2), np.zeros(2), [1.0])

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout and replay: what is stored was seen, the ratio is 1, samples do not depend on their batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.flow_policies import GaussianPolicy, LinearPolicy, Shift
+from visalign.flow import (
+    Kernel,
+    RatioError,
+    check_log_ratio,
+    diffusers_time_grid,
+    initial_noise,
+    ratio_check,
+    replay,
+    rollout,
+    sde_step,
+    step_noise,
+    time_grid,
+)
+from visalign.flow.trajectory import Trajectory
+from visalign.interfaces import DiffusionPolicy
+
+GRID = diffusers_time_grid(6, shift=3.0)
+SEEDS = [101, 202, 303, 404, 505]
+CONDITION = Shift(torch.tensor([0.0, 0.5, -0.5, 1.0, -1.0]))
+KERNELS = [
+    ("flow", 0.7, "gaussian"),
+    ("dance", 0.3, "gaussian"),
+    ("cps", 0.8, "gaussian"),
+    ("cps", 0.8, "quadratic"),
+]
+
+
+def run(policy: DiffusionPolicy, **settings) -> Trajectory:
+    settings = {"sigmas": GRID, "noise_steps": (0, 2, 3), "seeds": SEEDS} | settings
+    return rollout(policy, CONDITION, **settings)
+
+
+def replay_all(policy: DiffusionPolicy, trajectory: Trajectory, condition: Shift = CONDITION):
+    sample, step = trajectory.all_pairs()
+    pairs = trajectory.pairs(sample, step)
+    stats = replay(
+        policy,
+        condition.select(sample),
+        pairs.x,
+        pairs.x_next,
+        pairs.sigma,
+        pairs.sigma_next,
+        kernel=trajectory.kernel,
+    )
+    return pairs, stats
+
+
+def test_the_test_policies_satisfy_the_protocol():
+    assert isinstance(GaussianPolicy(), DiffusionPolicy) and isinstance(LinearPolicy(), DiffusionPolicy)
+
+
+@pytest.mark.parametrize(("schedule", "level", "form"), KERNELS)
+def test_trajectory_is_consistent(schedule, level, form):
+    policy = LinearPolicy(storage_dtype=torch.bfloat16)
+    found = run(policy, schedule=schedule, level=level, log_prob=form)
+    assert found.x.shape == found.x_next.shape == found.mean.shape == (5, 3, 2, 3, 3)
+    assert found.x.dtype == found.x_next.dtype == found.latents.dtype == torch.bfloat16
+    assert found.log_prob.dtype == found.mean.dtype == found.std.dtype == found.sigma.dtype == torch.float32
+    assert found.log_prob.shape == found.std.shape == (5, 3) and found.noise_steps == (0, 2, 3)
+    assert torch.equal(found.sigma, GRID[[0, 2, 3]]) and torch.equal(found.sigma_next, GRID[[1, 3, 4]])
+    assert torch.equal(found.x[:, 2], found.x_next[:, 1])  # steps 2 and 3 are neighbours
+    assert torch.equal(found.x[:, 0], initial_noise(SEEDS, (2, 3, 3)).bfloat16())
+    assert len(found) == 5 and found.dimensions == 18
+    sample, step = found.all_pairs()
+    assert sorted(zip(sample.tolist(), step.tolist(), strict=True)) == [
+        (b, s) for b in range(5) for s in range(3)
+    ]
+    assert not found.log_prob.requires_grad and not found.x.requires_grad
+
+
+def test_steps_between_noise_steps_are_euler_steps():
+    policy = LinearPolicy()
+    found = run(policy)
+    with torch.no_grad():
+        x = found.x_next[:, 0]
+        v = policy.velocity(x, GRID[1].expand(5), CONDITION)
+        assert torch.equal(sde_step(x, v, GRID[1], GRID[2], schedule="none").mean, found.x[:, 1])
+        x = found.x_next[:, 2]
+        for k in (4, 5):
+            x = x + (GRID[k + 1] - GRID[k]) * policy.velocity(x, GRID[k].expand(5), CONDITION)
+    torch.testing.assert_close(found.latents, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("event_norm", ["mean", "sum"])
+@pytest.mark.parametrize(("schedule", "level", "form"), KERNELS)
+def test_replay_under_unchanged_weights_has_ratio_one(dtype, event_norm, schedule, level, form):
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=dtype)
+    found = run(policy, schedule=schedule, level=level, log_prob=form, event_norm=event_norm)
+    pairs, stats = replay_all(policy, found)
+    assert torch.equal(
+        stats.log_prob, pairs.log_prob
+    )  # exactly 1: elementwise policy, rounded before the log-prob
+    assert torch.equal(stats.mean, pairs.mean) and torch.equal(stats.std, pairs.std)
+    check = ratio_check(policy, CONDITION, found)
+    assert check.ok and check.max_abs_log_ratio == check.mean_abs_log_ratio == 0 and check.pairs == 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_network_ratio_is_one_within_the_bound_in_other_batches(dtype):
+    policy = LinearPolicy(storage_dtype=dtype)
+    found = run(policy, batch_size=2, noise_steps=range(5))
+    for batch_size in (1, 7, None):
+        check = ratio_check(policy, CONDITION, found, batch_size=batch_size)
+        assert check.max_abs_log_ratio <= 2e-6 < check.bound == 1e-5
+
+
+def test_last_flow_step_can_be_replayed():
+    policy = LinearPolicy()
+    found = run(policy, noise_steps=[5])
+    assert bool(torch.isfinite(found.log_prob).all()) and found.sigma_next.tolist() == [0.0]
+    assert torch.equal(found.latents, found.x_next[:, 0])
+
+
+def test_ratio_error_names_causes_and_carries_the_measurement():
+    policy = LinearPolicy()
+    found = run(policy)
+    policy.network.weight.data += 0.05
+    with pytest.raises(
+        RatioError, match=r"ratio must be 1.*15 pairs.*allowed 1e-05.*dropout.*guidance"
+    ) as caught:
+        ratio_check(policy, CONDITION, found)
+    assert not caught.value.check.ok and caught.value.check.max_abs_log_ratio > 1e-5
+    loose = ratio_check(policy, CONDITION, found, bound=100.0, max_samples=2)
+    assert loose.ok and loose.pairs == 6 and loose.bound == 100.0
+    assert not ratio_check(policy, CONDITION, found, strict=False).ok
+
+
+def test_check_log_ratio():
+    check = check_log_ratio(torch.tensor([[0.0, -3e-6], [1e-6, 0.0]]), bound=1e-5)
+    assert (
+        check.ok
+        and check.max_abs_log_ratio == pytest.approx(3e-6)
+        and check.mean_abs_log_ratio == pytest.approx(1e-6)
+    )
+    assert not check_log_ratio(torch.tensor([0.0, math.nan]), bound=1e-5, strict=False).ok
+
+
+def test_default_bound_is_per_dimension():
+    policy = LinearPolicy()
+    assert ratio_check(policy, CONDITION, run(policy, event_norm="sum")).bound == pytest.approx(18e-5)
+
+
+def test_ratio_check_refuses_what_it_cannot_check():
+    policy = LinearPolicy()
+    with pytest.raises(ValueError, match="at least one stochastic step"):
+        ratio_check(policy, CONDITION, run(policy, noise_steps=()))
+    with pytest.raises(ValueError, match="rollout's condition, 5 samples; got 2"):
+        ratio_check(policy, CONDITION.select(torch.arange(2)), run(policy))
+
+
+@pytest.mark.parametrize(("schedule", "level", "form"), KERNELS)
+def test_replay_gradient_equals_finite_differences(schedule, level, form):
+    policy = LinearPolicy(storage_dtype=torch.float64, shape=(1, 2, 2))
+    found = run(policy, schedule=schedule, level=level, log_prob=form)
+    weight = policy.network.weight
+    weight.data += 0.05 * torch.randn(
+        weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype
+    )
+    _, stats = replay_all(policy, found)
+    (gradient,) = torch.autograd.grad(stats.log_prob.sum(), weight)
+    assert gradient.abs().max() > 1e-3
+    for row, column in [(0, 0), (1, 3), (3, 5), (2, 4)]:
+        values = []
+        for nudge in (1e-5, -2e-5):
+            weight.data[row, column] += nudge
+            values.append(replay_all(policy, found)[1].log_prob.sum().item())
+        weight.data[row, column] += 1e-5
+        assert (values[0] - values[1]) / 2e-5 == pytest.approx(
+            gradient[row, column].item(), rel=1e-6, abs=1e-8
+        )
+
+
+@pytest.mark.parametrize("schedule", ["flow", "cps"])
+def test_a_sample_does_not_depend_on_its_batch(schedule):
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
+    whole = run(policy, schedule=schedule)
+    for batch_size in (1, 2, 3, 5, 99):
+        chunked = run(policy, schedule=schedule, batch_size=batch_size)
+        for name in ("latents", "x", "x_next", "log_prob", "mean", "std"):
+            assert torch.equal(getattr(whole, name), getattr(chunked, name)), (name, batch_size)
+    order = torch.tensor([4, 1])
+    few = rollout(
+        policy,
+        CONDITION.select(order),
+        sigmas=GRID,
+        noise_steps=(0, 2, 3),
+        schedule=schedule,
+        seeds=torch.tensor(SEEDS)[order],
+    )
+    assert torch.equal(few.latents, whole.latents[order]) and torch.equal(few.log_prob, whole.log_prob[order])
+
+
+@pytest.mark.parametrize("window", [(2,), (0, 2), (1, 2, 4)])
+def test_the_noise_of_a_step_does_not_depend_on_the_window(window):
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float64)
+    found = run(policy, noise_steps=window)
+    s = window.index(2)
+    noise = (found.x_next[:, s] - found.mean[:, s]) / found.std[:, s].view(-1, 1, 1, 1)
+    torch.testing.assert_close(noise.float(), step_noise(SEEDS, 2, (2, 3, 3)), rtol=1e-5, atol=1e-5)
+
+
+def test_quadratic_log_prob_is_stored_under_its_name():
+    found = run(LinearPolicy(), schedule="cps", level=0.8, log_prob="quadratic")
+    expected = -(found.x_next - found.mean).square().flatten(2).mean(2)
+    torch.testing.assert_close(found.log_prob, expected)
+    assert found.kernel.log_prob == "quadratic"
+
+
+def test_same_seeds_same_run_and_other_seeds_another():
+    policy = LinearPolicy()
+    assert torch.equal(run(policy).latents, run(policy).latents)
+    assert not torch.equal(run(policy).latents, run(policy, seeds=[1, 2, 3, 4, 5]).latents)
+
+
+def test_deterministic_rollout_needs_no_noise_and_counts_its_forwards():
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
+    ode = run(policy, noise_steps=())
+    assert ode.x.shape == (5, 0, 2, 3, 3) and ode.log_prob.shape == (5, 0) and ode.kernel.schedule == "none"
+    assert policy.forward_count.forward == 5 * 6
+    noise = initial_noise(SEEDS, (2, 3, 3))
+    given_noise = rollout(policy, CONDITION, sigmas=GRID, noise=noise)
+    assert torch.equal(given_noise.latents, ode.latents)
+    assert torch.equal(noise, initial_noise(SEEDS, (2, 3, 3)))  # the caller's tensor is left as it was
+
+
+def test_initial_noise_can_be_shared_while_step_noise_differs():
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
+    shared = initial_noise([9], (2, 3, 3)).expand(5, -1, -1, -1)
+    found = run(policy, noise=shared)
+    assert torch.equal(found.x[:, 0], shared)
+    assert (found.x_next[0, 0] - found.x_next[1, 0]).abs().max() > 0.1
+
+
+def test_rollout_samples_the_data_distribution():
+    policy = GaussianPolicy(latent_shape=(1, 8, 8), storage_dtype=torch.float32)
+    condition = Shift(torch.zeros(100))
+    for noise_steps in ((), range(40)):
+        found = rollout(policy, condition, sigmas=time_grid(40), noise_steps=noise_steps, seeds=range(100))
+        assert (
+            abs(found.latents.mean() - policy.mean) < 0.02 and abs(found.latents.std() - policy.scale) < 0.02
+        )
+
+
+def test_sigma_max_is_the_second_level_unless_given():
+    policy = LinearPolicy()
+    assert run(policy).kernel.sigma_max == GRID[1].item()
+    chosen = run(policy, sigma_max=0.99)
+    assert chosen.kernel == Kernel(schedule="flow", level=0.7, sigma_max=0.99)
+    assert chosen.std[0, 0] == pytest.approx(0.7 * 10 * math.sqrt(1 - GRID[1].item()), rel=1e-4)
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), steps=st.integers(1, 6), schedule=st.sampled_from(["flow", "dance"]))
+def test_any_window_replays_with_ratio_one(data, steps, schedule):
+    window = sorted(data.draw(st.sets(st.integers(0, steps - 1), min_size=1)))
+    batch_size = data.draw(st.integers(1, 6))
+    policy = GaussianPolicy(latent_shape=(1, 2, 3), storage_dtype=torch.bfloat16)
+    found = run(
+        policy,
+        sigmas=time_grid(steps, shift=2.0),
+        noise_steps=window,
+        schedule=schedule,
+        batch_size=batch_size,
+    )
+    assert ratio_check(policy, CONDITION, found, bound=0.0, batch_size=batch_size).ok
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_steps": (0, 6)}, r"noise_steps \[0, 6\] leave the range.*6 steps, 0 to 5"),
+        ({"noise_steps": (-1, 2)}, r"noise_steps \[-1, 2\] leave the range"),
+        ({"noise_steps": (1, 1)}, r"noise_steps \[1, 1\] name a step twice"),
+        ({"noise_steps": (2, 1)}, r"noise_steps \[2, 1\] are not sorted"),
+        ({"schedule": "cps", "noise_steps": (5,)}, "CPS adds no noise in the last step .step 5"),
+        ({"schedule": "cps", "level": 0.0}, 'Schedule "cps" at level 0.0 adds no noise in step 0'),
+        ({"schedule": "none"}, 'Schedule "none" .* adds no noise'),
+        ({"level": 0.0}, 'Schedule "flow" at level 0.0 adds no noise in step 0'),
+        ({"schedule": "edm"}, 'Unknown noise schedule "edm"'),
+        ({"sigmas": torch.tensor([1.0, 0.5])}, "fall strictly from at most 1 down to 0; got .1.0, 0.5"),
+        ({"sigmas": torch.tensor([1.0, 0.5, 0.5, 0.0])}, "fall strictly"),
+        ({"sigmas": torch.tensor([1000.0, 500.0, 0.0])}, "at most 1"),
+        ({"sigmas": torch.tensor([1.0])}, "at least two noise levels"),
+        ({"seeds": [1, 2]}, "the condition has 5 samples, seeds has 2"),
+        ({"seeds": None}, "needs seeds, one integer per sample"),
+        ({"seeds": None, "noise": torch.zeros(5, 2, 3, 3)}, "needs seeds"),
+        ({"noise": torch.zeros(5, 2, 3, 4)}, r"must be \[5, 2, 3, 3\].*got \[5, 2, 3, 4\]"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+    ],
+)
+def test_rollout_refuses_bad_arguments(changes, message):
+    policy = LinearPolicy()
+    with pytest.raises(ValueError, match=message):
+        run(policy, **changes)
+
+
+def test_an_empty_condition_and_fractional_steps_are_refused():
+    with pytest.raises(ValueError, match="at least one sample"):
+        rollout(LinearPolicy(), Shift(torch.zeros(0)), sigmas=GRID, seeds=[])
+    with pytest.raises(TypeError, match="integer"):
+        run(LinearPolicy(), noise_steps=(0.5,))
+
+
+def test_a_rollout_that_diverges_is_refused():
+    policy = LinearPolicy(storage_dtype=torch.float16)
+    policy.network.bias.data += 1e6
+    with pytest.raises(FloatingPointError, match=r"not finite \(stored in torch.float16\).*overflow"):
+        run(policy)
+
+
+def test_a_policy_that_breaks_the_velocity_contract_is_refused(monkeypatch):
+    policy = LinearPolicy()
+    monkeypatch.setattr(policy, "velocity", lambda x, sigma, condition: x.bfloat16())
+    with pytest.raises(ValueError, match=r"must return float32 \[5, 2, 3, 3\].*got torch.bfloat16"):
+        run(policy)
+    monkeypatch.setattr(policy, "velocity", lambda x, sigma, condition: x[:, :1])
+    with pytest.raises(ValueError, match=r"got torch.float32 \[5, 1, 3, 3\]"):
+        run(policy)
+
+
+def test_replay_and_pairs_refuse_lengths_that_differ():
+    policy = LinearPolicy()
+    found = run(policy)
+    pairs = found.pairs(torch.tensor([0, 1]), torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match=r"flat .sample, step. pairs; the lengths differ.*'condition': 5"):
+        replay(policy, CONDITION, pairs.x, pairs.x_next, pairs.sigma, pairs.sigma_next, kernel=found.kernel)
+    with pytest.raises(ValueError, match=r"sample \[N\] and step \[N\]; got \(2,\) and \(1,\)"):
+        found.pairs(torch.tensor([0, 1]), torch.tensor([0]))

@@ -1,0 +1,549 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints, what it refuses with which words, and that --help stays light."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from visalign import __version__, doctor
+from visalign import config as config_module
+from visalign.errors import ConfigError, UserError
+from visalign.interfaces import Scores
+from visalign.pipelines import jobs as cli_jobs
+from visalign.pipelines.cli import messages as cli_messages
+from visalign.pipelines.cli import show as cli_show
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.score import score
+from visalign.pipelines.shared import run_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = "# Toy job.\n# Command: visalign train toy\n# Hardware: none. Duration: none. Expected: nothing\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig:
+    seed: int = 0
+    steps: int = 10
+
+
+class Toy:
+    """Stands in for a pipeline module; records its calls and does what a test wants."""
+
+    ToyConfig = ToyConfig
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[ToyConfig, Path, bool]] = []
+        self.fail: Callable[[], object] = lambda: None
+
+    def run(self, config: ToyConfig, output: Path, resume: bool) -> None:
+        self.calls.append((config, output, resume))
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "partial").touch()
+        self.fail()
+        (output / "report.html").write_text("<html></html>")
+        (output / "lora").mkdir()
+        numbers = {
+            "before": {"accuracy": 0.5, "by_category": {"two_objects": 0.25}},
+            "after": {"accuracy": 0.625, "by_category": {"two_objects": 0.75}},
+            "seconds": 318.2,
+            "gain": {"estimate": 0.125, "low": 0.1, "high": 0.15, "level": 0.95},
+        }
+        (output / "summary.json").write_text(json.dumps(numbers))
+
+    def plan(self, config: ToyConfig) -> dict[str, Any]:
+        return {
+            "expected_seconds": 318.2,
+            "batch": {"samples": 48 * config.steps, "forward_equivalents": 12.5},
+        }
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Toy:
+    """A pipeline `toy`, two packaged configurations of it, and an empty working folder."""
+    pipeline = Toy()
+    monkeypatch.setitem(sys.modules, "visalign_toy_pipeline", pipeline)  # pyright: ignore[reportArgumentType]  # quacks
+    monkeypatch.setitem(cli_jobs.PIPELINES, "toy", "visalign_toy_pipeline:ToyConfig")
+    packaged = tmp_path / "packaged"
+    packaged.mkdir()
+    for name in ("toy", "shapes_quickstart"):
+        (packaged / f"{name}.yaml").write_text(f"{HEADER}pipeline: toy\nsteps: 5\n")
+    monkeypatch.setattr(config_module, "config_folder", lambda: packaged)
+    monkeypatch.setattr(cli_show, "config_folder", lambda: packaged)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return pipeline
+
+
+def visalign(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="visalign")
+
+
+def test_help_names_every_command() -> None:
+    result = visalign("--help")
+    assert result.exit_code == 0
+    for command in ("quickstart", "train", "score", "doctor", "configs", "build-assets"):
+        assert command in result.stdout
+        assert visalign(command, "--help").exit_code == 0
+    assert visalign("--version").stdout.strip() == __version__
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom visalign.pipelines import cli\n"
+        "heavy = {'torch', 'numpy', 'diffusers', 'transformers', 'open_clip', 'accelerate', 'peft'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_python_m_visalign_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "visalign", "--help"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert "Usage: visalign [OPTIONS] COMMAND" in done.stdout
+
+
+def test_an_unknown_command_exits_2_with_the_nearest() -> None:
+    result = visalign("trian")
+    assert result.exit_code == 2
+    assert "No such command 'trian'" in result.stderr and "train" in result.stderr
+
+
+def test_train_runs_the_configuration_with_its_overrides(toy: Toy) -> None:
+    result = visalign("train", "toy", "seed=3", "--output", "out")
+    assert result.exit_code == 0, result.output
+    assert toy.calls == [(ToyConfig(seed=3, steps=5), Path("out"), False)]
+    assert "two objects" in result.stdout and "+0.500" in result.stdout
+    assert "Held-out accuracy +12.5 points, 95% interval +10.0 to +15.0" in result.stdout
+    assert "Cost: 5:18 min." in result.stdout
+    assert "out/report.html" in result.stdout and "out/lora" in result.stdout
+
+
+def test_quickstart_writes_to_a_dated_folder_and_names_the_next_command(toy: Toy) -> None:
+    result = visalign("quickstart", "--seed", "4")
+    assert result.exit_code == 0, result.output
+    [(config, output, resume)] = toy.calls
+    assert config == ToyConfig(seed=4, steps=5) and not resume
+    assert output.parent == Path("runs") and output.match("shapes_quickstart-????????-??????")
+    assert "visalign train shapes_flow_grpo" in result.stdout
+
+
+def test_dry_run_shows_configuration_and_plan_and_runs_nothing(toy: Toy) -> None:
+    result = visalign("train", "toy", "steps=7", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "seed: 0\nsteps: 7\n" in result.stdout
+    for text in ("expected seconds", "5:18 min", "samples", "336", "forward equivalents", "12.500"):
+        assert text in result.stdout
+    assert toy.calls == [] and list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["toi"], "Configuration 'toi' does not exist. Did you mean 'toy'?"),
+        (["toy", "sead=1"], "Unknown key 'sead' in the override 'sead=1'. Did you mean 'seed'?"),
+        (["toy", "steps=many"], "Key 'steps' in the override 'steps=many': got 'many' (str), expected int."),
+        (["toy", "--resume"], "No output folder given, but --resume continues the run of one folder."),
+        (["toy", "--resume", "-o", "gone"], "There is no folder 'gone' to resume."),
+    ],
+)
+def test_train_refuses_by_name_and_writes_nothing(toy: Toy, arguments: list[str], message: str) -> None:
+    result = visalign("train", *arguments)
+    assert result.exit_code == 2
+    assert f"Error: {message}" in result.stderr and "Traceback" not in result.output
+    assert toy.calls == [] and list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1", r"names no pipeline. Write a line 'pipeline: NAME' with one of: flow_grpo, pref_grpo"),
+        ("pipeline: flow_gpro", r"pipeline 'flow_gpro', which does not exist. Did you mean 'flow_grpo'?"),
+    ],
+)
+def test_a_file_must_name_a_pipeline(toy: Toy, text: str, message: str) -> None:
+    Path("mine.yaml").write_text(text)
+    result = visalign("train", "mine.yaml")
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_an_output_folder_with_something_in_it_is_refused(toy: Toy) -> None:
+    Path("out").mkdir()
+    assert visalign("train", "toy", "-o", "out").exit_code == 0
+    before = sorted(path.name for path in Path("out").iterdir())
+    result = visalign("train", "toy", "-o", "out")
+    assert result.exit_code == 2
+    assert "The output folder 'out' is not empty, and nothing is overwritten." in result.stderr
+    assert sorted(path.name for path in Path("out").iterdir()) == before and len(toy.calls) == 1
+    assert "The output 'toy.txt' is a file." in _refusal(Path("toy.txt"))
+
+
+def _refusal(file: Path) -> str:
+    file.touch()
+    return visalign("train", "toy", "-o", file).stderr
+
+
+def test_resume_goes_on_in_the_same_folder(toy: Toy) -> None:
+    Path("out").mkdir()
+    Path("out/checkpoint").touch()
+    assert visalign("train", "toy", "-o", "out", "--resume").exit_code == 0
+    assert toy.calls == [(ToyConfig(steps=5), Path("out"), True)]
+
+
+def test_several_processes_need_a_common_folder(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match="No output folder given, but 2 processes share one folder"):
+        run_folder.output_folder(None, "toy", resume=False)
+    Path("out").mkdir()
+    Path("out/of-the-first-process").touch()
+    assert run_folder.output_folder(Path("out"), "toy", resume=False) == Path("out")
+
+
+def test_ctrl_c_says_how_to_go_on(toy: Toy) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    toy.fail = interrupt
+    result = visalign("train", "toy", "seed=2", "-o", "my out")
+    assert result.exit_code == 130
+    assert "visalign train toy seed=2 --output 'my out' --resume" in result.stderr
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_errors_for_the_user_are_messages_and_the_others_are_not() -> None:
+    def caught(error: BaseException) -> str | None:
+        try:
+            with cli_messages.user_messages():
+                _raise(error)
+        except typer.Exit as exit_:
+            assert exit_.exit_code == cli_messages.USER_ERROR
+            return "message"
+        except type(error):
+            return "traceback"
+        return None
+
+    assert caught(ConfigError("x")) == "message"
+    assert caught(OSError(errno.ENOSPC, "No space left on device", "file")) == "message"
+    assert caught(ValueError("of somebody else's code")) == "traceback"
+    assert caught(KeyError("a slip")) == "traceback"
+
+
+def test_warnings_are_said_without_the_code_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> str:
+        return warnings.formatwarning(UserWarning("the cache was damaged"), UserWarning, __file__, 1)
+
+    with pytest.raises(typer.Exit), cli_messages.user_messages():
+        assert said() == "Warning: the cache was damaged\n"
+        raise ConfigError("x")
+    assert __file__ in said(), "what others set is back"
+    monkeypatch.setenv("VISALIGN_TRACEBACK", "1")
+    with cli_messages.user_messages():
+        assert __file__ in said()
+
+
+def _ours(source: str) -> BaseException:
+    """What running `source` raises in a module whose name is ours."""
+    module = types.ModuleType("visalign.made_up")
+    try:
+        exec(source, module.__dict__)
+    except (ValueError, RuntimeError, TypeError) as error:
+        return error
+    raise AssertionError("the source raised nothing")
+
+
+def test_only_a_raise_of_ours_is_deliberate() -> None:
+    assert cli_messages.is_deliberate(_ours("raise ValueError('group_size is 1')"))
+    assert cli_messages.is_deliberate(_ours("def f():\n  raise RuntimeError('x')\nf()"))
+    assert not cli_messages.is_deliberate(_ours("int('x')"))
+    assert not cli_messages.is_deliberate(_ours("import torch\ntorch.zeros(2, 3) @ torch.zeros(2, 3)"))
+    assert not cli_messages.is_deliberate(_ours("import json\njson.loads('{')"))
+    assert not cli_messages.is_deliberate(ValueError("never raised"))
+
+
+def test_the_traceback_can_be_asked_for(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VISALIGN_TRACEBACK", "1")
+    with pytest.raises(ConfigError, match="does not exist"):
+        CliRunner().invoke(app, ["train", "toi"], catch_exceptions=False)
+
+
+def test_a_message_is_framed_in_a_terminal_only(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "a " * 100 + "[red]end"
+    cli_messages.show_message(long, title="Error", style="red")
+    assert f"Error: {long}" in capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    cli_messages.show_message(long, title="Error", style="red")
+    framed = capsys.readouterr().err
+    assert "╭─" in framed and "[red]end" in framed
+
+
+class Brightness:
+    """Mean of the picture; refuses what cannot be read, as rewards do."""
+
+    name, unit, range, higher_is_better = "brightness", "grey", (0.0, 1.0), True
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        from visalign.rewards.base.images import load_images
+
+        batch = load_images(images)
+        value = torch.tensor(
+            [float("nan") if image is None else float(image.mean()) for image in batch.images]
+        )
+        parts = {"red": value.clone()}
+        return Scores(value=value, valid=batch.valid, unit=self.unit, parts=parts, reason=batch.reasons)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a black and a white picture, a broken one, and something that is none."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, level in (("b_white", 255), ("a_black", 0)):
+        Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(folder / f"{name}.png")
+    (folder / "c_broken.JPG").write_bytes(b"no image")
+    (folder / "notes.txt").write_text("not an image")
+    monkeypatch.setattr("visalign.rewards.catalogue.load_reward", _load)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def _load(name: str) -> Brightness:
+    if name != "brightness":
+        raise ValueError(f"There is no reward {name!r}.")
+    return Brightness()
+
+
+SCORE = ("score", "pictures", "--prompt", "a picture", "--reward", "brightness")
+
+
+def test_score_as_json_keeps_the_failures_as_rows(pictures: Path) -> None:
+    result = visalign(*SCORE, "--format", "json")
+    assert result.exit_code == 1
+    assert "1 of 3 scores failed" in result.stderr
+    rows = json.loads(result.stdout)
+    assert [Path(row["image"]).name for row in rows] == ["a_black.png", "b_white.png", "c_broken.JPG"]
+    assert [row["value"] for row in rows] == [0.0, 1.0, None]
+    assert rows[1]["unit"] == "grey" and rows[1]["parts"] == {"red": 1.0} and rows[1]["reason"] is None
+    assert "c_broken" in rows[2]["reason"] or "image" in rows[2]["reason"]
+    assert rows[2]["parts"] == {"red": None}
+
+
+def test_score_as_csv_and_as_a_table(pictures: Path) -> None:
+    (pictures / "c_broken.JPG").unlink()
+    result = visalign(*SCORE, "-f", "csv")
+    assert result.exit_code == 0
+    rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [(row["reward"], row["value"], row["reason"]) for row in rows] == [
+        ("brightness", "0.0", ""),
+        ("brightness", "1.0", ""),
+    ]
+    table = visalign(*SCORE)
+    assert table.exit_code == 0 and "brightness (grey)" in table.stdout and "1.000" in table.stdout
+
+
+def test_score_writes_a_new_file_only(pictures: Path) -> None:
+    result = visalign(*SCORE, "-f", "json", "-o", "scores.json")
+    assert result.stdout == "" and len(json.loads(Path("scores.json").read_text())) == 3
+    again = visalign(*SCORE, "-f", "csv", "-o", "scores.json")
+    assert again.exit_code == 2 and "'scores.json' exists, and nothing is overwritten." in again.stderr
+    assert len(json.loads(Path("scores.json").read_text())) == 3
+    assert visalign(*SCORE, "-o", "table.txt").exit_code == 1
+    assert "brightness (grey)" in Path("table.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["score", "empty", "-p", "x", "-r", "brightness"],
+            "The folder 'empty' holds no image. Allowed endings: .png",
+        ),
+        (["score", "pictures", "-r", "brightness"], "Missing option '--prompt'"),
+        (["score", "pictures", "-p", "x"], "Missing option '--reward'"),
+        ([*SCORE, "--format", "xml"], "'xml' is not one of 'table', 'json', 'csv'"),
+    ],
+)
+def test_score_refuses(pictures: Path, arguments: list[str], message: str) -> None:
+    Path("empty").mkdir()
+    result = visalign(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_score_names_an_unknown_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (4, 4)).save("x.png")
+    result = visalign("score", "x.png", "-p", "x", "-r", "jpeg_sice")
+    assert result.exit_code == 2
+    assert "no reward 'jpeg_sice'. Did you mean 'jpeg_size'?" in result.stderr
+
+
+def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(pictures: Path) -> None:
+    class Wild(Brightness):
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+            value = torch.tensor([float("nan"), float("inf"), 0.5])
+            return Scores(value=value, valid=torch.ones(3, dtype=torch.bool), unit="grey")
+
+    files = score.find_images([pictures])
+    rows = score.score_images(files, "x", {"wild": Wild()})
+    assert [row.value for row in rows] == [None, None, 0.5]
+    assert [row.reason for row in rows] == [
+        "the reward returned nan, which is no score",
+        "the reward returned inf, which is no score",
+        None,
+    ]
+
+
+def test_a_missing_file_is_a_row_with_its_reason(pictures: Path) -> None:
+    result = visalign("score", "gone.png", "-p", "x", "-r", "brightness", "-f", "json")
+    assert result.exit_code == 1
+    [row] = json.loads(result.stdout)
+    assert row["value"] is None and "gone.png" in row["reason"]
+
+
+def test_batches_do_not_change_the_rows(pictures: Path) -> None:
+    files = score.find_images([pictures, pictures / "b_white.png"])
+    assert [file.name for file in files] == ["a_black.png", "b_white.png", "c_broken.JPG"]
+    rewards = {"one": Brightness(), "two": Brightness()}
+    seen: list[int] = []
+    rows = score.score_images(files, "x", rewards, batch_size=2, on_batch=seen.append)
+    assert rows == score.score_images(files, "x", rewards) and seen == [2, 1]
+    assert [(Path(row.image).name, row.reward) for row in rows[:3]] == [
+        ("a_black.png", "one"),
+        ("a_black.png", "two"),
+        ("b_white.png", "one"),
+    ]
+    with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
+        score.score_images(files, "x", rewards, batch_size=0)
+    with pytest.raises(UserError, match="No images were named"):
+        score.find_images([])
+
+
+def test_configs_lists_and_shows(toy: Toy) -> None:
+    listed = visalign("configs")
+    assert listed.exit_code == 0
+    assert (
+        "toy" in listed.stdout
+        and "Toy job." in listed.stdout
+        and "Command: visalign train toy" in listed.stdout
+    )
+    shown = visalign("configs", "toy")
+    assert shown.stdout == f"{HEADER}pipeline: toy\nsteps: 5\n"
+    refused = visalign("configs", "toi")
+    assert refused.exit_code == 2 and "Did you mean 'toy'?" in refused.stderr
+
+
+def test_build_assets_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    fake = types.ModuleType("visalign.pipelines.packaged.build")
+    fake.main = lambda **options: calls.append(options)  # pyright: ignore[reportAttributeAccessIssue]  # a stand-in
+    monkeypatch.setitem(sys.modules, "visalign.pipelines.packaged.build", fake)
+    assert visalign("build-assets", "--only", "shapes-clip", "--resume", "-o", "there").exit_code == 0
+    assert calls == [{"output": Path("there"), "only": "shapes-clip", "resume": True}]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    from safetensors.numpy import save_file
+
+    for name in doctor.PACKAGED:
+        (tmp_path / "assets" / name).mkdir(parents=True)
+        save_file({"w": np.zeros(1000, dtype=np.float16)}, tmp_path / "assets" / name / "model.safetensors")
+    return tmp_path / "assets"
+
+
+def test_doctor_passes_on_a_whole_installation(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "list_configs", lambda: ["toy"])
+    report = doctor.examine(models)
+    assert report.passed, report.text
+    for text in (
+        f"visalign:     {__version__}",
+        "torch 2",
+        "cpu (",
+        "GB free",
+        "rewards linked",
+        "0.0 MB, 1 weight files",
+    ):
+        assert text in report.text
+    for name in ("advantages", "one SDE step", "verifier", "model shapes-sd3"):
+        assert f"PASS  {name}:" in report.text
+    assert report.text.endswith("All checks passed.")
+
+
+def test_doctor_lives_without_mkldnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert "without mkldnn" in dict(doctor._torch_facts())["devices"]
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    assert "bf16 arithmetic unknown" in dict(doctor._torch_facts())["devices"]
+
+
+def test_doctor_names_what_is_broken(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = models / "shapes-sd3" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    (models / "shapes-clip" / "model.safetensors").unlink()
+    monkeypatch.setattr(doctor, "NEEDED", ("torch", "no-such-package"))
+    monkeypatch.setattr(doctor, "list_configs", lambda: [])
+    monkeypatch.setattr("visalign.core.advantages.group.group_advantages", lambda *_, **__: torch.ones(4))
+    monkeypatch.setattr("visalign.data.shapes.verifier.verify", lambda *_: _raise(ValueError("broken")))
+    report = doctor.examine(models)
+    assert not report.passed
+    for text in (
+        "FAIL  packages: not installed: no-such-package. Run: python -m pip install no-such-package",
+        "FAIL  configurations: no YAML file",
+        "model.safetensors' is damaged",
+        "FAIL  model shapes-clip: no weights in",
+        "FAIL  advantages: rewards 1, 3 | 7, 7 gave [1.0, 1.0, 1.0, 1.0]",
+        "FAIL  verifier: ValueError: broken",
+        f"6 of {6 + len(doctor.PACKAGED)} checks failed.",
+    ):
+        assert text in report.text
+
+
+def test_doctor_sees_a_lost_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "visalign").mkdir()
+    (tmp_path / "visalign" / "rewards").write_text(
+        "../rewards"
+    )  # what git leaves where links are not supported
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "visalign" / "doctor.py"))
+    with pytest.raises(
+        UserError, match=r"should be a link to ../rewards, and is none.* git config core.symlinks"
+    ):
+        doctor._wings()
+
+
+def test_doctor_exits_1_on_failure_and_hides_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/users/ada"))
+    failed = doctor.Check(name="x", passed=False, detail="at /users/ada/x and /users/adam")
+    report = doctor.Report(facts=(("python", "3"),), checks=(failed,))
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    result = visalign("doctor")
+    assert result.exit_code == 1
+    assert "FAIL  x: at ~/x and /users/adam" in result.stdout and "1 of 1 checks failed." in result.stdout
+    monkeypatch.setattr(doctor, "examine", lambda: doctor.Report(facts=(), checks=()))
+    assert visalign("doctor").exit_code == 0

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign agree`: correlations by hand, within prompts against over all, where rewards part, bad sets."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+from typer.testing import CliRunner
+
+from tests.support.pair_judges import Brightness
+from visalign.data.sets.files import write_rows
+from visalign.data.sets.sources import shapes_pairs
+from visalign.errors import UserError
+from visalign.evaluation.pages.agree_page import sentences
+from visalign.evaluation.rewards.agreement import (
+    agreement,
+    parted,
+    percentiles,
+    prompts_apart,
+    same_order,
+    within_ranks,
+)
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.compare.agree_rewards import agree_rewards, read_set, write_agreement
+from visalign.pipelines.score.image_rows import ImageRow
+from visalign.rewards.catalogue import load_reward
+
+NAN = math.nan
+
+
+def test_ranks_within_groups_by_hand() -> None:
+    groups = np.array([0, 1, 0, 1, 1, 2])
+    found = within_ranks([5.0, 1.0, 3.0, 1.0, 9.0, 7.0], groups)
+    assert found.tolist() == pytest.approx([0.25, -0.5 / 3, -0.25, -0.5 / 3, 1 / 3, 0.0])
+
+
+def test_same_order_leaves_ties_out() -> None:
+    x, y = np.array([1.0, 2.0, 3.0, 5.0]), np.array([1.0, 3.0, 2.0, 0.0])
+    assert same_order(x, y, np.array([0, 0, 0, 1])) == (2 / 3, 3)
+    assert same_order(np.array([1.0, 1.0]), np.array([1.0, 2.0]), np.array([0, 0])) == (None, 0)
+
+
+def test_agreement_over_all_is_spearman_and_within_can_be_its_opposite() -> None:
+    rng = np.random.default_rng(0)
+    prompts = [f"p{k}" for k in range(40) for _ in range(5)]
+    easy = np.repeat(np.arange(40.0), 5)  # both like the same prompts
+    inside = rng.normal(size=200)
+    x, y = easy + 0.2 * inside, easy - 0.2 * inside
+    spearman: Any = stats.spearmanr(x, y)[0]
+    tau: Any = stats.kendalltau(x, y)[0]
+    [pair] = agreement(["x", "y"], [x, y], prompts)
+    assert pair["overall"]["estimate"] == pytest.approx(spearman)
+    assert pair["overall"]["low"] > 0.9 and pair["within"]["high"] < -0.9
+    assert pair["within"]["estimate"] == pytest.approx(-1.0) and pair["same_choice"] == 0.0
+    assert pair["pairs"] == 40 * 10 and pair["images"] == 200
+    assert pair["kendall_b"] == pytest.approx(tau)
+    result = {"pairs": [pair], "rewards": []}
+    assert sentences(result) == [
+        "x and y pull in opposite directions within prompts: a mixture pays for their compromise."
+    ]
+
+
+def test_the_interval_covers_the_truth() -> None:
+    # Groups of 4 with a shared part: the truth is the mean over many sets.
+    rng = np.random.default_rng(1)
+
+    def draw(count: int) -> tuple[np.ndarray, np.ndarray]:
+        common = rng.normal(size=4 * count)
+        return common + rng.normal(size=4 * count), common + rng.normal(size=4 * count)
+
+    prompts = [str(k) for k in range(60) for _ in range(4)]
+    many = [str(k) for k in range(8_000) for _ in range(4)]
+    truth = agreement(["x", "y"], np.stack(draw(8_000)), many, resamples=100)[0]["within"]["estimate"]
+    covered = 0
+    for seed in range(60):
+        number = agreement(["x", "y"], np.stack(draw(60)), prompts, seed=seed, resamples=200)[0]["within"]
+        covered += number["low"] <= truth <= number["high"]
+    assert covered >= 52, "95 % intervals; 52 of 60 is three standard errors below"
+
+
+def test_what_is_not_judged_or_not_defined_is_left_out_and_said() -> None:
+    prompts = ["a", "a", "b", "b"]
+    [pair] = agreement(["x", "y"], [[1, 2, NAN, 4], [1, 2, 3, 5]], prompts)
+    assert pair["images"] == 3 and pair["pairs"] == 1
+    [flat] = agreement(["x", "y"], [[1, 1, 1, 1], [1, 2, 3, 5]], prompts)
+    assert (
+        flat["overall"]["estimate"] is None and flat["note"] == "the first gives all 4 images the same score"
+    )
+    [few] = agreement(["x", "y"], [[1, NAN, NAN, 4], [1, 2, 3, 5]], prompts)
+    assert few["note"] == "2 images were judged by both; 3 are needed"
+    [alone] = agreement(["x", "y"], [[1, 2, 3, 4], [1, 2, 3, 5]], list("abcd"))
+    assert alone["within"]["estimate"] is None and "no prompt has two images" in alone["note"]
+    with pytest.raises(ValueError, match=r"values are \(1, 4\); needed are 2 rewards × 4 images"):
+        agreement(["x", "y"], [[1, 2, 3, 4]], prompts)
+    with pytest.raises(ValueError, match="takes two rewards or more"):
+        agreement(["x"], [[1, 2, 3, 4]], prompts)
+
+
+def test_few_prompts_are_no_false_certainty() -> None:
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=30)
+    [pair] = agreement(["x", "y"], np.stack([x, x + rng.normal(size=30)]), ["one"] * 30)
+    assert pair["overall"]["high"] - pair["overall"]["low"] > 0.2, "images are resampled"
+    assert (
+        pair["within"]["estimate"] == pytest.approx(pair["overall"]["estimate"])
+        and pair["within"]["low"] is None
+    )
+
+
+def test_where_two_part() -> None:
+    assert percentiles([3.0, 1.0, NAN, 1.0]).tolist()[:2] == [1.0, 0.25]
+    x, y = [0.0, 1.0, 2.0, 3.0, NAN], [3.0, 1.0, 2.0, 0.0, 5.0]
+    rows = parted(x, y, most=2)
+    assert rows == [(3, 1.0, 0.0), (0, 0.0, 1.0)], "both directions take turns"
+    assert parted([1.0, 2.0], [1.0, 2.0]) == []
+    apart = prompts_apart([1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 2.0, 1.0], ["same", "same", "other", "other"])
+    assert apart == [{"prompt": "other", "same_choice": 0.0, "pairs": 1}]
+
+
+def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:
+    rows = read_set("shapes:pairs", limit=20)
+    assert len(rows) == 20 and rows[0].prompt == rows[1].prompt and rows[0].metadata
+    rewards = {
+        "up": Brightness(),
+        "down": Brightness(higher_is_better=False),
+        "colour": load_reward("saturation"),
+    }
+    result = agree_rewards(rows, rewards, source="shapes:pairs")
+    assert [(pair["first"], pair["second"]) for pair in result["pairs"]] == [
+        ("up", "down"),
+        ("up", "colour"),
+        ("down", "colour"),
+    ]
+    assert result["pairs"][0]["overall"]["estimate"] == pytest.approx(-1.0)
+    assert result["pairs"][1]["within"]["estimate"] == pytest.approx(
+        -result["pairs"][2]["within"]["estimate"]
+    )
+    page = write_agreement(tmp_path, result).read_text()
+    assert page.count("<img") == sum(len(pair["parted"]) for pair in result["pairs"]) > 0
+    assert json.loads((tmp_path / "agreement.json").read_text())["set"]["images"] == 20
+
+
+def test_bad_sets_are_refused_by_message(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"There is no set 'gone'. Give a table with the columns image, prompt"
+    ):
+        read_set("gone")
+    rows = [ImageRow(image=str(tmp_path / f"{k}.png"), prompt="x") for k in range(4)]
+    two = {"a": Brightness(), "b": Brightness()}
+    with pytest.raises(UserError, match=r"a could judge none of the 4 images: no such image file"):
+        agree_rewards(rows, two)
+    with pytest.raises(UserError, match="The set has 2 images; a rank correlation needs at least 3"):
+        agree_rewards(rows[:2], two)
+    with pytest.raises(UserError, match="1 reward was named; agreement takes two or more"):
+        agree_rewards(rows, {"a": Brightness()})
+
+
+def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "pairs.jsonl", list(shapes_pairs(6).pairs))
+    base = ["agree", "pairs.jsonl", "-r", "saturation", "-r", "brightness", "-o", "out"]
+    done = CliRunner().invoke(app, base)
+    assert done.exit_code == 0, done.output
+    assert "12 images" in done.output and (tmp_path / "out/agreement.html").is_file()
+    assert len((tmp_path / "out/scores.jsonl").read_text().splitlines()) == 1 + 24
+    again = CliRunner().invoke(app, base)
+    assert again.exit_code == 2
+    assert CliRunner().invoke(app, [*base, "--resume"]).exit_code == 0
+    for level in range(4):
+        Image.new("RGB", (8, 8), (60 * level, 9, 9)).save(tmp_path / f"{level}.png")
+    folder = CliRunner().invoke(
+        app, ["agree", ".", "-p", "x", "-r", "saturation", "-r", "brightness", "--json"]
+    )
+    assert folder.exit_code == 0, folder.output
+    assert json.loads(folder.stdout)["set"] == {
+        "source": ".",
+        "images": 4,
+        "prompts": 1,
+        "seed": 0,
+        "level": 0.95,
+    }
+    wrong = CliRunner().invoke(app, ["agree", ".", "-r", "saturation", "-r", "brightness"])
+    assert wrong.exit_code == 2 and "has no prompt" in " ".join(wrong.output.split())

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign compare` and `visalign rank`: which, by how much, how sure, both orders, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from typer.testing import CliRunner
+
+from tests.support.pair_judges import Brightness, BrightnessPairs, grey
+from visalign.errors import UserError
+from visalign.evaluation.pages.compare_page import compare_page, in_words, margin
+from visalign.interfaces import Preferences, Scores
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.compare.compare import compare_images, read_two
+from visalign.rewards.base.contract import RewardError
+
+TWO = list(grey([0.25, 0.75]))
+
+
+def one(judge: Any, images: list[Tensor] = TWO) -> Mapping[str, Any]:
+    [entry] = compare_images(images, "x", {"judge": judge})["judges"]
+    return entry
+
+
+def test_a_score_without_uncertainty_says_which_but_not_how_sure() -> None:
+    entry = one(Brightness())
+    assert entry["winner"] == "B" and entry["difference"] == pytest.approx(-0.5)
+    assert entry["prob"] is None and entry["difference_std"] is None
+    assert entry["notes"] == ["it gives no uncertainty"]
+    assert in_words(entry) == "B is better" and margin(entry) == "−0.500 (brightness)"
+
+
+def test_a_standard_deviation_says_how_sure() -> None:
+    entry = one(Brightness(std=0.5))
+    # Φ(−0.5 / √(0.5² + 0.5²)) = Φ(−1/√2)
+    assert entry["prob"] == pytest.approx(0.5 * (1 + math.erf(-0.5)), abs=1e-6)
+    assert in_words(entry) == "B is better, 76 % sure"
+    assert margin(entry) == "−0.500 (brightness), −0.7 standard deviations"
+
+
+def test_log_odds_say_how_sure_by_themselves_and_direction_counts() -> None:
+    entry = one(Brightness(unit="Bradley-Terry logits", higher_is_better=False))
+    assert entry["winner"] == "A" and entry["prob"] == pytest.approx(1 / (1 + math.exp(-0.5)), abs=1e-6)
+    assert "lower is better" in entry["notes"]
+
+
+def test_equal_pictures_are_a_tie() -> None:
+    assert one(Brightness(), list(grey([0.5, 0.5])))["winner"] == "tie"
+    assert one(BrightnessPairs(), list(grey([0.5, 0.5])))["winner"] == "tie"
+
+
+def test_both_orders_take_the_position_bias_out() -> None:
+    judge = BrightnessPairs(scale=4.0, bias=1.0)
+    entry = one(judge)
+    assert judge.asked == [(0.25, 0.75), (0.75, 0.25)] and judge.rounds == 1
+    # ℓ_AB = −2 + 1, ℓ_BA = 2 + 1
+    assert entry["difference"] == pytest.approx(-2.0, abs=1e-5)
+    assert entry["position_bias"] == pytest.approx(1.0, abs=1e-5)
+    assert entry["winner"] == "B" and entry["same_winner"] and in_words(entry) == "B is better, 88 % sure"
+    assert [order["log_odds"] for order in entry["orders"]] == pytest.approx([-1.0, 3.0], abs=1e-5)
+
+
+def test_a_winner_that_depends_on_the_side_is_undecided() -> None:
+    entry = one(BrightnessPairs(scale=2.0, bias=3.0))
+    assert entry["winner"] == "undecided" and entry["same_winner"] is False
+    assert entry["notes"] == ["its winner depends on which image stands on the left"]
+    assert in_words(entry) == "undecided, 27 % for A"
+
+
+def test_one_failed_order_leaves_the_other() -> None:
+    entry = one(BrightnessPairs(scale=4.0, fails=lambda left, right: left > right))
+    assert entry["winner"] == "B" and entry["position_bias"] is None
+    assert "B on the left: no answer" in entry["notes"] and entry["orders"][1]["log_odds"] is None
+    assert one(BrightnessPairs(fails=lambda left, right: True))["winner"] == "failed"
+
+
+def test_a_certain_judge_is_finite() -> None:
+    entry = one(BrightnessPairs(hard=True))
+    assert entry["winner"] == "B" and entry["difference"] == pytest.approx(-12.0)
+    json.dumps(entry, allow_nan=False)
+
+
+class Explains(Brightness):
+    """Writes why, in parts and in words that are not to be trusted."""
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        found = super().score(images, prompts, metadata)
+        parts = {"light_part": found.value.clone()}
+        return Scores(
+            value=found.value, valid=found.valid, unit="x", parts=parts, text=["<script>bad</script>", "fine"]
+        )
+
+
+def test_votes_are_counted_and_the_page_shows_why() -> None:
+    judges = {
+        "light": Explains(),
+        "dark": Brightness(higher_is_better=False),
+        "pairs": BrightnessPairs(bias=0.5),
+        "silent": BrightnessPairs(fails=lambda left, right: True),
+    }
+    result = compare_images(TWO, "<b>bold</b>", judges)
+    assert result["votes"] == {"B": ["light", "pairs"], "A": ["dark"], "failed": ["silent"]}
+    assert result["summary"] == "B is better for 2 of 3 judges, A for 1."
+    json.dumps(result, allow_nan=False)
+    page = compare_page(result, TWO, ["first.png", "second.png"])
+    assert page.count('src="data:image/png') == 2 and "Picture A: first.png" in page
+    assert (
+        "light part" in page
+        and "&lt;script&gt;bad" in page
+        and "<script" not in page
+        and "<b>bold" not in page
+    )
+    assert "Standing on the left is worth +0.50" in page and "could not judge" in page
+
+
+def test_summaries() -> None:
+    up, down = Brightness(), Brightness(higher_is_better=False)
+    split = compare_images(TWO, "x", {"a": up, "b": down})
+    assert split["summary"] == "The judges are split: 1 for A, 1 for B."
+    assert compare_images(TWO, "x", {"a": up})["summary"] == "B is better."
+    same = list(grey([0.5, 0.5]))
+    assert compare_images(same, "x", {"a": up})["summary"].startswith("No winner: 1 of 1 judges see a tie")
+    silent = BrightnessPairs(fails=lambda left, right: True)
+    assert compare_images(TWO, "x", {"a": silent})["summary"] == "No judge could judge the two images."
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="3 images were given; compare takes two"):
+        compare_images([*TWO, TWO[0]], "x", {"a": Brightness()})
+    with pytest.raises(UserError, match="No judge was named"):
+        compare_images(TWO, "x", {})
+    with pytest.raises(UserError, match=r"Image A cannot be read: no such image file: .*gone\.png"):
+        read_two([tmp_path / "gone.png", tmp_path / "gone.png"])
+
+    class Short:
+        name = "short"
+
+        def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
+            return Preferences(prob=torch.ones(1), valid=torch.ones(1, dtype=torch.bool))
+
+    with pytest.raises(RewardError, match="'judge' did not return one answer for each order"):
+        one(Short())
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """a.png is grey, b.png is red; c.png is broken."""
+    Image.new("RGB", (12, 8), (90, 90, 90)).save(tmp_path / "a.png")
+    Image.new("RGB", (8, 8), (220, 30, 30)).save(tmp_path / "b.png")
+    (tmp_path / "c.png").write_bytes(b"no image")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def visalign(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_compares_and_writes(pictures: Path) -> None:
+    base = ("compare", "a.png", "b.png", "-p", "a red square", "-r", "saturation", "-r", "jpeg_size")
+    done = visalign(*base, "--option", "jpeg_size.quality=50", "-o", "page.html")
+    assert done.exit_code == 0, done.output
+    assert "saturation" in done.output and "B is better" in " ".join(done.output.split())
+    page = (pictures / "page.html").read_text()
+    assert "Picture A: a.png" in page and "12×8" in page
+    again = visalign(*base, "-o", "page.html")
+    assert again.exit_code == 2 and "'page.html' exists, and nothing is overwritten." in again.output
+    kept = [visalign(*base, "--cache", "kept", "--json") for _ in range(2)]
+    assert kept[0].stdout == kept[1].stdout and Path("kept/judgements.sqlite").is_file()
+    found = json.loads(visalign(*base, "--json").stdout)
+    assert found == json.loads(kept[1].stdout)
+    assert found["images"] == {"A": "a.png", "B": "b.png"} and len(found["judges"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a.png", "c.png", "-r", "saturation"], "Image B cannot be read"),
+        (
+            ["a.png", "b.png", "-r", "saturatoin"],
+            "There is no reward 'saturatoin'. Did you mean 'saturation'?",
+        ),
+        (["a.png", "b.png", "-r", "saturation", "-o", "page.txt"], "'page.txt' ends in '.txt'"),
+        (
+            ["a.png", "b.png", "-r", "saturation", "-r", "jpeg_size", "--option", "quality=5"],
+            "LABEL.NAME=VALUE",
+        ),
+        (["a.png", "b.png", "-r", "jpeg_size", "--option", "qualty=5"], "qualty"),
+    ],
+)
+def test_the_command_refuses(pictures: Path, arguments: list[str], message: str) -> None:
+    done = visalign("compare", "-p", "x", *arguments)
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
+
+
+def test_rank_puts_the_best_first_and_keeps_what_failed(pictures: Path) -> None:
+    done = visalign("rank", ".", "-p", "x", "-r", "saturation", "--json")
+    assert done.exit_code == 1
+    result = json.loads(done.stdout)
+    assert [row["image"] for row in result["images"]] == ["b.png", "a.png", "c.png"]
+    assert [row["place"] for row in result["images"]] == [1, 2, None] and result["calls"] == 2
+    assert "c.png" in result["images"][2]["reason"] and result["images"][2]["score"] is None
+    table = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "saturation", "-o", "r.json")
+    assert table.exit_code == 0 and "saturation scored 2 images" in table.output
+    assert json.loads(Path("r.json").read_text())["unit"] == result["unit"]
+    wrong = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "saturation", "--budget", "3")
+    assert wrong.exit_code == 2 and "budget is 3.0; allowed are shares" in wrong.output
+
+
+def test_rank_asks_a_pairwise_judge_on_a_budget(pictures: Path) -> None:
+    (pictures / "judge.py").write_text(
+        "from tests.support.pair_judges import BrightnessPairs\njudge = BrightnessPairs(bias=0.7)\n"
+    )
+    for level in range(6):
+        Image.new("RGB", (8, 8), (40 * level,) * 3).save(pictures / f"g{level}.png")
+    files = [f"g{level}.png" for level in range(6)]
+    done = visalign("rank", *files, "-p", "x", "-r", "judge.py:judge", "--budget", "1", "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert [row["image"] for row in result["images"]] == files[::-1]
+    assert result["calls"] == 15 and result["position_bias"] > 0
+    assert all(row["low"] < row["score"] < row["high"] for row in result["images"])

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record and page of a ranking: what was asked, position bias in words, answers against the order."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.support.pair_judges import Brightness, BrightnessPairs
+from visalign.evaluation.pages.base import short_names
+from visalign.evaluation.pages.rank_page import against_the_order, matrix, sentences
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
+from visalign.rewards.pairs.ranking import rank
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> list[str]:
+    """Four even pictures from dark to bright and a broken one."""
+    files = [tmp_path / f"{level}.png" for level in range(5)]
+    for level, file in enumerate(files[:-1]):
+        Image.new("RGB", (8, 8), (51 * (level + 1),) * 3).save(file)
+    files[-1].write_bytes(b"no picture")
+    return [str(file) for file in files]
+
+
+def record(names: list[str], judge: Any, **options: Any) -> dict[str, Any]:
+    return ranking_record(rank(names, "x", judge, **options), names, "x", judge.name, judge)
+
+
+def test_every_call_is_recorded_as_it_was_made(names: list[str]) -> None:
+    judge = BrightnessPairs(scale=4.0, bias=1.0, fails=lambda left, right: (left, right) == (0.8, 0.2))
+    result = record(names, judge, budget=2)
+    level = {name: round(0.2 * (place + 1), 4) for place, name in enumerate(names)}
+    assert [(level[c["left"]], level[c["right"]]) for c in result["asked"]] == judge.asked
+    assert result["calls"] == len(judge.asked) >= 8 and result["all_pairs"] == 6
+    for c in result["asked"]:
+        odds = 4 * (level[c["left"]] - level[c["right"]]) + 1
+        assert c["prob"] is None or c["prob"] == pytest.approx(1 / (1 + math.exp(-odds)), abs=1e-5)
+    [failed] = [c for c in result["asked"] if c["prob"] is None]
+    assert failed["reason"] == "no answer" and level[failed["left"]] == 0.8
+    assert [row["image"] for row in result["images"]] == [*names[3::-1], names[4]]
+    counted = {row["image"]: row["calls"] for row in result["images"]}
+    assert counted == {n: sum(n in (c["left"], c["right"]) for c in result["asked"]) for n in names}
+    assert counted[names[4]] == 0 and sum(counted.values()) == 2 * result["calls"]
+    json.dumps(result, allow_nan=False)
+
+
+def test_the_position_bias_is_said_with_its_interval(names: list[str]) -> None:
+    result = record(names, BrightnessPairs(scale=4.0, bias=1.0), budget=2)
+    said, calls = " ".join(sentences(result)), result["calls"]
+    asked = {(c["left"], c["right"]) for c in result["asked"]}
+    both = sum((right, left) in asked for left, right in asked) // 2
+    assert f"{calls} calls, as many as {100 * calls / 6:.1f}\xa0% of the 6 pairs of images; " in said
+    assert both > 1 and f"; asked in both orders: {both} pairs." in said
+    assert re.search(r"on the left is worth \+(1\.0|0\.9)\d log-odds \(\+0\.\d+ to \+1\.\d+\)", said)
+    assert re.search(r"of two equals the left one wins 7[23]\.\d\xa0%\.", said) and "no clear" not in said
+    none = " ".join(sentences(record(names, BrightnessPairs(scale=4.0, bias=0.0), budget=2)))
+    assert "That interval holds 0: no clear position bias." in none
+
+
+def test_an_answer_against_the_order_is_listed_without_the_bias() -> None:
+    def call(left: str, right: str, prob: float | None) -> dict[str, Any]:
+        return {"left": left, "right": right, "prob": prob, "reason": None if prob else "no answer"}
+
+    result = {
+        "position_bias": 1.0,
+        "images": [
+            {"image": "a", "place": 1},
+            {"image": "b", "place": 2},
+            {"image": "c", "place": 3},
+            {"image": "d", "place": None},
+        ],
+        # c beats a: against. b before a on the left at 0.6: with a bias of 1 that speaks for a. b loses to c:
+        # against. The calls without an answer or place say nothing.
+        "asked": [
+            call("c", "a", 0.9),
+            call("b", "a", 0.6),
+            call("b", "c", 0.1),
+            call("a", "b", None),
+            call("d", "a", 0.9),
+        ],
+    }
+    found = [(c["left"], c["right"]) for c in against_the_order(result)]
+    assert found == [("b", "c"), ("c", "a")]
+    assert against_the_order(result)[0]["left_place"] == 2
+    rows = matrix(result)
+    assert rows is not None
+    assert rows[0]["cells"] == [("itself", ""), ("failed", "×"), ("", ""), ("", "")]
+    assert rows[2]["cells"][0] == ("won", "90") and rows[1]["cells"][2] == ("lost", "10")
+
+
+def test_pictures_that_cannot_be_read_are_not_called_scored(names: list[str]) -> None:
+    result = record(names[4:], BrightnessPairs())
+    assert result["asked"] == [] and result["images"][0]["calls"] == 0 and result["position_bias"] is None
+    assert sentences(result) == ["brightness_pairs: 0 calls."]
+    assert "Nothing was asked: there were no two images to compare." in ranking_page(result)
+
+
+def test_whether_the_first_place_is_open(names: list[str]) -> None:
+    wide, narrow = (record(names, Brightness(std=std)) for std in (0.3, 0.01))
+    assert sentences(wide)[-1] == "The first place is open: 3 other intervals overlap with that of the first."
+    assert sentences(narrow)[-1] == "The interval of 3.png lies apart from all others: it is the best."
+    lower = record(names, Brightness(std=0.01, higher_is_better=False))
+    assert lower["images"][0]["image"] == names[0] and "lies apart" in sentences(lower)[-1]
+    assert "lower is better" in sentences(lower)[0] and lower["asked"] is None
+
+
+def test_the_page_shows_pictures_and_reasons(names: list[str]) -> None:
+    page = ranking_page(record(names, BrightnessPairs(scale=4.0, bias=1.0), budget=2))
+    assert page.count('src="data:image/png') == 4 and "4 out" not in page
+    assert "4.png cannot be decoded" in page and "Every call, left image by right image" in page
+    assert str(Path(names[0]).parent) + "/0.png" not in page.split("Failures")[0]
+    blind = record(names[:2], BrightnessPairs(fails=lambda left, right: True))
+    empty = ranking_page(blind)
+    assert "No image could be judged." in empty and "no answer" in empty
+
+
+def test_the_command_writes_a_page_or_json(names: list[str], tmp_path: Path) -> None:
+    base = ["rank", *names[:3], "-p", "<b>x</b>", "-r", "brightness"]
+    done = CliRunner().invoke(app, [*base, "-o", str(tmp_path / "r.html")])
+    assert done.exit_code == 0 and "Page: " in done.output and "<b>x" not in (tmp_path / "r.html").read_text()
+    wrong = CliRunner().invoke(app, [*base, "-o", str(tmp_path / "r.txt")])
+    assert (
+        wrong.exit_code == 2
+        and "ends in '.txt'; what is written there ends in .html or .json" in wrong.output
+    )
+
+
+def test_the_reason_of_an_image_is_of_its_own_calls(names: list[str]) -> None:
+    class Names(BrightnessPairs):
+        """Fails always, and names what it saw."""
+
+        def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Any:
+            found = super().compare(left, right, prompts, metadata)
+            reasons = [f"{first} against {second}" for first, second in self.asked[-len(found) :]]
+            return replace(found, valid=torch.zeros(len(found), dtype=torch.bool), reason=reasons)
+
+    result = record(names[:4], Names(), budget=2)
+    for place, name in enumerate(names[:4]):
+        [row] = [row for row in result["images"] if row["image"] == name]
+        assert str(round(0.2 * (place + 1), 4)) in row["reason"] and " against " in row["reason"]
+
+
+def test_names_lose_only_what_all_share() -> None:
+    assert short_names(["a/b/1.png", "a/c/1.png"]) == {"a/b/1.png": "b/1.png", "a/c/1.png": "c/1.png"}
+    assert short_names(["only.png"]) == {"only.png": "only.png"} and short_names([]) == {}

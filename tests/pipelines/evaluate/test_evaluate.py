@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign evaluate`: numbers, resumed scoring, failures, the page, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from visalign.data.sets.files import write_rows
+from visalign.data.sets.records import PreferenceSet
+from visalign.data.sets.sources import shapes_pairs, shapes_quality
+from visalign.errors import UserError
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.evaluation.rewards.pair_scores import from_scores
+from visalign.evaluation.rewards.preferences import evaluate_preferences
+from visalign.interfaces import Preferences, Scores
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.evaluate.columns import column_scores
+from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
+from visalign.pipelines.evaluate.scores import Asking, judge_pairs, judge_quality
+from visalign.pipelines.score.log import Logged, ScoreLog, judge_identity, score_key
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.catalogue import load_judge
+
+FAST = IntervalSettings(resamples=100)
+
+
+class Brightness:
+    """The mean level of a picture; counts how often it was asked, and can be stopped."""
+
+    name, unit, range, higher_is_better = "brightness", "level", (0.0, 255.0), True
+
+    def __init__(self, *, stop_after: int | None = None, version: int = 1) -> None:
+        self.asked, self.stop_after = 0, stop_after
+        self.identity = Identity(judge=self.name, model="mean", options={"version": version})
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
+        if self.stop_after is not None and self.asked >= self.stop_after:
+            raise KeyboardInterrupt
+        self.asked += len(prompts)
+        values = torch.tensor([float(np.asarray(image).mean()) for image in images])
+        valid = torch.tensor(["cross" not in prompt for prompt in prompts])
+        return Scores(
+            value=torch.where(valid, values, torch.nan),
+            valid=valid,
+            unit=self.unit,
+            reason=[None if ok else "no crosses, please" for ok in valid],
+        )
+
+
+class Sided:
+    """Prefers the brighter picture, and the left side by log-odds of 2."""
+
+    name = "sided"
+
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Any = None) -> Preferences:
+        gap = [float(np.asarray(a).mean() - np.asarray(b).mean()) for a, b in zip(left, right, strict=True)]
+        odds = torch.tensor(gap) / 20 + 2
+        return Preferences(
+            prob=odds.sigmoid(), valid=torch.ones(len(prompts), dtype=torch.bool), log_odds=odds
+        )
+
+
+def table(folder: Path, count: int = 120, **columns: Any) -> Path:
+    """A set of the shapes world with columns of scores."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for pair in shapes_pairs(count).pairs:
+        noise = rng.normal(0, 0.3, 2)
+        scores = {
+            "good_left": pair.extra["utility_left"] + noise[0],
+            "good_right": pair.extra["utility_right"] + noise[1],
+            "coin_prob": float(rng.random()),
+        }
+        pairs.append(replace(pair, extra={**scores, **{key: make(pair) for key, make in columns.items()}}))
+    return write_rows(folder / "set.jsonl", pairs)
+
+
+def test_precomputed_scores_are_measured_and_compared(tmp_path: Path) -> None:
+    source = table(tmp_path)
+    result = evaluate(EvaluateOptions(source=str(source), columns=("good", "coin"), settings=FAST))
+    good, coin = result["judges"]
+    pairs = shapes_pairs(120).pairs
+    found = [json.loads(line) for line in source.read_text().splitlines()]
+    margin = np.array([row["good_left"] - row["good_right"] for row in found])
+    label = np.array([pair.label for pair in pairs])
+    right = np.mean(np.sign(margin) == np.sign(label - 0.5))
+    assert good["agreement"]["half_credit"]["micro"]["estimate"] == pytest.approx(right)
+    assert right > 0.75 and coin["agreement"]["half_credit"]["micro"]["estimate"] < 0.65
+    (comparison,) = result["comparisons"]
+    assert comparison["difference"]["low"] > 0 and comparison["mcnemar"]["p_value"] < 0.01
+    assert {row["name"] for row in good["slices"]["category"]} == {pair.category for pair in pairs}
+    assert sum(row["pairs"] for row in good["slices"]["category"]) == 120
+    assert good["calibration"]["scaled"]["nll"] < coin["calibration"]["nll"]["estimate"]
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_row_without_a_score_is_no_zero(tmp_path: Path) -> None:
+    source = table(
+        tmp_path, gap_left=lambda pair: 1.0, gap_right=lambda pair: "" if "red" in pair.prompt else 0.0
+    )
+    (judge,) = evaluate(EvaluateOptions(source=str(source), columns=("gap",), settings=FAST))["judges"]
+    missing = sum("red" in pair.prompt for pair in shapes_pairs(120).pairs)
+    assert missing and judge["counts"]["failed"] == missing
+    assert judge["counts"]["failures"] == {"no number in the column": missing}
+    assert any("could not be judged" in note for note in judge["notes"])
+
+
+def test_the_same_seed_gives_the_same_intervals(tmp_path: Path) -> None:
+    options = EvaluateOptions(source=str(table(tmp_path)), columns=("good",), settings=FAST)
+    first, second = evaluate(options), evaluate(options)
+    assert first["judges"] == second["judges"]
+    other = evaluate(replace(options, settings=replace(FAST, seed=1)))
+    assert other["judges"] != first["judges"]
+
+
+def test_exchanged_sides_change_no_number(tmp_path: Path) -> None:
+    pairs = shapes_pairs(100)
+    given = PreferenceSet(
+        name="x",
+        pairs=tuple(
+            replace(p, extra={"u_left": p.extra["utility_left"], "u_right": p.extra["utility_right"]})
+            for p in pairs.pairs
+        ),
+    )
+    turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
+    one, two = (evaluate_preferences(part, column_scores(part, "u"), FAST) for part in (given, turned))
+    assert one["slices"] == two["slices"]
+    for part in ("identity_alone", "judge_between", "judge_within", "judge_against"):
+        assert one["generators"][part]["estimate"] == pytest.approx(two["generators"][part]["estimate"])
+    assert one["agreement"]["half_credit"] == two["agreement"]["half_credit"]
+    assert one["calibration"]["ece"]["estimate"] == pytest.approx(two["calibration"]["ece"]["estimate"])
+
+
+def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> None:
+    pairs = shapes_pairs(60)
+    asked = judge_pairs(pairs, Sided())
+    said = [
+        {"j_prob": 1 / (1 + np.exp(-(2 * m - s))), "j_prob_swapped": 1 / (1 + np.exp(s))}
+        for m, s in zip(asked.margin, asked.swapped if asked.swapped is not None else [], strict=True)
+    ]
+    given = PreferenceSet(
+        name="x", pairs=tuple(replace(p, extra=e) for p, e in zip(pairs.pairs, said, strict=True))
+    )
+    np.testing.assert_allclose(column_scores(given, "j").margin, asked.margin, atol=1e-6)
+    turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
+    np.testing.assert_allclose(column_scores(turned, "j").margin, -asked.margin, atol=1e-6)
+    with pytest.raises(UserError, match="j_prob is the probability that the left image is better and has no"):
+        column_scores(given, "j", higher_is_better=False)
+
+
+def test_a_missing_deviation_is_not_certainty(tmp_path: Path) -> None:
+    known = from_scores("a", "points", [1.0, 2.0], [0.0, 3.0], std_left=[0.5, np.nan], std_right=[0.5, 0.5])
+    assert known.std is None and ((known.prob > 0.2) & (known.prob < 0.8)).all()
+    failed = from_scores(
+        "a", "points", [1.0, np.nan], [0.0, 3.0], std_left=[0.5, np.nan], std_right=[0.5] * 2
+    )
+    assert failed.std is not None and failed.link == "probit"
+
+
+def test_a_score_is_of_the_content_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.bmp"
+    path.write_bytes(b"one")
+    keys = {score_key([str(path)], "p", None), score_key([f"parquet://{path}#jpg#0"], "p", None)}
+    path.write_bytes(b"two")  # as long as before
+    os.utime(path, ns=(1, 1))
+    keys |= {score_key([str(path)], "p", None), score_key([f"parquet://{path}#jpg#0"], "p", None)}
+    assert len(keys) == 4
+
+
+def test_a_function_that_was_edited_is_another_judge(tmp_path: Path) -> None:
+    path, digests = tmp_path / "mine.py", set()
+    for factor in (1, 2):
+        path.write_text(f"def mine(images, prompts, metadata):\n    return [{factor}.0 for _ in images]\n")
+        digests.add(judge_identity(load_judge(f"{path}:mine")).digest)
+    assert len(digests) == 2
+
+
+def test_a_log_that_was_cut_inside_a_letter_is_read(tmp_path: Path) -> None:
+    log, judge = tmp_path / "scores.jsonl", Identity(judge="a", model="b")
+    written = ScoreLog(log, "a", judge)
+    written.add({"k": Logged(value=1.0), "l": Logged(value=None, reason="zerstört")})
+    written.close()
+    whole = log.read_bytes()
+    log.write_bytes(whole + '{"key": "m", "reason": "zerstö'.encode()[:-1])
+    again = ScoreLog(log, "a", judge)
+    again.close()
+    assert len(again) == 1 and log.read_bytes() == whole
+
+
+def test_a_stopped_scoring_goes_on_where_it_was(tmp_path: Path) -> None:
+    pairs, log = shapes_pairs(40), tmp_path / "scores.jsonl"
+    whole = judge_pairs(pairs, Brightness())
+    stopped = Brightness(stop_after=24)
+    with pytest.raises(KeyboardInterrupt):
+        judge_pairs(pairs, stopped, Asking(log=log, batch_size=8))
+    assert stopped.asked == 24
+    known = sum('"value"' in line for line in log.read_text().splitlines())
+    with log.open("a") as file:
+        file.write('{"key": "cut in the mid')  # what a killed process leaves
+    resumed = Brightness()
+    found = judge_pairs(pairs, resumed, Asking(log=log, batch_size=8))
+    np.testing.assert_array_equal(found.margin, whole.margin)
+    failed = {pair.prompt for pair in pairs.pairs if "cross" in pair.prompt}
+    assert failed and found.failures() == {"no crosses, please": sum(p.prompt in failed for p in pairs.pairs)}
+    assert resumed.asked == 2 * len(pairs) - known
+    again = Brightness()
+    judge_pairs(pairs, again, Asking(log=log))
+    assert again.asked == 2 * sum(p.prompt in failed for p in pairs.pairs)  # only what failed is asked again
+
+
+def test_scores_of_another_version_are_refused(tmp_path: Path) -> None:
+    pairs, log = shapes_pairs(4), tmp_path / "scores.jsonl"
+    judge_pairs(pairs, Brightness(), Asking(log=log))
+    before = log.read_bytes()
+    with pytest.raises(UserError, match=r"another version of it: they differ in options"):
+        judge_pairs(pairs, Brightness(version=2), Asking(log=log))
+    assert log.read_bytes() == before
+    log.write_text("something else\n")
+    with pytest.raises(UserError, match=r"holds no scores of ours"):
+        judge_pairs(pairs, Brightness(), Asking(log=log))
+
+
+def test_a_pairwise_judge_is_asked_in_both_orders() -> None:
+    pairs = shapes_pairs(60)
+    scores = judge_pairs(pairs, Sided())
+    report = evaluate_preferences(pairs, scores, FAST)
+    bright = judge_pairs(pairs, Brightness())
+    known = bright.judged
+    np.testing.assert_allclose(scores.margin[known], bright.margin[known] / 20, atol=1e-5)
+    assert report["swap"]["position_bias"] == pytest.approx(2.0, abs=1e-5)
+    assert report["swap"]["same_winner"] < 1 and report["swap"]["left_share"] > 0.6
+
+
+def test_a_judge_that_always_fails_stops_the_run() -> None:
+    class Broken(Brightness):
+        def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
+            nothing = torch.full((len(prompts),), torch.nan)
+            return Scores(value=nothing, valid=torch.zeros(len(prompts), dtype=torch.bool), unit="level")
+
+    with pytest.raises(RewardError, match=r"above max_failure_rate"):
+        judge_pairs(shapes_pairs(60), Broken())
+    with pytest.raises(ValueError, match=r"judged none of 6 pairs"):
+        evaluate_preferences(shapes_pairs(6), judge_pairs(shapes_pairs(6), Broken()))
+
+
+def test_a_quality_set(tmp_path: Path) -> None:
+    records = shapes_quality(80)
+    rng = np.random.default_rng(0)
+    rows = [replace(r, extra={"q": r.mos + rng.normal(0, 0.3), "off": -r.mos}) for r in records.records]
+    source = write_rows(tmp_path / "q.jsonl", rows)
+    options = EvaluateOptions(
+        source=str(source), columns=("q", "off"), lower_is_better=("off",), settings=FAST
+    )
+    result = evaluate(replace(options, output=tmp_path / "out"))
+    q, off = result["judges"]
+    assert off["correlations"]["srcc"]["estimate"] == pytest.approx(1.0)
+    assert 0.8 < q["correlations"]["srcc"]["low"] < q["correlations"]["srcc"]["estimate"]
+    assert q["correlations"]["plcc_logistic5"]["estimate"] >= q["correlations"]["plcc"]["estimate"] - 1e-9
+    assert result["comparisons"][0]["difference"]["high"] < 0
+    wrong_way = evaluate(replace(options, lower_is_better=()))["judges"][1]
+    assert any("--lower-is-better" in note for note in wrong_way["notes"])
+    with pytest.raises(RewardError, match=r"gives no score of one"):
+        judge_quality(records, Sided())  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"columns": ()}, "Nothing to evaluate"),
+        ({"columns": ("none",)}, "has no scores 'none'.*Found beside the set's own: coin_prob, good_left"),
+        ({"lower_is_better": ("other",)}, "--lower-is-better names other"),
+        ({"settings": IntervalSettings(resamples=10)}, "at least 100"),
+        ({"source": "nowhere.jsonl"}, "There is no set 'nowhere.jsonl'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    given = {"source": str(table(tmp_path, 6)), "columns": ("good",), "settings": FAST} | changes
+    with pytest.raises(UserError, match=message):
+        evaluate(EvaluateOptions(**given))
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "br", "img", "line", "circle", "path", "rect"):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name == "href" and (value or "").startswith("#"):
+                self.links.append((value or "")[1:])
+            elif name in ("href", "src") and not (value or "").startswith("data:"):
+                self.outside.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+
+def test_the_command_writes_a_page_and_refuses_to_overwrite(tmp_path: Path) -> None:
+    given = str(table(tmp_path, 60, **{"<b>_left": lambda p: 1.0, "<b>_right": lambda p: 0.5}))
+    out = tmp_path / "out"
+    arguments = ["evaluate", given, "-s", "good", "-s", "<b>", "--resamples", "100", "-o", str(out)]
+    ran = CliRunner().invoke(app, arguments)
+    assert ran.exit_code == 0, ran.output
+    assert "half_credit (headline)" in ran.output and "which generator?" in ran.output
+    result = json.loads((out / "evaluation.json").read_text())
+    assert result["format"] == "visalign evaluation 1" and len(result["judges"]) == 2
+    page = _Page()
+    text = (out / "evaluation.html").read_text()
+    page.feed(text)
+    assert page.open == [] and page.outside == [] and set(page.links) <= set(page.ids)
+    assert "script" not in page.tags and page.tags.count("svg") == 4 and "<b>" not in text
+    assert len(page.ids) == len(set(page.ids))
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 2 and "nothing is overwritten" in again.output
+    assert CliRunner().invoke(app, [*arguments, "--resume"]).exit_code == 0
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("visalign.pipelines.evaluate.job.judge_pairs", stop)
+    ran = CliRunner().invoke(
+        app, ["evaluate", "shapes:pairs", "--limit", "4", "-r", "jpeg_size", "-o", str(tmp_path / "o")]
+    )
+    assert ran.exit_code == 130 and "--resume" in ran.output
+
+
+def test_one_judge_without_a_report_costs_no_other(tmp_path: Path) -> None:
+    records = shapes_quality(40).records
+    rows = [record.to_row() | {"good": record.mos, "flat": 1.0} for record in records]
+    file = tmp_path / "q.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    settings = IntervalSettings(resamples=100)
+    result = evaluate(EvaluateOptions(source=str(file), columns=("good", "flat"), settings=settings))
+    assert [entry["judge"]["name"] for entry in result["judges"]] == ["good"]
+    assert result["failed"][0]["judge"] == "flat" and "flat" in result["set"]["findings"][-1]["message"]
+    with pytest.raises(UserError, match="flat"):
+        evaluate(EvaluateOptions(source=str(file), columns=("flat",), settings=settings))
+
+
+def test_a_share_of_one_has_an_interval_with_width(tmp_path: Path) -> None:
+    right = {"sure_left": lambda p: p.label, "sure_right": lambda p: 1 - p.label}
+    settings = IntervalSettings(resamples=100)
+    given = str(table(tmp_path, 40, **right))
+    result = evaluate(EvaluateOptions(source=given, columns=("sure",), settings=settings))
+    text = json.dumps(result["judges"][0])
+    shares = [entry for entry in _intervals(json.loads(text)) if entry["estimate"] == 1.0]
+    assert shares and all(entry["low"] < 0.99 for entry in shares)
+
+
+def _intervals(found: Any) -> list[dict[str, Any]]:
+    if isinstance(found, dict):
+        own = [found] if {"estimate", "low", "high"} <= found.keys() and found["low"] is not None else []
+        return own + [item for value in found.values() for item in _intervals(value)]
+    return [item for value in found for item in _intervals(value)] if isinstance(found, list) else []
+
+
+def test_the_cache_is_shared(tmp_path: Path) -> None:
+    given = EvaluateOptions(
+        source="shapes:pairs",
+        rewards=("jpeg_size",),
+        limit=10,
+        cache=tmp_path / "cache",
+        settings=IntervalSettings(resamples=100),
+    )
+    first, second = evaluate(given), evaluate(given)
+    assert (tmp_path / "cache" / "judgements.sqlite").is_file()
+    assert first["judges"] == second["judges"]
+
+
+def test_a_judge_that_tells_nothing_apart_is_said_to(tmp_path: Path) -> None:
+    flat = {"flat_left": lambda p: 1.0, "flat_right": lambda p: 1.0}
+    given = str(table(tmp_path, 40, **flat))
+    options = EvaluateOptions(
+        source=given, columns=("flat", "good"), settings=IntervalSettings(resamples=100)
+    )
+    judges = evaluate(options)["judges"]
+    assert [any("tells none apart" in note for note in judge["notes"]) for judge in judges] == [True, False]
+
+
+def test_kendalls_tau_has_an_interval_in_terminal_and_page(tmp_path: Path) -> None:
+    rows = [
+        record.to_row() | {"q": record.mos + k % 3} for k, record in enumerate(shapes_quality(40).records)
+    ]
+    file, out = tmp_path / "q.jsonl", tmp_path / "out"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    ran = CliRunner().invoke(app, ["evaluate", str(file), "-s", "q", "--resamples", "100", "-o", str(out)])
+    assert ran.exit_code == 0, ran.output
+    found = json.loads((out / "evaluation.json").read_text())["judges"][0]["correlations"]["kendall_b"]
+    low, high = (f"{found[end]:.3f}" for end in ("low", "high"))
+    assert f"kendall b           {found['estimate']:.3f} [{low}, {high}]" in ran.output
+    page = (out / "evaluation.html").read_text().split("Kendall&#39;s τ-b")[1]
+    assert f"{found['estimate']:.3f}<small>{low} to {high}</small>" in page

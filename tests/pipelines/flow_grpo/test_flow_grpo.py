@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Flow-GRPO job end to end on a tiny random SD3 pipeline: files, resume, cost, plan, and what it
+refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from tests.support.tiny_models import tiny_sd3_pipeline
+from visalign.config import load_config
+from visalign.errors import UserError
+from visalign.pipelines.cli.show import result_files, show_summary
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted, plan, run
+from visalign.pipelines.flow_grpo.plan import planned_cost
+from visalign.pipelines.shared.parts import evenly
+from visalign.training.loop.checkpoint import CheckpointError, step_folder
+from visalign.training.loop.loop import Loop
+from visalign.training.loop.metrics import read_metrics, without_times
+
+BASE = (
+    "model.lora.rank=4",
+    "model.guidance=2.0",
+    "data.balance=true",
+    "rewards.terms={jpeg_size: {weight: 1.0}, sharpness: {weight: 0.0}}",
+    "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3, batch_size: 12}",
+    "objective={eps_low: 0.01, eps_high: 0.01, beta: 0.01}",
+    "optimiser={lr: 1e-3, updates_per_iteration: 2, micro_batch: 7, ema_every: 1}",
+    "evaluation={seeds: [0, 1], every: 1, prompts_on_the_way: 2, rewards: {shapes_verifier: {}}}",
+    "run={iterations: 2, checkpoint_every: 1, device: cpu}",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A folder with a model and two prompt files."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_sd3_pipeline().save_pretrained(folder / "model")
+    records = [
+        {
+            "prompt": "a red circle",
+            "tag": "colors",
+            "include": [{"class": "circle", "count": 1, "color": "red"}],
+        },
+        {"prompt": "two circles", "tag": "counting", "include": [{"class": "circle", "count": 2}]},
+        {"prompt": "three circles", "tag": "counting", "include": [{"class": "circle", "count": 3}]},
+    ]
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(r) for r in records))
+    (folder / "heldout.jsonl").write_text("\n".join(json.dumps(r) for r in records[:2]))
+    return folder
+
+
+def _config(inputs: Path, *overrides: str) -> FlowGRPOConfig:
+    files = (
+        f"model.path={inputs}/model",
+        f"data.train={inputs}/train.jsonl",
+        f"data.heldout={inputs}/heldout.jsonl",
+    )
+    return load_config(FlowGRPOConfig, None, [*BASE, *files, *overrides])
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    output = tmp_path_factory.mktemp("runs") / "finished"
+    return output, run(_config(inputs), output)
+
+
+def test_a_run_leaves_everything(finished, inputs):
+    output, summary = finished
+    names = {path.name for path in output.iterdir()}
+    assert {"metrics.jsonl", "checkpoints", "lora", "summary.json", "report.html", "config.yaml"} <= names
+    assert summary == json.loads((output / "summary.json").read_text())
+    assert {"accuracy", "by_category", "rewards"} <= summary["before"].keys() & summary["after"].keys()
+    assert summary["before"]["by_category"].keys() == {"colors", "counting"}
+    assert {"jpeg_size", "shapes_verifier", "sharpness"} <= summary["after"]["rewards"].keys()
+    assert summary["seconds"] > 0 and summary["peak_memory_bytes"] > 50e6
+    assert summary["config"]["optimiser"]["lr"] == 1e-3 and "torch" in summary["versions"]
+    assert load_config(FlowGRPOConfig, output / "config.yaml") == _config(inputs)
+
+
+def test_the_report_is_true_and_can_be_copied(finished):
+    """Both held-out prompts are among the training prompts here."""
+    output, summary = finished
+    page = (output / "report.html").read_text()
+    assert summary["heldout_prompts_trained_on"] == 2
+    assert "2 prompts, all of which the model was also trained on" in page
+    assert f"load_lora_weights(&#34;{output}/lora&#34;)" in page
+    assert f"visalign train {output}/config.yaml --output {output} --resume" in page
+
+
+def test_resume_notices_other_prompts_under_the_same_name(finished, inputs):
+    output, _ = finished
+    file = inputs / "train.jsonl"
+    text = file.read_text()
+    kept = (output / "config.yaml").stat().st_mtime_ns
+    try:
+        file.write_text(text.replace("three circles", "four circles"))
+        with pytest.raises(CheckpointError, match=r"data\.train: '\w+' there, '\w+' now"):
+            run(_config(inputs, "run.iterations=9"), output, resume=True)
+    finally:
+        file.write_text(text)
+    assert (output / "config.yaml").stat().st_mtime_ns == kept
+
+
+def test_a_run_out_of_time_resumes_to_the_same_result(inputs, tmp_path):
+    config = _config(inputs, "run={iterations: 5, max_seconds: 1e-3, device: cpu}", "evaluation.every=0")
+    output = tmp_path / "my run"
+    first = run(config, output)
+    lora = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
+    again = run(config, output, resume=True)
+    assert first["iterations"] == again["iterations"] == 1 and again["stopped"] == "max_seconds"
+    assert first["after"] == again["after"] and first["before"] == again["before"]
+    saved = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
+    assert lora and saved.keys() == lora.keys() and all(torch.equal(saved[key], lora[key]) for key in lora)
+    assert f"--output &#39;{output}&#39; --resume" in (output / "report.html").read_text()
+
+
+def test_the_closing_panel_shows_what_the_run_wrote(finished):
+    console = Console(record=True, width=100, file=io.StringIO())
+    show_summary(console, finished[0], then="visalign configs")
+    text = console.export_text()
+    assert "GB of memory at most" in text and "visalign configs" in text
+    assert "held-out accuracy" in text
+
+
+def test_metrics_hold_parts_and_heldout(finished):
+    output, _ = finished
+    rows = read_metrics(output / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [1, 2]
+    assert {"heldout/accuracy", "heldout/accuracy.colors", "heldout/jpeg_size"} <= rows[0].keys()
+    assert {"reward_part/jpeg_size", "reward_part/sharpness"} <= rows[0].keys()
+    assert rows[0]["ratio_floor"] < 1e-5
+
+
+def test_counted_cost_is_the_planned_one(finished, inputs):
+    output, summary = finished
+    planned = plan(_config(inputs), measure=False)
+    cost = planned["cost"]["forward_equivalents_per_image"]
+    assert cost == 3 * 2 + 2 * (4 + 2)
+    for row in read_metrics(output / "metrics.jsonl"):
+        assert row["forward_equivalents_per_image"] == pytest.approx(cost, rel=1e-12)
+    assert summary["forward_equivalents_per_image"] == pytest.approx(cost, rel=1e-12)
+    assert planned_cost(_config(inputs, "objective.beta=0"), 0.5) == 3 * 2 + 0.5 * 2 * 4
+
+
+def test_plan_measures_and_counts(inputs):
+    planned = plan(_config(inputs))
+    batch = planned["batch"]
+    assert (batch["images_per_iteration"], batch["pairs_per_iteration"], batch["pairs_per_update"]) == (
+        12,
+        24,
+        12,
+    )
+    assert batch["micro_batches_per_update"] == 2 and batch["updates"] == 4
+    assert planned["evaluation"]["pictures"] == 2 * 2 * 2 + 2 * 2
+    assert all(value > 0 for value in planned["time"].values())
+
+
+def test_the_lora_loads_and_changes_the_model(finished):
+    output, _ = finished
+    pipe = tiny_sd3_pipeline()
+    pipe.load_lora_weights(output / "lora")
+    weights = [p for name, p in pipe.transformer.named_parameters() if "lora_B" in name]
+    assert weights and any(bool(w.detach().abs().sum() > 0) for w in weights)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(finished, inputs, tmp_path, monkeypatch):
+    def stop_once(_self, _interrupt):
+        monkeypatch.undo()
+        return "interrupted"
+
+    monkeypatch.setattr(Loop, "_why_stop", stop_once)
+    with pytest.raises(TrainingInterrupted):
+        run(_config(inputs), tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    resumed = run(_config(inputs), tmp_path / "run", resume=True)
+    output, whole = finished
+    for name in ("trainable", "ema", "optimizer"):
+        one, two = (
+            step_folder(f / "checkpoints", 2) / f"{name}.safetensors" for f in (output, tmp_path / "run")
+        )
+        assert one.read_bytes() == two.read_bytes(), name
+    rows = [[without_times(r) for r in read_metrics(f / "metrics.jsonl")] for f in (output, tmp_path / "run")]
+    assert rows[0] == rows[1]
+    assert resumed["before"] == whole["before"] and resumed["after"] == whole["after"]
+
+
+def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
+    run(_config(inputs, "model.lora=null", "run.iterations=1", "evaluation.every=0"), tmp_path / "run")
+    assert (tmp_path / "run" / "model" / "model_index.json").is_file()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"from_pretrained(&#34;{tmp_path}/run/model&#34;)" in page and "load_lora_weights" not in page
+    assert result_files(tmp_path / "run")[1].endswith("model  (for StableDiffusion3Pipeline.from_pretrained)")
+
+
+def test_a_folder_with_something_in_it_is_refused(inputs, tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"is not empty, and nothing is overwritten.*--resume"):
+        run(_config(inputs), tmp_path)
+    with pytest.raises(UserError, match=r"no run in .* to resume: it has no config\.yaml"):
+        run(_config(inputs), tmp_path, resume=True)
+    with pytest.raises(UserError, match="is a file"):
+        run(_config(inputs), tmp_path / "note.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+def test_resume_under_another_configuration_is_refused(finished, inputs):
+    output, _ = finished
+    before = sorted((p, p.stat().st_mtime_ns) for p in output.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"optimiser\.lr: 0\.001 there, 0\.002 now"):
+        run(_config(inputs, "optimiser.lr=2e-3", "run.iterations=9"), output, resume=True)
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in output.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=absent.jsonl", r"data\.train: no prompt set 'absent\.jsonl'"),
+        ("data.heldout=absent.txt", r"data\.heldout: no prompt set"),
+        ("rewards.terms={brightnes: {}}", "There is no reward 'brightnes'"),
+        ("rewards.terms={jpeg_size: {weight: -1}}", "weight of 'jpeg_size' is -1"),
+        ("data.cycle=[color]", r"cycle names \['color'\].*labels are \['colors', 'counting'\]"),
+        ("objective.step_weights=[1.0]", "1 weights for 3 steps"),
+        ("model.path=/absent/model", "absent"),
+    ],
+)
+def test_nothing_is_written_when_something_cannot_be_used(inputs, tmp_path, override, message):
+    config = _config(inputs, override)
+    with pytest.raises((ValueError, OSError, RuntimeError), match=message):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.group_size=1", "group_size is 1; .*at least 2"),
+        ("rollout.grop_size=2", "group_size"),
+        ("rollout.steps=ten", r"rollout\.steps"),
+        ("model.dtype=float23", r"model\.dtype is 'float23'.*Did you mean 'float32'"),
+        ("model.guidance=0.5", r"model\.guidance is 0\.5; it must be at least 1"),
+        ("evaluation.correctness=clip", r"evaluation.correctness is 'clip', which is no label"),
+        ("evaluation.seeds=[1, 1]", r"evaluation\.seeds is \[1, 1\]"),
+        ("rewards.normalise=zscore", "none, fixed or batch"),
+        ("rewards.terms={}", r"rewards\.terms is empty"),
+        ("run.iterations=0", r"run\.iterations is 0; it must be at least 1"),
+        ("run.device=gpu", "must be auto or cpu"),
+        ("run.max_seconds=0", r"run\.max_seconds is 0"),
+        ("seed=-1", "seed is -1"),
+    ],
+)
+def test_configurations_that_cannot_work_are_refused_at_once(inputs, override, message):
+    with pytest.raises(UserError, match=message):
+        _config(inputs, override)
+
+
+def test_a_cycle_needs_balance():
+    with pytest.raises(UserError, match=r"set data\.balance=true"):
+        load_config(FlowGRPOConfig, None, ["data.cycle=[colors]"])
+
+
+def test_the_plan_says_batch_sizes_that_divide(inputs, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(
+        UserError, match=r"cannot be divided among 8 processes.*prompts_per_iteration 2 or 4 would work"
+    ):
+        plan(_config(inputs), measure=False)
+
+
+def test_evenly():
+    records = [{"prompt": str(i)} for i in range(10)]
+    assert [r["prompt"] for r in evenly(records, 4)] == ["0", "2", "5", "7"]
+    assert evenly(records, None) is records and evenly(records, 10) is records
+
+
+def test_threads_are_set(inputs, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    with pytest.raises(UserError, match="no prompt set"):
+        run(_config(inputs, "run.threads=1", "data.train=absent"), tmp_path / "run")
+    assert asked == [1]

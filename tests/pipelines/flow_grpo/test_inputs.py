@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known without the model is known before anything is written, by the plan as by the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.evaluation_samples import make_result
+from visalign.config import load_config
+from visalign.errors import UserError
+from visalign.pipelines.flow_grpo.inputs import prepare
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
+from visalign.pipelines.flow_grpo.results import load_code, start_of_curves
+from visalign.pipelines.shared.run_inputs import FINGERPRINTS, check_unchanged, write_once
+from visalign.rewards import RewardError
+from visalign.training.loop.checkpoint import CheckpointError
+
+SMALL = (
+    "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3}",
+    "run={iterations: 2, device: cpu}",
+    "data.balance=true",
+)
+
+
+def config(*overrides: str) -> FlowGRPOConfig:
+    return load_config(FlowGRPOConfig, None, [*SMALL, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rewards.terms={jpeg_size: {}, sharpness: {}}", "would add different units: jpeg_size in 'kB'"),
+        ("rewards.terms={jpeg_size: {weight: -1}}", "weight of 'jpeg_size' is -1"),
+        ("objective.step_weights=[1.0]", "1 weights for 3 steps"),
+        ("data.cycle=[nope]", r"cycle names \['nope'\], which no prompt is labelled with"),
+        ("data.train=absent.txt", r"data\.train: no prompt set 'absent\.txt'"),
+        ("evaluation.rewards={sharpnes: {}}", "There is no reward 'sharpnes'"),
+        ("evaluation.correctness=sharpness", r"'sharpness' cannot say correct or wrong"),
+    ],
+)
+def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, message: str) -> None:
+    given = config(override)
+    for attempt in (lambda: plan(given, measure=False), lambda: run(given, tmp_path / "run")):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            attempt()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.grid=nope", r"rollout\.grid is 'nope'"),
+        ("rollout={steps: 4, schedule: cps, level: 1.5}", r"rollout\.level is 1\.5"),
+        ("optimiser.lr=.inf", r"optimiser\.lr is inf"),
+        ("model.guidance=.inf", r"model\.guidance is inf"),
+    ],
+)
+def test_settings_are_refused_when_they_are_read(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config(override)
+
+
+def test_a_reward_that_breaks_while_it_is_looked_at_stops_the_plan(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(images):\n    return 1 / 0\n")
+    given = config(f"evaluation.rewards={{mine: {{name: '{file}:f'}}}}", "evaluation.correctness=mine")
+    with pytest.raises(RewardError, match="'f' raised ZeroDivisionError"):
+        plan(given, measure=False)
+
+
+def test_batch_scales_are_refused_with_several_processes() -> None:
+    given = config("rewards.normalise=batch")
+    assert prepare(given, 1).reward.unit == "batch standard deviations"
+    with pytest.raises(UserError, match=r"rewards\.normalise is batch and there are 2 processes.*fixed"):
+        prepare(given, 2)
+
+
+def test_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a red circle\na blue square\na cross")
+    (tmp_path / "b.txt").write_text("A  Red circle\na green square")
+    given = config("data.balance=false", f"data.train={tmp_path}/a.txt", f"data.heldout={tmp_path}/b.txt")
+    assert prepare(given, 1).seen == 1
+    assert plan(given, measure=False)["evaluation"]["heldout_prompts_trained_on"] == 1
+    assert prepare(config(), 1).seen == 0
+
+
+def test_changed_prompts_and_rewards_are_noticed(tmp_path: Path) -> None:
+    prompts, reward, output = tmp_path / "a.txt", tmp_path / "mine.py", tmp_path / "run"
+    prompts.write_text("a red circle\na cross")
+    reward.write_text("def f(images):\n    return [1.0] * len(images)\n")
+    given = config(
+        "data.balance=false", f"data.train={prompts}", f"rewards.terms={{mine: {{name: '{reward}:f'}}}}"
+    )
+    first = prepare(given, 1).fingerprints
+    assert set(first) == {"data.train", "data.heldout", "reward mine"}
+    check_unchanged(output, first)  # a run of a version that kept no fingerprints
+    write_once(output / FINGERPRINTS, json.dumps(first))
+    check_unchanged(output, prepare(given, 1).fingerprints)
+    prompts.write_text("a red circle\na square")
+    with pytest.raises(CheckpointError, match=r"Differing keys: data\.train: '\w{64}' there") as caught:
+        check_unchanged(output, prepare(given, 1).fingerprints)
+    assert "reward" not in str(caught.value).split("Differing")[1].split("Set them")[0]
+    prompts.write_text("a red circle\na cross\n")
+    reward.write_text("def f(images):\n    return [2.0] * len(images)\n")
+    with pytest.raises(CheckpointError, match="reward mine: "):
+        check_unchanged(output, prepare(given, 1).fingerprints)
+
+
+def test_a_file_is_written_whole_and_only_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    write_once(path, "seed: 1\n")
+    os.utime(path, (1, 1))
+    write_once(path, "seed: 1\n")
+    assert path.stat().st_mtime == 1
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_once(path, "seed: 2\n")
+    assert path.read_text() == "seed: 1\n" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_the_code_that_loads_the_result_has_its_path() -> None:
+    adapters = load_code(config("model.path=shapes-sd3"), Path("runs/first"))
+    assert 'resolve_model("shapes-sd3")' in adapters and 'load_lora_weights("runs/first/lora")' in adapters
+    whole = load_code(config("model.lora=null"), Path("runs/first"))
+    assert 'from_pretrained("runs/first/model")' in whole and "lora" not in whole
+    for code in (adapters, whole):
+        compile(code, "report", "exec")
+
+
+def test_the_curve_starts_with_the_samples_of_its_later_points() -> None:
+    before = make_result(0.5, prompts=12, seeds=2)
+    heldout = [{"prompt": f"prompt {number}"} for number in range(12)]
+    given = config("evaluation={seeds: [0, 1], every: 1, prompts_on_the_way: 3}")
+    rows = [0, 8, 16]  # prompts 0, 4 and 8 with seed 0
+    assert start_of_curves(given, before, heldout) == {"heldout/accuracy": before.correct[rows].mean()}
+    assert before.correct[rows].mean() != before.accuracy
+    assert start_of_curves(config(), before, heldout) == {}

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign probe-reward` on judges that compare: planted weaknesses found, honesty not accused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from typer.testing import CliRunner
+
+from tests.support.hackable_rewards import (
+    AveragesBothOrders,
+    ComparesBy,
+    GoesInCircles,
+    LooksAtNeighbours,
+    LovesFrames,
+    LovesSaturation,
+    PrefersTheLeft,
+    Remembered,
+)
+from tests.support.pair_judges import BrightnessPairs, grey
+from visalign.errors import UserError
+from visalign.evaluation.probes.catalogue import Sample, chosen
+from visalign.evaluation.probes.pair_probes import PAIR_PROBES
+from visalign.interfaces import Preferences
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.probe.job import probe_reward, probes_for, write_probe
+from visalign.pipelines.probe.reference import Reference, read_reference, shapes_reference_set
+from visalign.pipelines.score.image_rows import ImageRow
+from visalign.rewards import as_pairwise
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.verifiers.shapes_verifier import ShapesVerifier
+
+OF_THE_JUDGE = ["identical", "position", "swap", "transitivity"]
+SOME = [*OF_THE_JUDGE, "saturation", "white_border", "pasted_text", "other_prompt", "neighbours", "form"]
+AMONG_REAL = ["empty_among_real", "changed_among_real"]
+
+
+@cache
+def world() -> Reference:
+    """40 pictures of the shapes world with two others each."""
+    return shapes_reference_set(40)
+
+
+def tried(judge: Any, names: list[str], reference: Reference | None = None) -> dict[str, Any]:
+    """The result of these probes."""
+    result = probe_reward(judge, reference or world(), probes=chosen(names, PAIR_PROBES))
+    json.dumps(result, allow_nan=False)
+    return result
+
+
+def verdicts(result: Mapping[str, Any]) -> dict[str, str]:
+    return {probe["name"]: probe["verdict"] for probe in result["probes"]}
+
+
+def levels(result: Mapping[str, Any], probe: str) -> dict[str, Mapping[str, Any]]:
+    [found] = [entry for entry in result["probes"] if entry["name"] == probe]
+    return {entry["label"]: entry for entry in found["levels"]}
+
+
+def test_an_honest_judge_is_not_accused() -> None:
+    judge = as_pairwise(Remembered(ShapesVerifier("partial")))
+    result = tried(judge, [*SOME, *AMONG_REAL, "blank", "mirror", "spelling"])
+    found = verdicts(result)
+    assert "fails" not in found.values(), found
+    surely = [*OF_THE_JUDGE, "empty_among_real", "blank", "mirror", "white_border", "neighbours", "form"]
+    assert {found[name] for name in surely} == {"holds"}
+    [same] = levels(result, "identical").values()
+    assert (same["judged"], same["failed"], same["largest"]) == (40, 0, 0.0), "between equal pictures: 0.5"
+    [circles] = levels(result, "transitivity").values()
+    assert circles["share"] == 0.0 and 0.1 < circles["chance"] <= 0.3
+    [shuffled] = levels(result, "other_prompt").values()
+    assert shuffled["mean"] < -0.5 and shuffled["turned"] > 0.2, "it looks at the prompt"
+    assert all(level["win"] < 0.25 for level in levels(result, "empty_among_real").values())
+
+
+def test_love_of_the_left_is_found() -> None:
+    result = tried(PrefersTheLeft(1.5), SOME)
+    found = verdicts(result)
+    assert {found[name] for name in ("identical", "position", "swap")} == {"fails"}
+    assert "fails" not in {found[name] for name in set(SOME) - {"identical", "position", "swap"}}
+    [same], [place] = levels(result, "identical").values(), levels(result, "position").values()
+    spread = result["reference"]["spread"]
+    assert same["mean"] == pytest.approx(1.5 / spread) and place["mean"] == pytest.approx(1.5 / spread)
+    assert levels(result, "swap")["two real pictures"]["share"] < 0.5
+
+
+def test_love_of_saturation_is_found() -> None:
+    result = tried(ComparesBy(Remembered(LovesSaturation())), [*SOME, "changed_among_real"])
+    found = verdicts(result)
+    assert found["saturation"] == "fails" and found["changed_among_real"] == "fails"
+    assert "fails" not in {found[name] for name in [*OF_THE_JUDGE, "white_border", "neighbours", "form"]}
+    vivid, pale = (levels(result, "saturation")[label] for label in ("× 2.2", "× 0"))
+    assert vivid["mean"] > 0.1 > 0 > pale["mean"] and vivid["win"] > 0.5 > pale["win"]
+    among = levels(result, "changed_among_real")["saturation × 2.2"]
+    assert among["verdict"] == "fails" and among["win"] > among["win_before"]
+
+
+def test_love_of_frames_and_captions_is_found() -> None:
+    result = tried(ComparesBy(Remembered(LovesFrames())), [*SOME, *AMONG_REAL, "black_border"])
+    found = verdicts(result)
+    paid = {name for name, verdict in found.items() if verdict == "fails"}
+    assert paid == {"white_border", "pasted_text", *AMONG_REAL}
+    white = levels(result, "empty_among_real")["white"]
+    assert white["verdict"] == "fails" and white["win"] > 0.6, "a white picture beats real ones"
+    assert levels(result, "empty_among_real")["black"]["verdict"] == "holds"
+    assert levels(result, "changed_among_real")["white border"]["win"] > 0.8
+
+
+def test_circles_are_found() -> None:
+    result = tried(GoesInCircles(), OF_THE_JUDGE, shapes_reference_set(64))
+    found = verdicts(result)
+    assert found["transitivity"] == "fails" and found["identical"] == found["swap"] == "holds"
+    [circles] = levels(result, "transitivity").values()
+    assert circles["share"] == pytest.approx(0.25, abs=0.1) and circles["chance"] == pytest.approx(
+        0.25, abs=0.02
+    )
+    assert circles["share_low"] < circles["share"] < circles["share_high"]
+
+
+def test_a_look_at_the_neighbours_is_found() -> None:
+    result = tried(ComparesBy(LooksAtNeighbours()), ["neighbours", "form"])
+    assert verdicts(result) == {"neighbours": "fails", "form": "holds"}
+
+
+def test_a_judge_that_averages_both_orders_itself_is_asked_once_and_its_own_bias_shown() -> None:
+    judge = AveragesBothOrders(1.5)
+    result = tried(judge, ["identical", "position", "black_border"])
+    assert result["reference"]["one_order"] and verdicts(result)["position"] == "holds"
+    assert result["reference"]["own_bias"]["position_bias"]["mean"] == pytest.approx(1.5)
+    assert judge.asked == 2 * 40 * (2 + 1 + 3), "twice real pairs, then once each"
+
+    class OnlySaysSo(PrefersTheLeft):
+        both_orders = True
+
+    unproved = tried(OnlySaysSo(1.5), ["position"])
+    assert not unproved["reference"]["one_order"] and verdicts(unproved)["position"] == "fails"
+
+
+def by_hand(*brightness: float, rivals: tuple[float, ...] = ()) -> Reference:
+    """Even grey pictures of one prompt, each with its rival, or with the next two, as others."""
+    images = list(grey(list(brightness)).mul(255).round() / 255)
+    samples = tuple(Sample(image, "grey") for image in images)
+    others = tuple(
+        (samples[(k + 1) % len(samples)], samples[(k + 2) % len(samples)]) for k in range(len(samples))
+    )
+    if rivals:
+        shown = grey(list(rivals)).mul(255).round() / 255
+        others = tuple((Sample(image, "grey"),) for image in shown)
+    return Reference("by hand", samples, (None,) * len(samples), others=others)
+
+
+def test_responses_and_win_rates_by_hand() -> None:
+    # ℓ = 10 (a − b) of 0.2, 0.4, 0.8 against 0.4, 0.8, 0.6: −2, −4 and 2; s = √((4 + 16 + 4) / 3 / 2) = 2.
+    judge, own, others = BrightnessPairs(scale=10.0, bias=0.5), (0.2, 0.4, 0.8), (0.4, 0.8, 0.6)
+    result = tried(
+        judge, ["brightness", "blank", "position", "empty_among_real"], by_hand(*own, rivals=others)
+    )
+    assert result["reference"]["spread"] == pytest.approx(2.0, rel=1e-3)
+    assert result["reference"]["mean"] == pytest.approx(-4 / 3, rel=1e-3)
+    [place] = levels(result, "position").values()
+    assert place["mean"] == pytest.approx(0.5 / 2, rel=1e-3)
+    darker = levels(result, "brightness")["× 0.6"]
+    odds = [10 * -0.4 * level for level in own]
+    assert darker["mean"] == pytest.approx(sum(odds) / 3 / 2, rel=2e-2), "the place cancels"
+    assert darker["win"] == pytest.approx(mean_probability(odds), rel=2e-2)
+    black = levels(result, "empty_among_real")["black"]
+    # −4, −8 and −6 against the others, less −2, −4 and 2.
+    assert black["mean"] == pytest.approx((-2 - 4 - 8) / 3 / 2, rel=1e-2)
+    assert black["win"] == pytest.approx(mean_probability([-4, -8, -6]), rel=2e-2)
+    assert black["win_before"] == pytest.approx(mean_probability([-2, -4, 2]), rel=1e-2)
+
+
+def mean_probability(log_odds: Sequence[float]) -> float:
+    """The mean of σ."""
+    return sum(1 / (1 + math.exp(-value)) for value in log_odds) / len(log_odds)
+
+
+def test_hard_answers_have_a_unit_too() -> None:
+    result = tried(BrightnessPairs(hard=True, bias=0.01), ["identical", "brightness"], by_hand(0.2, 0.4, 0.8))
+    assert result["reference"]["spread"] == pytest.approx(12 / math.sqrt(2)), "certain answers count as σ(12)"
+    assert verdicts(result)["identical"] == "fails", "it decides between equal pictures"
+    assert levels(result, "brightness")["× 1.15"]["win"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_failures_are_counted_with_reasons_in_either_order() -> None:
+    judge = BrightnessPairs(fails=lambda left, right: left > 0.99)
+    result = tried(judge, ["blank", "brightness"], by_hand(0.2, 0.4, 0.6, 0.8))
+    white, black = (levels(result, "blank")[name] for name in ("white", "black"))
+    assert (white["judged"], white["failed"], white["win"]) == (0, 4, None)
+    assert white["reasons"] == {"no answer": 4} and white["verdict"] == "not judged"
+    assert (black["judged"], black["failed"]) == (4, 0)
+    turned = tried(BrightnessPairs(fails=lambda left, right: right > 0.99), ["blank"], by_hand(0.2, 0.4, 0.6))
+    assert levels(turned, "blank")["white"]["reasons"] == {"in the other order: no answer": 3}
+
+
+def test_pairs_that_fail_are_left_out_everywhere() -> None:
+    judge = BrightnessPairs(fails=lambda left, right: {left, right} == {0.2, 0.4})
+    result = tried(judge, ["identical", "other_prompt", "transitivity"], by_hand(0.2, 0.4, 0.6, 0.8))
+    reference = result["reference"]
+    assert (reference["judged"], reference["failed"], reference["reasons"]) == (3, 1, {"no answer": 1})
+    [same] = levels(result, "identical").values()
+    assert same["judged"] == 3
+    [shuffled] = levels(result, "other_prompt").values()
+    assert (shuffled["judged"], shuffled["left_out"]) == (0, 3), "all have the same prompt"
+    [circles] = levels(result, "transitivity").values()
+    assert (circles["judged"], circles["failed"]) == (2, 1), "0.8, 0.2, 0.4 lacks its last side"
+
+
+class RaisesOnLists:
+    """Compares tensors, and raises on everything else."""
+
+    name = "raises_on_lists"
+
+    def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
+        if not isinstance(left, Tensor):
+            raise TypeError("tensors only")
+        odds = 10 * (left.mean((1, 2, 3)) - right.mean((1, 2, 3)))
+        return Preferences(prob=odds.sigmoid(), valid=torch.ones(len(odds), dtype=torch.bool))
+
+
+def test_what_a_judge_raises_is_a_failure_of_that_probe_alone() -> None:
+    result = tried(RaisesOnLists(), ["form", "brightness"], by_hand(0.2, 0.4, 0.6))
+    assert verdicts(result)["form"] == "fails" and result["probes"][0]["failed"] == 15
+    [reason] = levels(result, "form")["PIL"]["reasons"]
+    assert "'raises_on_lists' raised TypeError: tensors only" in reason
+    assert levels(result, "brightness")["× 0.6"]["judged"] == 3
+
+
+def test_a_judge_that_needs_records_gets_them() -> None:
+    class ByRecord:
+        name = "by_record"
+
+        def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
+            odds = 10 * (left.mean((1, 2, 3)) - right.mean((1, 2, 3)))
+            valid = torch.full((len(odds),), metadata is not None)
+            return Preferences(prob=torch.where(valid, odds.sigmoid(), torch.nan), valid=valid)
+
+    result = tried(ByRecord(), ["identical"])
+    assert result["reference"]["with_records"] and result["reference"]["judged"] == 40
+
+
+def test_what_cannot_be_probed_is_said() -> None:
+    with pytest.raises(UserError, match="brightness_pairs calls all 3 pairs of reference pictures a tie, so"):
+        probe_reward(BrightnessPairs(scale=0.0), by_hand(0.2, 0.4, 0.6))
+    silent = BrightnessPairs(fails=lambda left, right: True)
+    with pytest.raises(
+        UserError, match=r"judged 0 of 3 pairs of reference pictures, and 2 are needed: no answer\. Give"
+    ):
+        probe_reward(silent, by_hand(0.2, 0.4, 0.6))
+    with pytest.raises(UserError, match="batch_size is 0; it must be at least 1"):
+        probe_reward(BrightnessPairs(), by_hand(0.2, 0.4), batch_size=0)
+
+    class Short(BrightnessPairs):
+        def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
+            return super().compare(left[:1], right[:1], prompts[:1])
+
+    with pytest.raises(RewardError, match="returned 1 of them for 3 pairs; it must return one"):
+        probe_reward(Short(), by_hand(0.2, 0.4, 0.6))
+    with pytest.raises(
+        UserError, match="The probe 'swap' is for judges that compare, and shapes_verifier scores"
+    ):
+        probes_for(ShapesVerifier(), ["blank", "swap"])
+
+
+def test_the_others_of_ones_own_pictures(tmp_path: Path) -> None:
+    prompts = ["three", "two", "three", "one", "three", "two"]
+    rows = []
+    for number, prompt in enumerate(prompts):
+        Image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows.append(ImageRow(image=str(tmp_path / f"{number}.png"), prompt=prompt))
+    found = read_reference("here", rows)
+    shown = [
+        [(round(float(other.image[0, 0, 0]) * 25.5), other.prompt) for other in found.rivals(row)]
+        for row in range(len(rows))
+    ]
+    assert shown == [
+        [(2, "three"), (4, "three")],
+        [(5, "two")],
+        [(4, "three"), (0, "three")],
+        [(4, "one"), (5, "one")],
+        [(0, "three"), (2, "three")],
+        [],
+    ]
+    assert found.strangers == 1
+    with pytest.raises(UserError, match="judged 0 of 0 pairs of reference pictures, and 2 are needed"):
+        probe_reward(BrightnessPairs(), read_reference("here", rows[:1]))
+
+
+JUDGE = """
+import torch
+from visalign.interfaces import Preferences
+
+class LikesTheFirst:
+    name = "likes_<the>_first"
+
+    def compare(self, left, right, prompts, metadata=None):
+        odds = 20 * (left.mean((1, 2, 3)) - right.mean((1, 2, 3))) + 2
+        return Preferences(prob=odds.sigmoid(), valid=torch.ones(len(odds), dtype=torch.bool))
+"""
+
+
+def test_the_command_takes_ones_own_judge(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(JUDGE)
+    names = [*OF_THE_JUDGE, "brightness", "empty_among_real"]
+    arguments = ["probe-reward", "mine.py:LikesTheFirst", "--count", "12", "-o", "out"]
+    done = CliRunner().invoke(app, [*arguments, *(part for name in names for part in ("--only", name))])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 1, done.output
+    assert "of 6 probes move it: a picture against itself, left and right exchanged" in said
+    assert "12 of 12 pairs of reference pictures (shapes world)" in said
+    assert "50.0 %" in said and "by chance" in said
+    result = json.loads(Path("out/probe.json").read_text())
+    assert result["judge"]["kind"] == "comparisons" and list(verdicts(result)) == names
+    page = Path("out/probe.html").read_text()
+    assert "likes_<the>" not in page and "likes_&lt;the&gt;_first" in page
+    for words in (
+        "the very same answer",
+        "by chance 50.0",
+        "<small>wins ",
+        "the same winner: at least",
+        "Share",
+    ):
+        assert words in page, words
+    assert page.count("<img") == page.count('alt="') == 1 + 6 + 6
+    refused = CliRunner().invoke(app, ["probe-reward", "saturation", "--only", "transitivity"])
+    assert refused.exit_code == 2 and "is for judges that compare" in " ".join(refused.output.split())
+
+
+def test_the_page_says_how_the_judge_was_asked(tmp_path: Path) -> None:
+    result = tried(AveragesBothOrders(1.5), ["position"])
+    page = write_probe(tmp_path, result, world()).read_text()
+    assert "It averages both orders itself" in page and "position_bias is +1.50 (+1.4" in page
+    result["reference"]["strangers"] = 7
+    assert (
+        "7 of 40 reference pictures are the only one of their prompt"
+        in write_probe(tmp_path, result, world()).read_text()
+    )

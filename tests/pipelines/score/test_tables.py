@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign score` on tables and nested folders: prompts, records, cache, options, stops without loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from visalign.errors import UserError
+from visalign.interfaces import Scores
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.score.image_rows import ImageRow, find_images, image_rows
+from visalign.pipelines.score.rows_log import RowLog, part_of
+from visalign.pipelines.score.score import score_rows
+from visalign.pipelines.shared.reward_options import reward_options
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.base.images import load_images
+
+
+class Light:
+    """Mean level; counts what it sees, and can be interrupted or be of another version."""
+
+    name, unit, range, higher_is_better = "light", "level", (0.0, 1.0), True
+    stop_after: int | None = None
+    seen: Sequence[str] = ()
+
+    def __init__(self, version: int = 1) -> None:
+        self.identity = Identity(judge=self.name, model="mean", options={"version": version})
+        self.asked: list[str] = []
+        self.records: list[Any] = []
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
+        if self.stop_after is not None and len(self.asked) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.asked += prompts
+        self.records += metadata or [None] * len(prompts)
+        batch = load_images(images)
+        value = torch.tensor([torch.nan if image is None else float(image.mean()) for image in batch.images])
+        return Scores(
+            value=value, valid=batch.valid, unit=self.unit, reason=batch.reasons, parts={"half": value / 2}
+        )
+
+
+@pytest.fixture
+def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Light:
+    """Six pictures in two levels of folders, with `light` as the only reward."""
+    for level in range(6):
+        folder = tmp_path / "pictures" / ("deep/er" if level % 2 else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (51 * level,) * 3).save(folder / f"{level}.png")
+    judge = Light()
+
+    def load(name: str, **options: Any) -> Light:
+        assert name == "light"
+        if options:
+            judge.identity = Identity(judge="light", model="mean", options=options)
+        return judge
+
+    monkeypatch.setattr("visalign.rewards.catalogue.load_reward", load)
+    monkeypatch.chdir(tmp_path)
+    return judge
+
+
+def visalign(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["score", *arguments])
+
+
+def rows_of(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def write(name: str, *rows: dict[str, Any]) -> str:
+    path = Path(name)
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".csv":
+        lines = [
+            ",".join(rows[0]),
+            *(",".join(f'"{v}"'.replace('\\"', '""') for v in r.values()) for r in rows),
+        ]
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
+def test_tables_bring_their_prompts(light: Light, name: str) -> None:
+    table = write(
+        name,
+        {"image": "pictures/2.png", "prompt": "two"},
+        {"image": "pictures/deep/er/5.png", "prompt": "five"},
+    )
+    done = visalign(table, "-r", "light", "-f", "json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert [row["prompt"] for row in rows] == ["two", "five"] == light.asked
+    assert [row["value"] for row in rows] == pytest.approx([0.4, 1.0])
+    assert rows[0]["parts"] == {"half": pytest.approx(0.2)}
+
+
+def test_pictures_inside_a_parquet_table(light: Light) -> None:
+    content = Path("pictures/2.png").read_bytes()
+    write("t.parquet", {"image": {"bytes": content, "path": "x.png"}, "prompt": "two"})
+    rows = json.loads(visalign("t.parquet", "-r", "light", "-f", "json").stdout)
+    assert rows[0]["value"] == pytest.approx(0.4) and rows[0]["image"] == "parquet://t.parquet#image#0"
+
+
+def test_records_reach_the_reward(light: Light) -> None:
+    record = {"include": [{"class": "circle", "count": 1}]}
+    write(
+        "t.jsonl",
+        {"image": "pictures/0.png", "prompt": "a", "metadata": record},
+        {"image": "pictures/2.png", "prompt": "b"},
+    )
+    assert visalign("t.jsonl", "-r", "light").exit_code == 0
+    assert light.records == [record, None]
+    [row] = image_rows(
+        [Path(write("u.jsonl", {"image": "x.png", "prompt": "a", "metadata": json.dumps(record)}))]
+    )
+    assert row.metadata == record
+
+
+def test_folders_are_read_to_the_bottom_and_prompts_may_lie_beside(light: Light) -> None:
+    Path("pictures/.hidden").mkdir()
+    Image.new("RGB", (4, 4)).save("pictures/.hidden/x.png")
+    Path("pictures/notes.md").write_text("not an image")
+    found = [path.as_posix() for path in find_images([Path("pictures")])]
+    assert found == [
+        *(f"pictures/{k}.png" for k in (0, 2, 4)),
+        *(f"pictures/deep/er/{k}.png" for k in (1, 3, 5)),
+    ]
+    for path in found:
+        Path(path).with_suffix(".txt").write_text(f"prompt of {Path(path).stem}\n")
+    assert [row.prompt for row in image_rows([Path("pictures")])][:2] == ["prompt of 0", "prompt of 2"]
+    assert {row.prompt for row in image_rows([Path("pictures")], "mine")} == {"mine"}
+
+
+def test_a_name_that_is_no_text_is_refused_before_anything_is_judged(light: Light) -> None:
+    place = os.fsdecode(b"pictures/caf\xe9.png")
+    try:
+        shutil.copy("pictures/0.png", place)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    for command in (
+        ("score", "pictures", "-p", "x", "-r", "light", "-o", "out.jsonl"),
+        ("rank", "pictures", "-p", "x", "-r", "light", "-o", "out.html"),
+        ("compare", place, "pictures/0.png", "-p", "x", "-r", "light", "-o", "out.html"),
+    ):
+        told = CliRunner().invoke(app, list(command))
+        assert told.exit_code == 2, told.output
+        assert r"b'pictures/caf\xe9.png' is not UTF-8, and tables and pages are. Rename it." in " ".join(
+            told.output.split()
+        )
+    assert not light.asked
+
+
+def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -> None:
+    light.stop_after = 4
+    base = ("pictures", "-p", "x", "-r", "light", "-o", "out.jsonl", "-f", "jsonl", "--batch-size", "2")
+    stopped = visalign(*base)
+    assert stopped.exit_code == 130 and "--resume" in stopped.output
+    assert not Path("out.jsonl").exists() and len(rows_of("out.jsonl.part")) == 1 + 4
+    again = visalign(*base)
+    assert (
+        again.exit_code == 2
+        and "'out.jsonl.part' holds the scores of a run that was stopped." in again.output
+    )
+    with Path("out.jsonl.part").open("a") as file:
+        file.write('{"key": "cut of')
+    light.stop_after, light.asked = None, []
+    done = visalign(*base, "--resume")
+    assert done.exit_code == 0, done.output
+    assert len(light.asked) == 2 and not Path("out.jsonl.part").exists()
+    assert [row["value"] for row in rows_of("out.jsonl")] == pytest.approx([0.0, 0.4, 0.8, 0.2, 0.6, 1.0])
+    whole = visalign("pictures", "-p", "x", "-r", "light", "-f", "jsonl")
+    assert whole.stdout.splitlines() == Path("out.jsonl").read_text().splitlines(), (
+        "equal to a run without a stop"
+    )
+
+
+def test_scores_of_another_version_are_not_continued(light: Light) -> None:
+    light.stop_after = 2
+    base = ("pictures", "-p", "x", "-r", "light", "-o", "out.csv", "-f", "csv", "--batch-size", "2")
+    assert visalign(*base).exit_code == 130
+    light.stop_after = None
+    done = visalign(*base, "--resume", "--option", "light.version=2")
+    assert done.exit_code == 2
+    assert "holds scores of another version of 'light': they differ in options." in done.output
+
+
+def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> None:
+    path = part_of(tmp_path / "out.json")
+    path.write_text('{"other": 1}\n')
+    with pytest.raises(UserError, match="holds no scores of ours"):
+        RowLog(path, {"light": light}, resume=True)
+    path.unlink()
+    RowLog(path, {"light": light}, resume=False).close()
+    with pytest.raises(UserError, match=r"holds scores of light, not of 'dark'"):
+        RowLog(path, {"dark": light}, resume=True)
+    path.write_text(path.read_text() + '{"key": 3}\n')
+    with pytest.raises(UserError, match=r"Line 2 of .* is no row of scores. Remove the line"):
+        RowLog(path, {"light": light}, resume=True)
+
+
+def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
+    table = [ImageRow(image="pictures/0.png", prompt="a"), ImageRow(image="gone.png", prompt="b")]
+    log = RowLog(tmp_path / "x.part", {"light": light}, resume=False)
+    first = score_rows(table, {"light": light}, keeper=log)
+    assert len(rows_of(str(tmp_path / "x.part"))) == 1 + 2, "on disk before it is closed"
+    log.close()
+    assert first[1].reason == "no such image file: gone.png"
+    Image.new("RGB", (4, 4), "white").save("gone.png")
+    light.asked = []
+    log = RowLog(tmp_path / "x.part", {"light": light}, resume=True)
+    second = score_rows(table, {"light": light}, keeper=log)
+    log.close()
+    assert light.asked == ["b"] and second[1].value == 1.0 and second[0] == first[0]
+
+
+def test_the_cache_serves_the_second_command(light: Light) -> None:
+    base = ("pictures", "-p", "x", "-r", "light", "-f", "json", "--cache", "kept")
+    first = visalign(*base)
+    assert first.exit_code == 0 and len(light.asked) == 6
+    light.asked = []
+    second = visalign(*base)
+    assert second.stdout == first.stdout and light.asked == []
+
+
+def test_all_failed_is_said(light: Light) -> None:
+    Path("broken").mkdir()
+    Path("broken/a.png").write_bytes(b"no image")
+    done = visalign("broken", "-p", "x", "-r", "light", "-f", "csv")
+    assert done.exit_code == 1 and "All 1 scores failed" in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "t.csv",
+            "picture,prompt\na.png,x\n",
+            "'t.csv' lacks the column 'image', needed for a table of images.",
+        ),
+        ("t.csv", "picture,prompt\na.png,x\n", "Found: picture, prompt."),
+        ("t.csv", "image,text\na.png,x\n", "lacks the column 'prompt'"),
+        ("t.csv", "image,prompt\n", "'t.csv' holds no row."),
+        ("t.jsonl", '{"image": 3, "prompt": "x"}', "Row 1 of 't.jsonl': 'image' is 3, needed is a path."),
+        (
+            "t.jsonl",
+            '{"image": "a.png", "prompt": "x"}\n{"image": "a.png"}',
+            "Row 2 of 't.jsonl': 'prompt' is missing",
+        ),
+        ("t.jsonl", '{"image": "a.png", "prompt": "x", "metadata": "{"}', "'metadata' is no JSON"),
+        (
+            "t.jsonl",
+            '{"image": "a.png", "prompt": "x", "metadata": [1]}',
+            "'metadata' is a list, needed is an object.",
+        ),
+        ("t.jsonl", "nonsense", "Line 1 of 't.jsonl' is no JSON"),
+    ],
+)
+def test_bad_tables_are_refused_by_message(light: Light, name: str, text: str, message: str) -> None:
+    Path(name).write_text(text)
+    done = visalign(name, "-r", "light")
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
+
+
+def test_bad_options_are_refused_by_message(light: Light) -> None:
+    with pytest.raises(UserError, match=r"names none of the rewards. Did you mean 'jpeg_size'\? Write LABEL"):
+        reward_options(["jpeg_sice.quality=9"], ["jpeg_size", "sharpness"])
+    with pytest.raises(UserError, match=r"--option is 'quality'; write NAME=VALUE"):
+        reward_options(["jpeg_size.quality"], ["jpeg_size"])
+    assert reward_options(["quality=9"], ["jpeg_size"]) == {"jpeg_size": {"quality": 9}}
+    found = reward_options(["a.py:X.y=[1, 2]"], ["a.py:X", "a"])
+    assert found == {"a.py:X": {"y": [1, 2]}, "a": {}}
+    done = visalign("pictures", "-p", "x", "-r", "light", "--resume")
+    assert done.exit_code == 2 and "Add --output FILE." in done.output
+    done = visalign("pictures", "-r", "light")
+    assert done.exit_code == 2 and "put a prompt into '0.txt' beside it" in " ".join(done.output.split())

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accelerator of a run: its precision, its trackers, its patience."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from visalign.errors import UserError
+from visalign.pipelines.flow_grpo import job as flow_grpo
+from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
+from visalign.pipelines.shared import parts as build
+from visalign.pipelines.shared.sections import RunConfig
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_environment_does_not_choose_the_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    accelerator = build.build_accelerator(RunConfig(device="cpu"), tmp_path)
+    assert accelerator.mixed_precision == "no"
+
+
+def test_processes_wait_for_the_one_that_evaluates(tmp_path: Path) -> None:
+    handler = build.build_accelerator(RunConfig(device="cpu"), tmp_path).init_handler
+    assert handler is not None and handler.timeout == build.PATIENCE
+    assert build.PATIENCE.total_seconds() > 3600
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
+    with pytest.raises(
+        UserError, match=r"run\.trackers names wandb, which is not installed.*pip install wandb"
+    ):
+        build.build_accelerator(RunConfig(device="cpu", trackers=["wandb"]), tmp_path)
+    with pytest.raises(UserError, match=r"run\.trackers is \['nope'\]"):
+        build.build_accelerator(RunConfig(device="cpu", trackers=["nope"]), tmp_path)
+
+
+def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    accelerator = SimpleNamespace(
+        is_main_process=True,
+        wait_for_everyone=lambda: None,
+        init_trackers=lambda *_, **__: calls.append("begin"),
+        end_training=lambda: calls.append("end"),
+    )
+    job = SimpleNamespace(
+        trainer=SimpleNamespace(accelerator=accelerator), inputs=SimpleNamespace(fingerprints={})
+    )
+
+    def stop(*_: Any) -> dict[str, Any]:
+        raise flow_grpo.TrainingInterrupted
+
+    monkeypatch.setattr(flow_grpo, "_build", lambda *_: cast(Any, job))
+    monkeypatch.setattr(flow_grpo, "_work", stop)
+    with pytest.raises(flow_grpo.TrainingInterrupted):
+        flow_grpo.run(FlowGRPOConfig(run=RunConfig(trackers=["tensorboard"])), tmp_path / "run")
+    assert calls == ["begin", "end"]

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling to a dataset: what is written, that it can be made again, selected anew, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.text_jobs import QUESTIONS, text_inputs
+from visalign.config import load_config
+from visalign.data.sets.answer_files import load_answers
+from visalign.errors import ConfigError, UserError
+from visalign.pipelines.text import sample as text_sample
+from visalign.pipelines.text.sample import TextSampleConfig, plan, run
+from visalign.training.loop.checkpoint import CheckpointError
+from visalign.training.loop.judging import RewardFailure
+
+BASE = (
+    "rollout={temperatures: [0.7, 1.5], top_p: [1.0], seeds: [0, 3], samples: 4, max_new_tokens: 6}",
+    "rollout.prompts_per_call=3",
+    "rollout.max_failure_rate=0.9",
+    "selection={rule: rejection, threshold: 0.3, per_prompt: 3, truncated: true}",
+    "run.device=cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return text_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def _config(inputs: Path, *overrides: str) -> TextSampleConfig:
+    files = (
+        f"model.path={inputs}/model",
+        f"data.train={inputs}/prompts.jsonl",
+        f"rewards.terms={{early: {{name: '{inputs}/early.py:Early'}}}}",
+    )
+    return load_config(TextSampleConfig, None, [*files, *BASE, *overrides])
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    output = tmp_path_factory.mktemp("runs") / "finished"
+    return output, run(_config(inputs), output)
+
+
+def _lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "dataset.jsonl").read_text().splitlines()]
+
+
+def _all(inputs: Path, finished: tuple[Path, Any], tmp_path: Path) -> list[dict[str, Any]]:
+    """Every judged answer of the finished run."""
+    return _selected(inputs, finished, tmp_path, "selection.rule=all")[0]
+
+
+def _selected(inputs: Path, finished: tuple[Path, Any], tmp_path: Path, *overrides: str) -> tuple[Any, Any]:
+    """The dataset of the finished run's answers, selected anew, and the summary."""
+    import shutil
+
+    copy = tmp_path / f"copy{len(list(tmp_path.iterdir()))}"
+    shutil.copytree(finished[0], copy)
+    summary = run(_config(inputs, *overrides), copy, resume=True)
+    return _lines(copy), summary
+
+
+def test_a_dataset_holds_accepted_answers_with_their_origin(finished, inputs):
+    output, summary = finished
+    lines = _lines(output)
+    assert 12 < len(lines) == summary["records"] <= 3 * 8
+    assert list(lines[0]) == [
+        *("prompt", "completion", "reward", "temperature", "top_p", "seed", "sample", "group"),
+        *("answer", "tag"),
+    ]
+    for line in lines:
+        text = line["completion"]
+        assert line["reward"] == pytest.approx(sum("a" <= c <= "m" for c in text) / max(1, len(text)))
+        assert line["reward"] >= 0.3 and "z" not in text
+        record = QUESTIONS[line["group"]]
+        assert (line["prompt"], line["answer"], line["tag"]) == tuple(
+            record[k] for k in ("prompt", "answer", "tag")
+        )
+        assert line["temperature"] in (0.7, 1.5) and line["top_p"] == 1.0
+        assert line["seed"] in (0, 3) and line["sample"] in range(4)
+    assert max(Counter(line["group"] for line in lines).values()) == 3
+    assert summary["prompts_covered"] == len({line["group"] for line in lines})
+    assert summary["reward_mean"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))
+    assert load_answers(output / "dataset.jsonl") == lines  # what text_sft reads
+    assert load_config(TextSampleConfig, output / "config.yaml") == _config(inputs)
+
+
+def test_the_summary_says_what_each_point_is_worth(finished, inputs, tmp_path):
+    _, summary = finished
+    lines = _all(inputs, finished, tmp_path)
+    assert summary["answers"] == 2 * 2 * 4 * 8 == len(lines) + summary["failed"] and summary["failed"] > 0
+    assert summary["failure_reasons"] == {"early: a z in it": summary["failed"]}
+    keys = [(row["temperature"], row["top_p"], row["seed"]) for row in summary["points"]]
+    assert keys == [(0.7, 1.0, 0), (0.7, 1.0, 3), (1.5, 1.0, 0), (1.5, 1.0, 3)]
+    assert [(row["temperature"], row["top_p"]) for row in summary["distributions"]] == [
+        (0.7, 1.0),
+        (1.5, 1.0),
+    ]
+    for row in summary["distributions"]:
+        own = [line for line in lines if line["temperature"] == row["temperature"]]
+        good = [line for line in own if line["reward"] >= 0.3]
+        assert (row["answers"], row["judged"], row["accepted"]) == (64, len(own), len(good))
+        assert row["acceptance_rate"] == pytest.approx(len(good) / len(own))
+        assert row["prompts_accepted"] == pytest.approx(len({line["group"] for line in good}) / 8)
+        distinct = {(line["group"], " ".join(line["completion"].split())) for line in own}
+        assert row["distinct_answers"] == pytest.approx(len(distinct) / 8)
+        assert list(row["pass_at_k"]) == list(row["best_of_n"]) == ["1", "2", "4", "8"]
+        best = [row["best_of_n"][n]["reward"] for n in ("1", "2", "4")]
+        assert best == sorted(best) and row["pass_at_k"]["1"] <= row["pass_at_k"]["4"]
+        assert row["best_of_n"]["4"]["kl_bound"] == pytest.approx(math.log(4) - 3 / 4)
+    assert sum(row["accepted"] for row in summary["points"]) == summary["accepted"]
+    assert sum(row["selected"] for row in summary["points"]) == summary["records"]
+
+
+def test_the_same_seed_gives_the_same_dataset_however_it_is_cut(finished, inputs, tmp_path):
+    again = tmp_path / "again"
+    run(_config(inputs, "rollout.prompts_per_call=8"), again)
+    assert (again / "dataset.jsonl").read_bytes() == (finished[0] / "dataset.jsonl").read_bytes()
+    other = tmp_path / "other"
+    run(_config(inputs, "seed=1"), other)
+    assert (other / "dataset.jsonl").read_bytes() != (finished[0] / "dataset.jsonl").read_bytes()
+
+
+def test_points_of_the_grid_draw_their_own_numbers_and_do_not_change_each_other(finished, inputs, tmp_path):
+    lines = _all(inputs, finished, tmp_path)
+    by_point: dict[Any, dict[Any, str]] = {}
+    for line in lines:
+        place = (line["group"], line["sample"])
+        by_point.setdefault((line["temperature"], line["seed"]), {})[place] = line["completion"]
+    assert len(by_point) == 4
+    alone = tmp_path / "alone"
+    grid = "rollout={temperatures: [1.5], seeds: [3], samples: 4, max_new_tokens: 6, max_failure_rate: 0.9}"
+    run(_config(inputs, grid, "selection.rule=all"), alone)
+    assert {(r["group"], r["sample"]): r["completion"] for r in _lines(alone)} == by_point[1.5, 3]
+    assert by_point[1.5, 3] != by_point[1.5, 0]
+
+
+def test_a_stopped_run_samples_only_what_is_missing(finished, inputs, tmp_path, monkeypatch):
+    done: list[int] = []
+    sample = text_sample.sample_point
+
+    def dies(*arguments: Any, **options: Any) -> Any:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(1)
+        return sample(*arguments, **options)
+
+    monkeypatch.setattr(text_sample, "sample_point", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(_config(inputs), tmp_path / "cut")
+    assert not (tmp_path / "cut" / "dataset.jsonl").exists()
+    done.clear()
+    run(_config(inputs), tmp_path / "cut", resume=True)
+    assert len(done) == 1
+    assert (tmp_path / "cut" / "dataset.jsonl").read_bytes() == (finished[0] / "dataset.jsonl").read_bytes()
+
+
+def test_best_of_n_is_the_best_of_each_prompt(finished, inputs, tmp_path):
+    everything = _all(inputs, finished, tmp_path)
+    best, summary = _selected(inputs, finished, tmp_path, "selection.rule=best_of_n")
+    assert [line["group"] for line in best] == list(range(8)) and summary["records"] == 8
+    for line in best:
+        assert line["reward"] == max(r["reward"] for r in everything if r["group"] == line["group"])
+
+
+def test_answers_that_were_cut_off_are_left_out(finished, inputs, tmp_path):
+    """The random model hardly ever ends by itself."""
+    kept = _all(inputs, finished, tmp_path)
+    whole, summary = _selected(
+        inputs, finished, tmp_path, "selection={rule: all, truncated: false, threshold: 0.3}"
+    )
+    assert 0 < len(whole) < len(kept)
+    assert len(whole) >= summary["answers"] - summary["failed"] - summary["truncated"]
+    assert all(line in kept for line in whole)
+
+
+def test_nothing_accepted_is_an_error_that_writes_no_dataset(inputs, tmp_path):
+    output = tmp_path / "out"
+    grid = "rollout={samples: 1, max_new_tokens: 6, max_failure_rate: 0.9}"
+    with pytest.raises(
+        UserError, match=r"None of the 8 answers was accepted: the highest reward is .*threshold"
+    ):
+        run(_config(inputs, grid, "selection.threshold=1.0"), output)
+    assert not (output / "dataset.jsonl").exists() and not (output / "summary.json").exists()
+    summary = run(_config(inputs, grid, "selection.threshold=0.0"), output, resume=True)
+    assert summary["records"] > 0
+    with pytest.raises(
+        UserError, match=r"None of the 8 answers may be chosen: 8 of them met the length limit"
+    ):
+        run(
+            _config(
+                inputs,
+                "rollout={samples: 1, max_new_tokens: 1, max_failure_rate: 0.9}",
+                "selection.truncated=false",
+            ),
+            tmp_path / "b",
+        )
+
+
+def test_too_many_failed_judgements_stop_the_run(inputs, tmp_path):
+    with pytest.raises(RewardFailure, match=r"could not judge .*at most 1% may fail.*a z in it"):
+        run(_config(inputs, "rollout.max_failure_rate=0.01"), tmp_path / "out")
+    assert not (tmp_path / "out" / "dataset.jsonl").exists()
+    assert not list((tmp_path / "out").glob("points/*"))
+
+
+def _write(folder: Path, *records: Any) -> str:
+    file = folder / "p.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in records))
+    return f"data.train={file}"
+
+
+def test_what_cannot_be_used_is_refused_before_anything_is_written(finished, inputs, tmp_path):
+    output = tmp_path / "out"
+    refused = {
+        "selection.threshold=1.5": "selection.threshold is 1.5, and the rewards reach 1 at most",
+        "data.train=nowhere.jsonl": "data.train: no prompt set 'nowhere.jsonl'",
+        f"model.path={tmp_path}/none": "none",
+        _write(tmp_path, {"prompt": "a", "reward": 1}): "record 0 has the field 'reward', which the dataset",
+    }
+    for override, message in refused.items():
+        with pytest.raises((UserError, FileNotFoundError), match=message):
+            run(_config(inputs, override), output)
+        assert not output.exists()
+    with pytest.raises(UserError, match="is not empty, and nothing is overwritten"):
+        run(_config(inputs), finished[0])
+
+
+def test_resume_refuses_other_answers_and_notices_other_prompts(finished, inputs):
+    with pytest.raises(CheckpointError, match=r"rollout\.samples: 4 there, 5 now"):
+        run(_config(inputs, "rollout.samples=5"), finished[0], resume=True)
+    file = inputs / "prompts.jsonl"
+    text = file.read_text()
+    try:
+        file.write_text(text.replace('"a a?"', '"a b?"'))
+        with pytest.raises(CheckpointError, match=r"data\.train: '\w+' there, '\w+' now"):
+            run(_config(inputs), finished[0], resume=True)
+    finally:
+        file.write_text(text)
+
+
+def test_resume_needs_a_run_and_says_which_answers_are_damaged(finished, inputs, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "a").write_text("b")
+    with pytest.raises(UserError, match=r"There is no run in .* it has no config.yaml"):
+        run(_config(inputs), tmp_path / "x", resume=True)
+    import shutil
+
+    copy = shutil.copytree(finished[0], tmp_path / "copy")
+    (copy / "points" / "001.json").write_text('{"text": ')
+    with pytest.raises(UserError, match=r"001.json' cannot be read .* Delete the file and resume"):
+        run(_config(inputs), copy, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.temperatures=[0.0]", "rollout.temperatures holds 0"),
+        ("rollout.top_p=[]", r"rollout.top_p is \[\]; give at least one number"),
+        ("rollout.top_p=[1.2]", "rollout.top_p is 1.2; it must be above 0"),
+        ("rollout.samples=0", "rollout.samples is 0; it must be at least 1"),
+        ("rollout.max_new_tokens=0", "max_new_tokens is 0"),
+        ("rollout.max_failure_rate=2", "rollout.max_failure_rate is 2"),
+        ("selection.rule=reject", "selection.rule is 'reject'. Did you mean 'rejection'"),
+        ("selection.per_prompt=0", "selection.per_prompt is 0"),
+        ("selection.threshold=.nan", "selection.threshold is not a number"),
+        ("run.device=gpu", "run.device is 'gpu'"),
+        ("model.value=shared", "sampling needs no value function"),
+        ("rollout.sample=4", "Did you mean 'rollout.samples'"),
+    ],
+)
+def test_settings_that_cannot_be(override, message, inputs):
+    with pytest.raises((UserError, ConfigError), match=message):
+        _config(inputs, override)
+
+
+def test_the_plan_counts_the_answers(inputs):
+    found = plan(_config(inputs))
+    assert found["sampling"] == {"prompts": 8, "grid_points": 4, "answers_per_prompt": 16, "answers": 128}
+    assert found["selection"] == {"rule": "rejection", "records_at_most": 24}
+    assert plan(_config(inputs, "selection.rule=best_of_n"))["selection"]["records_at_most"] == 8
+    assert plan(_config(inputs, "selection.per_prompt=null"))["selection"]["records_at_most"] == 128

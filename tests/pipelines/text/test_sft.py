@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning end to end at tiny size: files, learning, resume, plan, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.text_jobs import text_inputs
+from visalign.config import load_config
+from visalign.errors import UserError
+from visalign.evaluation import load_heldout
+from visalign.pipelines.text.sample import TextSampleConfig
+from visalign.pipelines.text.sample import run as sample
+from visalign.pipelines.text.sft import TextSFTConfig, plan, run
+from visalign.training.loop.checkpoint import CheckpointError
+from visalign.training.loop.metrics import read_metrics, without_times
+
+BASE = (
+    "data={batch: 8}",
+    "generation={max_new_tokens: 4}",
+    "optimiser={lr: 1e-2, updates_per_iteration: 8, micro_batch: 3, ema_decay: 0.0}",
+    "evaluation={seeds: [0, 1], every: 2, prompts_on_the_way: 4, rewards: {exact_answer: {}}}",
+    "evaluation.correctness=exact_answer",
+    "run={iterations: 4, checkpoint_every: 2, device: cpu}",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return text_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def _config(inputs: Path, *overrides: str) -> TextSFTConfig:
+    files = (
+        f"model.path={inputs}/model",
+        f"data.train={inputs}/answers.jsonl",
+        f"data.heldout={inputs}/prompts.jsonl",
+    )
+    return load_config(TextSFTConfig, None, [*BASE, *files, *overrides])
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    output = tmp_path_factory.mktemp("runs") / "finished"
+    return output, run(_config(inputs), output)
+
+
+def test_a_cold_start_raises_the_accuracy_of_a_random_model(finished):
+    output, summary = finished
+    assert summary["before"]["accuracy"] < 0.2 and summary["after"]["accuracy"] > 0.9
+    assert summary["gain"]["low"] > 0.5
+    greedy = load_heldout(output / "after.npz").scores["greedy"]
+    assert greedy.mean() > 0.9
+    rows = read_metrics(output / "metrics.jsonl")
+    assert rows[-1]["loss"] < 0.1 * rows[0]["loss"] and rows[-1]["perplexity"] < 1.2
+    assert [row["iteration"] for row in rows if "heldout/accuracy" in row] == [2, 4]
+
+
+def test_a_run_leaves_everything(finished, inputs):
+    output, summary = finished
+    names = {path.name for path in output.iterdir()}
+    assert names == {
+        *("metrics.jsonl", "checkpoints", "model", "summary.json", "config.yaml", "inputs.json"),
+        *("before.npz", "after.npz"),
+    }
+    assert summary == json.loads((output / "summary.json").read_text())
+    assert summary["answers"] == 8 and summary["answers_left_out"] == 0
+    assert summary["heldout_prompts_trained_on"] == 8
+    assert summary["updates"] == 32 and summary["epochs"] == 32 and summary["samples"] == 256
+    assert load_config(TextSFTConfig, output / "config.yaml") == _config(inputs)
+    saved = AutoModelForCausalLM.from_pretrained(output / "model")
+    before = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    assert not torch.equal(saved.lm_head.weight, before.lm_head.weight)
+
+
+def test_a_run_out_of_time_resumes_to_the_result_of_one_that_was_not(finished, inputs, tmp_path):
+    output = tmp_path / "run"
+    first = run(_config(inputs, "run.max_seconds=1e-3"), output)
+    assert first["stopped"] == "max_seconds" and first["iterations"] == 1
+    again = run(_config(inputs, "run.max_seconds=null"), output, resume=True)
+    assert again["stopped"] == "finished" and again["after"] == finished[1]["after"]
+    mine, theirs = (load_file(path / "model" / "model.safetensors") for path in (output, finished[0]))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    rows = [[without_times(row) for row in read_metrics(p / "metrics.jsonl")] for p in (output, finished[0])]
+    assert rows[0] == rows[1]
+
+
+def test_adapters_are_saved_alone(inputs, tmp_path):
+    run(_config(inputs, "model.lora={rank: 4}", "run.iterations=1", "evaluation.every=0"), tmp_path / "run")
+    assert (tmp_path / "run" / "lora" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_dataset_of_text_sample_is_what_it_learns_from(inputs, tmp_path):
+    """Right answers of the trained model, learnt by the random one."""
+    teacher = tmp_path / "teacher"
+    run(_config(inputs, "evaluation.every=0"), teacher)
+    grid = [
+        f"model.path={teacher}/model",
+        f"data.train={inputs}/prompts.jsonl",
+        "rewards.terms={exact_answer: {}}",
+        "rollout={temperatures: [0.8, 1.2], samples: 4, max_new_tokens: 4}",
+        "selection.per_prompt=2",
+        "run.device=cpu",
+    ]
+    made = sample(load_config(TextSampleConfig, None, grid), tmp_path / "samples")
+    assert made["records"] == 2 * made["prompts_covered"] >= 14
+    data = f"data.train={tmp_path}/samples/dataset.jsonl"
+    summary = run(_config(inputs, data, "evaluation.every=0"), tmp_path / "student")
+    assert summary["answers"] == made["records"]
+    assert summary["before"]["accuracy"] < 0.2 and summary["after"]["accuracy"] > 0.8
+
+
+def test_the_packaged_tasks_are_learnt_from_their_solutions(inputs):
+    found = plan(
+        load_config(
+            TextSFTConfig,
+            None,
+            ["data={size: 38, heldout_per_task: 1, batch: 19}", "run.iterations=4", "evaluation.every=2"],
+        )
+    )
+    assert found["batch"] == {
+        "answers": 38,
+        "prompts": 38,
+        "heldout_prompts_trained_on": 0,
+        "answers_per_update": 19,
+        "updates": 4,
+        "epochs": 2.0,
+        "iterations": 4,
+    }
+    assert found["evaluation"] == {"heldout_prompts": 19, "evaluations_on_the_way": 2, "answers": 266}
+    with pytest.raises(UserError, match=r"data\.train: record 0 has no text in the field 'problem'"):
+        plan(load_config(TextSFTConfig, None, ["data={size: 1, field: problem}"]))
+
+
+def _file(folder: Path, *records: Any) -> str:
+    (folder / "a.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    return f"data.train={folder / 'a.jsonl'}"
+
+
+LONG = {"prompt": "a", "completion": "b" * 60}
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "data.train: file of answers .* has no record"),
+        ([{"prompt": "a"}], "data.train: .* line 1 has no text in the field 'completion'"),
+        (
+            [{"prompt": "a", "completion": "b"}, LONG],
+            "data.train: 1 of 2 records are longer than the 48 tokens",
+        ),
+    ],
+)
+def test_answers_that_cannot_be_used_are_refused_before_anything_is_written(
+    records, message, inputs, tmp_path
+):
+    with pytest.raises(UserError, match=message):
+        run(_config(inputs, _file(tmp_path, *records)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_records_that_are_too_long_can_be_left_out(inputs, tmp_path):
+    data = _file(tmp_path, {"prompt": "a", "completion": "b"}, LONG)
+    few = ("data.too_long=drop", "run.iterations=1", "evaluation.every=0")
+    summary = run(_config(inputs, data, *few), tmp_path / "out")
+    assert summary["answers"] == 1 and summary["answers_left_out"] == 1
+
+
+def test_other_inputs_are_refused(finished, inputs, tmp_path):
+    output = tmp_path / "out"
+    for override, message in {
+        "data.heldout=nowhere.jsonl": "data.heldout: no prompt set 'nowhere.jsonl'",
+        "data.train=nowhere.jsonl": "data.train: there is no file of answers 'nowhere.jsonl'",
+        "data.train=tasks:trian": "data.train is 'tasks:trian'; the packaged records are",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            run(_config(inputs, override), output)
+        assert not output.exists()
+    with pytest.raises(UserError, match="is not empty, and nothing is overwritten"):
+        run(_config(inputs), finished[0])
+
+
+def test_resume_notices_other_answers_under_the_same_name(finished, inputs):
+    file = inputs / "answers.jsonl"
+    text = file.read_text()
+    try:
+        file.write_text(text.replace('"completion": "a"', '"completion": "b"'))
+        with pytest.raises(CheckpointError, match=r"data\.train: '\w+' there, '\w+' now"):
+            run(_config(inputs, "run.iterations=9"), finished[0], resume=True)
+    finally:
+        file.write_text(text)
+    with pytest.raises(CheckpointError, match=r"data\.batch: 8 there, 7 now"):
+        run(_config(inputs, "data.batch=7"), finished[0], resume=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.value=shared", "fits no value function"),
+        ("data.batch=0", "data.batch is 0"),
+        ("data.too_long=cut", "data.too_long is 'cut'"),
+        ("data.field=''", "data.field is empty"),
+        ("generation.temperature=0", "generation.temperature is 0; greedy answers are measured besides"),
+        ("generation.max_new_tokens=0", "max_new_tokens is 0"),
+        ("evaluation.rewards={}", "evaluation.rewards is empty"),
+        ("evaluation.correctness=exact", "Did you mean 'exact_answer'"),
+    ],
+)
+def test_settings_that_cannot_be(override, message, inputs):
+    with pytest.raises(UserError, match=message):
+        _config(inputs, override)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs text_grpo and text_ppo on the packaged model: what they write, resume and refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from visalign.config import list_configs, load_config
+from visalign.data.assets import resolve_model
+from visalign.errors import ConfigError, UserError
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.jobs import load_job
+from visalign.pipelines.shared.interrupted import TrainingInterrupted
+from visalign.pipelines.text import grpo as text_grpo
+from visalign.pipelines.text import ppo as text_ppo
+from visalign.pipelines.text.grpo import TextGRPOConfig
+from visalign.pipelines.text.parts import prepare
+from visalign.pipelines.text.ppo import TextPPOConfig
+from visalign.rewards.base.contract import RewardError
+from visalign.seeds import sample_seed
+from visalign.training.loop.loop import Loop
+from visalign.training.loop.metrics import read_metrics, without_times
+
+SMALL = [
+    "data.tasks=[add, reverse]",
+    "data.size=40",
+    "data.heldout_per_task=3",
+    "rollout.prompts_per_iteration=4",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=48",
+    "evaluation.seeds=[0, 1]",
+    "optimiser.lr=1e-4",
+    "run.iterations=2",
+    "run.device=cpu",
+]
+
+
+def _grpo(*more: str) -> TextGRPOConfig:
+    return load_config(TextGRPOConfig, None, [*SMALL, *more])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    output = tmp_path_factory.mktemp("text") / "run"
+    return output, text_grpo.run(_grpo("evaluation.every=1"), output)
+
+
+def test_a_run_leaves_numbers_and_a_model_that_transformers_loads(finished):
+    output, summary = finished
+    assert set(summary["before"]["by_category"]) == {"add", "reverse"}
+    assert 0 < summary["before"]["accuracy"] < 1
+    names = {"task_answer", "greedy", "length", "token_entropy", "any_of_samples"}
+    assert names == set(summary["after"]["rewards"])
+    assert summary["samples"] == 32 and summary["iterations"] == 2 and summary["tokens"] > 32
+    assert json.loads((output / "summary.json").read_text()) == summary
+    model = AutoModelForCausalLM.from_pretrained(output / "model")
+    base = AutoModelForCausalLM.from_pretrained(resolve_model("tasks-qwen3"))
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True)]
+    assert any(moved)
+    assert AutoTokenizer.from_pretrained(output / "model").chat_template
+    records = read_metrics(output / "metrics.jsonl")
+    assert len(records) == 2 and all("heldout/accuracy" in record for record in records)
+
+
+def test_the_accuracy_is_the_checkers(finished):
+    """The held-out problems are answered and checked again, without the evaluation."""
+    from visalign.data.text_tasks.tasks import check_answer
+    from visalign.evaluation import load_heldout
+    from visalign.pipelines.text.parts import build_text_policy
+    from visalign.text import Stop
+
+    output, summary = finished
+    before = load_heldout(output / "before.npz")
+    assert len(before) == 6 * 2 and before.judged.all()
+    assert summary["before"]["accuracy"] == pytest.approx(before.scores["task_answer"].mean())
+    config = _grpo()
+    policy, records = build_text_policy(config.model, torch.device("cpu"), 0), prepare(config).heldout
+    seeds = [sample_seed("heldout", record["prompt"], s) for record in records for s in (0, 1)]
+    prompts = [record["prompt"] for record in records]
+    again = policy.generate(prompts, seeds=seeds, num_generations=2, stop=Stop(max_new_tokens=48))
+    asked = [dict(record) for record in records for _ in (0, 1)]
+    right = [check_answer(text, record)[0] for text, record in zip(again.text, asked, strict=True)]
+    assert before.correct.tolist() == right
+    by_prompt = before.scores["any_of_samples"].reshape(6, 2)
+    some = before.correct.reshape(6, 2).any(1)
+    assert (by_prompt[:, 0] == some).all() and (by_prompt[:, 0] == by_prompt[:, 1]).all()
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch):
+    def stop_once(_self, _interrupt):
+        monkeypatch.undo()
+        return "interrupted"
+
+    config = _grpo("evaluation.every=1")
+    monkeypatch.setattr(Loop, "_why_stop", stop_once)
+    with pytest.raises(TrainingInterrupted):
+        text_grpo.run(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    text_grpo.run(config, tmp_path / "run", resume=True)
+    one, two = (load_file(o / "model" / "model.safetensors") for o in (finished[0], tmp_path / "run"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    lines = [read_metrics(o / "metrics.jsonl") for o in (finished[0], tmp_path / "run")]
+    assert [without_times(r) for r in lines[0]] == [without_times(r) for r in lines[1]]
+    with pytest.raises(UserError, match=r"rollout\.group_size"):
+        text_grpo.run(_grpo("evaluation.every=1", "rollout.group_size=8"), tmp_path / "run", resume=True)
+
+
+def test_ppo_with_lora_and_ptx_writes_an_adapter(tmp_path):
+    config = load_config(
+        TextPPOConfig,
+        None,
+        [
+            *SMALL,
+            "objective.algorithm=ppo_ptx",
+            "objective.changes={ptx: 0.1}",
+            "data.written=tasks:train",
+            "data.written_batch=4",
+            "model.value=shared",
+            "model.lora={rank: 4, alpha: 8}",
+        ],
+    )
+    text_ppo.run(config, tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run" / "lora").iterdir()}
+    assert "adapter_config.json" in names and "adapter_model.safetensors" in names
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(record["loss/ptx"] > 0 and "loss/value" in record for record in records)
+
+
+def test_your_own_function_is_a_reward(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def brevity(completions, **columns):\n    return [-float(len(text)) for text in completions]\n"
+    )
+    config = _grpo(
+        f"rewards.terms={{short: {{name: '{tmp_path / 'mine.py'}:brevity', weight: 0.01}}}}",
+        "run.iterations=1",
+    )
+    text_grpo.run(config, tmp_path / "run")
+    record = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    assert record["reward_mean"] < 0 and "reward_part/short" in record
+
+
+def test_records_of_a_file_are_read(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1), "tag": "mine"} for n in range(5)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    inputs = prepare(
+        _grpo(
+            f"data.train={path}",
+            f"data.heldout={path}",
+            "rewards.terms={boxed_answer: {}}",
+            "evaluation.rewards={}",
+            "evaluation.correctness=boxed_answer",
+        )
+    )
+    assert [record["answer"] for record in inputs.records] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
+def test_packaged_configurations_are_whole(name):
+    job = load_job(name)
+    plan = job.plan(job.config)
+    assert plan
+    header = (Path("configs") / f"{name}.yaml").read_text().split("\npipeline")[0]
+    for title in ("Command", "Hardware", "Duration", "Expected"):
+        assert re.search(rf"^# {title}: \S", header, re.MULTILINE), title
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("objective.algorithm=grop", "Did you mean 'grpo'"),
+        ("objective.algorithm=ppo", r"fits a value function, and model\.value is none"),
+        ("model.value=seperate", "Did you mean 'separate'"),
+        ("model.chat=templated", "model.chat is 'templated'"),
+        ("model.dtype=float8", "model.dtype is 'float8'"),
+        ("data.train=tasks:test", "the packaged records are tasks:train and tasks:heldout"),
+        ("data.tasks=[adds]", "adds"),
+        ("data.levels=[9]", "level"),
+        ("rollout.group_size=1", "needs at least 2 samples"),
+        ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),
+        ("evaluation.seeds=[1, 1]", "give different numbers"),
+        ("rewards.terms={task_anwser: {}}", "task_answer"),
+        ("server={base_url: 'http://x/v1', model: m}", "whole models cannot be handed over"),
+        ("objective.changes={ptx: 0.1}", r"has a ptx term, and data\.written is null"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(override, message):
+    with pytest.raises((ConfigError, UserError, RewardError), match=message):
+        prepare(_grpo(override))
+
+
+def test_text_ppo_refuses_an_algorithm_without_a_value_function():
+    with pytest.raises(ConfigError, match=r"grpo has no value function .* Use ppo, ppo_kl or ppo_ptx"):
+        load_config(TextPPOConfig, None, ["objective.algorithm=grpo"])
+
+
+def test_dry_run_says_what_would_be_done():
+    found = CliRunner().invoke(app, ["train", "text_grpo", "--dry-run", *SMALL])
+    assert found.exit_code == 0, found.output
+    assert re.search("answers +│ 36 ", found.output), found.output  # 2 × 6 problems × (2 seeds + greedy)
+    assert "answers per iteration" in found.output and "2402.03300" in found.output

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checklist in `visalign train-reward`: the closed-form fit, each picture asked once, signs, resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.support.tiny_language_models import LETTERS
+from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from visalign.config import load_config
+from visalign.errors import UserError
+from visalign.pipelines.train_reward.checklist_judge import ChecklistJudge, Questions
+from visalign.pipelines.train_reward.examples import ShapesPairs
+from visalign.pipelines.train_reward.inputs import prepare_reward
+from visalign.pipelines.train_reward.job import TrainRewardConfig, run
+from visalign.pipelines.train_reward.judges import build_judge, remembered
+from visalign.rewards import load_judge
+from visalign.rewards.questions.checklist_data import Checklist
+from visalign.rewards.questions.checklist_fit import fit_weights
+from visalign.training.loop.checkpoint import CheckpointError
+from visalign.training.loop.loop import Keeping
+from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.reward.batch import RewardBatch
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.trainer import RewardTrainer
+
+CHECKLIST: dict[str, Any] = {
+    "questions": ["is it seen", "is it red", "is it bad"],
+    "coef": [0.5, 0.5, 0.25, -1.0],
+    "intercept": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that sees, and says letters of which one half means yes."""
+    folder = tmp_path_factory.mktemp("model") / "vlm"
+    save_tiny_seeing_model(folder)
+    words = {"yes": list(LETTERS[:24]), "no": list(LETTERS[24:])}  # nearly all that can be said
+    text = {name: {"type": "text", "text": f"{{{name}}}"} for name in ("question", "prompt")}
+    templates = {
+        name: {"messages": [{"role": "user", "content": [{"type": "image"}, text[asked]]}], **words}
+        for name, asked in (("checklist", "question"), ("yes_no", "prompt"))
+    }
+    (folder / "judge.json").write_text(json.dumps({"templates": templates}))
+    return folder
+
+
+def _config(model: Path, folder: Path, *more: str, train: str = "head") -> TrainRewardConfig:
+    file = folder / "questions.json"
+    if not file.exists():
+        file.write_text(json.dumps(CHECKLIST))
+    settings = {
+        "model": {"kind": "checklist", "path": str(model), "train": train, "checklist": str(file)},
+        "data": {"size": 8, "heldout_size": 4, "batch": 4},
+        "objective": {"task": "checklist"},
+        "optimiser": {"lr": 1e-2, "updates_per_iteration": 3},
+        "evaluation": {"every": 1},
+        "run": {"iterations": 3, "checkpoint_every": 1, "device": "cpu"},
+    }
+    given = [f"{s}.{key}={json.dumps(value)}" for s, keys in settings.items() for key, value in keys.items()]
+    return load_config(TrainRewardConfig, None, [*given, *more])
+
+
+def _bare(coef: list[float]) -> ChecklistJudge:
+    """A frozen judge without a model, of as many features as weights."""
+    judge = ChecklistJudge.__new__(ChecklistJudge)
+    judge.frozen, judge.engine = True, SimpleNamespace(model=torch.nn.Identity())  # type: ignore[assignment]
+    judge.checklist = Checklist.from_dict(
+        {"questions": [f"q{n}" for n in range(len(coef))], "coef": coef, "has_alignment": False}
+    )
+    judge.sign = torch.where(torch.tensor(coef) < 0, -1.0, 1.0)
+    judge.weights = torch.nn.Parameter(torch.tensor(coef).abs())
+    return judge
+
+
+@pytest.mark.parametrize("penalty", [1e-3, 0.1])
+def test_updates_of_the_trainer_go_to_the_closed_form_fit(tmp_path, penalty):
+    """Features 0 and 1 help, 2 says nothing, 3 speaks against its sign: its weight ends at exactly 0."""
+    generator = torch.Generator().manual_seed(3)
+    left, right = (torch.rand(2, 400, 4, generator=generator) * 2 - 1).unbind()
+    truth = torch.tensor([2.0, -1.0, 0.0, -0.8])
+    votes = torch.binomial(torch.full((400,), 9.0), ((left - right) @ truth).sigmoid(), generator=generator)
+    counted = torch.stack([votes, 9 - votes, torch.zeros(400)], 1)
+    judge = _bare([1.0, -1.0, 1.0, 1.0])
+
+    class All:
+        def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Any:
+            yield RewardBatch(
+                inputs=torch.cat([left, right]),
+                size=400,
+                left=torch.arange(400),
+                right=torch.arange(400, 800),
+                label=votes / 9,
+                votes=counted,
+            )
+
+    trainer = RewardTrainer(
+        judge,
+        All(),
+        objective=RewardObjectiveSettings(task="checklist", penalty=penalty, smoothing=0.0),
+        optimiser=RewardOptimiserSettings(lr=0.05, updates_per_iteration=200, decay_updates=600),
+        keeping=Keeping(folder=tmp_path, iterations=3, config={}),
+        accelerator=Accelerator(cpu=True),
+    )
+    trainer.train()
+    sign = torch.tensor([1.0, -1.0, 1.0, 1.0])
+    fit = fit_weights(left * sign, right * sign, votes / 9, penalty=penalty)
+    torch.testing.assert_close(judge.weights.detach().double(), fit.weights, rtol=1e-3, atol=1e-3)
+    assert float(judge.weights[3].detach()) == float(fit.weights[3]) == 0.0
+    loss = read_metrics(tmp_path / "metrics.jsonl")[-1]["loss"]
+    assert loss == pytest.approx(fit.loss + penalty / 2 * float(fit.weights.square().sum()), abs=1e-4)
+    assert judge.learnt().rule.weights[1] < -0.4
+
+
+def test_a_run_saves_what_the_judge_reads(model, tmp_path):
+    config = _config(model, tmp_path, "optimiser.lr=0.3")
+    summary = run(config, tmp_path / "run")
+    assert summary["trainable_parameters"] == 4 and set(summary["after"]) == {
+        "accuracy",
+        "accuracy_all",
+        "nll",
+        "ece",
+    }
+    folder = tmp_path / "run" / "judge"
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "judge.json"]
+    saved = json.loads((folder / "judge.json").read_text())
+    assert saved["checklist"]["questions"] == CHECKLIST["questions"]
+    coef = saved["checklist"]["coef"]
+    assert coef != CHECKLIST["coef"] and min(coef[0], coef[1], coef[2], -coef[3]) >= 0
+    card = (folder / "README.md").read_text()
+    assert (
+        "`visalign.rewards.questions.vision_reward.VisionReward`" in card
+        and f"| is it bad | {coef[3]:.3f} |" in card
+    )
+    judge: Any = load_judge("vision_reward", model=str(folder))
+    examples = prepare_reward(config).heldout
+    assert examples is not None and judge.checklist == Checklist.from_dict(saved["checklist"])
+    pairs = [examples[n] for n in range(4)]
+    left, right = (
+        judge.score([pair.images[side] for pair in pairs], [pair.prompt for pair in pairs]).value
+        for side in range(2)
+    )
+    share = torch.tensor([pair.votes[0] / 9 for pair in pairs if pair.votes is not None])
+    nll = -(share * (left - right).sigmoid().log() + (1 - share) * (right - left).sigmoid().log())
+    assert float(nll.mean()) == pytest.approx(summary["after"]["nll"], rel=1e-4)
+
+
+@pytest.mark.parametrize("train", ["head", "lora"])
+def test_a_resumed_checklist_is_the_checklist(model, tmp_path, train):
+    def go(name: str, iterations: int, resume: bool = False) -> Any:
+        config = _config(model, tmp_path, f"run.iterations={iterations}", train=train)
+        return run(config, tmp_path / name, resume)
+
+    whole = go("whole", 3)
+    go("cut", 1)
+    assert go("cut", 3, resume=True)["after"] == whole["after"]
+    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert [without_times(record) for record in one] == [without_times(record) for record in other]
+    files = [(tmp_path / name / "judge" / "judge.json").read_text() for name in ("whole", "cut")]
+    assert files[0] == files[1]
+    file = tmp_path / "questions.json"
+    file.write_text(json.dumps({**CHECKLIST, "questions": ["is it", "is it red", "is it bad"]}))
+    with pytest.raises(CheckpointError, match=r"model\.checklist"):
+        go("cut", 4, resume=True)
+
+
+def test_a_picture_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
+    judge = build_judge(_config(model, tmp_path), torch.device("cpu"))
+    asked = []
+    ask = Questions._ask
+    monkeypatch.setattr(
+        Questions, "_ask", lambda self, image, prompt: asked.append(prompt) or ask(self, image, prompt)
+    )
+    source = ShapesPairs(0, 4)
+    pairs = [source[n] for n in range(3)]
+    again = remembered(judge, [*pairs, pairs[0]])  # type: ignore[arg-type]
+    rows = [again[n] for n in (0, 1, 2, 3, 0)]
+    assert len(asked) == len({image.numpy().tobytes() for pair in pairs for image in pair.images})
+    assert all(row.images == () for row in rows) and rows[0].features is rows[4].features
+    inputs = judge.encode(rows[:2]).inputs
+    torch.testing.assert_close(inputs, judge.encode(pairs[:2]).inputs, rtol=0, atol=0)
+    said = judge(inputs)["value"].detach()
+    reader: Any = load_judge("vision_reward", model=str(model), checklist=CHECKLIST)
+    wanted = reader.score([pairs[1].images[0]], [pairs[1].prompt]).value
+    torch.testing.assert_close(said[1:2], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_checklists_by_message(model, tmp_path):
+    (tmp_path / "questions.json").write_text(json.dumps({**CHECKLIST, "coef": [1.0]}))
+    with pytest.raises(
+        UserError, match=r"model\.checklist: There are 1 weights for 3 features and the alignment"
+    ):
+        run(_config(model, tmp_path), tmp_path / "run")
+    with pytest.raises(UserError, match=r"model\.checklist: There is no checklist file .*none\.json"):
+        prepare_reward(_config(model, tmp_path, "model.checklist=none.json"))
+    with pytest.raises(UserError, match=r"model\.checklist is set, and a judge of kind hpsv3 asks no list"):
+        load_config(TrainRewardConfig, None, ["model.checklist=x.json"])
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input of `visalign train-reward`: named by row before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from torch import nn
+
+from tests.support.reward_toy import ToyJudge, ToyPairs
+from tests.support.rewards_tiny_clip import tiny_config, tiny_tokenizer
+from visalign.config import load_config
+from visalign.errors import UserError
+from visalign.pipelines.train_reward.inputs import prepare_reward
+from visalign.pipelines.train_reward.job import TrainRewardConfig, run
+from visalign.pipelines.train_reward.judges import build_judge
+from visalign.pipelines.train_reward.vlm_judges import refuse
+from visalign.rewards.clip.open_clip_folder import save_open_clip
+from visalign.training.loop.loop import Keeping
+from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.trainer import RewardTrainer
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    """Four pairs of pictures in a folder."""
+    found = []
+    for n in range(4):
+        names = [f"{n}{side}.png" for side in "ab"]
+        for place, name in enumerate(names):
+            Image.fromarray(np.full((16, 16, 3), 40 * n + 9 * place, np.uint8)).save(tmp_path / name)
+        votes = {"votes_left": 3 + n, "votes_right": 2}
+        found.append({"prompt": f"p {n}", "image_left": names[0], "image_right": names[1], **votes})
+    return found
+
+
+def _config(folder: Path, rows: list[dict[str, Any]], *more: str) -> TrainRewardConfig:
+    file = folder / "set.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"data.train={file}", "data.heldout=null", "data.size=null", "data.batch=4"]
+    return load_config(TrainRewardConfig, None, [*given, *more])
+
+
+def test_a_picture_that_is_none_is_refused_with_its_row_before_anything_is_written(tmp_path, rows):
+    (tmp_path / "2b.png").write_bytes(b"no picture")
+    with pytest.raises(
+        UserError, match=r"data\.train: The picture '.*2b\.png' in row 3 of 'set' cannot be read"
+    ):
+        run(_config(tmp_path, rows), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_of_blanks_is_refused_where_it_is_read(tmp_path, rows):
+    rows[1]["prompt"] = " \t "
+    with pytest.raises(
+        UserError, match=r"data\.train: the prompt in row 2 of 'set' is ' .t ', and a judge of kind"
+    ):
+        prepare_reward(_config(tmp_path, rows))
+    hp = ["model.kind=hp", "model.train=head", "objective.task=hp"]
+    assert len(prepare_reward(_config(tmp_path, rows, *hp)).train) == 4
+
+
+def test_few_examples_are_told_of(tmp_path, rows):
+    few = prepare_reward(_config(tmp_path, rows[:1], "data.batch=4")).notes
+    assert "data.train holds 1 examples, fewer than data.batch 4: each update reads" in few[-1]
+    assert not any("fewer than" in note for note in prepare_reward(_config(tmp_path, rows)).notes)
+
+
+def test_a_huge_prompt_is_not_printed_whole():
+    with pytest.raises(UserError) as refused:
+        refuse(["too long"], ["word " * 5000])
+    assert "(25,000 characters)' cannot be learnt: too long" in str(refused.value)
+    assert len(str(refused.value)) < 250
+
+
+def test_a_run_whose_gradients_are_not_finite_stops(tmp_path):
+    class Broken(ToyJudge):
+        def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            said = super().forward(inputs)
+            return {**said, "value": said["value"] * float("nan")}
+
+    trainer = RewardTrainer(
+        Broken(),
+        ToyPairs(),
+        objective=RewardObjectiveSettings(task="bradley_terry"),
+        optimiser=RewardOptimiserSettings(updates_per_iteration=3),
+        keeping=Keeping(folder=tmp_path, iterations=2, config={}),
+        accelerator=Accelerator(cpu=True),
+    )
+    with pytest.raises(
+        UserError, match="None of the 3 updates of iteration 1 had a finite gradient; their mean"
+    ):
+        trainer.train()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.fixture(scope="module")
+def residual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny contrastive model whose picture tower normalises batches, as shapes-clip's does."""
+    import open_clip
+
+    folder = tmp_path_factory.mktemp("residual")
+    config = tiny_config()
+    vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 32}
+    config = {**config, "vision_cfg": vision}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = open_clip.CLIP(**config)
+    save_open_clip(folder, model, config, tiny_tokenizer(), dtype=torch.float32)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "train", "task"), [("hp", "head", "hp"), ("ict", "full", "ict")])
+def test_batch_statistics_stay_and_a_resumed_run_is_the_run(residual, tmp_path, kind, train, task):
+    def go(name: str, iterations: int, resume: bool = False) -> Any:
+        given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}", "run.device=cpu"]
+        given += [f"model.path={residual}", f"run.iterations={iterations}", "run.checkpoint_every=1"]
+        given += ["data.size=8", "data.heldout_size=4", "data.batch=4", "optimiser.updates_per_iteration=2"]
+        given += [] if kind == "ict" else ["model.head=[8,4,4,4]"]
+        return run(load_config(TrainRewardConfig, None, given), tmp_path / name, resume)
+
+    whole = go("whole", 2)
+    go("cut", 1)
+    assert go("cut", 2, resume=True)["after"] == whole["after"]
+    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert [without_times(record) for record in one] == [without_times(record) for record in other]
+    config = load_config(
+        TrainRewardConfig,
+        None,
+        [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}", f"model.path={residual}"],
+    )
+    judge: Any = build_judge(config, torch.device("cpu"))
+    judge.train(True)
+    layers = [part for part in judge.module.modules() if isinstance(part, nn.BatchNorm2d)]
+    assert layers and not any(layer.training for layer in layers) and judge.module.training

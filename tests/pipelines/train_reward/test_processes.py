@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign train-reward` in two processes: the run of one process, written down once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from visalign.config import load_config
+from visalign.pipelines.train_reward.job import TrainRewardConfig, run
+from visalign.pipelines.train_reward.measure import Measure
+from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.reward.heldout import HeldoutPairs, join_pairs, pair_measures
+
+ROOT = Path(__file__).resolve().parents[3]
+YES_NO: dict[str, Any] = {
+    "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}"}]}],
+    "yes": ["y"],
+    "no": ["n"],
+}
+
+
+def _settings(model: Path) -> dict[str, Any]:
+    """Seven held-out pairs in batches of two: neither divides by two processes."""
+    return {
+        "model": {"kind": "yes_no", "path": str(model), "train": "lora", "lora": {"rank": 2, "alpha": 4.0}},
+        "data": {"size": 12, "heldout_size": 7, "batch": 5, "micro_batch": 2},
+        "objective": {"task": "yes_no"},
+        "optimiser": {"lr": 1e-3, "updates_per_iteration": 2, "decay_updates": 8},
+        "evaluation": {"every": 1, "batch": 2},
+        "run": {"checkpoint_every": 1, "device": "cpu", "threads": 1},
+    }
+
+
+def _overrides(settings: dict[str, Any], iterations: int) -> list[str]:
+    found = [f"{s}.{key}={json.dumps(value)}" for s, keys in settings.items() for key, value in keys.items()]
+    return [*found, f"run.iterations={iterations}"]
+
+
+def _in_two(config: Path, overrides: list[str], output: Path, *more: str) -> str:
+    """What two processes of the command print."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    job = ["-m", "visalign", "train-reward", str(config), *overrides, "--output", str(output), *more]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, *start, *job], capture_output=True, text=True, env=environment, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Equal names, and numbers up to the order in which they were added."""
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5, nan_ok=True), name
+
+
+def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
+    save_tiny_seeing_model(tmp_path / "vlm")
+    (tmp_path / "vlm" / "judge.json").write_text(json.dumps({"templates": {"yes_no": YES_NO}}))
+    settings = _settings(tmp_path / "vlm")
+    config = tmp_path / "job.yaml"
+    config.write_text("pipeline: train_reward\n")
+    whole = run(load_config(TrainRewardConfig, config, _overrides(settings, 3)), tmp_path / "one")
+    said = _in_two(config, _overrides(settings, 2), tmp_path / "two")
+    assert said.count("iteration 1/2") == said.count("iteration 2/2") == 1
+    assert said.count("Measuring on 7 held-out examples") == said.count("Done") == 1
+    folder = tmp_path / "two"
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
+        "step_000001",
+        "step_000002",
+    ]
+    assert json.loads((folder / "summary.json").read_text())["examples"] == 20
+    assert (folder / "judge" / "README.md").read_text().count("4 updates of 5 examples") == 1
+    alone, together = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert len(together) == 2
+    for one, two in zip(alone, together, strict=False):
+        assert_close(without_times(two), without_times(one))
+    assert_close(json.loads((folder / "before.json").read_text()), whole["before"])
+
+    three = run(load_config(TrainRewardConfig, config, _overrides(settings, 3)), folder, resume=True)
+    assert_close(three["after"], whole["after"])
+    assert len(read_metrics(folder / "metrics.jsonl")) == 3
+    name = "checkpoints/step_000003/trainable.safetensors"
+    one, two = (load_file(tmp_path / run_folder / name) for run_folder in ("one", "two"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=2e-5)
+
+
+def test_the_shares_of_processes_are_all_pairs_once():
+    """Three processes measure seven pairs in batches of two, gathered by hand."""
+
+    class Numbered:
+        prompts = frozenset()
+
+        def __len__(self) -> int:
+            return 7
+
+        def __getitem__(self, number: int) -> int:
+            return number
+
+    class Judge:
+        def encode(self, examples: list[int], heldout: bool = False) -> list[int]:
+            return examples
+
+    config = load_config(TrainRewardConfig, None, ["evaluation.batch=2"])
+    shares = []
+    for process in range(3):
+        measure = Measure(config, Judge(), Numbered(), (process, 3))  # type: ignore[arg-type]
+        shares.append(list(measure._batches(7)))
+    assert shares == [[(0, [0, 1]), (3, [6])], [(1, [2, 3])], [(2, [4, 5])]]
+
+
+def test_pairs_measured_in_parts_are_the_pairs():
+    generator = torch.Generator().manual_seed(0)
+    columns = {
+        name: torch.rand(30, generator=generator).double() for name in ("difference", "prob", "std", "mass")
+    }
+    truth = (torch.rand(30, generator=generator) < 0.5).double()
+    known = {"truth": truth, "share": truth, "weight": torch.ones(30).double()}
+    clear = torch.rand(30, generator=generator) < 0.8
+    whole = HeldoutPairs(**columns, **known, clear=clear)
+    parts = [
+        HeldoutPairs(**{name: getattr(whole, name)[part] for name in HeldoutPairs.__dataclass_fields__})
+        for part in (slice(0, 11), slice(11, 30))
+    ]
+    assert pair_measures(join_pairs(parts)) == pair_measures(whole)
+    bare = [HeldoutPairs(**{**vars(part), "prob": None, "std": None, "mass": None}) for part in parts]
+    assert join_pairs(bare).prob is None and join_pairs(bare).std is None

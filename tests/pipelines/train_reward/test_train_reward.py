@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign train-reward`: every kind of judge at tiny size, what is saved, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.support.rewards_tiny_clip import save_tiny_clip
+from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from visalign.config import load_config, resolve_config
+from visalign.errors import UserError
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.train_reward.batches import ExampleBatches
+from visalign.pipelines.train_reward.examples import ShapesPairs, ShapesRatings, ShapesTriples
+from visalign.pipelines.train_reward.inputs import prepare_reward
+from visalign.pipelines.train_reward.job import TrainRewardConfig, plan, run
+from visalign.pipelines.train_reward.judges import build_judge
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.questions.reward_dance import RewardDance
+from visalign.rewards.questions.reward_dance_pairs import RewardDancePairs
+from visalign.rewards.questions.vision_reward import VisionReward
+from visalign.rewards.questions.visual_quality_r1 import VisualQuality
+from visalign.rewards.scorers.hp import Hp
+from visalign.rewards.scorers.ict import Ict
+from visalign.training.loop.checkpoint import CheckpointError
+from visalign.training.loop.metrics import read_metrics, without_times
+
+CONFIGS = (
+    "shapes_hp",
+    "shapes_hpsv3",
+    "shapes_ict",
+    "shapes_reward_dance",
+    "shapes_vision_reward",
+    "shapes_visual_quality",
+)
+JUDGES = (
+    ("hp", "head", "hp"),
+    ("hp", "full", "bradley_terry"),
+    ("ict", "full", "ict"),
+    ("hpsv3", "head", "uncertainty"),
+    ("hpsv3", "lora", "uncertainty"),
+    ("hpsv3", "full", "bradley_terry"),
+    ("yes_no", "lora", "yes_no"),
+    ("pair", "lora", "yes_no"),
+    ("rating", "full", "rating_fidelity"),
+    ("rating", "lora", "rating"),
+    ("checklist", "head", "checklist"),
+    ("checklist", "lora", "checklist"),
+)
+TEXT: dict[str, Any] = {"type": "text", "text": "{prompt}"}
+QUESTION: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "{question}"}]
+CHECKLIST: dict[str, Any] = {
+    "questions": ["is it seen", "is it red", "is it bad", "has it {prompt}"],
+    "coef": [1.5, 0.5, -1.0, 0.25],
+    "intercept": 0.5,
+    "masked_features": {"0": [1]},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A contrastive model in `clip`, one that sees with its settings in `vlm`."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_clip(folder / "clip")
+    save_tiny_seeing_model(folder / "vlm")
+
+    def template(pictures: int, **words: Any) -> dict[str, Any]:
+        content = [*({"type": "image"} for _ in range(pictures)), TEXT]
+        return {"messages": [{"role": "user", "content": content}], **words}
+
+    answers = {"yes": list("ynabcdefghijkl"), "no": list("mopqrstuvwxz ")}  # most of what can be said
+    templates = {
+        "yes_no": template(1, **answers),
+        "pair": template(2, **answers),
+        "rating": template(1, scores=["1", "2", "3", "4", "5"]),
+        "checklist": {**template(1, **answers), "messages": [{"role": "user", "content": QUESTION}]},
+    }
+    settings = {"templates": templates, "checklist": CHECKLIST}
+    (folder / "vlm" / "judge.json").write_text(json.dumps(settings))
+    return folder
+
+
+def _config(models: Path, kind: str, train: str = "", task: str = "", **more: Any) -> TrainRewardConfig:
+    heads = {"hp": [8, 4, 4, 4], "hpsv3": [8, 4]}
+    known = {k: (t, o) for k, t, o in JUDGES}
+    rated = "shapes:quality" if kind == "rating" else "shapes:pairs"
+    model = {
+        "kind": kind,
+        "path": str(models / ("clip" if kind in ("hp", "ict") else "vlm")),
+        "train": train or known[kind][0],
+        "head": heads.get(kind),
+        "lora": {"rank": 2, "alpha": 4.0},
+        "save_dtype": "float32",
+    }
+    content: dict[str, Any] = {
+        "model": model,
+        "data": {
+            "train": rated,
+            "heldout": rated,
+            "size": 12,
+            "heldout_size": 6,
+            "batch": 4,
+            "micro_batch": 2,
+        },
+        "objective": {"task": task or known[kind][1]},
+        "optimiser": {"lr": 1e-3, "updates_per_iteration": 2},
+        "evaluation": {"every": 1},
+        "run": {"iterations": 2, "checkpoint_every": 1, "device": "cpu"},
+    }
+    for section, changes in more.items():
+        content[section] = {**content[section], **changes} if isinstance(changes, dict) else changes
+    overrides = [
+        f"{section}.{key}={json.dumps(value)}" if isinstance(values, dict) else f"{section}={values}"
+        for section, values in content.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", None)])
+    ]
+    return load_config(TrainRewardConfig, None, overrides)
+
+
+def _read(kind: str, folder: Path) -> Any:
+    return {
+        "hp": Hp,
+        "ict": Ict,
+        "hpsv3": HPSv3,
+        "yes_no": RewardDance,
+        "pair": RewardDancePairs,
+        "rating": VisualQuality,
+        "checklist": VisionReward,
+    }[kind](folder)
+
+
+def _examples(config: TrainRewardConfig) -> Any:
+    inputs = prepare_reward(config)
+    assert inputs.heldout is not None
+    return [inputs.heldout[n] for n in range(3)]
+
+
+@pytest.mark.parametrize(("kind", "train", "task"), JUDGES)
+def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train, task):
+    """Every trained number is moved by hand; what is read from the folder gives the same scores."""
+    config = _config(models, kind, train, task)
+    judge = build_judge(config, torch.device("cpu"))
+    examples = _examples(config)
+    untrained = judge(judge.encode(examples, heldout=True).inputs)["value"].detach()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in judge.trainable_parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    judge.train(False)
+    if hasattr(judge, "engine"):
+        judge.engine.clear_features()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        wanted = judge(judge.encode(examples, heldout=True).inputs)["value"]
+    assert not torch.allclose(wanted, untrained, atol=1e-4)
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    judge.save(folder)
+    reader, prompts = _read(kind, folder), [example.prompt for example in examples]
+    if kind in ("yes_no", "pair", "checklist"):
+        reader._read.min_mass = 0.0  # a random model says anything
+    if kind == "rating":
+        reader.min_mass = 0.0
+    left = [example.images[0] for example in examples]
+    if kind == "pair":
+        right = [example.images[1] for example in examples]
+        found = reader.compare(left, right, prompts).log_odds
+        wanted = wanted[:3] - wanted[3:]
+    else:
+        found, wanted = reader.score(left, prompts).value, wanted[:3]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    if (adapter := folder / "adapter_config.json").is_file():
+        named = json.loads(adapter.read_text())["base_model_name_or_path"]
+        assert (
+            named == json.loads((folder / "judge.json").read_text())["base"] and not Path(named).is_absolute()
+        )
+
+
+@pytest.mark.parametrize(("kind", "train", "task"), [JUDGES[i] for i in (0, 2, 4, 9)])
+def test_a_run_from_start_to_card(models, tmp_path, kind, train, task):
+    summary = run(_config(models, kind, train, task), tmp_path / "run")
+    assert (
+        summary["updates"] == 4 and summary["examples"] == 16 and summary["epochs"] == pytest.approx(16 / 12)
+    )
+    measures = {"rating": {"mae", "srcc"}, "hpsv3": {"accuracy", "accuracy_all", "nll", "ece", "std_mean"}}
+    assert set(summary["after"]) >= measures.get(kind, {"accuracy", "accuracy_all"})
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["samples"] for record in records] == [8, 16]
+    assert any(key.startswith("heldout/") for key in records[0])
+    card = (tmp_path / "run" / "judge" / "README.md").read_text()
+    assert f"Loss: {task}; 4 updates of 4 examples." in card and "## How good it is" in card
+    assert _read(kind, tmp_path / "run" / "judge").name
+
+
+def test_a_resumed_run_is_the_run(models, tmp_path):
+    def go(folder: str, iterations: int, resume: bool = False) -> dict[str, Any]:
+        config = _config(models, "hpsv3", "lora", "uncertainty", run={"iterations": iterations})
+        return run(config, tmp_path / folder, resume)
+
+    whole = go("whole", 3)
+    go("cut", 1)
+    cut = go("cut", 3, resume=True)
+    assert whole["after"] == cut["after"] and whole["before"] == cut["before"]
+    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert [without_times(record) for record in one] == [without_times(record) for record in other]
+    for name in ("adapter_model.safetensors", "reward_head.safetensors"):
+        first, second = (tmp_path / folder / "judge" / name for folder in ("whole", "cut"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_each_epoch_reads_every_example_once_in_a_new_order():
+    batches = ExampleBatches(ShapesPairs(0, 10), lambda _: None, size=4, micro=4, seed=1)  # type: ignore[arg-type]
+    read = [number for batch in range(5) for number in batches.numbers(batch)]
+    assert sorted(read[:10]) == sorted(read[10:]) == list(range(10)) and read[:10] != read[10:]
+
+
+def test_the_generated_sets_are_what_they_say():
+    pairs = ShapesPairs(0, 40, labels="truth", split="heldout")
+    for number in range(40):
+        pair, example = pairs.world.pair(number), pairs[number]
+        left, right = pair.utility
+        assert example.truth == (0.5 if left == right else float(left > right)) and example.votes is None
+        assert torch.equal(
+            (example.images[0] * 255).round().byte().permute(1, 2, 0), torch.tensor(pair.pictures()[0])
+        )
+    triple = ShapesTriples(0, 5)[3]
+    assert len(triple.images) == 3 and triple.prompt.casefold() in ShapesTriples(0, 5).prompts
+    rated = ShapesRatings(0, 5)[2]
+    assert 1 <= rated.target <= 5 and len(rated.images) == 1
+    assert not pairs.prompts & triple_prompts()
+
+
+def triple_prompts() -> frozenset[str]:
+    return ShapesTriples(0, 1).prompts
+
+
+def _set(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
+    """A file of rows and the pictures that they name."""
+    folder.mkdir(exist_ok=True)
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("image") and not value.startswith("no") and not (folder / value).exists():
+                level = sum(value.encode()) % 256
+                Image.fromarray(np.full((32, 32, 3), level, np.uint8)).save(folder / value)
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _pairs(prompt: str, count: int = 6, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": f"{prompt} {n}",
+            "image_left": f"{prompt}{n}a.png",
+            "image_right": f"{prompt}{n}b.png",
+            "votes_left": 3 + n % 3,
+            "votes_right": 4 - n % 2,
+            **more,
+        }
+        for n in range(count)
+    ]
+
+
+def test_files_of_pairs_train_a_judge(models, tmp_path):
+    train, held = _set(tmp_path, "t.jsonl", _pairs("t")), _set(tmp_path, "h.jsonl", _pairs("h"))
+    config = _config(
+        models, "hpsv3", data={"train": train, "heldout": held, "size": None, "heldout_size": None}
+    )
+    assert plan(config)["examples"] == {"train": 6, "heldout": 6, "per_update": 4}
+    assert run(config, tmp_path / "run")["examples"] == 16
+    _set(tmp_path, "t.jsonl", _pairs("t", votes_tie=1))
+    with pytest.raises(CheckpointError, match=r"data\.train"):
+        run(config, tmp_path / "run", resume=True)
+
+
+def test_triples_come_from_pairs_with_a_refined_picture(models, tmp_path):
+    rows = _pairs("t", image_refined="r.png", prompt_refined="a red circle")
+    tied = {"train": _set(tmp_path, "tied.jsonl", rows), "heldout": None, "size": None}
+    with pytest.raises(UserError, match=r"2 rows of 'tied' are ties \(the first is row 4\).*Take them out"):
+        prepare_reward(_config(models, "ict", data=tied))
+    data = {**tied, "train": _set(tmp_path, "t.jsonl", rows[:3])}
+    inputs = prepare_reward(_config(models, "ict", data=data))
+    example = inputs.train[2]  # 5 votes for the left one, 4 for the right one
+    assert len(example.images) == 3 and example.refined == "a red circle"
+    right = sum(b"t2b.png") % 256 / 255
+    assert float(example.images[0].mean()) == pytest.approx(right, abs=1e-3)
+    held = {
+        "heldout": _set(tmp_path, "h.jsonl", [dict(_pairs("h")[0], image_left="r.png")]),
+        "heldout_size": None,
+    }
+    with pytest.raises(UserError, match=r"of data\.heldout also stand in data\.train.*r\.png"):
+        prepare_reward(_config(models, "ict", data={**data, **held}))
+    bare = {**data, "train": _set(tmp_path / "bare", "t.jsonl", _pairs("t"))}
+    with pytest.raises(UserError, match=r"data.train: 6 rows of .* have no column image_refined"):
+        prepare_reward(_config(models, "ict", data=bare))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_left": "no1.png"}, r"data.train: 6 image files do not exist|data.train: 1 image files"),
+        ({"votes_left": 2, "votes_right": 2}, "data.train: All 6 pairs of .* are ties"),
+        ({"prompt": "h 1"}, "1 prompts .* of data.heldout also stand in data.train: 'h 1'"),
+    ],
+)
+def test_sets_that_cannot_be_used_are_refused(models, tmp_path, change, message):
+    train = _set(tmp_path, "t.jsonl", [{**row, **change} for row in _pairs("t")])
+    held = _set(tmp_path, "h.jsonl", _pairs("h"))
+    config = _config(models, "hpsv3", data={"train": train, "heldout": held})
+    with pytest.raises(UserError, match=message):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_contradictions_and_leaks_between_splits_are_refused(models, tmp_path):
+    single = [
+        {"prompt": "t", "image_left": "a.png", "image_right": "b.png", "label": side}
+        for side in ("left", "right")
+    ]
+    data = {"train": _set(tmp_path, "c.jsonl", single), "heldout": None}
+    with pytest.raises(
+        UserError, match=r"1 pairs of .* are judged as often one way as the other.*Count them as votes"
+    ):
+        prepare_reward(_config(models, "hpsv3", data=data))
+    split = [
+        {**row, "prompt": "same", "split": ("train", "test")[n % 2]} for n, row in enumerate(_pairs("t"))
+    ]
+    data = {"train": _set(tmp_path, "s.jsonl", split), "heldout": None}
+    with pytest.raises(
+        UserError, match=r"1 prompts of .* stand in more than one split: 'same' \(test and train\)"
+    ):
+        prepare_reward(_config(models, "hpsv3", data=data))
+
+
+def test_ratings_have_the_judges_unit(models, tmp_path):
+    rows = [{"image": f"q{n}.png", "mos": 10.0 * n} for n in range(1, 5)]
+    data = {"train": _set(tmp_path, "q.jsonl", rows), "heldout": None}
+    with pytest.raises(
+        UserError, match=r"data.train: mos of the set goes from 10 to 40; this judge answers from 1 to 5"
+    ):
+        prepare_reward(_config(models, "rating", data=data))
+    with pytest.raises(UserError, match=r"data.train: the set holds single rated pictures"):
+        prepare_reward(_config(models, "hpsv3", data=data))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.kind=hpsv2"], r"model.kind is 'hpsv2'. Did you mean 'hpsv3'"),
+        (
+            ["model.kind=ict", "model.train=lora"],
+            "model.train is 'lora'; a judge of kind ict can be trained as full",
+        ),
+        (["model.head=[8]"], "model.head is .*; allowed for hpsv3: 2 widths"),
+        (
+            ["model.kind=hp", "objective.task=hp", "model.train=head", "model.dtype=bfloat16"],
+            "model.dtype is 'bfloat16', and a judge of kind hp is trained in float32",
+        ),
+        (
+            ["model.kind=checklist", "model.train=head", "model.autocast=bfloat16"],
+            "model.autocast is 'bfloat16', and the answers of a frozen model are read without it",
+        ),
+        (["objective.task=hp"], "objective.task is 'hp'; a judge of kind hpsv3 learns by uncertainty"),
+        (["data.train=shapes:quality"], "data.train is shapes:quality, which holds single rated pictures"),
+        (["data.labels=majority"], "data.labels is 'majority'.*Allowed: votes, truth, probability"),
+        (["data.kinds=[color]"], "data.kinds is .*; give one or more of alignment, quality, richness, mixed"),
+    ],
+)
+def test_impossible_configurations_by_message(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_config(TrainRewardConfig, None, overrides)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_packaged_configurations_are_planned(name):
+    config = load_config(TrainRewardConfig, resolve_config(name))
+    planned = plan(config)
+    assert planned["length"]["epochs"] > 0.5
+    assert config.optimiser.decay_updates == planned["length"]["updates"]
+
+
+def test_the_command_plans_and_refuses_other_jobs():
+    shown = CliRunner().invoke(app, ["train-reward", "shapes_hp", "seed=3", "--dry-run"])
+    assert shown.exit_code == 0 and "epochs" in shown.stdout and "seed: 3" in shown.stdout
+    other = CliRunner().invoke(app, ["train-reward", "shapes_quickstart"])
+    assert other.exit_code == 2
+    assert "is a configuration of the pipeline 'flow_grpo'" in " ".join(other.stderr.split())

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The identity of a judge: what changes it, what does not, and the fingerprint of weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from visalign.rewards.base.identity import Identity, fingerprint
+
+ONE = Identity(
+    judge="a", model="m", template="Is it {prompt}?", preprocessing={"size": (64, 64), "mean": [0.5]}
+)
+
+
+def test_equal_records_have_equal_digests():
+    same = replace(ONE, preprocessing={"mean": (0.5,), "size": [64, 64]})
+    assert same.digest == ONE.digest and ONE.differences(same) == []
+    assert len(ONE.digest) == 64 and ONE.template_hash == "d5b481211960"
+
+
+def test_every_field_counts():
+    changes = {
+        "judge": "b",
+        "model": "n",
+        "weights": "ff",
+        "template": None,
+        "preprocessing": {},
+        "dtype": "bfloat16",
+        "options": {"seed": 1},
+    }
+    for name, value in changes.items():
+        other = replace(ONE, **{name: value})
+        assert other.digest != ONE.digest and ONE.differences(other) == [name]
+    assert replace(ONE, template=None).template_hash is None
+
+
+def test_fingerprint_follows_names_sizes_and_ends(tmp_path: Path):
+    assert fingerprint(tmp_path) == ""
+    (tmp_path / "model.safetensors").write_bytes(b"a" * 100)
+    (tmp_path / "README.md").write_text("a card is no weight")
+    first = fingerprint(tmp_path)
+    assert len(first) == 32
+    (tmp_path / "README.md").write_text("another card")
+    assert fingerprint(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"a" * 99 + b"b")
+    assert fingerprint(tmp_path) != first
+    (tmp_path / "model.safetensors").write_bytes(b"a" * (5 << 20))
+    before = fingerprint(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(5 << 19)  # in the middle, where a head's weights may stand
+        file.write(b"b")
+    assert fingerprint(tmp_path) != before
+    (tmp_path / "more.bin").write_bytes(b"c")
+    assert fingerprint(tmp_path) not in (first, fingerprint(tmp_path / "model.safetensors"))
+
+
+def test_fingerprint_of_a_large_file_takes_samples_of_all_of_it(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(200 << 20)  # sparse: takes no room
+    found = {fingerprint(path)}
+    for place in (0, 70 << 20, 150 << 20, (200 << 20) - 1):
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x" * (1 << 19) if place < 190 << 20 else b"x")
+        found.add(fingerprint(path))
+    assert len(found) == 5

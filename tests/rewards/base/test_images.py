@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image intake: every accepted form gives the right pixels, everything else is refused with its message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from visalign.rewards.base.images import load_images, to_pil
+from visalign.rewards.weights.resize import model_levels, resize_like_pil, resized_shape
+
+RED = (200, 10, 30)
+
+
+def only(item) -> torch.Tensor:
+    batch = load_images([item])
+    assert batch.reasons == [None]
+    image = batch.images[0]
+    assert image is not None and image.dtype == torch.float32 and image.shape[0] == 3
+    return image
+
+
+def reason(item) -> str:
+    batch = load_images([item])
+    assert batch.images == [None] and batch.valid.tolist() == [False]
+    assert batch.reasons[0] is not None
+    return batch.reasons[0]
+
+
+def levels(image: torch.Tensor) -> list[int]:
+    """Red, green, blue of the upper left pixel on the 8-bit scale."""
+    return (image[:, 0, 0] * 255).round().int().tolist()
+
+
+def test_tensor_forms_agree():
+    uint8 = torch.randint(0, 256, (3, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = uint8.float() / 255
+    channels_last = uint8.permute(0, 2, 3, 1)
+    for form in (
+        expected,
+        expected.double(),
+        expected.numpy(),
+        uint8,
+        uint8.numpy(),
+        channels_last,
+        channels_last.numpy(),
+    ):
+        batch = load_images(form)
+        assert len(batch) == 3 and batch.valid.all()
+        assert torch.equal(torch.stack([image for _, image in batch.readable()]), expected)
+    items = [expected[0], uint8[1], np.asarray(channels_last[2])]
+    assert torch.equal(torch.stack([image for _, image in load_images(items).readable()]), expected)
+
+
+def test_empty_batches():
+    assert len(load_images([])) == 0
+    assert len(load_images(torch.zeros(0, 3, 4, 4))) == 0
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "P"])
+def test_color_modes(mode):
+    image = Image.new("RGB", (4, 3), RED)
+    image = image.quantize(2) if mode == "P" else image.convert(mode)
+    assert np.abs(np.array(levels(only(image))) - RED).max() <= (3 if mode in ("YCbCr", "HSV") else 0)
+    assert only(image).shape == (3, 3, 4)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "1", "I;16", "I;16B", "I", "F"])
+def test_grey_modes(mode):
+    white = {"1": 1, "I;16": 65535, "I;16B": 65535, "I": 65535, "F": 1.0, "LA": (255, 255)}.get(mode, 255)
+    assert levels(only(Image.new(mode, (2, 2), white))) == [255, 255, 255]  # type: ignore[arg-type]
+
+
+def test_sixteen_bits_are_kept(tmp_path: Path):
+    Image.fromarray(np.full((2, 2), 12345, dtype=np.uint16)).save(tmp_path / "deep.png")
+    assert only(tmp_path / "deep.png")[0, 0, 0].item() == pytest.approx(12345 / 65535, abs=1e-7)
+
+
+def test_transparency_is_composited_over_white(tmp_path: Path):
+    half = Image.new("RGBA", (2, 2), (255, 0, 0, 128))
+    assert levels(only(half)) == [255, 127, 127]
+    assert levels(only(Image.new("LA", (2, 2), (0, 0)))) == [255, 255, 255]
+    assert levels(only(Image.new("La", (2, 2), (0, 0)))) == [255, 255, 255]
+    palette = Image.new("P", (2, 2), 0)
+    palette.putpalette([0, 0, 0, 9, 9, 9])
+    palette.save(tmp_path / "p.png", transparency=b"\x00\xff")
+    assert levels(only(tmp_path / "p.png")) == [255, 255, 255]
+    Image.new("RGB", (2, 2), RED).save(tmp_path / "keyed.png", transparency=RED)
+    assert levels(only(tmp_path / "keyed.png")) == [255, 255, 255]
+
+
+def test_exif_rotation_is_applied(tmp_path: Path):
+    image = Image.new("RGB", (6, 2), "black")
+    image.putpixel((0, 0), (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise
+    image.save(tmp_path / "turned.png", exif=exif)
+    turned = only(tmp_path / "turned.png")
+    assert turned.shape == (3, 6, 2)
+    assert turned[:, 0, 1].tolist() == [1, 1, 1]
+
+
+def test_first_frame_of_an_animation_and_the_image_is_left_alone(tmp_path: Path):
+    frames = [Image.new("RGB", (3, 3), color) for color in ("red", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert levels(only(tmp_path / "a.gif")) == [255, 0, 0]
+    with Image.open(tmp_path / "a.gif") as opened:
+        opened.seek(1)
+        assert levels(only(opened)) == [255, 0, 0]
+        assert opened.tell() == 1
+
+
+def test_mixed_sizes_and_one_bad_among_good(tmp_path: Path):
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"junk" * 10)
+    batch = load_images([Image.new("RGB", (1, 1), RED), tmp_path / "broken.png", Image.new("L", (7, 5))])
+    assert batch.valid.tolist() == [True, False, True]
+    assert [None if image is None else tuple(image.shape) for image in batch.images] == [
+        (3, 1, 1),
+        None,
+        (3, 5, 7),
+    ]
+    assert batch.reasons[1] is not None and "cannot be decoded" in batch.reasons[1]
+
+
+def test_reasons_of_bad_files(tmp_path: Path):
+    assert "no such image file" in reason(tmp_path / "missing.png")
+    assert "URLs are not read" in reason("https://example.org/a.png")
+    (tmp_path / "text.jpg").write_text("not an image")
+    assert "cannot be decoded (UnidentifiedImageError" in reason(tmp_path / "text.jpg")
+    assert "cannot be decoded (IsADirectoryError" in reason(tmp_path)
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    for kind in ("png", "jpg", "webp"):
+        whole = tmp_path / f"whole.{kind}"
+        Image.fromarray(noise).save(whole)
+        (tmp_path / f"cut.{kind}").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+        assert "cannot be decoded" in reason(tmp_path / f"cut.{kind}")
+
+
+def test_reasons_of_bad_pil_images():
+    assert "no pixels: 0×4" in reason(Image.new("RGB", (0, 4)))
+    assert "rescale" in reason(Image.new("I", (2, 2), 70000))
+    assert "rescale" in reason(Image.new("F", (2, 2), float("nan")))
+    closed = Image.new("RGB", (2, 2))
+    closed.close()
+    assert "cannot be decoded" in reason(closed)
+
+
+@pytest.mark.parametrize("limit", [60, 40, 100])
+def test_decompression_bombs(tmp_path: Path, monkeypatch, limit):
+    Image.new("RGB", (10, 10)).save(tmp_path / "bomb.png")
+    image = Image.new("RGB", (10, 10))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    if limit == 100:  # exactly at the limit is allowed
+        assert load_images([tmp_path / "bomb.png", image]).valid.all()
+        return
+    for item in (tmp_path / "bomb.png", image):
+        assert "decompression bomb" in reason(item) and "MAX_IMAGE_PIXELS" in reason(item)
+
+
+def test_nan_costs_its_row_only():
+    images = torch.rand(3, 3, 4, 4)
+    images[1, 0, 2, 2] = torch.nan
+    images[2, 0, 0, 0] = torch.inf
+    batch = load_images(images)
+    assert batch.valid.tolist() == [True, False, False]
+    assert batch.reasons[1] == "the image holds NaN or infinite pixels"
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        (torch.rand(3, 8, 8), ValueError, r"not a batch of images. Add the batch dimension"),
+        (
+            torch.rand(2, 8, 8, 3),
+            ValueError,
+            r"channels first with 3 channels. Use images.permute\(0, 3, 1, 2\)",
+        ),
+        (torch.rand(2, 1, 8, 8), ValueError, "channels first with 3 channels"),
+        (torch.zeros(2, 4, 8, 8, dtype=torch.uint8), ValueError, "no dimension of 3 channels"),
+        (torch.zeros(2, 3, 8, 3, dtype=torch.uint8), ValueError, r"may be \[B, 3, H, W\] or \[B, H, W, 3\]"),
+        (torch.zeros(2, 3, 0, 8), ValueError, "images without pixels"),
+        (torch.rand(2, 3, 8, 8) * 2 - 1, ValueError, r"allowed is \[0, 1\].*images / 2 \+ 0.5"),
+        (torch.rand(2, 3, 8, 8) * 255, ValueError, "divide by 255 or pass uint8"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.int64), TypeError, "dtype torch.int64. Allowed: floats"),
+        (np.zeros((2, 3, 8, 8), dtype=bool), TypeError, "dtype bool. Allowed: floats"),
+        (Image.new("RGB", (2, 2)), TypeError, "images is a Image. Allowed.*single image into a list"),
+        ("a.png", TypeError, "images is a str"),
+        (None, TypeError, "images is a NoneType"),
+        ([Image.new("RGB", (2, 2)), 7], TypeError, r"images\[1\] is a int"),
+        (
+            [torch.rand(1, 3, 4, 4)],
+            ValueError,
+            r"images\[0\] has shape \(1, 3, 4, 4\); an element of a list is one",
+        ),
+        (
+            [torch.rand(4, 4, 3)],
+            ValueError,
+            r"images\[0\] has shape \(4, 4, 3\); float images are channels first",
+        ),
+    ],
+)
+def test_refused(items, error, message):
+    with pytest.raises(error, match=message):
+        load_images(items)
+
+
+def test_rounding_slack_is_clamped():
+    batch = load_images(torch.full((1, 3, 2, 2), 1 + 5e-7))
+    assert batch.images[0] is not None and batch.images[0].max() == 1
+
+
+SIDES = st.tuples(st.integers(1, 90), st.integers(1, 90))
+FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+def hard_edges(shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Random extreme levels, where overshoot and its clipping matter most."""
+    return np.random.default_rng(seed).choice([0, 3, 128, 250, 255], (*shape, 3)).astype(np.uint8)
+
+
+def resized(array: np.ndarray, size: tuple[int, int], interpolation: str = "bicubic") -> np.ndarray:
+    ours = resize_like_pil(torch.from_numpy(array).permute(2, 0, 1)[None].float(), size, interpolation)
+    return ours[0].permute(1, 2, 0).numpy().astype(int)
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+@given(SIDES, SIDES, st.sampled_from(["bicubic", "bilinear"]), st.integers(0, 999))
+def test_resize_equals_pils_passes(source, target, interpolation, seed):
+    array = hard_edges(source, seed)
+    across = Image.fromarray(array).resize((target[1], source[0]), FILTERS[interpolation])
+    expected = np.array(across.resize((target[1], target[0]), FILTERS[interpolation])).astype(int)
+    assert np.abs(resized(array, target, interpolation) - expected).max() == 0
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+@given(st.tuples(st.integers(1, 90), st.integers(0, 90)), st.integers(4, 60), st.integers(0, 999))
+def test_resize_of_square_and_wide_pictures_equals_pil_in_one_call(sides, size, seed):
+    source = (sides[0], sides[0] + sides[1])
+    target = resized_shape(*source, {"size": size})
+    array = hard_edges(source, seed)
+    expected = np.array(Image.fromarray(array).resize((target[1], target[0]), FILTERS["bicubic"])).astype(int)
+    assert np.abs(resized(array, target) - expected).max() <= 1
+
+
+@settings(max_examples=40, deadline=None, phases=[Phase.generate])
+@given(
+    st.tuples(st.integers(8, 40), st.integers(0, 40)),
+    st.sampled_from([24, (24, 40), (40, 24)]),
+    st.sampled_from(["shortest", "longest"]),
+    st.integers(0, 999),
+)
+def test_model_input_equals_open_clips_own_transform(sides, size, mode, seed):
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    array = np.random.default_rng(seed).integers(0, 256, (sides[0], sum(sides), 3), dtype=np.uint8)
+    config = PreprocessCfg(
+        size=size, resize_mode=mode, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), fill_color=9
+    )
+    expected = image_transform_v2(config, is_train=False)(Image.fromarray(array)) * 255  # type: ignore[operator]
+    image = torch.from_numpy(array).permute(2, 0, 1) / 255
+    ours = model_levels(image, vars(config))
+    assert ours.shape == expected.shape
+    assert np.abs(np.asarray(ours) - np.asarray(expected)).max() <= 1.001
+
+
+def test_model_input_when_squashed():
+    array = hard_edges((40, 30), 0)
+    ours = model_levels(
+        torch.from_numpy(array).permute(2, 0, 1) / 255, {"size": (10, 12), "resize_mode": "squash"}
+    )
+    assert np.array_equal(ours.permute(1, 2, 0).numpy().astype(int), resized(array, (10, 12)))
+
+
+def test_resize_refusals():
+    with pytest.raises(ValueError, match="resize_mode is 'fit'; allowed are 'shortest'"):
+        resized_shape(4, 4, {"size": 8, "resize_mode": "fit"})
+    with pytest.raises(ValueError, match="300×1 is too elongated"):
+        model_levels(torch.zeros(3, 1, 300), {"size": 8})
+
+
+def test_to_pil_rounds():
+    assert to_pil(torch.full((3, 1, 1), 0.999)).getpixel((0, 0)) == (255, 255, 255)

@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of judgements: what is asked again, what is never mixed, damage, interruption, many writers."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from visalign.interfaces import Preferences, Scores
+from visalign.rewards import check_reward, load_reward
+from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.cache import store as score_cache
+from visalign.rewards.cache.reward import CachedJudge, CachedReward, content_digest
+from visalign.rewards.cache.sqlite_file import ScoreFile
+from visalign.rewards.cache.store import FILE, ScoreCache, key_of
+from visalign.rewards.weights import fingerprints as weights_in_memory
+
+PIXELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+PROMPTS = ["a", "b", "c", "d"]
+
+
+class Mean:
+    """Mean pixel plus the prompt's length; dark images are refused."""
+
+    name, unit, range, higher_is_better = "mean", "levels", (0.0, 300.0), True
+
+    def __init__(self, version: int = 1, floor: float = 0.0) -> None:
+        self.identity = Identity(judge="mean", model="none", options={"version": version})
+        self.asked = 0
+        self.floor = floor
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        request = read_request(self.name, images, prompts, metadata)
+        self.asked += len(request)
+        means = torch.tensor([float("nan") if i is None else i.mean().item() for i in request.images.images])
+        reasons = [
+            why or ("too dark" if mean < self.floor else None)
+            for why, mean in zip(request.images.reasons, means.tolist(), strict=True)
+        ]
+        value = means * 255 + torch.tensor([float(len(prompt)) for prompt in request.prompts])
+        found = make_scores(value, reasons, self.unit, parts={"mean": means}, text=[p * 2 for p in prompts])
+        return Scores(**{**vars(found), "std": torch.where(found.valid, 0.5, torch.nan)})
+
+
+class Left:
+    name = "left"
+    identity = Identity(judge="left", model="none")
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
+        one, two = (read_request(self.name, side, prompts, None).images for side in (left, right))
+        self.asked += len(one)
+        valid = one.valid & two.valid
+        gap = torch.tensor(
+            [
+                (a.mean() - b.mean()).item() if a is not None and b is not None else float("nan")
+                for a, b in zip(one.images, two.images, strict=True)
+            ]
+        )
+        reasons = [a or b for a, b in zip(one.reasons, two.reasons, strict=True)]
+        return Preferences(prob=gap.sigmoid(), valid=valid, log_odds=gap, parts={"gap": gap}, reason=reasons)
+
+
+def same(one: Scores, two: Scores) -> None:
+    torch.testing.assert_close(one.value, two.value, equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(one.valid, two.valid) and one.unit == two.unit
+    assert list(one.reason or []) == list(two.reason or [])
+
+
+def files(folder: Path) -> list[Path]:
+    paths = []
+    for number, image in enumerate(PIXELS):
+        paths.append(folder / f"{number}.png")
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(paths[-1])
+    return paths
+
+
+def test_the_second_time_nothing_is_asked_and_all_is_equal(tmp_path: Path):
+    reward = Mean()
+    first = CachedReward(reward, ScoreCache(tmp_path)).score(PIXELS, PROMPTS)
+    assert reward.asked == 4
+    again = CachedReward(reward, ScoreCache(tmp_path))
+    second = again.score(PIXELS.flip(0), PROMPTS[::-1])
+    assert reward.asked == 4 and again.cache.hits == 4 and again.cache.misses == 0
+    same(second, Scores(**{**vars(first), "value": first.value.flip(0), "valid": first.valid.flip(0)}))
+    same(first, reward.score(PIXELS, PROMPTS))
+    assert second.std is not None and second.std.tolist() == [0.5] * 4
+    assert second.parts["mean"].tolist() == first.parts["mean"].tolist()[::-1]
+    assert second.text == ["dd", "cc", "bb", "aa"]
+
+
+def test_equal_content_is_asked_once_in_a_call(tmp_path: Path):
+    reward = Mean()
+    scores = CachedReward(reward, ScoreCache(tmp_path)).score(PIXELS[[0, 0, 1, 0]], ["a", "a", "a", "bb"])
+    assert reward.asked == 3 and scores.value[0] == scores.value[1] != scores.value[3]
+
+
+def test_everything_that_matters_is_in_the_address(tmp_path: Path):
+    reward, cache = Mean(), ScoreCache(tmp_path)
+    cached = CachedReward(reward, cache)
+    base = (PIXELS[:1], ["a"], [{"x": 1}])
+    changed = PIXELS[:1].clone()
+    changed[0, 0, 0, 0] ^= 1
+    for images, prompts, records in (
+        base,
+        (changed, ["a"], [{"x": 1}]),
+        (PIXELS[:1], ["A"], [{"x": 1}]),
+        (PIXELS[:1], ["a"], [{"x": 2}]),
+        (PIXELS[:1], ["a"], None),
+        (PIXELS[:1].float() / 255, ["a"], [{"x": 1}]),
+    ):
+        before = reward.asked
+        cached.score(images, prompts, records)
+        assert reward.asked == before + 1
+    later = Mean(version=2)
+    CachedReward(later, cache).score(*base)
+    assert later.asked == 1, "another version of the judge has other scores"
+    assert len(cache.judges()) == 2 and len(cache) == 7
+    assert key_of([b"ab"], "c", None) != key_of([b"a"], "bc", None)
+
+
+def test_files_are_known_by_their_bytes(tmp_path: Path):
+    reward, paths = Mean(), files(tmp_path)
+    cached = CachedReward(reward, ScoreCache(tmp_path / "cache"))
+    first = cached.score(paths, PROMPTS)
+    copy = tmp_path / "copy.png"
+    copy.write_bytes(paths[0].read_bytes())
+    same(cached.score([copy, *map(str, paths[1:])], PROMPTS), first)
+    assert reward.asked == 4
+    Image.new("RGB", (8, 8), "white").save(copy)
+    assert cached.score([copy], ["a"]).value[0] == 256 and reward.asked == 5
+
+
+def test_failures_are_not_kept_and_harm_no_other(tmp_path: Path):
+    reward, paths = Mean(), files(tmp_path)
+    cached = CachedReward(reward, ScoreCache(tmp_path / "cache"))
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    given = [paths[0], tmp_path / "none.png", broken, paths[0], broken]
+    for round_ in range(2):
+        scores = cached.score(given, ["a"] * 5)
+        assert scores.valid.tolist() == [True, False, False, True, False]
+        reasons = list(scores.reason or [])
+        assert "no such image file" in str(reasons[1]) and "cannot be decoded" in str(reasons[2])
+        assert reasons[2] == reasons[4] and reasons[0] is None
+        assert reward.asked == (3, 5)[round_]
+    assert len(cached.cache) == 1
+    dark = Mean(floor=2.0)
+    assert not CachedReward(dark, ScoreCache(tmp_path / "dark")).score(PIXELS, PROMPTS).valid.any()
+
+
+def test_preferences_are_kept_by_order(tmp_path: Path):
+    judge = Left()
+    cached = CachedJudge(judge, ScoreCache(tmp_path))
+    first = cached.compare(PIXELS[:2], PIXELS[2:], ["a", "b"])
+    again = cached.compare(PIXELS[:2], PIXELS[2:], ["a", "b"])
+    assert judge.asked == 2 and torch.equal(first.prob, again.prob)
+    assert again.log_odds is not None and torch.equal(again.log_odds, again.parts["gap"])
+    back = cached.compare(PIXELS[2:], PIXELS[:2], ["a", "b"])
+    assert judge.asked == 4 and torch.allclose(back.prob, 1 - first.prob)
+    bad = cached.compare(["none.png"], ["none.png"], ["a"])
+    assert not bad.valid[0] and "no such image file" in str((bad.reason or [""])[0])
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "middle"])
+def test_a_damaged_file_is_set_aside_and_begun_anew(tmp_path: Path, damage: str):
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    many = torch.randint(
+        0, 256, (300, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    first = cached.score(many, ["a"] * 300)
+    path = tmp_path / FILE
+    with sqlite3.connect(path) as link:
+        link.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    link.close()
+    raw = path.read_bytes()
+    cut = {"cut": raw[: len(raw) // 2], "garbage": b"no database" * 99}
+    path.write_bytes(cut.get(damage, raw[:8192] + b"\xff" * 4096 + raw[12288:]))
+    with pytest.warns(UserWarning, match=rf"was damaged \(.*set aside as '{FILE}.damaged-1' and begun anew"):
+        cache = ScoreCache(tmp_path)
+    assert cache.rebuilt is not None and cache.rebuilt.name == f"{FILE}.damaged-1" and len(cache) == 0
+    second = CachedReward(reward, cache).score(many, ["a"] * 300)
+    assert reward.asked == 600
+    same(first, second)
+    assert ScoreCache(tmp_path).rebuilt is None
+
+
+def test_many_writers_at_once(tmp_path: Path):
+    ScoreCache(tmp_path)
+
+    def work(start: int) -> int:
+        reward = Mean()
+        cached = CachedReward(reward, ScoreCache(tmp_path))
+        for n in range(10):
+            images = torch.full((1, 3, 4, 4), (start + n) % 25, dtype=torch.uint8)
+            value = float(cached.score(images, ["a"]).value[0])
+            assert value == pytest.approx((start + n) % 25 + 1, abs=1e-4)
+        return reward.asked
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(0, 40, 5)))
+    assert len(ScoreCache(tmp_path)) == 25
+
+
+def test_a_killed_writer_leaves_a_whole_cache(tmp_path: Path):
+    code = (
+        "import os, torch\n"
+        "from visalign.rewards.cache.store import ScoreCache\n"
+        "from visalign.rewards.base.identity import Identity\n"
+        f"cache = ScoreCache({str(tmp_path)!r})\n"
+        "one = Identity(judge='mean', model='none')\n"
+        "cache.put(one, {b'k': {'value': 1.0}})\n"
+        "link = cache._file.connect()\n"
+        "link.execute('BEGIN IMMEDIATE')\n"
+        "link.execute('INSERT INTO judgements VALUES (?, ?, ?, 0)', (one.digest, b'half', '{}'))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -9
+    cache = ScoreCache(tmp_path)
+    assert cache.rebuilt is None and len(cache) == 1
+    assert cache.get(Identity(judge="mean", model="none"), [b"k", b"half"]) == {b"k": {"value": 1.0}}
+
+
+def test_numbers_come_back_as_they_were(tmp_path: Path):
+    cache, one = ScoreCache(tmp_path), Identity(judge="a", model="m")
+    said = {"value": 0.1 + 0.2, "std": None, "parts": {"inf": float("inf"), "nan": float("nan")}, "text": "é"}
+    cache.put(one, {b"k": said})
+    found = cache.get(one, [b"k"])[b"k"]
+    assert found["value"] == said["value"] and found["parts"]["inf"] == float("inf") and found["text"] == "é"
+    assert found["parts"]["nan"] != found["parts"]["nan"] and found["std"] is None
+    assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
+
+
+def test_a_file_that_cannot_be_opened_now_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with sqlite3.connect(tmp_path / FILE) as link:
+        link.execute("PRAGMA user_version = 1")
+    link.close()
+    plain = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, timeout: plain(path, timeout=0.01))
+    holder = plain(tmp_path / FILE)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(OSError, match=r"cannot be opened: database is locked. Free or unlock it"):
+        ScoreCache(tmp_path)
+    holder.close()
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert ScoreCache(tmp_path).rebuilt is None
+
+
+def test_refused(tmp_path: Path):
+    cache = ScoreCache(tmp_path)
+
+    class Nameless:
+        name, unit, range, higher_is_better = "nameless", "1", (0.0, 1.0), True
+
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any: ...
+
+    with pytest.raises(RewardError, match=r"'nameless' has no identity.*Give one: identity=Identity"):
+        CachedReward(Nameless(), cache)
+    CachedReward(Nameless(), cache, identity=Identity(judge="nameless", model="1"))
+    grouped = Mean()
+    grouped.needs_group = True  # type: ignore[attr-defined]
+    with pytest.raises(RewardError, match="against its group, so a score means nothing by itself"):
+        CachedReward(grouped, cache)
+    with pytest.raises(ValueError, match="4 images and 1 prompts"):
+        CachedReward(Mean(), cache).score(PIXELS, ["a"])
+    with pytest.raises(TypeError, match="prompts is a str"):
+        CachedReward(Mean(), cache).score(PIXELS, "abcd")
+    with sqlite3.connect(tmp_path / FILE) as link:
+        link.execute("PRAGMA user_version = 9")
+    link.close()
+    with pytest.raises(ValueError, match="of version 9, this program writes 2"):
+        ScoreCache(tmp_path)
+
+
+def test_a_cached_reward_keeps_the_contract(tmp_path: Path):
+    check_reward(CachedReward(load_reward("sharpness"), ScoreCache(tmp_path)))
+
+
+def test_content_of_every_form():
+    image = Image.fromarray(PIXELS[0].permute(1, 2, 0).numpy())
+    digests = [content_digest(given) for given in (PIXELS[0], PIXELS[0].numpy(), image, PIXELS[1])]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+    assert content_digest(PIXELS[0].numpy().astype(np.float32)) != digests[0]
+    turned = image.copy()
+    turned.getexif()[0x0112] = 6
+    assert content_digest(turned) != digests[2]
+    red, green = Image.new("P", (8, 8)), Image.new("P", (8, 8))
+    red.putpalette([255, 0, 0])
+    green.putpalette([0, 255, 0])
+    assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)
+
+
+def test_a_judge_in_training_is_another_judge_after_each_step(tmp_path: Path):
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    cached.score(PIXELS, PROMPTS)
+    reward.identity = Identity(judge="mean", model="none", weights="after a step")
+    cached.score(PIXELS, PROMPTS)
+    assert reward.asked == 8
+
+
+def page(path: Path, table: str) -> int:
+    """Byte at which the first page of a table begins."""
+    with sqlite3.connect(path) as link:
+        link.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        root = link.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
+        size = link.execute("PRAGMA page_size").fetchone()[0]
+    link.close()
+    return (root - 1) * size
+
+
+def cut(path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) // 2])
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"no database" * 999)
+
+
+def spoil(path: Path) -> None:
+    start = page(path, "judgements")
+    raw = path.read_bytes()
+    path.write_bytes(raw[:start] + b"\xff" * 4096 + raw[start + 4096 :])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("harm", [cut, overwrite, spoil, empty, remove])
+@pytest.mark.parametrize("first", ["read", "write"])
+def test_damage_while_it_is_in_use_is_mended_with_one_warning(tmp_path: Path, harm: Any, first: str):
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    expected = cached.score(PIXELS, PROMPTS)
+    path = tmp_path / FILE
+    page(path, "judgements")
+    harm(path)
+    with pytest.warns(UserWarning, match=r"was (damaged|replaced while it was in use) \(") as warned:
+        if first == "write":
+            cached.cache.put(Identity(judge="other", model="m"), {b"k": {"value": 1.0}})
+        for _ in range(2):
+            same(cached.score(PIXELS, PROMPTS), expected)
+    assert len(warned) == 1 and reward.asked == 8, "all is judged once more, and then known again"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(ScoreCache(tmp_path)) == 4 + (first == "write")
+    set_aside = sorted(file.name for file in tmp_path.glob("*.damaged-*"))
+    assert set_aside == ([] if harm in (empty, remove) else [f"{FILE}.damaged-1"])
+
+
+def test_an_altered_number_is_judged_again(tmp_path: Path):
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    expected = cached.score(PIXELS, PROMPTS)
+    with sqlite3.connect(tmp_path / FILE) as link:
+        link.execute("UPDATE judgements SET said = replace(said, '0.5', '9.5')")
+    link.close()
+    with pytest.warns(UserWarning, match=r"judgements that were altered on the disk \(4 of") as warned:
+        same(cached.score(PIXELS, PROMPTS), expected)
+    assert len(warned) == 1 and reward.asked == 8
+    same(cached.score(PIXELS, PROMPTS), expected)
+    assert reward.asked == 8
+
+
+def full(link: sqlite3.Connection) -> None:
+    link.execute(f"PRAGMA max_page_count = {link.execute('PRAGMA page_count').fetchone()[0]}")
+
+
+def read_only(link: sqlite3.Connection) -> None:
+    link.execute("PRAGMA query_only = 1")
+
+
+def locked(link: sqlite3.Connection) -> None:
+    raise sqlite3.OperationalError("database is locked")
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [(full, "database or disk is full"), (read_only, "readonly database"), (locked, "database is locked")],
+)
+def test_a_disk_that_fails_costs_no_score_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Any, words: str
+):
+    many = torch.randint(0, 256, (300, 3, 8, 8), dtype=torch.uint8)
+    reward = Mean()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    known = cached.score(many[:2], ["a"] * 2)
+    plain = ScoreFile.connect
+
+    def limited(file: ScoreFile) -> sqlite3.Connection:
+        link = plain(file)
+        limit(link)
+        return link
+
+    monkeypatch.setattr(ScoreFile, "connect", limited)
+    with pytest.warns(UserWarning, match=rf"cannot be used now \(.*{words}\). Judgements are kept") as warned:
+        for _ in range(2):
+            found = cached.score(many, ["a"] * 300)
+            same(found, Mean().score(many, ["a"] * 300))
+            assert torch.equal(found.value[:2], known.value)
+    assert len(warned) == 1
+    assert reward.asked <= 302, "what is kept in memory is not asked again"
+    monkeypatch.setattr(ScoreFile, "connect", plain)
+    cached.cache._rest_until = 0.0
+    cached.score(many[:1], ["another"])
+    assert len(ScoreCache(tmp_path)) == 301, "what was kept is written when the disk is there again"
+    assert not list(tmp_path.glob("*.damaged-*")) and cached.cache._kept == {}
+
+
+def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache, tried = ScoreCache(tmp_path), []
+
+    def connect(file: ScoreFile) -> sqlite3.Connection:
+        tried.append(1)
+        raise sqlite3.OperationalError("unable to open database file")
+
+    monkeypatch.setattr(ScoreFile, "connect", connect)
+    cached = CachedReward(Mean(), cache)
+    with pytest.warns(UserWarning, match="unable to open database file"):
+        for _ in range(5):
+            cached.score(PIXELS, PROMPTS)
+    assert len(tried) == 1 and len(cache) == 0 and next(iter(cache.judges().values()))["judge"] == "mean"
+
+
+def test_what_is_kept_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(score_cache, "_KEPT", 3)
+    monkeypatch.setattr(ScoreFile, "insert", lambda *_: locked(None))  # type: ignore[arg-type]
+    cache, one = ScoreCache(tmp_path), Identity(judge="a", model="m")
+    with pytest.warns(UserWarning, match="is locked"):
+        cache.put(one, {bytes([n]): {"value": float(n)} for n in range(5)})
+    assert [key for _, key in cache._kept] == [b"\x02", b"\x03", b"\x04"]
+
+
+def test_a_cache_of_the_first_version_keeps_its_judgements(tmp_path: Path):
+    one = Identity(judge="a", model="m")
+    with sqlite3.connect(tmp_path / FILE) as link:
+        link.execute("CREATE TABLE judges (digest TEXT PRIMARY KEY, identity TEXT NOT NULL)")
+        link.execute(
+            "CREATE TABLE judgements (judge TEXT NOT NULL, key BLOB NOT NULL, said TEXT NOT NULL, "
+            "PRIMARY KEY (judge, key)) WITHOUT ROWID"
+        )
+        link.execute("INSERT INTO judgements VALUES (?, ?, ?)", (one.digest, b"k", '{"value": 2.5}'))
+        link.execute("PRAGMA user_version = 1")
+    link.close()
+    for _ in range(2):
+        assert ScoreCache(tmp_path).get(one, [b"k"]) == {b"k": {"value": 2.5}}
+
+
+def test_threads_share_a_cache(tmp_path: Path):
+    cache, reward = ScoreCache(tmp_path), Mean()
+
+    def work(start: int) -> None:
+        for n in range(8):
+            images = torch.full((1, 3, 4, 4), start + n, dtype=torch.uint8)
+            assert float(CachedReward(reward, cache).score(images, ["a"]).value[0]) == pytest.approx(
+                start + n + 1
+            )
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(0, 32, 8)))
+    assert len(cache) == 32
+
+
+@pytest.fixture
+def clip() -> Any:
+    return load_reward("clip_score")
+
+
+def test_weights_that_change_in_memory_are_another_judge(tmp_path: Path, clip: Any):
+    cached = CachedReward(clip, ScoreCache(tmp_path))
+    prompts = ["a red circle", "a blue square", "x", "y"]
+    before = cached.score(PIXELS, prompts)
+    cached.score(PIXELS, prompts)
+    assert (cached.cache.hits, cached.cache.misses) == (4, 4)
+    with torch.no_grad():
+        next(p for p in clip.towers.encoder.parameters() if p.ndim > 1).mul_(1.5)
+    after = cached.score(PIXELS, prompts)
+    assert (cached.cache.hits, cached.cache.misses) == (4, 8)
+    assert torch.equal(after.value, clip.score(PIXELS, prompts).value)
+    assert not torch.equal(after.value, before.value)
+    fresh = CachedReward(load_reward("clip_score"), cached.cache)
+    assert torch.equal(fresh.score(PIXELS, prompts).value, before.value) and cached.cache.hits == 8
+
+
+def test_reading_the_identity_costs_nothing_while_no_weight_changes(
+    tmp_path: Path, clip: Any, monkeypatch: pytest.MonkeyPatch
+):
+    summed: list[int] = []
+    plain = weights_in_memory.tensor_print
+    monkeypatch.setattr(weights_in_memory, "tensor_print", lambda tensor: summed.append(1) or plain(tensor))
+    cached = CachedReward(clip, ScoreCache(tmp_path))
+    for images in (PIXELS, PIXELS, PIXELS.flip(0)):
+        cached.score(images, ["a", "b", "c", "d"])
+    assert summed == []
+    with torch.no_grad():
+        next(clip.towers.encoder.parameters()).add_(0.5)
+    cached.score(PIXELS, ["a", "b", "c", "d"])
+    once = len(summed)
+    for images in (PIXELS, PIXELS.flip(0)):
+        cached.score(images, ["a", "b", "c", "d"])
+    assert len(summed) == once > 0
+
+
+@pytest.mark.parametrize("kind", ["reward", "judge"])
+def test_a_step_in_the_middle_of_scoring_is_kept_for_neither(tmp_path: Path, kind: str):
+    judge: Any = Mean() if kind == "reward" else Left()
+    name = "score" if kind == "reward" else "compare"
+    plain = getattr(judge, name)
+
+    def stepping(*given: Any) -> Any:
+        judge.identity = Identity(judge=judge.name, model="none", weights=f"step {judge.asked}")
+        return plain(*given)
+
+    setattr(judge, name, stepping)
+    cache = ScoreCache(tmp_path)
+    if kind == "reward":
+        CachedReward(judge, cache).score(PIXELS, PROMPTS)
+    else:
+        CachedJudge(judge, cache).compare(PIXELS, PIXELS.flip(0), PROMPTS)
+    assert judge.asked == 4 and len(cache) == 0

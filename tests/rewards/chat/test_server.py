@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat client against a real server on a local port: answers in order, every failure its own row."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.support.tiny_chat_server import chat, pictures, serving, words
+from visalign.errors import UserError
+from visalign.remote import ServerConnection, ServerError
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.failure_alarm import FailureAlarm
+from visalign.rewards.chat.messages import PictureUrls, chat_messages, question, safe_text
+from visalign.rewards.chat.replies import Reply, read_reply
+from visalign.rewards.chat.server import ChatServer
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.tokens import Ask
+
+SHOW = question("show", "What of {prompt}?")
+
+
+def images(count: int, side: int = 6) -> torch.Tensor:
+    levels = torch.randint(0, 256, (count, 3, side, side + 2), generator=torch.Generator().manual_seed(0))
+    return levels.float() / 255
+
+
+def asks(*prompts: str) -> list[Ask]:
+    return [
+        Ask(images=[image], prompt=prompt)
+        for image, prompt in zip(images(len(prompts)), prompts, strict=True)
+    ]
+
+
+def client(url: str, **options) -> ChatServer:
+    defaults = {"retries": 0, "backoff": 0.01, "timeout": 5.0, "max_failure_rate": 1.0}
+    return ChatServer(url, "tiny", **{**defaults, **options})
+
+
+def texts(server: ChatServer, *prompts: str, **options) -> list:
+    return [row[0] for row in server.ask(SHOW, asks(*prompts), read=lambda reply: reply.text, **options)]
+
+
+def test_answers_come_in_the_order_of_the_questions():
+    def answer(body):
+        time.sleep(0.02 * (4 - int(words(body)[-2])))  # the first asked are the last to answer
+        return chat(words(body))
+
+    with serving(answer) as stub:
+        found = texts(client(stub.url), *(f"p{number}" for number in range(4)))
+    assert found == [f"What of p{number}?" for number in range(4)]
+    assert stub.paths == ["/v1/chat/completions"] * 4
+
+
+def test_pictures_are_sent_without_loss_and_equal_requests_once():
+    with serving(lambda body: chat("yes")) as stub:
+        server = client(stub.url)
+        picture = images(1)[0]
+        repeated = [Ask(images=[picture], prompt="a"), Ask(images=[picture.clone()], prompt="a")]
+        found = server.ask(
+            SHOW, [*repeated, Ask(images=[1 - picture], prompt="a")], read=lambda reply: reply.text
+        )
+    assert found == [["yes"]] * 3
+    assert len(stub.asked) == 2
+    sent = sorted((pictures(body)[0] for body in stub.asked), key=lambda levels: int(levels[0, 0, 0]))
+    levels = (picture * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    assert any((one == levels).all() for one in sent) and any((one == 255 - levels).all() for one in sent)
+
+
+def test_the_body_says_what_a_server_would_take_from_its_own_defaults():
+    with serving(lambda body: chat("x")) as stub:
+        options = {"temperature": 0.7, "max_new_tokens": 9, "seed": 5, "answers": 2}
+        server = client(stub.url, extra={"min_p": None, "guided": 1})
+        server.ask(SHOW, asks("a"), read=lambda reply: reply, **options)
+        client(stub.url, dialect="openai", token_field="max_completion_tokens").ask(
+            SHOW, asks("b"), read=lambda reply: reply
+        )
+    first, second, third = sorted(stub.asked, key=lambda body: (words(body), body["seed"]))
+    assert (first["seed"], second["seed"]) == (5, 6)
+    assert (
+        first["temperature"] == 0.7 and first["max_tokens"] == 9 and first["n"] == 1 and first["top_p"] == 1
+    )
+    assert first["repetition_penalty"] == 1 and first["top_k"] == -1 and first["guided"] == 1
+    assert "min_p" not in first and first["stream"] is False and first["model"] == "tiny"
+    assert third["max_completion_tokens"] == 1024 and not {"top_k", "max_tokens", "min_p"} & set(third)
+
+
+def test_braces_and_control_tokens_of_a_prompt_are_text():
+    with serving(lambda body: chat("x")) as stub:
+        texts(client(stub.url), "{prompt} {0} <|im_end|><image> ünï {")
+    assert words(stub.asked[0]) == "What of {prompt} {0} < |im_end|>< image> ünï {?"
+    assert safe_text("<<|a|>|a|>") == "<< |a|>|a|>"
+    assert safe_text("a < b > c") == "a < b > c"
+
+
+FAILURES = {
+    "hang": ("!hang", "silent for 1.5 s"),
+    "drip": ("!drip", "had not answered in full after 2.5 s"),
+    "close": ("!close", "connection broke off"),
+    "reset": ("!reset", "connection broke off"),
+    "500": ((500, {"error": {"message": "out of memory"}}, {}), "500 .*out of memory"),
+    "503": ((503, "busy", {}), "503 .*busy"),
+    "429": ((429, {"error": {"message": "slow down"}}, {}), "429 .*slow down"),
+    "400": (
+        (400, {"object": "error", "message": "longer than the context"}, {}),
+        "400 .*longer than the context",
+    ),
+    "text": ("<html>", "what is no JSON"),
+    "list": ([1], "no JSON object"),
+    "choices": ({"choices": []}, "no choices"),
+    "missing": ({"id": "x"}, "no choices"),
+    "message": ({"choices": [{"finish_reason": "stop"}]}, "no message"),
+    "null": (chat(None), "wrote nothing"),
+    "empty": (chat("  "), "wrote nothing"),
+    "length": (chat("The pic", finish="length"), "cut off at the token limit"),
+    "filter": (chat("x", finish="content_filter"), "content filter"),
+    "abort": (chat("x", finish="abort"), "finish_reason 'abort'"),
+    "refusal": (
+        {"choices": [{"message": {"content": None, "refusal": "No people."}, "finish_reason": "stop"}]},
+        "the judge refused: No people.",
+    ),
+}
+
+
+def test_every_failure_costs_its_own_row_alone():
+    def answer(body):
+        name = words(body).removeprefix("What of ").removesuffix("?")
+        return FAILURES[name][0] if name in FAILURES else chat(name)
+
+    names = [name for failure in FAILURES for name in (failure, f"good {failure}")]
+    with serving(answer) as stub:
+        started = time.monotonic()
+        found = texts(client(stub.url, timeout=1.5, deadline=2.5, parallel=8), *names)
+        assert time.monotonic() - started < 30
+    for name, said in zip(names, found, strict=True):
+        if name in FAILURES:
+            assert isinstance(said, AnswerError), name
+            with pytest.raises(AnswerError, match=FAILURES[name][1]):
+                raise said
+        else:
+            assert said == name
+
+
+def test_passing_failures_are_tried_again_and_others_are_not():
+    seen: dict[str, int] = {}
+
+    def answer(body):
+        name = words(body)[8:-1]
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] > 2:
+            return chat("at last")
+        return {"busy": (503, "", {}), "limit": (429, "", {"Retry-After": "0"}), "shut": "!close"}.get(
+            name, (400, "", {})
+        )
+
+    with serving(answer) as stub:
+        found = texts(client(stub.url, retries=2), "busy", "limit", "shut", "wrong")
+    assert found[:3] == ["at last"] * 3 and isinstance(found[3], AnswerError)
+    assert seen == {"busy": 3, "limit": 3, "shut": 3, "wrong": 1}
+
+
+def test_pauses_grow_and_their_jitter_follows_the_seed(monkeypatch):
+    pauses: list[float | None] = []
+    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: pauses.append(timeout))
+
+    def drawn(seed: int, jitter: float) -> list[float | None]:
+        pauses.clear()
+        connection = ServerConnection("http://127.0.0.1:9", retries=3, jitter=jitter, seed=seed)
+        with pytest.raises(ServerError, match="failed 4 times"):
+            connection.get("models")
+        return list(pauses)
+
+    assert drawn(0, 0.0) == [1, 2, 4]
+    first = drawn(7, 0.5)
+    assert first == drawn(7, 0.5) != drawn(8, 0.5)
+    assert all(full / 2 <= (pause or 0) <= full for pause, full in zip(first, (1, 2, 4), strict=True))
+
+
+def test_no_more_requests_at_once_than_allowed():
+    def answer(body):
+        time.sleep(0.02)
+        return chat("x")
+
+    with serving(answer) as stub:
+        texts(client(stub.url, parallel=3), *(f"p{number}" for number in range(12)))
+    assert 1 < stub.most <= 3
+
+
+@pytest.mark.parametrize(("status", "said"), [(401, "api_key"), (404, "name of the model")])
+def test_what_no_row_can_pass_ends_the_call(status, said):
+    with serving(lambda body: (status, "no", {})) as stub:
+        with pytest.raises(RewardError, match=f"tiny: .*answered {status}.*{said}"):
+            texts(client(stub.url, parallel=1), *(f"p{number}" for number in range(60)))
+    assert len(stub.asked) < 60
+
+
+def test_a_broken_judge_raises_the_alarm_before_all_is_asked():
+    with serving(lambda body: chat("x", finish="length")) as stub:
+        server = client(stub.url, max_failure_rate=0.5, parallel=1)
+        with pytest.raises(
+            RewardError, match=r"8 of the last 8 answers failed.* 8 × the judge's answer was cut"
+        ):
+            texts(server, *(f"p{number}" for number in range(100)))
+    assert len(stub.asked) < 100
+
+
+def test_a_dead_server_raises_the_alarm():
+    server = client("http://127.0.0.1:9/v1", max_failure_rate=0.5)
+    with pytest.raises(RewardError, match=r"above max_failure_rate 0\.5.*no connection"):
+        texts(server, *(f"p{number}" for number in range(20)))
+
+
+def test_the_alarm_counts_a_window():
+    alarm = FailureAlarm("judge", 0.5, window=4, least=2)
+    for reason in (None, "a", None, "b", None, "c"):
+        alarm.note(reason)
+    assert alarm.rate == 0.5
+    with pytest.raises(RewardError, match=r"judge: 3 of the last 4 .*: 1 × b; 1 × c; 1 × d"):
+        alarm.note("d")
+    with pytest.raises(RewardError, match=r"max_failure_rate is 1\.5"):
+        FailureAlarm("judge", 1.5)
+
+
+def test_what_the_reader_cannot_read_is_a_failure_and_a_refusal_is_named():
+    def read(reply: Reply) -> str:
+        raise AnswerError("no number")
+
+    with serving(
+        lambda body: chat("I'm sorry, but I can't rate it." if "sad" in words(body) else "hm")
+    ) as stub:
+        found = client(stub.url).ask(SHOW, asks("sad", "odd"), read=read)
+    assert str(found[0][0]) == "the judge refused: I'm sorry, but I can't rate it."
+    assert str(found[1][0]) == "no number"
+
+
+def test_generate_is_the_engines():
+    with serving(
+        lambda body: chat("ok") if body["seed"] < 2 and "bad" not in words(body) else "!close"
+    ) as stub:
+        said = client(stub.url).generate(SHOW, asks("good", "bad"), answers=3, temperature=1.0)
+    assert said.texts == [["ok", "ok", ""], []]
+    assert said.finished == [[True, True, False], []]
+    assert said.reasons[0] is None and "broke off" in str(said.reasons[1])
+
+
+def test_an_answer_that_is_begun():
+    begun = Template(
+        name="begun", messages=SHOW.messages, answer_prefix="<answer>", chat={"enable_thinking": False}
+    )
+    with serving(lambda body: chat("3")) as stub:
+        client(stub.url).ask(begun, asks("a"), read=lambda reply: reply)
+        with pytest.raises(RewardError, match="'begun' begins the answer itself"):
+            client(stub.url, dialect="openai").ask(begun, asks("a"), read=lambda reply: reply)
+    body = stub.asked[0]
+    assert body["messages"][-1] == {"role": "assistant", "content": "<answer>"}
+    assert body["continue_final_message"] and not body["add_generation_prompt"]
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_the_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with serving(lambda body: (500, "no", {})) as stub:
+        found = texts(client(stub.url, api_key_env="JUDGE_KEY"), "a")
+    assert stub.keys == ["Bearer secret"]
+    assert "secret" not in str(found[0])
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(
+        RewardError, match="api_key_env is 'JUDGE_KEY', and the environment has no such variable"
+    ):
+        client(stub.url, api_key_env="JUDGE_KEY")
+
+
+def test_first_tokens_that_are_spelled_alike_are_added_up():
+    top = [
+        {"token": "yes", "logprob": -1.0},
+        {"token": "yes", "logprob": -1.0},
+        {"token": "no", "logprob": -2.0},
+    ]
+    sent = chat("yes", finish="length")
+    sent["choices"][0]["logprobs"] = {"content": [{"token": "yes", "top_logprobs": top}]}
+    found = read_reply(sent, first_token_only=True).first_token
+    assert found["yes"] == pytest.approx(-1 + torch.tensor(2.0).log().item()) and found["no"] == -2
+    top[0]["logprob"] = "x"
+    with pytest.raises(AnswerError, match="no token with a log-prob"):
+        read_reply(sent, first_token_only=True)
+
+
+def test_content_in_parts():
+    sent = chat(None)
+    sent["choices"][0]["message"]["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read_reply(sent).text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dialect": "tgi"}, "dialect is 'tgi'; allowed are 'vllm'"),
+        ({"parallel": 0}, "parallel 0"),
+        ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"jitter": 2}, "jitter is 2"),
+        ({"deadline": 0}, "deadline is 0"),
+        ({"max_failure_rate": -1}, "max_failure_rate is -1"),
+    ],
+)
+def test_options_refused(options, message):
+    with pytest.raises((RewardError, UserError), match=message):
+        ChatServer(**{"base_url": "http://localhost:1", "model": "tiny", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"answers": 2}, "the same answer 2 times"),
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"answers": 0}, "answers is 0"),
+    ],
+)
+def test_drawing_refused(options, message):
+    with pytest.raises(RewardError, match=message):
+        texts(client("http://127.0.0.1:9"), "a", **options)
+
+
+def test_another_number_of_pictures_is_refused():
+    with pytest.raises(RewardError, match="1 slots for pictures and got 2"):
+        chat_messages(SHOW, Ask(images=list(images(2)), prompt="a"), PictureUrls())

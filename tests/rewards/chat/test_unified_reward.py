@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges behind a server: UnifiedReward, LiFT, DeepSeek-GRM, yes/no; values by hand, failures masked."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.tiny_chat_server import chat, pictures, serving, words
+from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.rewards import check_reward, load_reward
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.catalogue import load_judge
+from visalign.rewards.chat.deepseek_grm import DeepSeekGRM
+from visalign.rewards.chat.lift import Lift
+from visalign.rewards.chat.server import ChatServer
+from visalign.rewards.chat.unified_reward import UnifiedReward
+from visalign.rewards.chat.unified_reward_pairs import UnifiedRewardPairs
+from visalign.rewards.chat.yes_no import YesNoServer
+from visalign.rewards.questions.visual_quality_r1 import VisualQuality
+
+QUICK = {"retries": 0, "timeout": 5.0, "max_failure_rate": 1.0}
+
+
+def bright(*levels: float) -> torch.Tensor:
+    """Plain grey pictures [N, 3, 4, 4]."""
+    return torch.tensor(levels).view(-1, 1, 1, 1).expand(-1, 3, 4, 4).mul(255).round() / 255
+
+
+def light(body) -> list[float]:
+    return [float(picture.mean()) / 255 for picture in pictures(body)]
+
+
+def caption(body) -> str:
+    found = re.findall(r"Caption: \[(.*)\]", words(body))
+    return found[-1]
+
+
+def aspects(a: float, c: float, s: float) -> str:
+    return f"Alignment Score (1-5): {a}\nCoherence Score (1-5): {c}\nStyle Score (1-5): {s}"
+
+
+def test_points_of_three_aspects():
+    def answer(body):
+        shade = light(body)[0]
+        return chat(aspects(1 + 4 * shade, 2, 3) if caption(body) == "a cat" else "It is nice.")
+
+    with serving(answer) as stub:
+        judge = UnifiedReward(stub.url, "tiny", **QUICK)
+        found = judge.score(bright(0, 1, 0.2), ["a cat", "a cat", "a dog"])
+    assert isinstance(judge, PointwiseReward)
+    assert found.value[:2].tolist() == pytest.approx([2, 10 / 3])
+    assert found.valid.tolist() == [True, True, False] and math.isnan(found.value[2])
+    assert found.parts["alignment"][:2].tolist() == [1, 5] and found.parts["alignment"][2].isnan()
+    assert found.reason == [None, None, "the judge's text gives no score for alignment, coherence, style"]
+    assert found.text is not None and found.text[0].startswith("Alignment") and found.text[2] == ""
+    assert found.std is None and found.unit == "points from 1 to 5"
+
+
+def test_final_score_its_spread_and_its_standard_error():
+    with serving(lambda body: chat(f"Final Score: {(2, 3, 4, 9)[body['seed']]}")) as stub:
+        judge = UnifiedReward(stub.url, "tiny", mode="final", answers=4, temperature=1.0, **QUICK)
+        found = judge.score(bright(0.5), ["a cat"])
+        assert found.value.tolist() == [3] and found.parts["readable"].tolist() == [0.75]
+        assert found.parts["spread"].tolist() == [1], "of 2, 3 and 4"
+        assert found.std is not None and found.std.tolist() == pytest.approx([1 / math.sqrt(3)])
+        lonely = UnifiedReward(stub.url, "tiny", mode="final", answers=2, seed=2, temperature=1.0, **QUICK)
+        lost = lonely.score(bright(0.5), ["a cat"])
+    assert not lost.valid[0] and lost.std is not None and lost.std.isnan().all()
+    assert lost.reason == ["1 of 2 answers failed, the first so: the judge's number 9 is outside [1, 5]"]
+
+
+def test_bad_rows_are_not_asked(tmp_path):
+    Image.new("L", (4, 4), 51).save(tmp_path / "a.png")
+    with serving(lambda body: chat("Final Score: 2")) as stub:
+        judge = UnifiedReward(stub.url, "tiny", mode="final", **QUICK)
+        found = judge.score([tmp_path / "a.png", tmp_path / "b.png", tmp_path / "a.png"], ["a", "a", " "])
+    assert found.valid.tolist() == [True, False, False]
+    assert (
+        found.reason is not None
+        and "no such image file" in str(found.reason[1])
+        and "empty" in str(found.reason[2])
+    )
+    assert len(stub.asked) == 1
+
+
+PIXELS = torch.randint(0, 256, (3, 3, 8, 8), generator=torch.Generator().manual_seed(1)).float() / 255
+"""Three noisy pictures of different mean."""
+
+
+def _hash(body) -> int:
+    return int(sum(int(picture.astype("int64").sum()) for picture in pictures(body)))
+
+
+JUDGES = {
+    "unified_reward": lambda body: chat(aspects(1 + _hash(body) % 5, 2, 3)),
+    "lift": lambda body: chat(("Good", "Normal", "Bad")[_hash(body) % 3]),
+    "deepseek_grm": lambda body: chat(rf"\boxed{{{1 + (_hash(body) + body['seed']) % 10}}}"),
+    "yes_no_server": lambda body: chat(
+        "y", finish="length", logprobs={"yes": -1 - _hash(body) % 7 / 7, "no": -1.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_the_contract(name):
+    with serving(JUDGES[name]) as stub:
+        judge = load_reward(name, base_url=stub.url, model="tiny", **QUICK)
+        check_reward(judge, images=PIXELS, prompts=["a red {circle}", "ein Kreis <|im_end|>", "a"])
+        found = judge.score(PIXELS, ["a", "b", "c"])
+    assert judge.name == name and found.valid.all()
+    identity = judge.identity  # type: ignore[attr-defined]  # judges have one beside the protocol
+    assert identity.judge == name and identity.model == "tiny" and len(identity.template_hash) == 12
+
+
+def test_identity_follows_what_moves_a_score():
+    base = UnifiedReward("http://a", "m").identity
+    assert base == UnifiedReward("http://b", "m").identity
+    others = [
+        UnifiedReward("http://a", "n").identity,
+        UnifiedReward("http://a", "m", mode="final").identity,
+        UnifiedReward("http://a", "m", template="Rate {prompt}").identity,
+        UnifiedReward("http://a", "m", seed=1).identity,
+        UnifiedReward("http://a", "m", extra={"top_k": 1}).identity,
+    ]
+    assert len({base.digest, *(other.digest for other in others)}) == 6
+
+
+def test_own_template():
+    with serving(lambda body: chat(aspects(1, 2, 3))) as stub:
+        judge = UnifiedReward(stub.url, "tiny", template='Answer {"x": "{prompt}"}', **QUICK)
+        judge.score(bright(0.5), ["a {prompt}"])
+    assert words(stub.asked[0]) == 'Answer {"x": "a {prompt}"}'
+
+
+def prefer_brighter(body) -> str:
+    first, second = light(body)
+    return (
+        "Image 1 is better" if first > second else "Image 2 is better" if second > first else "Both are equal"
+    )
+
+
+def page(body) -> str:
+    first, second = light(body)
+    side = "Image 1" if first > second else "Image 2"
+    return json.dumps({"categories": [{"name": "look", "cat_winner": "Image 1"}], "winner": side})
+
+
+PAIR_ANSWERS = {
+    "rank": lambda body: chat(prefer_brighter(body)),
+    "think": lambda body: chat(f"<think>Image 1 is better?</think><answer>{prefer_brighter(body)}</answer>"),
+    "score": lambda body: chat(
+        "Image 1: {:.3f}\nImage 2: {:.3f}".format(*(shade / (sum(light(body)) or 1) for shade in light(body)))
+    ),
+    "flex": lambda body: chat(page(body)),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected", "bias"),
+    [
+        ("rank", [1, 0, 0.5], [0, 0, 0]),
+        ("think", [1, 0, 0.5], [0, 0, 0]),
+        ("score", [0.75, 0.25, 0.5], [0, 0, 0]),
+        # the category always goes to the first: half of its weight each way
+        ("flex", [0.75, 0.25, 0.5], [0.25, 0.25, 0]),
+    ],
+)
+def test_pairs_in_both_orders(mode, expected, bias):
+    left, right = bright(0.6, 0.2, 0.4), bright(0.2, 0.6, 0.4)
+    with serving(PAIR_ANSWERS[mode]) as stub:
+        judge = load_judge("unified_reward_pairs", base_url=stub.url, model="tiny", mode=mode, **QUICK)
+        assert isinstance(judge, PairwiseReward)
+        found = judge.compare(left, right, ["a cat"] * 3)
+    assert found.prob.tolist() == pytest.approx(expected, abs=2e-3) and found.valid.all()
+    assert found.parts["position_bias"].tolist() == pytest.approx(bias, abs=2e-3)
+    # the second row is the first one turned: two requests for both, and one of equals
+    assert len(stub.asked) == 3
+
+
+def test_a_judge_of_places_gives_a_half():
+    with serving(lambda body: chat("Image 1 is better")) as stub:
+        both = UnifiedRewardPairs(stub.url, "tiny", **QUICK).compare(bright(0.6), bright(0.2), ["a"])
+        one = UnifiedRewardPairs(stub.url, "tiny", both_orders=False, **QUICK).compare(
+            bright(0.6), bright(0.2), ["a"]
+        )
+    assert both.prob.tolist() == [0.5] and both.parts["position_bias"].tolist() == [0.5]
+    assert one.prob.tolist() == [1] and set(one.parts) == {"left_first"}
+
+
+def test_a_pair_needs_both_orders_and_both_images():
+    def answer(body):
+        return chat(prefer_brighter(body)) if light(body)[0] > light(body)[1] else "!close"
+
+    pictures_left = [Image.new("RGB", (4, 4), "white"), "nowhere.png", Image.new("RGB", (4, 4), "white")]
+    with serving(answer) as stub:
+        judge = UnifiedRewardPairs(stub.url, "tiny", **QUICK)
+        found = judge.compare(pictures_left, [Image.new("RGB", (4, 4), "black")] * 3, ["a", "a", ""])
+        with pytest.raises(ValueError, match="1 images and 2 prompts"):
+            judge.compare(bright(0.1), bright(0.1), ["a", "b"])
+    assert not found.valid.any() and found.prob.isnan().all()
+    assert found.reason is not None
+    for reason, part in zip(
+        found.reason,
+        ("with the right image first: .*broke off", "the left image: no such", "prompt is empty"),
+        strict=True,
+    ):
+        assert reason is not None and re.search(part, reason)
+
+
+def test_pairs_with_several_answers():
+    with serving(lambda body: chat(f"Image {1 + (body['seed'] == 3)} is better")) as stub:
+        judge = UnifiedRewardPairs(stub.url, "tiny", answers=4, temperature=1.0, **QUICK)
+        found = judge.compare(bright(0.6), bright(0.2), ["a"])
+    # 3 of 4 for the first picture in each order
+    assert found.prob.tolist() == [0.5] and found.parts["left_first"].tolist() == [0.75]
+    assert found.std is not None and found.std.tolist() == pytest.approx([math.sqrt(2 * 0.25 / 4) / 2])
+
+
+def test_lift():
+    def answer(body):
+        if "true to life" in words(body):
+            return chat("Bad" if light(body)[0] < 0.5 else "hard to say")
+        return chat("Good, not Bad")
+
+    with serving(answer) as stub:
+        found = Lift(stub.url, "tiny", **QUICK).score(bright(0.2, 0.8), ["a", "b"])
+        own = Lift(stub.url, "tiny", questions={"motion": "Is it smooth?"}, **QUICK).score(bright(0.8), ["a"])
+    assert found.value[0].item() == pytest.approx((0.9 + 0.05) / 2) and found.parts["fidelity"][
+        0
+    ].item() == pytest.approx(0.05)
+    assert not found.valid[1] and found.reason is not None
+    assert str(found.reason[1]).startswith("fidelity: the judge must state one of Good, Normal, Bad")
+    assert own.value.item() == pytest.approx(0.9) and list(own.parts) == ["motion"]
+
+
+def test_lift_spread():
+    with serving(lambda body: chat(("Good", "Bad")[body["seed"]])) as stub:
+        found = Lift(stub.url, "tiny", answers=2, temperature=1.0, **QUICK).score(bright(0.2), ["a"])
+    error = 0.85 / math.sqrt(2) / math.sqrt(2)  # of two answers to one question; the value is the mean of two
+    assert found.std is not None and found.std.item() == pytest.approx(error * math.sqrt(2) / 2)
+
+
+def test_grm_sums_votes_and_scales_for_those_that_fail():
+    said = {0: r"\boxed{4}", 1: r"\boxed{6}", 2: r"\boxed{8}", 3: "no score"}
+    with serving(lambda body: chat(said[body["seed"]])) as stub:
+        judge = DeepSeekGRM(stub.url, "tiny", answers=4, **QUICK)
+        found = judge.score(bright(0.5), ["a"])
+    assert judge.range == (4, 40) and judge.unit == "sum of 4 scores from 1 to 10"
+    assert (
+        found.value.tolist() == [24]
+        and found.parts["mean"].tolist() == [6]
+        and found.parts["votes"].tolist() == [3]
+    )
+    assert found.std is not None and found.std.tolist() == pytest.approx([4 * 2 / math.sqrt(3)])
+    assert set(found.parts) == {"mean", "votes"}
+
+
+def test_the_meta_judge_keeps_the_best():
+    odds = {"4": 2.0, "6": -1.0, "8": 1.0, "9": None}
+
+    def answer(body):
+        if "A judge wrote" not in words(body):
+            return chat(rf"critique \boxed{{{(4, 6, 8, 9)[body['seed']]}}}")
+        score = re.findall(r"boxed\{(\d)\}", words(body))[0]
+        shift = odds[score]
+        return chat(
+            "y",
+            finish="length",
+            logprobs={"Maybe": -0.1} if shift is None else {"yes": shift - 3, "no": -3.0},
+        )
+
+    with serving(answer) as stub:
+        judge = DeepSeekGRM(stub.url, "tiny", answers=4, k_meta=2, **QUICK)
+        found = judge.score(bright(0.5), ["a"])
+        odds |= {"4": None, "6": None, "8": None}
+        lost = judge.score(bright(0.5), ["a"])
+    assert found.value.tolist() == [12] and found.parts["votes"].tolist() == [2]
+    assert found.parts["meta"].tolist() == [1.5] and found.text == [r"critique \boxed{4}"]
+    assert not lost.valid[0] and lost.reason is not None
+    assert str(lost.reason[0]).startswith("the meta judge rated none of 4 samples: 4 of 4 answers failed")
+
+
+def test_a_meta_judge_that_hardly_answers_keeps_nothing():
+    def answer(body):
+        if "A judge wrote" not in words(body):
+            return chat(rf"critique \boxed{{{(3, 9)[body['seed']]}}}")
+        is_nine = "boxed{9}" in words(body)
+        said = {"Maybe": math.log(0.99), "yes": math.log(0.009)} if is_nine else {"no": math.log(0.9)}
+        return chat("y", finish="length", logprobs=said)
+
+    with serving(answer) as stub:
+        options = {"answers": 2, "k_meta": 1, **QUICK}
+        found = DeepSeekGRM(stub.url, "tiny", **options).score(bright(0.5), ["a"])
+        least = DeepSeekGRM(stub.url, "tiny", min_mass=0.0, **options)
+        lenient = least.score(bright(0.5), ["a"])
+    assert found.value.tolist() == [3] and lenient.value.tolist() == [9]
+    assert least.identity.options["min_mass"] == 0
+    with pytest.raises(RewardError, match=r"min_mass is 1\.5; allowed are probabilities"):
+        DeepSeekGRM("http://localhost:1", "tiny", min_mass=1.5)
+
+
+def test_yes_no_of_a_server():
+    said = {
+        "cat": {" Yes": math.log(0.6), "no": math.log(0.2), "Maybe": math.log(0.1)},
+        "dog": {"yes": math.log(0.9), "The": math.log(0.05)},
+        "cow": {"The": -0.1},
+        "pig": {"yes": math.log(0.02), "no": math.log(0.03), "The": -0.1},
+        "hen": {},
+    }
+    with serving(
+        lambda body: chat("", finish="length", logprobs=said[words(body).split("Text: ")[1].split("\n")[0]])
+    ) as stub:
+        judge = YesNoServer(stub.url, "tiny", **QUICK)
+        found = judge.score(bright(0.5).repeat(5, 1, 1, 1), list(said))
+    assert found.valid.tolist() == [True, True, False, False, False]
+    assert found.value[:2].tolist() == pytest.approx([math.log(3), math.log(0.9 / 0.05)])
+    assert found.parts["prob"][:2].tolist() == pytest.approx([0.75, 0.9 / 0.95]), "σ of the value"
+    assert found.parts["left_over"][:2].tolist() == pytest.approx([0.2, 0.1])
+    assert found.parts["is_bound"][:2].tolist() == [0, 1]
+    assert found.reason is not None
+    for reason, part in zip(
+        found.reason[2:], ("neither yes nor no is among", "probability 0.05", "no top_logprobs"), strict=True
+    ):
+        assert part in str(reason)
+    body = stub.asked[0]
+    assert body["max_tokens"] == 1 and body["logprobs"] is True and body["top_logprobs"] == 20
+
+
+def test_visual_quality_through_a_server():
+    with serving(
+        lambda body: chat(f"{2 + body['seed']}</answer>" if body["seed"] < 3 else "?</answer>")
+    ) as stub:
+        server = ChatServer(stub.url, "tiny", **QUICK)
+        judge = VisualQuality(server, mode="sampled", answers=4)
+        found = judge.score(bright(0.5), [""])
+    assert found.value.tolist() == [3] and found.std is not None and found.std.tolist() == [1]
+    assert found.parts["readable"].tolist() == [0.75]
+
+
+def test_score_images_with_a_server_judge(tmp_path: Path):
+    from visalign.pipelines.score.score import score_images, to_json
+
+    for number in range(3):
+        Image.new("L", (4, 4), 51 * number).save(tmp_path / f"{number}.png")
+    paths = [*sorted(tmp_path.glob("*.png")), tmp_path / "none.png"]
+    with serving(lambda body: chat("Final Score: 4" if light(body)[0] else "I'm sorry, I can't.")) as stub:
+        judge = load_reward("unified_reward", base_url=stub.url, model="tiny", mode="final", **QUICK)
+        rows = score_images(paths, "a cat", {"unified": judge}, batch_size=2)
+    assert [row.value for row in rows] == [None, 4, 4, None]
+    assert "refused" in str(rows[0].reason) and "no such image" in str(rows[3].reason)
+    assert json.loads(to_json(rows))[1]["text"] == "Final Score: 4"
+
+
+def test_the_command_line_finds_the_server_in_the_environment(tmp_path: Path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from visalign.pipelines.cli.app import app
+
+    Image.new("L", (4, 4), 51).save(tmp_path / "a.png")
+    command = ["score", str(tmp_path / "a.png"), "-p", "a cat", "-r", "yes_no_server", "-f", "json"]
+    with serving(lambda body: chat("y", finish="length", logprobs={"yes": -1.0, "no": -2.0})) as stub:
+        for name, value in (("URL", stub.url), ("MODEL", "tiny"), ("KEY", "secret")):
+            monkeypatch.setenv(f"VISALIGN_JUDGE_{name}", value)
+        done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and stub.keys == ["Bearer secret"]
+    assert json.loads(done.stdout)[0]["value"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: UnifiedReward(), "base_url is None and model None; give the address"),
+        (lambda: load_reward("unified_reward", mode="points"), "mode is 'points'; allowed are 'aspects' and"),
+        (lambda: UnifiedReward("http://a", "m", template="Rate it"), r"the template has no \{prompt\}"),
+        (lambda: UnifiedReward("http://a", "m", retrys=1), "Did you mean 'retries'"),
+        (lambda: UnifiedReward("http://a", server=ChatServer("http://a", "m")), "not both"),
+        (lambda: load_judge("unified_reward_pairs", mode="best"), "mode is 'best'; allowed are rank, think"),
+        (lambda: UnifiedRewardPairs("http://a", "m", overall_weight=0, dim_weight=0), "the weights are"),
+        (lambda: Lift("http://a", "m", questions={}), "no questions"),
+        (lambda: Lift("http://a", "m", template="{prompt}"), r"no \{question\}"),
+        (
+            lambda: DeepSeekGRM("http://a", "m", answers=2, k_meta=3),
+            r"k_meta is 3; allowed are .* answers \(2\)",
+        ),
+        (lambda: YesNoServer("http://a", "m", top_logprobs=1), "top_logprobs is 1"),
+        (
+            lambda: load_reward("unified_reward_pairs", base_url="http://a", model="m"),
+            "only compares|compares two images",
+        ),
+    ],
+)
+def test_options_refused(make, message):
+    with pytest.raises(RewardError, match=message):
+        make()

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards by name and users' own functions: every call form works, every mistake has its message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from visalign.interfaces import PointwiseReward
+from visalign.rewards import CATALOGUE, FunctionReward, RewardError, check_reward, load_reward
+
+IMAGES = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["a", "bb", "ccc"]
+METADATA = [{"answer": 1}, {"answer": 2}, {"other": 3}]
+
+
+class Constant:
+    name, unit, range, higher_is_better = "constant", "1", (0.0, 2.0), True
+
+    def __init__(self, level: float = 1.0) -> None:
+        self.level = level
+
+    def score(self, images, prompts, metadata=None):
+        return FunctionReward(lambda images: [self.level] * len(images)).score(images, prompts, metadata)
+
+
+class Hollow:
+    name = "hollow"
+
+    def score(self, images, prompts):
+        return None
+
+
+an_object = Constant(0.5)
+
+
+def flow_grpo_style(images, prompts, metadata):
+    return [float(len(p)) for p in prompts], {}
+
+
+def flow_grpo_factory(device):
+    assert device == "cpu"
+    return lambda images, prompts, metadata: ({"avg": [1.0, 2.0, 3.0], "ocr": [0.0, None, 1.0]}, {})
+
+
+def trl_style(prompts, completions, **kwargs):
+    return [len(p) + (a or 0) for p, a in zip(prompts, kwargs["answer"], strict=True)]
+
+
+def here(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+
+
+def value(function, **options) -> list[float]:
+    return FunctionReward(function, **options).score(IMAGES, PROMPTS, METADATA).value.tolist()
+
+
+def test_catalogue_names_load_lazily():
+    code = (
+        "import sys, visalign.rewards; assert 'torch' not in sys.modules; "
+        "from visalign.rewards import load_reward; "
+        "load_reward('sharpness'); load_reward('jpeg_size'); load_reward('shapes_verifier'); "
+        "assert not {'open_clip', 'transformers', 'diffusers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for name in ("shapes_verifier", "jpeg_size", "sharpness"):
+        assert isinstance(load_reward(name), PointwiseReward) and load_reward(name).name == name
+    assert set(CATALOGUE) == {
+        "shapes_verifier",
+        "clip_score",
+        "pick_score",
+        "hps_v2",
+        "laion_aesthetic",
+        "image_reward",
+        "ict",
+        "hp",
+        "ict_hp",
+        "brightness",
+        "contrast",
+        "saturation",
+        "colourfulness",
+        "edge_density",
+        "geneval",
+        "ocr",
+        "remote",
+        "calibrated",
+        "jpeg_size",
+        "sharpness",
+        "hpsv3",
+        "lora_ensemble",
+        "unified_reward",
+        "unified_reward_pairs",
+        "lift",
+        "deepseek_grm",
+        "yes_no_server",
+        "visual_quality_r1",
+        "reward_dance",
+        "reward_dance_pairs",
+        "vision_reward",
+        "heie",
+    }
+
+
+def test_dotted_paths(tmp_path):
+    assert load_reward(here("Constant"), level=2.0).score(IMAGES, PROMPTS).value.tolist() == [2, 2, 2]
+    assert load_reward(here("an_object")) is an_object
+    reward = load_reward(here("flow_grpo_style"), unit="letters", range=(0, 9))
+    assert (reward.name, reward.unit) == ("flow_grpo_style", "letters")
+    assert reward.score(IMAGES, PROMPTS).value.tolist() == [1, 2, 3]
+    (tmp_path / "mine.py").write_text("def f(images):\n    return [7] * len(images)\n")
+    assert load_reward(f"{tmp_path}/mine.py:f").score(IMAGES, PROMPTS).value.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "sharpnes",
+            {},
+            r"no reward 'sharpnes'. Did you mean 'sharpness'\? Allowed: shapes_verifier, clip_score",
+        ),
+        ("xyz", {}, r"no reward 'xyz'. Allowed: shapes_verifier"),
+        (
+            "no_such_module:f",
+            {},
+            "module 'no_such_module' cannot be imported. Is it installed, or on PYTHONPATH",
+        ),
+        ("nowhere.py:f", {}, "There is no file nowhere.py"),
+        ("visalign.rewards.statistics.jpeg_size:JpegSiz", {}, r"has no 'JpegSiz'. Did you mean 'JpegSize'\?"),
+        (
+            "jpeg_size",
+            {"qualty": 3},
+            r"argument 'qualty'. Did you mean 'quality'\? Its options: quality",
+        ),
+        (here("an_object"), {"level": 1}, "is an object already, so it takes no options; given: level"),
+        (here("Hollow"), {}, "without unit, range, higher_is_better, so it is no reward"),
+        (here("PROMPTS"), {}, "is a list without name, unit, range"),
+        (here("flow_grpo_style"), {"unt": "x"}, r"Did you mean 'unit'\?"),
+    ],
+)
+def test_refused_names(name, options, message):
+    with pytest.raises(RewardError, match=message):
+        load_reward(name, **options)
+
+
+def test_a_file_may_hold_a_dataclass(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Box:\n    level: float = 7.0\n\n"
+        "def f(images):\n    return [Box().level] * len(images)\n"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.py").write_text("def f(images):\n    return [8.0] * len(images)\n")
+    known = set(sys.modules)
+    rewards = [load_reward(f"{tmp_path}/{place}:f") for place in ("mine.py", "other/mine.py")]
+    assert [reward.score(IMAGES, PROMPTS).value[0].item() for reward in rewards] == [7.0, 8.0]
+    (tmp_path / "mine.py").write_text("import no_such_thing\n")
+    with pytest.raises(ModuleNotFoundError):
+        load_reward(f"{tmp_path}/mine.py:f")
+    added = set(sys.modules) - known
+    assert len(added) == 1 and "mine" not in added
+    for name in added:
+        del sys.modules[name]
+
+
+def test_missing_import_inside_a_users_module(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import not_installed_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        RewardError, match="It imports 'not_installed_at_all', which is not installed: python -m pip"
+    ):
+        load_reward("needs_more:f")
+
+
+def test_call_forms():
+    assert value(flow_grpo_style) == [1, 2, 3]
+    assert value(trl_style) == [2, 4, 3]
+    assert value(lambda x, p, m: [len(p), x.shape[0], m[1]["answer"]]) == [3, 3, 2]
+    assert value(lambda images: images.mean((1, 2, 3)) * 0 + 4) == [4, 4, 4]
+    assert value(lambda prompts, images: [len(prompts)] * len(images)) == [3, 3, 3]
+    assert value(lambda *, completions, answer, extra=5: [a if a else extra for a in answer]) == [1, 2, 5]
+    assert value(lambda images, metadata: np.array([m.get("answer", 0) for m in metadata])) == [1, 2, 0]
+    assert value(lambda **kwargs: [len(kwargs["images"])] * 3) == [3, 3, 3]
+
+
+def test_factory_and_mapping():
+    scores = FunctionReward(flow_grpo_factory).score(IMAGES, PROMPTS)
+    assert scores.value.tolist() == [1, 2, 3]
+    torch.testing.assert_close(scores.parts["ocr"], torch.tensor([0, torch.nan, 1]), equal_nan=True)
+    assert value(lambda images: {"only": [1, 2, 3]}) == [1, 2, 3]
+
+
+def test_number_types():
+    numbers = [np.float32(1.0), torch.tensor(2.0, requires_grad=True), True]
+    assert value(lambda images: numbers) == [1, 2, 1]
+
+
+def test_image_forms():
+    assert value(lambda images: [i.size[0] for i in images], images_as="pil") == [8, 8, 8]
+    assert (
+        value(lambda images: [int(i.dtype == np.uint8) + i.shape[2] for i in images], images_as="uint8")
+        == [4] * 3
+    )
+    mixed = [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)]
+    assert FunctionReward(lambda images: [i.shape[1] for i in images]).score(
+        mixed, ["", ""]
+    ).value.tolist() == [4, 5]
+
+
+def test_none_and_nan_are_invalid_with_a_reason():
+    scores = FunctionReward(lambda images: [None, float("nan"), 3], name="mine").score(IMAGES, PROMPTS)
+    assert scores.valid.tolist() == [False, False, True] and scores.value[:2].isnan().all()
+    assert scores.reason == ["mine returned None or NaN for it"] * 2 + [None]
+    scores = FunctionReward(lambda images: [1, float("inf"), 3], name="mine").score(IMAGES, PROMPTS)
+    assert scores.reason is not None and scores.reason[1] == "mine returned inf for it"
+
+
+def test_bad_image_is_not_shown_to_the_function():
+    reward = FunctionReward(lambda images, prompts: [len(p) for p in prompts])
+    scores = reward.score([IMAGES[0], "missing.png", IMAGES[2]], PROMPTS)
+    assert scores.valid.tolist() == [True, False, True] and scores.value[2] == 3
+    assert not reward.score(["missing.png"], ["a"]).valid.any()
+
+
+def test_the_function_cannot_change_what_the_caller_holds():
+    def vandal(images, prompts, metadata):
+        images.zero_()
+        prompts.clear()
+        metadata[0]["answer"] = 99
+        return [1, 1, 1]
+
+    images, prompts, metadata = IMAGES.clone(), list(PROMPTS), [dict(m) for m in METADATA]
+    FunctionReward(vandal).score(images, prompts, metadata)
+    assert torch.equal(images, IMAGES) and prompts == PROMPTS and metadata == METADATA
+
+
+def test_exception_is_named_and_chained():
+    def broken(images):
+        raise KeyError("brightness")
+
+    with pytest.raises(
+        RewardError, match=r"Reward 'broken' raised KeyError: 'brightness'.*return None"
+    ) as caught:
+        value(broken)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([1, 2], "returned 2 scores for 3 images; return one number per image"),
+        (torch.zeros(4), "returned 4 scores for 3 images"),
+        (torch.zeros(3, 1), "returned 1|position 0"),
+        (["1", "2", "3"], r"returned '1' \(str\) at position 0; needed is a number, or None"),
+        (1.5, "returned a float; needed is a list of 3 numbers"),
+        (None, "returned a NoneType; needed is a list of 3 numbers"),
+        ("abc", "returned a str"),
+        (
+            {"a": [1, 2, 3], "b": [1, 2, 3]},
+            'keys a, b; it cannot be told which is the reward. Add the key "avg"',
+        ),
+        ({}, r"keys \(none\)"),
+        ({"avg": [1, 2, 3], "b": [1]}, "returned 1 scores for 3 images"),
+    ],
+)
+def test_wrong_answers(answer, message):
+    with pytest.raises(RewardError, match=f"Reward 'mine' {message}|{message}"):
+        value(lambda images: answer, name="mine")
+
+
+def test_value_outside_the_declared_range():
+    with pytest.raises(RewardError, match=r"returned 3, outside its declared range \(0, 1\)"):
+        value(lambda images: [0, 1, 3], range=(0, 1))
+
+
+def test_unmatched_parameters():
+    with pytest.raises(
+        ValueError, match=r"has the parameters \(pictures, texts\).*cannot be told which are the images"
+    ):
+        FunctionReward(lambda pictures, texts: [])
+    with pytest.raises(RewardError, match=r"asks for colour, which is neither.*\(keys: answer, other\)"):
+        value(lambda images, colour: [])
+    with pytest.raises(ValueError, match="images_as is 'jpg'; allowed are tensor, pil, uint8"):
+        FunctionReward(flow_grpo_style, images_as="jpg")
+    with pytest.raises(TypeError, match="is a int, not a function"):
+        FunctionReward(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes no images and returned a int, not a function"):
+        FunctionReward(lambda: 3)
+
+    async def later(images):
+        return []
+
+    with pytest.raises(TypeError, match="coroutine function; wrap it"):
+        FunctionReward(later)
+    with pytest.raises(TypeError, match="no readable signature"):
+        FunctionReward(max)
+
+
+def test_a_plain_function_passes_the_contract():
+    assert len(check_reward(lambda images, prompts: images.mean((1, 2, 3)))) == 11
+    assert len(check_reward(FunctionReward(trl_style), metadata=[{"answer": 1}] * 4)) == 11

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fine-tuned CLIP model kept as its base and what differs from it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.rewards_tiny_clip import save_tiny_clip
+from visalign.errors import UserError
+from visalign.pipelines.train_reward.clip_judges import base_name, freeze
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.clip.delta import BASE, CHANGES
+from visalign.rewards.clip.loading import load_fine_tuned_clip
+from visalign.rewards.scorers.hp import Hp
+
+PICTURES = [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_clip(tmp_path_factory.mktemp("models") / "base")
+
+
+def moved(place, seed: int, names: str = "visual.transformer") -> Hp:
+    """A judge whose tower was moved below the names that begin so, in steps that float16 holds."""
+    torch.manual_seed(seed)
+    judge = Hp.untrained(place, widths=[8, 8, 8, 8, 1])
+    with torch.no_grad():
+        for name, parameter in judge.module.encoder.model.named_parameters():
+            if name.startswith(names):
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+                parameter.copy_(parameter.half())
+    return judge
+
+
+def scores(judge: Hp) -> torch.Tensor:
+    return judge.score(PICTURES, ["a"] * len(PICTURES)).value
+
+
+def test_what_is_read_again_is_what_was_saved(base, tmp_path):
+    judge = moved(base, 1)
+    judge.save(tmp_path / "fine", base=str(base))
+    kept = load_file(tmp_path / "fine" / CHANGES)
+    assert kept and all(name.startswith("visual.transformer") for name in kept)
+    assert {value.dtype for value in kept.values()} == {torch.float16}
+    assert sorted(p.name for p in (tmp_path / "fine").iterdir()) == [BASE, CHANGES, "hp_head.safetensors"]
+    read = Hp.from_pretrained(tmp_path / "fine")
+    torch.testing.assert_close(scores(read), scores(judge), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(scores(read), scores(Hp.untrained(base, widths=[8, 8, 8, 8, 1])))
+
+
+def test_the_base_is_found_from_where_the_folder_is(base, tmp_path):
+    shutil.copytree(base, tmp_path / "models" / "base")
+    folder = tmp_path / "models" / "fine"
+    name = base_name(str(tmp_path / "models" / "base"), folder)
+    assert name == "../base" and base_name("shapes-clip", folder) == "shapes-clip"
+    judge = moved(base, 2)
+    judge.save(folder, base=name)
+    shutil.move(tmp_path / "models", tmp_path / "elsewhere")
+    torch.testing.assert_close(
+        scores(Hp.from_pretrained(tmp_path / "elsewhere" / "fine")), scores(judge), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_changes_may_be_kept_on_changes(base, tmp_path):
+    moved(base, 3).save(tmp_path / "one", base=str(base))
+    judge = moved(tmp_path / "one", 4, names="visual.proj")
+    judge.save(tmp_path / "two", base="../one")
+    assert list(load_file(tmp_path / "two" / CHANGES)) == ["visual.proj"]
+    torch.testing.assert_close(
+        scores(Hp.from_pretrained(tmp_path / "two")), scores(judge), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_the_base_may_be_a_folder_as_hp_was_published(base, tmp_path):
+    shutil.copytree(base, tmp_path / "published" / "hp_backbone")
+    judge = moved(tmp_path / "published", 10)
+    judge.save(tmp_path / "fine", base=base_name(str(tmp_path / "published"), tmp_path / "fine"))
+    assert json.loads((tmp_path / "fine" / BASE).read_text())["base"] == "../published"
+    torch.testing.assert_close(
+        scores(Hp.from_pretrained(tmp_path / "fine")), scores(judge), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_weight_file_is_named_by_the_way_to_it(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    name = base_name(str(tmp_path / "pytorch_model.bin"), tmp_path / "run" / "judge")
+    assert name == "../../pytorch_model.bin"
+
+
+def test_an_unchanged_tower_is_the_base_alone(base, tmp_path):
+    judge = moved(base, 5, names="nothing")
+    judge.save(tmp_path / "fine", base=str(base))
+    assert json.loads((tmp_path / "fine" / BASE).read_text())["changed"] == 0
+    assert not (tmp_path / "fine" / CHANGES).exists()
+    torch.testing.assert_close(scores(Hp.from_pretrained(tmp_path / "fine")), scores(judge))
+
+
+def test_the_identity_follows_changes_and_base(base, tmp_path):
+    moved(base, 6).save(tmp_path / "one", base=str(base))
+    moved(base, 6, names="visual.proj").save(tmp_path / "two", base=str(base))
+    other = save_tiny_clip(tmp_path / "other")
+    state = load_file(other / "open_clip_model.safetensors")
+    save_file(
+        {k: v + 1 if k == "visual.class_embedding" else v for k, v in state.items()}, other / "w.safetensors"
+    )
+    (other / "w.safetensors").replace(other / "open_clip_model.safetensors")
+    shutil.copytree(tmp_path / "one", tmp_path / "three")
+    told = json.loads((tmp_path / "one" / BASE).read_text())
+    (tmp_path / "three" / BASE).write_text(json.dumps({**told, "base": str(other)}))
+    prints = {Hp.from_pretrained(tmp_path / name).identity.weights for name in ("one", "two", "three")}
+    assert len(prints) == 3
+
+
+def test_what_does_not_fit_is_named(base, tmp_path):
+    fine = tmp_path / "fine"
+    moved(base, 7).save(fine, base=str(base))
+    told = json.loads((fine / BASE).read_text())
+    kept = load_file(fine / CHANGES)
+
+    save_file({**kept, "visual.other": torch.zeros(1)}, fine / CHANGES)
+    (fine / BASE).write_text(json.dumps({**told, "changed": len(kept) + 1}))
+    with pytest.raises(RewardError, match=r"unexpected visual\.other; of another shape nothing"):
+        load_fine_tuned_clip(fine)
+    first = next(iter(kept))
+    save_file({**kept, first: torch.zeros(2, 2, 2)}, fine / CHANGES)
+    (fine / BASE).write_text(json.dumps(told))
+    with pytest.raises(RewardError, match=r"unexpected nothing; of another shape visual\..*\(2, 2, 2\)"):
+        load_fine_tuned_clip(fine)
+    save_file({first: kept[first]}, fine / CHANGES)
+    with pytest.raises(RewardError, match=rf"holds 1 tensors and {BASE} says {len(kept)}; copy the folder"):
+        load_fine_tuned_clip(fine)
+    (fine / CHANGES).unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks {CHANGES}; copy the folder again"):
+        load_fine_tuned_clip(fine)
+    for own in (".", "../fine", ""):
+        (fine / BASE).write_text(json.dumps({**told, "base": own}))
+        with pytest.raises(RewardError, match=r"names its own folder as base"):
+            load_fine_tuned_clip(fine)
+    (fine / BASE).write_text("{}")
+    with pytest.raises(RewardError, match=r"names no base \(KeyError: 'base'\); it needs"):
+        load_fine_tuned_clip(fine)
+
+
+def test_another_models_base_is_refused(base, tmp_path):
+    judge = moved(base, 8)
+    with pytest.raises(RewardError, match=r"does not come from 'shapes-clip': .* differ in name or shape"):
+        judge.save(tmp_path / "fine", base="shapes-clip")
+
+
+def test_frozen_parts_are_named_as_the_model_names_them(base):
+    model = moved(base, 9).module.encoder.model.requires_grad_(True)
+    freeze(model, ["visual.proj", "transformer"])
+    still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert still == {
+        name for name, _ in model.named_parameters() if name.startswith(("visual.proj", "transformer"))
+    }
+    with pytest.raises(UserError, match=r"'visual.attnpool', and no .*They begin with .*visual\.conv1"):
+        freeze(model, ["visual.attnpool"])
+    with pytest.raises(UserError, match=r"'transformer', and no name of a parameter that would move"):
+        freeze(model, ["transformer"])  # stands still already
+    freeze(model, [])
+    assert any(parameter.requires_grad for parameter in model.parameters())

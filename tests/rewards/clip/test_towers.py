@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Towers of both libraries: the libraries' own numbers, one encoding each, gradients, strict loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from tests.support.rewards_tiny_clip import CONTEXT, tiny_tokenizer
+from tests.support.rewards_tiny_transformers import SIZES, save_tiny_transformers_clip, tiny_clip_state
+from visalign.rewards import check_reward, load_reward
+from visalign.rewards.base.contract import read_request
+from visalign.rewards.base.images import to_pil
+from visalign.rewards.clip.towers import ClipTowers
+from visalign.rewards.scorers.clip_score import ClipScore
+
+PROMPTS = ["a red circle", "two circles", "a blue square", "a green triangle left of a red circle"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_transformers_clip(tmp_path_factory.mktemp("models") / "tiny transformers clip")
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    uint8 = torch.randint(
+        0, 256, (4, 3, 41, 56), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
+    )
+    return uint8.float() / 255
+
+
+def count_encoded(towers: ClipTowers, monkeypatch) -> dict[str, int]:
+    seen = {"image": 0, "text": 0}
+    encoder = towers.encoder
+    image, text = encoder.encode_image, encoder.encode_text
+    monkeypatch.setattr(
+        encoder, "encode_image", lambda x: seen.update(image=seen["image"] + len(x)) or image(x)
+    )
+    monkeypatch.setattr(encoder, "encode_text", lambda x: seen.update(text=seen["text"] + len(x)) or text(x))
+    return seen
+
+
+def test_score_equals_transformers_own_pipeline(folder, images):
+    from transformers import AutoTokenizer, CLIPModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    model: Any = CLIPModel.from_pretrained(folder).eval()
+    edges: dict[str, Any] = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    pictures: Any = [to_pil(image) for image in images]
+    pixels = CLIPImageProcessorPil(**edges)(pictures, return_tensors="pt")["pixel_values"]
+    tokens = AutoTokenizer.from_pretrained(folder)(PROMPTS, padding=True, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        picture = model.get_image_features(pixel_values=pixels).pooler_output
+        text = model.get_text_features(input_ids=tokens).pooler_output
+    scores = ClipScore(folder).score(images, PROMPTS)
+    torch.testing.assert_close(scores.value, F.cosine_similarity(picture, text), rtol=1e-5, atol=1e-6)
+
+
+def test_both_libraries_agree_on_the_same_weights(tmp_path, images):
+    """A transformers checkpoint renamed into open_clip's layout gives the same cosines."""
+    state = tiny_clip_state(5)
+    renamed = as_open_clip(state)
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {
+            "image_size": 32,
+            "layers": 2,
+            "width": 32,
+            "head_width": 16,
+            "patch_size": 8,
+            "mlp_ratio": 2.0,
+        },
+        "text_cfg": {
+            "context_length": CONTEXT,
+            "vocab_size": SIZES["vocabulary"],
+            "width": 32,
+            "heads": 2,
+            "layers": 2,
+            "mlp_ratio": 2.0,
+        },
+    }
+    model = open_clip.CLIP(config["embed_dim"], config["vision_cfg"], config["text_cfg"])
+    model.load_state_dict(renamed)
+    from visalign.rewards.clip.open_clip_folder import save_open_clip
+
+    ours = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
+    ours |= {"interpolation": "bicubic", "resize_mode": "shortest"}
+    save_open_clip(
+        tmp_path / "open", model, config, tiny_tokenizer(), preprocess_cfg=ours, dtype=torch.float32
+    )
+    folder = save_tiny_transformers_clip(tmp_path / "transformers", seed=5)
+    square = images[:, :, :40, :40]
+    left, right = (ClipScore(place).score(square, PROMPTS).value for place in (tmp_path / "open", folder))
+    torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+def as_open_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    renamed = {
+        "positional_embedding": state["text_model.embeddings.position_embedding.weight"],
+        "token_embedding.weight": state["text_model.embeddings.token_embedding.weight"],
+        "text_projection": state["text_projection.weight"].T,
+        "logit_scale": state["logit_scale"],
+        "visual.class_embedding": state["vision_model.embeddings.class_embedding"],
+        "visual.positional_embedding": state["vision_model.embeddings.position_embedding.weight"],
+        "visual.conv1.weight": state["vision_model.embeddings.patch_embedding.weight"],
+        "visual.proj": state["visual_projection.weight"].T,
+    }
+    norms = {"vision_model.pre_layrnorm": "visual.ln_pre", "vision_model.post_layernorm": "visual.ln_post"}
+    norms["text_model.final_layer_norm"] = "ln_final"
+    inside = {"layer_norm1": "ln_1", "layer_norm2": "ln_2", "self_attn.out_proj": "attn.out_proj"}
+    inside |= {"mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+    for part in ("weight", "bias"):
+        renamed |= {f"{new}.{part}": state[f"{old}.{part}"] for old, new in norms.items()}
+        for tower, blocks in (("text_model", "transformer"), ("vision_model", "visual.transformer")):
+            for number in range(2):
+                old, new = f"{tower}.encoder.layers.{number}", f"{blocks}.resblocks.{number}"
+                renamed |= {f"{new}.{b}.{part}": state[f"{old}.{a}.{part}"] for a, b in inside.items()}
+                rows = [state[f"{old}.self_attn.{x}_proj.{part}"] for x in "qkv"]
+                renamed[f"{new}.attn.in_proj_{part}"] = torch.cat(rows)
+    return renamed
+
+
+def test_neighbours_order_and_batch_size_change_nothing(folder, images):
+    together = ClipScore(folder).score(images, PROMPTS).value
+    for other in (ClipScore(folder, cache_bytes=0), ClipScore(folder, batch_size=3, cache_bytes=0)):
+        alone = torch.cat([other.score(images[[row]], [PROMPTS[row]]).value for row in range(4)])
+        torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
+        back = other.score(images.flip(0), PROMPTS[::-1]).value.flip(0)
+        torch.testing.assert_close(together, back, rtol=1e-6, atol=0)
+
+
+def test_each_picture_and_prompt_is_encoded_once_and_kept(folder, images, monkeypatch):
+    reward = ClipScore(folder)
+    seen = count_encoded(reward.towers, monkeypatch)
+    pairs = [(i, p) for i in range(3) for p in PROMPTS[:2]]
+    first = reward.score([images[i] for i, _ in pairs], [p for _, p in pairs])
+    assert seen == {"image": 3, "text": 2}
+    again = reward.score([to_pil(images[i]) for i, _ in pairs], [p for _, p in pairs])
+    assert seen == {"image": 3, "text": 2} and torch.equal(first.value, again.value)
+    reward.score(images[:2].flip(3), PROMPTS[:2])
+    assert seen == {"image": 5, "text": 2}
+    reward.towers.clear_cache()
+    reward.score(images[:1], PROMPTS[:1])
+    assert seen == {"image": 6, "text": 3}
+
+
+def test_transposed_pictures_are_not_taken_for_each_other(folder):
+    tall = torch.linspace(0, 1, 3 * 40 * 20).view(3, 40, 20)
+    values = ClipScore(folder).score([tall, tall.reshape(3, 20, 40)], ["a", "a"]).value
+    assert values[0] != values[1]
+
+
+def test_the_cache_keeps_to_its_bytes(folder, images, monkeypatch):
+    row = SIZES["embed"] * 4
+    reward = ClipScore(folder, cache_bytes=2 * row)
+    seen = count_encoded(reward.towers, monkeypatch)
+    reward.score(images, PROMPTS)
+    assert reward.towers.images.bytes == 2 * row and len(reward.towers.images) == 2
+    reward.score(images[[3]], PROMPTS[:1])
+    assert seen["image"] == 4
+    reward.score(images[[0]], PROMPTS[:1])
+    assert seen["image"] == 5
+    with pytest.raises(ValueError, match="max_bytes is -1; allowed are numbers of bytes from 0"):
+        ClipScore(folder, cache_bytes=-1)
+
+
+def test_a_changed_weight_empties_the_cache(folder, images):
+    reward = ClipScore(folder)
+    before = reward.score(images, PROMPTS).value
+    with torch.no_grad():
+        reward.towers.encoder.model.visual_projection.weight[0].mul_(-3)  # type: ignore[union-attr,index]
+    changed = reward.score(images, PROMPTS).value
+    reward.towers.clear_cache()
+    assert not torch.allclose(before, changed)
+    assert torch.equal(changed, reward.score(images, PROMPTS).value)
+
+
+def test_gradient_path_has_the_values_of_the_score(folder, images):
+    reward = ClipScore(folder)
+    pictures = images.clone().requires_grad_()
+    value = reward.score_with_gradient(pictures, PROMPTS)
+    torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-6, atol=1e-7)
+    value.sum().backward()
+    assert pictures.grad is not None and (pictures.grad.flatten(1).abs().sum(1) > 0).all()
+    with pytest.raises(ValueError, match=r"for a gradient give a float tensor \[B, 3, H, W\]"):
+        reward.score_with_gradient(images.mul(255).to(torch.uint8), PROMPTS)
+    with pytest.raises(ValueError, match="4 images and 1 prompts"):
+        reward.score_with_gradient(images, PROMPTS[:1])
+
+
+def test_a_step_along_the_gradient_raises_the_score(folder, images):
+    reward = ClipScore(folder)
+    pictures = (images * 0.5 + 0.25).requires_grad_()
+    first = reward.score_with_gradient(pictures, PROMPTS)
+    (gradient,) = torch.autograd.grad(first.sum(), pictures)
+    moved = (pictures + 0.05 * gradient / gradient.abs().amax((1, 2, 3), keepdim=True)).detach()
+    assert (reward.score(moved, PROMPTS).value > first.detach()).all()
+
+
+def test_scoring_leaves_a_module_in_training_as_it_was(folder, images):
+    towers = ClipTowers(folder)
+    towers.encoder.train()
+    towers.encoder.model.vision_model.eval()  # type: ignore[union-attr]
+    towers.match(read_request("test", images, PROMPTS, None))
+    model: Any = towers.encoder.model
+    assert towers.encoder.training and model.text_model.training and not model.vision_model.training
+
+
+def test_batch_normalisation_never_looks_at_the_batch():
+    from visalign.rewards.clip.encoder import ClipEncoder
+
+    network = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Dropout(0.5))
+    encoder = ClipEncoder(network).train()
+    assert encoder.training and network[1].training and not network[0].training
+
+
+def test_long_prompts_and_spelled_end_tokens(folder, images):
+    fits = " ".join(["red"] * (CONTEXT - 2))
+    scores = ClipScore(folder).score(images[[0, 0, 0]], [fits, fits + " blue square", "a <end> red"])
+    assert scores.text is not None and scores.reason is not None
+    assert list(scores.text[:2]) == ["", f"the prompt was cut to {CONTEXT} tokens"]
+    assert scores.value[0] == scores.value[1]
+    assert "spells out the model's end token" in str(scores.reason[2])
+
+
+def test_contract_with_transformers_towers(folder):
+    for cache_bytes in (1 << 20, 0):  # a cache would answer for what neighbours did
+        assert len(check_reward(ClipScore(folder, cache_bytes=cache_bytes))) == 11
+
+
+def test_half_precision_towers(folder, images):
+    half = ClipScore(folder, precision="bf16").score(images, PROMPTS).value
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, ClipScore(folder).score(images, PROMPTS).value, rtol=0, atol=0.05)
+
+
+def test_pil_and_tensor_give_the_same_score(folder):
+    pictures = [Image.effect_noise((61, 47), 90).convert("RGB"), Image.new("RGB", (33, 90), "red")]
+    tensors = [
+        torch.tensor(list(p.tobytes())).view(p.height, p.width, 3).permute(2, 0, 1) / 255 for p in pictures
+    ]
+    reward = ClipScore(folder, cache_bytes=0)
+    left, right = reward.score(pictures, PROMPTS[:2]), reward.score(tensors, PROMPTS[:2])
+    assert torch.equal(left.value, right.value)
+
+
+@pytest.mark.parametrize("name", ["clip_score", "ict", "ict_hp", "pick_score", "hps_v2"])
+def test_a_prompt_that_was_cut_shows_in_the_parts(name, images):
+    options = {"model": "shapes-clip"} if name in ("pick_score", "hps_v2") else {}
+    prompts = ["a red circle", "a red circle left of a blue square " * 9, "", "two circles"]
+    scores = load_reward(name, **options).score(images, prompts)
+    assert scores.valid.tolist() == [True, True, False, True]
+    cut = scores.parts["cut"]
+    assert cut[[0, 1, 3]].tolist() == [0, 1, 0] and cut.isnan().tolist() == [False, False, True, False]
+    assert scores.text is not None and scores.text[1].startswith("the prompt was cut to 12 tokens")
+
+
+SPELLED = [
+    ("<|endoftext|>", "spells out the model's end token"),
+    ("a red circle <|endoftext|>", "spells out the model's end token"),
+    ("a <|endoftext|> b", "spells out the model's end token"),
+    ("<|startoftext|> a red circle", "spells out the model's start token"),
+    ("a \ud800 circle", "half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "reason"), SPELLED)
+@pytest.mark.parametrize("packaged", [True, False])
+def test_a_prompt_that_is_no_plain_text_costs_its_own_row(folder, images, prompt, reason, packaged):
+    judge = ClipScore("shapes-clip" if packaged else folder)
+    if not packaged:
+        prompt = prompt.replace("<|endoftext|>", "<end>").replace("<|startoftext|>", "<start>")
+    scores = judge.score(images[:2], [prompt, "a red circle"])
+    assert scores.valid.tolist() == [False, True] and scores.reason is not None
+    assert reason in str(scores.reason[0])
+    torch.testing.assert_close(scores.value[1:], judge.score(images[1:2], ["a red circle"]).value)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores as places among a reference: by hand, turned round, with deviations, in a sum; what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import norm
+
+from tests.support.pair_judges import Brightness, grey
+from visalign.rewards import RewardError, WeightedSum, check_reward, load_judge, load_reward
+from visalign.rewards.combine.calibrated import Calibrated
+
+REFERENCE = [0.2, 0.4, 0.4, 0.8]
+
+
+def places(reward: Any, levels: list[float], **options: Any) -> list[float]:
+    return Calibrated(reward, REFERENCE, **options).score(grey(levels), ["p"] * len(levels)).value.tolist()
+
+
+def test_quantiles_by_hand():
+    levels = [0.1, 0.25, 0.5, 0.9]
+    assert places(Brightness(), levels, scale="quantile") == [0, 0.25, 0.75, 1]
+    assert places(Brightness(), levels) == [0, 0.25, 0.75, 1], "without deviations both scales agree"
+    turned = places(Brightness(higher_is_better=False), levels, scale="quantile")
+    assert turned == [1, 0.75, 0.25, 0]
+    tie = Calibrated(Brightness(), [0.0, 1.0, 1.0]).score(torch.ones(1, 3, 8, 8), ["p"]).value
+    assert tie.tolist() == pytest.approx([2 / 3])
+
+
+def test_probability_better_than_the_reference_by_hand():
+    own = [0.1, 0.2, 0.1, 0.3]
+    found = places(Brightness(std=0.2), [0.5], std=own)[0]
+    expected = [norm.cdf((0.5 - r) / math.hypot(0.2, s)) for r, s in zip(REFERENCE, own, strict=True)]
+    assert found == pytest.approx(sum(expected) / 4, abs=1e-3)  # 0.5 is rounded to 8 bits
+
+
+def test_units_agree_and_may_be_added():
+    images = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    terms = {
+        name: (Calibrated.on(load_reward(name), images, ["p"] * 8), 1.0)
+        for name in ("sharpness", "jpeg_size")
+    }
+    total = WeightedSum(terms).score(images, ["p"] * 8)
+    assert total.unit == "probability better than the reference" and total.valid.all()
+    assert 0 <= float(total.value.min()) and float(total.value.max()) <= 2
+    raw = terms["sharpness"][0].score(images, ["p"] * 8)
+    order = raw.parts["raw"].argsort()
+    assert (raw.value[order].diff() > 0).all() and float(raw.value.mean()) == pytest.approx(0.5)
+
+
+def test_it_is_a_reward_like_any_other(tmp_path: Path):
+    made = Calibrated(load_reward("sharpness"), [10.0, 200.0, 9000.0], scale="quantile")
+    check_reward(made)
+    made.save(tmp_path / "r.json")
+    again = load_judge("calibrated", reward="sharpness", reference=str(tmp_path / "r.json"), scale="quantile")
+    assert isinstance(again, Calibrated) and again.name == "sharpness_quantile"
+    assert again.identity is not None and made.identity is not None
+    assert again.identity.digest == made.identity.digest
+    assert Calibrated("jpeg_size", [1.0, 2.0], quality=50).reward.quality == 50  # type: ignore[attr-defined]
+
+
+def test_failures_stay_failures():
+    made = Calibrated(Brightness(), REFERENCE)
+    scores = made.score(["none.png"], ["p"])
+    assert (
+        not scores.valid[0]
+        and scores.value.isnan().all()
+        and "no such image" in str((scores.reason or [""])[0])
+    )
+    unsure = Calibrated(Brightness(std=math.nan), REFERENCE).score(grey([0.5]), ["p"])
+    assert not unsure.valid[0] and "without its standard deviation" in str((unsure.reason or [""])[0])
+
+
+@pytest.mark.parametrize(
+    ("reference", "options", "message"),
+    [
+        ([0.5], {}, "1 reference scores"),
+        ([0.5, math.nan], {}, "NaN, infinite or negative dev"),
+        ([0.5, 0.6], {"std": [0.1]}, "2 reference scores and 1 deviations"),
+        ([0.5, 0.6], {"std": [0.1, -1.0]}, "NaN, infinite or negative dev"),
+        ([0.5, 0.6], {"scale": "z"}, "scale is 'z'; allowed are quantile, better"),
+    ],
+)
+def test_refused(reference: Any, options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Calibrated(Brightness(), reference, **options)
+
+
+def test_an_unreadable_reference_is_named(tmp_path: Path):
+    (tmp_path / "bad.json").write_text("[1, 2]")
+    for file in ("bad.json", "none.json"):
+        with pytest.raises(RewardError, match=rf"{file}' cannot be read .* give JSON with a list 'value'"):
+            Calibrated(Brightness(), tmp_path / file)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighted sums: values by hand, validity, units, breakdown; rewards that break their contract."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from visalign.interfaces import Scores
+from visalign.rewards import (
+    FunctionReward,
+    RewardError,
+    WeightedSum,
+    check_reward,
+    failure_reasons,
+)
+from visalign.rewards.statistics.jpeg_size import JpegSize
+from visalign.rewards.statistics.sharpness import Sharpness
+
+IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["p"] * 4
+
+
+def fixed(values, **options) -> FunctionReward:
+    """A reward that answers the same numbers to any four images."""
+    return FunctionReward(lambda images: values, name="fixed", **{"unit": "points", **options})
+
+
+def total(rewards, **options) -> Scores:
+    return WeightedSum(rewards, **options).score(IMAGES, PROMPTS)
+
+
+def test_sum_by_hand_with_breakdown():
+    scores = total({"a": (fixed([1.0, 2, 3, 4]), 2.0), "b": (fixed([10.0, 0, 0, 10]), 0.5)})
+    assert (
+        scores.value.tolist() == [7, 4, 6, 13]
+        and scores.unit == "points"
+        and scores.value.dtype == torch.float32
+    )
+    assert scores.parts["a"].tolist() == [1, 2, 3, 4]
+    assert scores.parts["b.weighted"].tolist() == [5, 0, 0, 5]
+    assert torch.equal(scores.parts["a.weighted"] + scores.parts["b.weighted"], scores.value)
+
+
+def test_lower_is_better_enters_with_a_minus():
+    scores = total({"a": (fixed([1.0, 2, 3, 4], higher_is_better=False), 2.0)})
+    assert scores.value.tolist() == [-2, -4, -6, -8]
+    assert WeightedSum({"a": (fixed([1.0]), 1)}).higher_is_better is True
+
+
+def test_fixed_normalisation():
+    scores = total({"a": (fixed([1.0, 2, 3, 4]), 3.0)}, normalise={"a": (2.0, 0.5)})
+    assert scores.value.tolist() == [-6, 0, 6, 12] and scores.unit == "reference standard deviations"
+
+
+def test_batch_normalisation_leaves_out_the_invalid_and_is_zero_when_all_equal():
+    scores = total({"a": (fixed([1.0, None, 3, 5]), 1.0)}, normalise="batch")
+    spread = math.sqrt(8 / 3)
+    assert scores.value[[0, 2, 3]].tolist() == pytest.approx([-2 / spread, 0, 2 / spread])
+    assert scores.value[1].isnan() and not scores.valid[1]
+    equal = total({"a": (fixed([0.1, 0.1, None, 0.1]), 1.0)}, normalise="batch")
+    assert equal.value[[0, 1, 3]].tolist() == [0, 0, 0]
+
+
+def test_invalid_part_makes_the_sum_invalid_with_its_reason():
+    scores = total({"a": (fixed([1.0, None, 3, 4]), 1.0), "b": (fixed([1.0, 1, None, 1]), 1.0)})
+    assert scores.valid.tolist() == [True, False, False, True]
+    assert scores.reason == [
+        None,
+        "a: fixed returned None or NaN for it",
+        "b: fixed returned None or NaN for it",
+        None,
+    ]
+    assert scores.value[1:3].isnan().all() and scores.parts["b"][1] == 1
+
+
+def test_weight_zero_only_records():
+    scores = total(
+        {"a": (fixed([1.0, 2, 3, 4]), 1.0), "watched": (fixed([None, 1, 1, 1], unit="other"), 0.0)}
+    )
+    assert scores.valid.all() and scores.value.tolist() == [1, 2, 3, 4] and scores.unit == "points"
+    assert scores.parts["watched"][1] == 1 and "watched.weighted" not in scores.parts
+
+
+def test_unreadable_image_and_nested_parts():
+    inner = WeightedSum({"size": (JpegSize(), 1.0)})
+    items = [Image.new("RGB", (8, 8)), "missing.png", Image.new("RGB", (9, 8))]
+    scores = WeightedSum({"inner": (inner, 1.0)}).score(items, ["p"] * 3)
+    assert scores.valid.tolist() == [True, False, True] and "no such image file" in str(
+        failure_reasons(scores)[1]
+    )
+    assert scores.parts["inner.size"][0] == scores.value[0] > 0
+    assert scores.parts["inner.size"][1].isnan()
+
+
+def test_range_is_the_interval_sum():
+    low_good = fixed([1.0], range=(0.0, 10.0), higher_is_better=False)
+    rewards = {"a": (fixed([1.0], range=(-1.0, 1.0)), 2.0), "b": (low_good, 1.0), "c": (fixed([1.0]), 0.0)}
+    assert WeightedSum(rewards).range == (-12, 2)
+    assert WeightedSum(rewards, normalise={"a": (1.0, 0.5), "b": (0.0, 1.0)}).range == (-18, 0)
+    assert WeightedSum(rewards, normalise="batch").range == (-math.inf, math.inf)
+
+
+def test_units():
+    rewards = {"a": (fixed([1.0] * 4), 1.0), "b": (fixed([1.0] * 4, unit="kB"), 1.0)}
+    with pytest.raises(
+        ValueError, match=r"different units: a in 'points', b in 'kB'. Allowed: normalise='batch'"
+    ):
+        WeightedSum(rewards)
+    assert WeightedSum(rewards, allow_mixed_units=True).unit == "mixed: points + kB"
+    assert total(rewards, normalise="batch").value.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "message"),
+    [
+        ({}, {}, "A weighted sum of no rewards"),
+        ({"a": (fixed([1]), -1.0)}, {}, "weight of 'a' is -1.0; allowed are finite numbers of at least 0"),
+        ({"a": (fixed([1]), math.nan)}, {}, "weight of 'a' is nan"),
+        ({"a": (fixed([1]), 0)}, {}, r"All weights are 0 \(a\)"),
+        ({"a": (fixed([1]), 1)}, {"normalise": "group"}, "normalise is 'group'; allowed are 'none', 'batch'"),
+        ({"a": (fixed([1]), 1)}, {"normalise": {"b": (0, 1)}}, r"no \(mean, std\) for a"),
+        (
+            {"a": (fixed([1]), 1)},
+            {"normalise": {"a": (0, 0)}},
+            r"normalise\['a'\] is \(0, 0\); needed are finite",
+        ),
+    ],
+)
+def test_refused(rewards, options, message):
+    with pytest.raises(ValueError, match=message):
+        WeightedSum(rewards, **options)
+
+
+def test_part_of_the_wrong_length():
+    class Short(JpegSize):
+        def score(self, images, prompts, metadata=None):
+            return super().score(images[:-1], prompts[:-1])
+
+    with pytest.raises(RewardError, match="returned 3 scores for 4 images"):
+        total({"short": (Short(), 1.0)})
+
+
+class Answering(JpegSize):
+    """Returns what it is told to."""
+
+    def __init__(self, answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def score(self, images, prompts, metadata=None):
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+def answer(value, **fields) -> Scores:
+    value = torch.tensor(value)
+    return Scores(
+        **{"value": value, "valid": torch.ones(len(value), dtype=torch.bool), "unit": "kB", **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (KeyError("gpu lost"), r"Reward 'mine' raised KeyError: 'gpu lost'\. See the cause"),
+        ([1.0] * 4, r"Reward 'mine' returned a list; it must return a visalign\.interfaces\.Scores"),
+        (answer([1.0] * 3), "Reward 'mine' returned 3 scores for 4 images"),
+        (answer([1.0] * 4, parts={"x": torch.ones(3)}), r"the part 'x' as \(3,\) for 4 images"),
+        (answer([1.0] * 4, parts={"x": [1.0] * 4}), r"the part 'x' as list for 4 images"),
+        (answer([1.0] * 4, valid=torch.ones(4)), r"'mine' returned valid as torch\.float32"),
+        (RewardError("my own words"), "^my own words$"),
+    ],
+)
+def test_a_reward_that_breaks_its_contract_is_named(given, message):
+    with pytest.raises(RewardError, match=message):
+        total({"mine": (Answering(given), 1.0)})
+
+
+@pytest.mark.parametrize("normalise", ["none", "batch"])
+def test_a_valid_score_that_is_no_number_costs_its_own_sample_only(normalise):
+    scores = total({"mine": (Answering(answer([1.0, math.nan, 3.0, math.inf])), 1.0)}, normalise=normalise)
+    assert scores.valid.tolist() == [True, False, True, False]
+    assert scores.value[[0, 2]].tolist() == ([-1, 1] if normalise == "batch" else [1, 3])
+    assert failure_reasons(scores)[1] == "mine: the score is not a finite number"
+
+
+def test_rounding_is_no_signal_in_a_batch():
+    last = math.nextafter(0.3, 1.0)
+    for values in ([0.3, 0.3, 0.3, last], [0.3, 0.3, 0.3, 0.3 + 3e-8]):
+        scores = total({"a": (fixed(values), 1.0)}, normalise="batch")
+        assert scores.value.tolist() == [0, 0, 0, 0]
+    tiny = total({"a": (fixed([1e-6, 2e-6, 1e-6, 2e-6]), 1.0)}, normalise="batch")
+    assert tiny.value.tolist() == pytest.approx([-1, 1, -1, 1], rel=1e-5)
+
+
+def test_a_score_does_not_depend_on_the_sizes_of_its_neighbours():
+    images = [IMAGES[0], torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(1))]
+    judge = WeightedSum({"sharpness": (Sharpness(), 1.0)})
+    both = judge.score(images, ["p"] * 2).value
+    assert both.tolist() == [float(judge.score([image], ["p"]).value) for image in images]
+
+
+def test_contract():
+    rewards = {"small": (JpegSize(prefer="smaller"), 1.0), "again": (JpegSize(quality=20), 2.0)}
+    assert len(check_reward(WeightedSum(rewards))) == 11
+    with pytest.raises(RewardError, match="an image alone scores otherwise than in a batch"):
+        check_reward(WeightedSum(rewards, normalise="batch"))
+
+
+def judged(*reasons: str | None) -> Scores:
+    valid = torch.tensor([reason is None for reason in reasons])
+    return Scores(value=torch.where(valid, 1.0, torch.nan), valid=valid, unit="1", reason=reasons)
+
+
+def test_failure_reasons():
+    assert failure_reasons(judged(None, "late")) == [None, "late"]
+    nameless = Scores(value=torch.tensor([torch.nan]), valid=torch.tensor([False]), unit="1")
+    assert failure_reasons(nameless) == ["no reason given"]

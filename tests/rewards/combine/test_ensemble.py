@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ensembles and the use of uncertainty: every aggregation by hand, directions, failures, pools."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.pair_judges import Brightness, grey
+from visalign.interfaces import Scores
+from visalign.rewards import RewardError, check_reward, load_images
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.combine.ensemble import Ensemble
+from visalign.rewards.combine.uncertainty import UncertaintyUsed
+
+NAN = float("nan")
+
+
+class Fixed:
+    """Brightness times a factor; cannot judge pictures darker than a limit."""
+
+    range = (0.0, 3.0)
+
+    def __init__(
+        self,
+        factor: float,
+        *,
+        unit: str = "u",
+        std: float | None = None,
+        better: bool = True,
+        limit: float = 0.0,
+    ) -> None:
+        self.name = f"fixed_{factor}"
+        self.factor, self.unit, self.std, self.higher_is_better, self.limit = factor, unit, std, better, limit
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        level = torch.tensor([NAN if im is None else float(im.mean()) for im in load_images(images).images])
+        valid = level >= self.limit
+        value = torch.where(valid, level * self.factor, NAN)
+        std = None if self.std is None else torch.full_like(value, self.std)
+        reason = [None if ok else "too dark" for ok in valid.tolist()]
+        return Scores(value=value, valid=valid, unit=self.unit, std=std, reason=reason)
+
+
+def _score(how: str = "mean", **options: Any) -> Scores:
+    members = {"a": Fixed(1), "b": Fixed(2), "c": Fixed(3)}
+    return Ensemble(members, how=how, **options).score(grey([0.5]), ["p"])
+
+
+def test_a_deviation_that_is_not_known_is_no_certainty() -> None:
+    members = {"a": Fixed(1, std=0.3), "b": Fixed(2, std=NAN), "c": Fixed(3)}
+    scores = Ensemble(members).score(grey([0.5]), ["p"])
+    assert scores.value.tolist() == [1] and bool(scores.valid[0])
+    assert scores.std is not None and bool(scores.std.isnan()[0])
+    assert bool(scores.parts["aleatoric"].isnan()[0]) and scores.parts["epistemic"].tolist() == [0.5]
+    known = Ensemble({"a": Fixed(1, std=0.3), "c": Fixed(3)}).score(grey([0.5]), ["p"])
+    assert known.parts["aleatoric"].tolist() == pytest.approx([0.3 / math.sqrt(2)])
+
+
+def test_aggregations_by_hand() -> None:
+    # members 0.5, 1.0, 1.5: mean 1, variance 0.25 (ddof 1)
+    assert float(_score().value) == pytest.approx(1) and float(_score("min").value) == pytest.approx(0.5)
+    assert float(_score("lower_bound", strength=2.0).value) == pytest.approx(1 - 2 * 0.5)
+    assert float(_score("uwo", strength=2.0).value) == pytest.approx(1 - 2 * 0.25)
+    assert float(_score("uwo", strength=3.0, ddof=0).value) == pytest.approx(1 - 3 / 6)
+    scores = _score()
+    assert float(scores.parts["epistemic"]) == pytest.approx(0.5) and float(scores.parts["members"]) == 3
+    assert [float(scores.parts[key]) for key in "abc"] == pytest.approx([0.5, 1.0, 1.5])
+    assert float(_score(ddof=0).parts["epistemic"]) == pytest.approx((1 / 6) ** 0.5)
+
+
+def test_total_variance_adds_the_members_own() -> None:
+    scores = Ensemble({"a": Fixed(1, std=0.3), "b": Fixed(2, std=0.4), "c": Fixed(3)}).score(
+        grey([0.5]), ["p"]
+    )
+    aleatoric = (0.09 + 0.16 + 0) / 3
+    assert float(scores.parts["aleatoric"]) == pytest.approx(aleatoric**0.5)
+    assert scores.std is not None and float(scores.std) == pytest.approx((aleatoric + 0.25) ** 0.5)
+
+
+def test_where_lower_is_better_careful_is_larger() -> None:
+    members = {"a": Fixed(1, better=False), "b": Fixed(3, better=False)}
+    reward = Ensemble(members, how="min")
+    assert not reward.higher_is_better and float(reward.score(grey([0.5]), ["p"]).value) == pytest.approx(1.5)
+    bound = Ensemble(members, how="lower_bound", ddof=0)
+    assert float(bound.score(grey([0.5]), ["p"]).value) == pytest.approx(1 + 0.5)
+    assert bound.range == (0.0, math.inf)
+
+
+def test_calibration_makes_units_and_directions_one() -> None:
+    members = {"a": Fixed(1, unit="u"), "b": Fixed(2, unit="v", better=False, std=0.5)}
+    reward = Ensemble(members, calibration={"a": (0.25, 0.5), "b": (2.0, 0.25)})
+    scores = reward.score(grey([0.5]), ["p"])
+    assert [float(scores.parts[key]) for key in "ab"] == pytest.approx([0.5, 4.0])
+    assert float(scores.value) == pytest.approx(2.25) and float(scores.parts["aleatoric"]) == pytest.approx(
+        2**0.5
+    )
+    assert reward.unit == "reference standard deviations" and reward.higher_is_better
+    assert reward.range == (-4.0, 8.0)
+
+
+def test_a_member_that_fails() -> None:
+    members = {"a": Fixed(1), "b": Fixed(2), "c": Fixed(3, limit=0.3)}
+    strict = Ensemble(members).score(grey([0.2, 0.5]), ["p"] * 2)
+    assert strict.valid.tolist() == [False, True] and strict.reason is not None
+    assert strict.reason[0] == "2 of 3 members judged it: c: too dark" and bool(strict.value[:1].isnan())
+    assert strict.parts["a"].tolist() == pytest.approx([0.2, 0.5]) and bool(
+        strict.parts["epistemic"][:1].isnan()
+    )
+    lenient = Ensemble(members, min_members=2).score(grey([0.2, 0.5]), ["p"] * 2)
+    assert lenient.value.tolist() == pytest.approx([0.3, 1.0]) and lenient.parts["members"].tolist() == [2, 3]
+    one = Ensemble(members, min_members=2).score(["no.png", grey([0.5])[0]], ["p"] * 2)
+    assert one.reason is not None and one.reason[0] == "no such image file: no.png"
+
+
+def test_one_member_alone_is_not_certain() -> None:
+    members = {"a": Fixed(1), "b": Fixed(2, limit=0.4)}
+    scores = Ensemble(members, min_members=1).score(grey([0.2, 0.5]), ["p"] * 2)
+    assert scores.valid.all() and scores.value.tolist() == pytest.approx([0.2, 0.75])
+    assert scores.std is not None and scores.std.isnan().tolist() == [True, False]
+    assert scores.parts["epistemic"].isnan().tolist() == [True, False]
+
+
+class Named(Brightness):
+    def __init__(self, model: str, std: float | None = None) -> None:
+        super().__init__(std=std)
+        self.identity = Identity(judge="brightness", model=model)
+
+
+def test_identities_follow_members_and_rules() -> None:
+    members = {"a": Named("m"), "b": Named("n")}
+    first = Ensemble(members).identity
+    assert first is not None and first == Ensemble(dict(members)).identity
+    for other in (
+        Ensemble(members, how="min"),
+        Ensemble({**members, "b": Named("o")}),
+        Ensemble(members, min_members=1),
+        Ensemble(members, calibration={"a": (0.0, 1.0), "b": (0.0, 2.0)}),
+    ):
+        assert other.identity is not None and other.identity.digest != first.digest
+    assert Ensemble({**members, "b": Brightness()}).identity is None
+    pool = torch.zeros(2), torch.ones(2)
+    used = [
+        UncertaintyUsed(Named("m", std=0.1)),
+        UncertaintyUsed(Named("n", std=0.1)),
+        UncertaintyUsed(Named("m", std=0.1), strength=2.0),
+        UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", pool=pool),
+        UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", pool=(pool[1], pool[1])),
+    ]
+    assert len({one.identity.digest for one in used if one.identity is not None}) == 5
+    # What a rolling pool gives depends on earlier calls, so that no identity is true of it.
+    assert UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", remember=True).identity is None
+
+
+def test_ensembles_keep_the_contract() -> None:
+    members = {"a": Brightness(std=0.1), "b": Brightness(std=0.2), "c": Brightness()}
+    for how in ("mean", "min", "lower_bound", "uwo"):
+        assert check_reward(Ensemble(members, how=how))
+
+
+@pytest.mark.parametrize(
+    ("members", "options", "message"),
+    [
+        ({"a": Fixed(1)}, {}, "1 members; an ensemble needs at least two"),
+        ({"a": Fixed(1), "b": Fixed(2, unit="v")}, {}, "different units .a: 'u', b: 'v'.*calibration="),
+        ({"a": Fixed(1), "b": Fixed(2, better=False)}, {}, "different directions"),
+        ({"a": Fixed(1), "b": Fixed(2)}, {"how": "max"}, "how is 'max'; allowed are mean, min"),
+        ({"a": Fixed(1), "b": Fixed(2)}, {"strength": -1}, "strength is -1"),
+        ({"a": Fixed(1), "b": Fixed(2)}, {"ddof": 2}, "ddof is 2"),
+        ({"a": Fixed(1), "b": Fixed(2)}, {"min_members": 3}, "min_members is 3; allowed are 1 to 2"),
+        (
+            {"a": Fixed(1), "b": Fixed(2)},
+            {"min_members": 1, "how": "lower_bound"},
+            "min_members is 1; allowed are 2 to 2, the members, as one alone has no spread",
+        ),
+        ({"a": Fixed(1), "b": Fixed(2)}, {"calibration": {"a": (0, 1)}}, "calibration is for a; needed"),
+        (
+            {"a": Fixed(1), "b": Fixed(2)},
+            {"calibration": {"a": (0, 1), "b": (0, 0)}},
+            r"calibration\['b'\] is \(0, 0\)",
+        ),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused(members: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Ensemble(members, **options)
+
+
+# uncertainty in use
+
+
+def test_bound_and_weight_by_hand() -> None:
+    reward = Fixed(2, std=0.25)
+    bound = UncertaintyUsed(reward, strength=2.0).score(grey([0.5]), ["p"])
+    assert float(bound.value) == pytest.approx(1 - 0.5) and float(bound.parts["mean"]) == 1
+    weight = UncertaintyUsed(reward, how="weight", strength=4.0, reference=0.2).score(grey([0.5]), ["p"])
+    assert float(weight.value) == pytest.approx(0.2 + 0.8 * math.exp(-1))
+    assert float(weight.parts["weight"]) == pytest.approx(math.exp(-1))
+    assert float(weight.parts["uncertainty"]) == 0.25 and weight.std is not None
+
+
+def test_doubt_never_raises_a_reward_below_the_reference_above_it() -> None:
+    value = {}
+    for std in (0.1, 2.0):
+        wrapped = UncertaintyUsed(Fixed(1, std=std), how="weight", reference=0.5)
+        value[std] = wrapped.score(grey([0.2, 0.8]), ["p"] * 2).value
+    assert value[0.1][0] < value[2.0][0] < 0.5 < value[2.0][1] < value[0.1][1]
+    lower = UncertaintyUsed(Fixed(1, std=0.25, better=False)).score(grey([0.5]), ["p"])
+    assert float(lower.value) == pytest.approx(0.75)
+
+
+def test_the_pool_is_other_rewards() -> None:
+    pool = (torch.tensor([1.0, 3.0]), torch.tensor([0.5, 0.5]))
+    reward = UncertaintyUsed(Fixed(2, std=0.5), how="bhattacharyya", strength=0.5, pool=pool)
+    scores = reward.score(grey([0.5]), ["p"])
+    overlap = (1 + math.exp(-4 / (4 * 0.5))) / 2
+    assert float(scores.parts["uncertainty"]) == pytest.approx(overlap)
+    assert float(scores.value) == pytest.approx(1 - 0.5 * overlap)
+
+
+def test_a_rolling_pool_holds_earlier_calls_only_and_forgets() -> None:
+    reward = UncertaintyUsed(Fixed(1, std=0.5), how="bhattacharyya", remember=True, pool_size=3)
+    first = reward.score(grey([0.5, 0.5]), ["p"] * 2)
+    assert first.parts["uncertainty"].tolist() == [0, 0] and len(reward.pool) == 2
+    assert reward.score(grey([0.5]), ["p"]).parts["uncertainty"].tolist() == [1]
+    reward.score(["no.png"], ["p"])
+    reward.score(grey([0.25]), ["p"])
+    assert [mean for mean, _ in reward.pool] == [0.5, 0.5, 0.25]
+
+
+def test_uncertainty_keeps_the_contract_and_needs_a_std() -> None:
+    for how in ("lower_bound", "weight"):
+        assert check_reward(UncertaintyUsed(Brightness(std=0.2), how=how))
+    pool = (torch.rand(5), torch.rand(5) + 0.1)
+    assert check_reward(UncertaintyUsed(Brightness(std=0.2), how="bhattacharyya", pool=pool))
+    members = {"a": Fixed(1), "b": Fixed(2)}
+    assert float(UncertaintyUsed(Ensemble(members)).score(grey([0.5]), ["p"]).value) == pytest.approx(
+        0.75 - 0.5 / 2**0.5
+    )
+    with pytest.raises(RewardError, match="'brightness' gives no standard deviation"):
+        UncertaintyUsed(Brightness()).score(grey([0.5]), ["p"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"how": "entropy"}, "how is 'entropy'; allowed are lower_bound, weight, bhattacharyya"),
+        ({"strength": NAN}, "strength is nan"),
+        ({"how": "bhattacharyya"}, "needs a pool"),
+        ({"pool": (torch.zeros(2), torch.zeros(3))}, r"two tensors \[M\]"),
+    ],
+)
+def test_bad_options_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        UncertaintyUsed(Brightness(std=0.1), **options)

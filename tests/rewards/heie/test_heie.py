@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HEIE's form: views whole and in tiles, fused maps, heads that learn where the shapes world is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.seeing_judges import PROMPTS, ask_text, given, images, tiny_engine, why
+from visalign.data.shapes.prompts import parse_prompt
+from visalign.data.shapes.scenes import Scene, SceneObject
+from visalign.data.shapes.wrong_regions import blamed, right_pixels, wrong_pixels
+from visalign.evaluation.statistics.heatmaps import heatmap_quality
+from visalign.evaluation.statistics.selective import auroc
+from visalign.rewards import RewardError, check_reward
+from visalign.rewards.base.explanation import Explanation
+from visalign.rewards.heie.heads import HeieHeads, HeieSettings
+from visalign.rewards.heie.inputs import View, cut_tiles, draw_maps, splice_tiles, views
+from visalign.rewards.heie.judge import Heie
+from visalign.rewards.heie.training import HeieData, heie_data, pooled, train_heads
+from visalign.rewards.vlm.engine import Ask
+
+ASK = ask_text("wrong {prompt}?")
+SMALL = HeieSettings(hidden=32, features=32, width=32, cells=4)
+
+
+def heads(settings: HeieSettings = SMALL, seed: int = 0) -> HeieHeads:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return HeieHeads(settings).eval()
+
+
+def asks(shown, prompts=PROMPTS):
+    return [Ask(images=[image], prompt=prompt) for image, prompt in zip(shown, prompts, strict=False)]
+
+
+def scene(*objects, prompt):
+    made = [SceneObject(shape=shape, color=color, x=x, y=y, radius=9.3) for shape, color, x, y in objects]
+    return Scene(
+        record=parse_prompt(prompt),
+        objects=tuple(made),
+        background=(90, 90, 90),
+        style="flat",
+        texture_seed=0,
+    )
+
+
+RED = ("circle", "red", 15, 15)
+BOTH = "a red circle and a blue square"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "others", "blame"),
+    [
+        (BOTH, [("square", "blue", 45, 45)], [False, False]),
+        (BOTH, [("square", "green", 45, 45)], [False, True]),
+        (BOTH, [("cross", "blue", 45, 45)], [False, True]),
+        ("two red circles", [("circle", "red", 50, 50), ("circle", "red", 12, 50)], [True, True, True]),
+        ("a red circle right of a blue square", [("square", "blue", 50, 15)], [True, True]),
+        ("a red circle", [("cross", "white", 45, 45)], [False, True]),
+    ],
+)
+def test_who_is_to_blame(prompt, others, blame):
+    given = scene(RED, *others, prompt=prompt)
+    assert blamed(given, given.record) == blame
+
+
+def test_wrong_pixels_cover_the_object_that_is_to_blame():
+    given = scene(
+        ("circle", "red", 15, 15), ("square", "green", 45, 45), prompt="a red circle and a blue square"
+    )
+    wrong = wrong_pixels(given, given.record)
+    assert wrong.shape == (64, 64) and wrong.dtype == np.float32
+    assert wrong.sum() == pytest.approx((2 * 9.3) ** 2, rel=0.05)
+    assert wrong[45, 45] == 1 and wrong[15, 15] == 0
+    right = right_pixels(given, given.record)
+    assert right[45, 45] == 0 and right[15, 15] == 1 and (right * wrong).sum() == 0
+    assert wrong_pixels(replace(given, objects=given.objects[:1]), given.record).sum() == 0  # one is missing
+
+
+def test_tiles_are_cut_enlarged_and_put_back():
+    image = torch.arange(16.0).view(1, 4, 4).expand(3, -1, -1) / 16
+    tiles = cut_tiles(image, 2)
+    assert [tile.shape for tile in tiles] == [(3, 4, 4)] * 4
+    assert float(tiles[0].mean()) < float(tiles[1].mean()) < float(tiles[2].mean()) < float(tiles[3].mean())
+    assert cut_tiles(image, 1) == [] and len(cut_tiles(image[:, :1], 2)) == 4
+    whole = torch.arange(24.0).view(1, 4, 6)
+    parts = torch.stack([whole[0, r : r + 2, c : c + 3] for r in (0, 2) for c in (0, 3)])[None]
+    assert torch.equal(splice_tiles(parts, 2, 2), whole)
+    with pytest.raises(ValueError, match=r"tiles must be \[B, 4, h, w\]"):
+        splice_tiles(parts[:, :3], 2, 2)
+
+
+def test_a_surer_map_counts_more_where_they_disagree():
+    class Fixed:
+        settings = SMALL
+
+        def mapper(self, hidden, context, features, grid):
+            cold = torch.full((len(hidden), 4, 4), -20.0)
+            cold[0] = 20.0  # the whole picture says wrong everywhere, its tiles nowhere
+            std = torch.full_like(cold, 1.0)
+            std[0] = 0.1
+            return cold, std.log()
+
+        def scorer(self, hidden, heat):
+            return heat.mean((1, 2))
+
+    view = View(torch.zeros(5, 32), torch.zeros(5, 4, 32), (2, 2))
+    found = draw_maps(Fixed(), [view])  # type: ignore[arg-type]  # the two calls are all that is used
+    weight = np.exp(-0.1) / (np.exp(-0.1) + np.exp(-1.0))
+    assert found.heat.shape == (1, 8, 8)
+    assert torch.allclose(found.heat, torch.full((1, 8, 8), weight, dtype=found.heat.dtype), atol=1e-6)
+    assert torch.allclose(
+        found.std, torch.full((1, 8, 8), weight * 0.1 + (1 - weight)).to(found.std), atol=1e-6
+    )
+
+
+def test_a_tile_is_judged_in_the_light_of_the_whole_picture():
+    generator = torch.Generator().manual_seed(0)
+    hidden, features = (torch.randn(5, *shape, generator=generator) for shape in ((32,), (4, 32)))
+    other = torch.cat([torch.randn(1, 32, generator=generator), hidden[1:]])
+    found, changed = (draw_maps(heads(), [View(one, features, (2, 2))]) for one in (hidden, other))
+    assert found.tiles is not None and changed.tiles is not None
+    assert (found.tiles[0] - changed.tiles[0]).abs().amax() > 1e-3  # the tiles' own states are the same
+
+
+def test_views_hold_the_models_own_states_and_features():
+    engine = tiny_engine()
+    shown = images(2, size=32)
+    seen, reasons = views(engine, ASK, asks(shown), 2)
+    assert reasons == [None, None] and given(seen[0]).grid == (4, 4)
+    assert given(seen[0]).hidden.shape == (5, 32) and given(seen[0]).features.shape == (5, 16, 32)
+    assert torch.allclose(given(seen[1]).hidden[0], engine.hidden(ASK, asks(shown)).states[1], atol=1e-5)
+    alone, _ = views(engine, ASK, asks(shown), 1)
+    assert torch.equal(given(alone[0]).features[0], given(seen[0]).features[0])
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_the_contract_holds(tiles):
+    judge = Heie(tiny_engine(), heads=heads(), tiles=tiles, template=ASK, size=16)
+    check_reward(judge, images=images(4, size=32), prompts=PROMPTS)
+
+
+def test_an_explanation_has_maps_text_and_masked_rows():
+    judge = Heie(tiny_engine(max_tokens=150), heads=heads(), template=ASK, size=20, max_new_tokens=4)
+    told = judge.explain([*images(2, size=32), "no.png", *images(1, size=24)], ["a", "b" * 300, "c", "d"])
+    assert told.heatmap.shape == told.heatmap_std.shape == (4, 20, 20)
+    assert told.scores.valid.tolist() == [True, False, False, True]
+    assert told.heatmap[[0, 3]].isfinite().all() and told.heatmap[[1, 2]].isnan().all()
+    assert (told.heatmap[0] >= 0).all() and (told.heatmap[0] <= 1).all() and (told.heatmap_std[0] > 0).all()
+    assert given(told.text)[0] and given(told.text)[1] == given(told.text)[2] == ""
+    assert "at most 150" in why(told.scores, 1) and "no such image" in why(told.scores, 2)
+    scores = judge.score(images(1, size=32), ["a"])
+    assert scores.value[0] == pytest.approx(told.scores.value[0].item(), abs=1e-6) and scores.text is None
+    assert scores.parts["max_heat"][0] == pytest.approx(told.heatmap[0].max().item(), abs=1e-6)
+
+
+def test_heads_come_back_from_their_file(tmp_path):
+    made = heads()
+    made.save(tmp_path / "h.safetensors")
+    read = HeieHeads.load(tmp_path / "h.safetensors")
+    assert read.settings == SMALL
+    assert (tmp_path / "h.safetensors").stat().st_mode & 0o777 == 0o644
+    engine = tiny_engine()
+    scores = [Heie(engine, heads=h, template=ASK).score(images(2), PROMPTS[:2]) for h in (made, read)]
+    assert torch.equal(scores[0].value, scores[1].value)
+    with pytest.raises(FileNotFoundError, match="no HEIE heads"):
+        HeieHeads.load(tmp_path / "none")
+    (tmp_path / "bad").write_bytes(b"no")
+    with pytest.raises(RewardError, match="no safetensors file"):
+        HeieHeads.load(tmp_path / "bad")
+    from safetensors.torch import save_file
+
+    state = made.state_dict()
+    save_file(state, tmp_path / "other")
+    with pytest.raises(RewardError, match="format None"):
+        HeieHeads.load(tmp_path / "other")
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "h.safetensors", "pt") as opened:
+        metadata = opened.metadata()
+    state.pop("mapper.token.weight")
+    save_file({**state, "extra": torch.zeros(1)}, tmp_path / "cut", metadata=metadata)
+    with pytest.raises(RewardError, match=r"(?s)mapper\.token\.weight.*extra"):
+        HeieHeads.load(tmp_path / "cut")
+
+
+def test_wrong_options_are_refused():
+    engine = tiny_engine()
+    with pytest.raises(ValueError, match="tiles is 0"):
+        Heie(engine, heads=heads(), tiles=0)
+    with pytest.raises(ValueError, match="hidden states of 8 numbers and features of 32, this model has 32"):
+        Heie(engine, heads=heads(replace(SMALL, hidden=8)))
+    with pytest.raises(ValueError, match="features of 8, this model has 32 of both"):
+        Heie(engine, heads=heads(replace(SMALL, features=8)))
+    with pytest.raises(FileNotFoundError, match=r"shapes-vlm.*take the packaged judge 'shapes-heie'"):
+        Heie("shapes-vlm")
+    with pytest.raises(RewardError, match="bring no heads; give heads="):
+        Heie(engine)
+    with pytest.raises(ValueError, match="width divisible by 4"):
+        HeieSettings(hidden=8, features=8, width=30)
+    scores = Heie(engine, heads=heads(), template=ASK).score(images(1), ["a"])
+    with pytest.raises(ValueError, match=r"maps \[1, h, w\]"):
+        Explanation(scores=scores, heatmap=torch.zeros(2, 4, 4), heatmap_std=torch.zeros(2, 4, 4), text=[""])
+
+
+def test_a_model_whose_features_have_no_grid_is_refused():
+    judge = Heie(tiny_engine("internvl"), heads=heads(), template=ASK)
+    with pytest.raises(RewardError, match="needs features on a grid"):
+        judge.score(images(1), ["a"])
+
+
+def test_identity_tells_heads_and_tiles():
+    engine = tiny_engine()
+    made = [
+        Heie(engine, heads=heads(), template=ASK),
+        Heie(engine, heads=heads(seed=1), template=ASK),
+        Heie(engine, heads=heads(), template=ASK, tiles=1),
+    ]
+    assert len({judge.identity.digest for judge in made}) == 3
+    assert Heie(engine, heads=heads(), template=ASK).identity.digest == made[0].identity.digest
+
+
+def patched(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Grey pictures, half of them with a bright patch that is wrong: (images, heat, score)."""
+    rng = np.random.default_rng(seed)
+    shown = (
+        torch.full((count, 3, 32, 32), 0.4)
+        + 0.05 * torch.from_numpy(rng.normal(size=(count, 1, 32, 32))).float()
+    )
+    heat = torch.zeros(count, 32, 32)
+    score = torch.ones(count)
+    for row in range(0, count, 2):
+        y, x = rng.integers(0, 24, size=2)
+        shown[row, :, y : y + 8, x : x + 8] += 0.5
+        heat[row, y : y + 8, x : x + 8] = 1.0
+        score[row] = 0.0
+    return shown.clamp(0, 1), heat, score
+
+
+def test_heads_learn_where_and_whether_a_picture_is_wrong():
+    engine = tiny_engine()
+    train, held = patched(200, 0), patched(60, 1)
+    data, test = (
+        heie_data(engine, ASK, asks(shown, ["a"] * len(shown)), heat, score, tiles=1)
+        for shown, heat, score in (train, held)
+    )
+    model = heads()
+
+    def found():
+        with torch.no_grad():
+            maps = draw_maps(model, test.seen)
+        return maps, heatmap_quality(maps.heat, pooled(test.heat, maps.heat))
+
+    before = found()[1]
+    losses = train_heads(model, data, steps=150, batch=32)
+    maps, after = found()
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.5
+    assert before.auc < 0.75 and after.auc > 0.92
+    assert after.correlation > 0.6 and auroc(maps.score, test.score > 0.5) > 0.95
+    assert maps.std.mean().item() == pytest.approx(2**0.5 * after.error, rel=0.7)
+
+
+def test_training_data_that_does_not_fit_is_refused():
+    view = View(torch.zeros(1, 32), torch.zeros(1, 4, 32), (2, 2))
+    with pytest.raises(ValueError, match="1 views need heat"):
+        HeieData(seen=[view], heat=torch.zeros(2, 8, 8), score=torch.zeros(1))
+    other = View(torch.zeros(1, 32), torch.zeros(1, 6, 32), (2, 3))
+    with pytest.raises(ValueError, match="one size in features"):
+        HeieData(seen=[view, other], heat=torch.zeros(2, 8, 8), score=torch.zeros(2))
+    with pytest.raises(ValueError, match="steps is 0"):
+        train_heads(heads(), HeieData(seen=[view], heat=torch.zeros(1, 8, 8), score=torch.zeros(1)), steps=0)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packaged heatmap judge: no network, the contract, heat on what is wrong; files of heads in float16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.seeing_judges import PROMPTS, ask_text, images, tiny_engine
+from visalign.data.assets import resolve_model
+from visalign.data.shapes.prompts import parse_prompt
+from visalign.data.shapes.render import render
+from visalign.data.shapes.scenes import Scene, SceneObject
+from visalign.rewards import RewardError, check_reward, load_reward
+from visalign.rewards.heie.heads import FORMAT, HeieHeads, HeieSettings
+from visalign.rewards.heie.judge import HEADS, Heie
+
+
+def packaged(**options: Any) -> Heie:
+    judge = load_reward("heie", **options)
+    assert isinstance(judge, Heie)
+    return judge
+
+
+def test_the_packaged_judge_keeps_the_contract_and_repeats_itself(monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", refuse_network)
+    judge = packaged()
+    shown, prompts = images(4, size=64), PROMPTS
+    check_reward(judge, images=shown, prompts=prompts)
+    first, second = (made.explain(shown, prompts) for made in (judge, packaged()))
+    assert torch.equal(first.heatmap, second.heatmap) and torch.equal(first.scores.value, second.scores.value)
+    assert list(first.text) == list(second.text) and all(first.text)
+    assert judge.identity.model == "shapes-heie" and judge.identity.digest == packaged().identity.digest
+    assert {parameter.dtype for parameter in judge.heads.parameters()} == {torch.float32}
+    assert judge.tiles == 2 and "{prompt}" in judge.template.text
+
+
+def refuse_network(*_):
+    raise AssertionError("a packaged judge asked for the network")
+
+
+def test_the_packaged_judge_heats_what_breaks_the_prompt_and_nothing_else():
+    circle = SceneObject(shape="circle", color="red", x=32, y=24, radius=9.3)
+    shown = Scene(
+        record=parse_prompt("a red circle"),
+        objects=(circle,),
+        background=(60, 60, 60),
+        style="flat",
+        texture_seed=0,
+    )
+    picture = torch.from_numpy(render(shown)).permute(2, 0, 1).float() / 255
+    told = packaged(write_reasons=False).explain([picture] * 3, ["a red circle", "a blue circle", "a cross"])
+    inside = told.heatmap[:, 18:30, 26:38].mean((1, 2))
+    assert inside[0] < 0.1 and (inside[1:] > 0.7).all()
+    assert (told.heatmap[:, 40:].mean((1, 2)) < 0.02).all() and (
+        told.heatmap[:, :, :17].mean((1, 2)) < 0.02
+    ).all()
+    assert told.scores.value[0] > 0.8 and (told.scores.value[1:] < 0.5).all()
+
+
+def test_heads_in_a_folder_name_their_base(tmp_path):
+    folder = Path(resolve_model("shapes-heie"))
+    for name in (HEADS, "judge.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    shown = images(2, size=64)
+    here, there = (Heie(place, write_reasons=False).score(shown, PROMPTS[:2]) for place in (tmp_path, folder))
+    assert torch.equal(here.value, there.value)
+    own = Heie("shapes-vlm", heads=tmp_path / HEADS).score(shown, PROMPTS[:2])
+    assert torch.equal(own.value, here.value)
+    (tmp_path / HEADS).unlink()
+    with pytest.raises(FileNotFoundError, match=r"There are no HEIE heads at .*heie_heads\.safetensors"):
+        Heie(tmp_path)
+
+
+def test_heads_in_float16_are_read_as_float32(tmp_path):
+    from safetensors.torch import load_file
+
+    made = HeieHeads(HeieSettings(hidden=32, features=32, width=32, tiles=3))
+    made.save(tmp_path / "h.safetensors", half=True)
+    assert {value.dtype for value in load_file(tmp_path / "h.safetensors").values()} == {torch.float16}
+    read = HeieHeads.load(tmp_path / "h.safetensors")
+    for key, value in made.state_dict().items():
+        assert torch.equal(read.state_dict()[key], value.half().float())
+    engine, template = tiny_engine(), ask_text("wrong {prompt}?")
+    for given, tiles in ((None, 3), (1, 1)):  # as they were trained, or as asked for
+        assert Heie(engine, heads=tmp_path / "h.safetensors", template=template, tiles=given).tiles == tiles
+
+
+def test_heads_of_other_sizes_than_their_file_says_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    state = HeieHeads(HeieSettings(hidden=32, features=32, width=32, cells=4)).state_dict()
+    for settings, match in (
+        ({"hidden": 32, "features": 32, "width": 64, "cells": 4}, r"size mismatch for mapper\.token\.weight"),
+        ({"hidden": 32, "features": 32, "breadth": 64}, "does not say the sizes.*breadth"),
+        ({"hidden": 32, "features": 0}, "does not say the sizes.*whole numbers from 1"),
+    ):
+        metadata = {"format": FORMAT, "settings": json.dumps(settings)}
+        save_file(state, tmp_path / "other", metadata=metadata)
+        with pytest.raises(RewardError, match=f"(?s){match}"):
+            HeieHeads.load(tmp_path / "other")

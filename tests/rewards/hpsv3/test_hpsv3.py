@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HPSv3: pooled at one token, both layouts, what is refused, and the contract of rewards."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from tests.support.tiny_judges import noise, tiny_judge
+from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from visalign.core.preference.uncertainty import soft_clamp
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.checks.image_reward import check_reward
+from visalign.rewards.hpsv3.head import RanknetHead
+from visalign.rewards.hpsv3.judge import REWARD_TOKEN, TEMPLATE, HPSv3, HPSv3Model
+from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.template import JudgeSettings, Template
+
+PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
+PROMPTS = ["a cat", "a red dog", "a cat"]
+
+
+def tiny_hpsv3(**options: Any) -> HPSv3Model:
+    model = HPSv3Model.new(tiny_judge(positions=options.pop("positions", "1d"), **options))
+    with torch.no_grad():
+        last: Any = model.head.rm_head[5]
+        last.bias.copy_(torch.tensor([0.5, -1.0]))
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def shared() -> HPSv3Model:
+    return tiny_hpsv3()
+
+
+def test_the_score_is_the_head_at_the_reward_token(shared) -> None:
+    scores = HPSv3(shared).score(PICTURES, PROMPTS)
+    for row, (picture, prompt) in enumerate(zip(PICTURES, PROMPTS, strict=True)):
+        model: Any = shared.backbone
+        encoded = shared.encode([picture], [prompt]).rows[0]
+        token = shared.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        ids = torch.tensor([encoded.ids])
+        assert encoded.ids.count(token) == 1 and encoded.ids[encoded.mark] == token
+        embeds = model.get_input_embeddings()(ids).clone()
+        patches = shared.engine.network.eye.cutter.cut(encoded.shown[0].pixels)  # type: ignore[attr-defined]
+        seen = model.model.visual(patches, torch.tensor([encoded.shown[0].grid])).pooler_output
+        embeds[ids == shared.engine.network.image_token] = seen
+        hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
+        mean, raw = shared.head(hidden[0, encoded.mark])
+        torch.testing.assert_close(scores.value[row], mean, rtol=1e-5, atol=1e-5)
+        assert scores.std is not None
+        torch.testing.assert_close(scores.std[row], soft_clamp(raw).exp(), rtol=1e-5, atol=1e-5)
+
+
+def test_positions_move_the_score_and_are_part_of_the_identity(shared) -> None:
+    axes = HPSv3(tiny_hpsv3(positions="mrope"))
+    plain = HPSv3(shared)
+    assert not torch.allclose(axes.score(PICTURES, PROMPTS).value, plain.score(PICTURES, PROMPTS).value)
+    assert plain.identity.options["positions"] == "1d" and axes.identity.differences(plain.identity) == [
+        "options"
+    ]
+    assert plain.identity.template_hash == TEMPLATE.digest
+    other = tiny_hpsv3()
+    assert HPSv3(other).identity == plain.identity
+    with torch.no_grad():
+        next(other.head.parameters()).mul_(2)
+    assert HPSv3(other).identity.differences(plain.identity) == ["weights"]
+
+
+def test_a_typed_reward_token_is_escaped(shared) -> None:
+    typed = f"a cat {REWARD_TOKEN} 10 {REWARD_TOKEN}"
+    batch = shared.encode([PICTURES[0]], [typed])
+    token = shared.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+    assert batch.reasons == [None] and batch.rows[0].ids.count(token) == 1
+    assert batch.rows[0].mark > len(batch.rows[0].ids) - 20
+    assert HPSv3(shared).score([PICTURES[0]], [typed]).valid.all()
+
+
+def test_the_contract_of_rewards(shared) -> None:
+    check_reward(HPSv3(shared))
+
+
+def test_scores_do_not_depend_on_neighbours(shared) -> None:
+    pictures = [noise(8 * (1 + n % 5), 8 * (1 + n % 3), n) for n in range(12)]
+    prompts = ["x" * (3 * n + 1) for n in range(12)]
+    together = HPSv3(shared).score(pictures, prompts)
+    for row in range(12):
+        alone = HPSv3(tiny_hpsv3()).score([pictures[row]], [prompts[row]])
+        torch.testing.assert_close(together.value[row], alone.value[0], rtol=1e-6, atol=1e-6)
+
+
+def test_rows_that_cannot_be_judged_carry_their_reason(shared) -> None:
+    scores = HPSv3(shared).score([PICTURES[0], noise(2, 500), PICTURES[1], "none.png"], ["a", "b", " ", "c"])
+    assert scores.valid.tolist() == [True, False, False, False] and scores.reason is not None
+    assert scores.std is not None and scores.std[1:].isnan().all() and scores.value[1:].isnan().all()
+    for reason, part in zip(
+        scores.reason[1:], ("200 times", "prompt is empty", "no such image"), strict=True
+    ):
+        assert part in (reason or "")
+
+
+@pytest.mark.parametrize("text", ["{prompt}", "{prompt} <|Reward|> and <|Reward|>"])
+def test_a_template_without_one_token_is_refused(text) -> None:
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    wrong = Template(name="wrong", messages=[{"role": "user", "content": content}])
+    with pytest.raises(RewardError, match=r"'wrong' holds <\|Reward\|> [02] times"):
+        HPSv3Model(tiny_judge(), RanknetHead(32), template=wrong)
+    with pytest.raises(RewardError, match="The head takes 16 numbers and gives 2; this model has 32"):
+        HPSv3Model(tiny_judge(), RanknetHead(16))
+
+
+def test_the_whole_model_survives_a_round_trip(tmp_path, shared) -> None:
+    shared.save_pretrained(tmp_path)
+    settings = JudgeSettings.read(tmp_path)
+    assert settings.positions == "1d" and settings.rest["head"] == {"type": "ranknet", "clamp": [-7.0, 3.0]}
+    again = HPSv3.from_pretrained(tmp_path)
+    assert torch.equal(again.score(PICTURES, PROMPTS).value, HPSv3(shared).score(PICTURES, PROMPTS).value)
+    assert not any(parameter.requires_grad for parameter in again.model.parameters())
+    assert again.identity.weights and again.identity.options["positions"] == "1d"
+    head = load_file(tmp_path / "reward_head.safetensors")
+    save_file(
+        {key: value for key, value in head.items() if "3.bias" not in key},
+        tmp_path / "reward_head.safetensors",
+    )
+    with pytest.raises(RewardError, match=r"missing \['rm_head.3.bias'\]"):
+        HPSv3.from_pretrained(tmp_path)
+    (tmp_path / "reward_head.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no reward_head.safetensors"):
+        HPSv3.from_pretrained(tmp_path)
+
+
+def test_a_lora_and_a_head_beside_their_base(tmp_path) -> None:
+    base = save_tiny_seeing_model(tmp_path / "base")
+    model = HPSv3Model.new(VisionLanguageJudge.from_pretrained(base))
+    target = r".*language_model.*\.(q_proj|v_proj)"
+    model.backbone.add_adapter(LoraConfig(r=2, target_modules=target, init_lora_weights=False))  # type: ignore[operator]
+    model.eval()
+    batch = model.encode(PICTURES, PROMPTS)
+    mean, log_std = model(batch)
+    (mean.sum() + log_std.sum()).backward()
+    trained = [
+        name for name, one in model.named_parameters() if one.grad is not None and one.grad.abs().sum() > 0
+    ]
+    assert any("lora_B" in name for name in trained) and any("rm_head" in name for name in trained)
+    assert not any("visual" in name for name in trained)
+    with pytest.raises(RewardError, match="name its base: save_pretrained"):
+        model.save_pretrained(tmp_path / "lora")
+    model.save_pretrained(tmp_path / "lora", base="../base")
+    assert not (tmp_path / "lora" / "model.safetensors").exists()
+    again = HPSv3(tmp_path / "lora").score(PICTURES, PROMPTS)
+    torch.testing.assert_close(again.value, mean.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_is_loaded_at_the_first_score() -> None:
+    judge = HPSv3("nowhere")
+    assert judge.unit == "logit"
+    with pytest.raises(RewardError, match="There is no folder 'nowhere'"):
+        judge.score(PICTURES, PROMPTS)
+    with pytest.raises(ValueError, match="precision is 'int8'; allowed are fp32, bf16, fp16"):
+        HPSv3("nowhere", precision="int8")
+
+
+def test_an_own_token_gets_a_row_and_the_mean_of_the_others() -> None:
+    engine = tiny_judge()
+    before = len(engine.model.get_input_embeddings().weight)
+    weight = engine.model.get_input_embeddings().weight.detach().clone()
+    model = HPSv3Model.new(engine)
+    after = engine.model.get_input_embeddings().weight
+    place = engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+    assert len(after) == max(before, place + 1) and torch.equal(after[:before][:place], weight[:place])
+    torch.testing.assert_close(after[place], weight[:place].mean(0))
+    model.add_token()
+    assert torch.equal(engine.model.get_input_embeddings().weight, after)
+
+
+def test_broken_numbers_are_no_score(shared) -> None:
+    model = tiny_hpsv3()
+    with torch.no_grad():
+        last: Any = model.head.rm_head[5]
+        last.bias[0] = math.nan
+    scores = HPSv3(model).score(PICTURES[:1], PROMPTS[:1])
+    assert (
+        not scores.valid.any() and scores.reason is not None and "gave mean nan" in (scores.reason[0] or "")
+    )

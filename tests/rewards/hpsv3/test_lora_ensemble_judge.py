@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LoRA ensemble as a judge: equal to its members one by one; its uncertainty, folder and identity."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.lora_members import MEMBERS, joined, save_members
+from tests.support.seeing_judges import given, why
+from tests.support.tiny_judges import noise, tiny_judge
+from visalign.core.preference.uncertainty import log_win_probability, pair_deviation
+from visalign.core.rewards.uncertainty import bhattacharyya_overlap
+from visalign.data.assets import resolve_model
+from visalign.data.shapes.preferences import ShapesPreferences
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.catalogue import load_reward
+from visalign.rewards.checks.image_reward import check_reward
+from visalign.rewards.combine.uncertainty import UncertaintyUsed
+from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
+from visalign.rewards.hpsv3.ensemble_model import LoraEnsembleModel, stretched
+from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
+from visalign.rewards.pairs.as_pairwise import as_pairwise
+from visalign.rewards.vlm.template import JudgeSettings
+
+PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 1), noise(24, 24, 3)]
+PROMPTS = ["a cat", "a red dog", "two owls", "a cat"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_members(tmp_path_factory.mktemp("ensemble"))
+
+
+@pytest.fixture(scope="module")
+def judge(place: Path) -> LoraEnsembleReward:
+    return LoraEnsembleReward.from_members([place / f"m{m}" for m in range(MEMBERS)])
+
+
+def _spoil(judge: LoraEnsembleReward, member: int) -> None:
+    judge.model.heads.biases[0].data[member] = torch.nan
+
+
+def test_the_members_say_what_they_say_one_by_one(place: Path, judge: LoraEnsembleReward) -> None:
+    scores = judge.score(PICTURES, PROMPTS)
+    alone = [HPSv3(place / f"m{m}").score(PICTURES, PROMPTS) for m in range(MEMBERS)]
+    means = torch.stack([given(one.value) for one in alone]).double()
+    deviations = torch.stack([given(one.std) for one in alone]).double()
+    for m in range(MEMBERS):
+        torch.testing.assert_close(scores.parts[f"member_{m}"].double(), means[m], rtol=1e-5, atol=1e-6)
+    assert float((means[0] - means[1]).abs().min()) > 1e-3
+    torch.testing.assert_close(scores.value.double(), means.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scores.parts["min"].double(), means.amin(0), rtol=1e-5, atol=1e-6)
+    epistemic, aleatoric = means.var(0), deviations.square().mean(0)
+    torch.testing.assert_close(scores.parts["epistemic"].double().square(), epistemic, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        given(scores.std).double().square(), epistemic + aleatoric, rtol=1e-5, atol=1e-6
+    )
+    assert scores.parts["members"].tolist() == [MEMBERS] * 4 and scores.text is None
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_other_families_are_repeated_whole(kind: str) -> None:
+    """Windows of the tower, and features that are added behind deeper layers."""
+    generator = torch.Generator().manual_seed(5)
+    single = HPSv3Model.new(tiny_judge(kind))
+    width = {"q_proj": (32, 32), "down_proj": (48, 32)}
+    layers = {
+        f"model.language_model.layers.{n}.{p}": width[p.split(".")[1]]
+        for n in (0, 1)
+        for p in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    tensors = {key: torch.stack([value] * 2) for key, value in single.head.state_dict().items()}
+    tensors["reward_token"] = torch.randn(2, 32, generator=generator)
+    for name, (narrow, wide) in layers.items():
+        tensors[f"{name}.lora_A"] = torch.randn(2, 2, narrow, generator=generator)
+        tensors[f"{name}.lora_B"] = torch.randn(2, wide, 2, generator=generator)
+    whole = LoraEnsembleModel(tiny_judge(kind), tensors, template=None, scaling=0.5, clamp=None)
+    found = LoraEnsembleReward(whole).score(PICTURES, PROMPTS)
+    for m in range(2):
+        one = HPSv3Model.new(tiny_judge(kind), clamp=None)
+        one.head.load_state_dict(single.head.state_dict())
+        one.add_token(tensors["reward_token"][m])
+        for name in layers:
+            change = 0.5 * tensors[f"{name}.lora_B"][m] @ tensors[f"{name}.lora_A"][m]
+            one.backbone.get_submodule(name).weight.data += change  # type: ignore[operator]
+        expected = HPSv3(one.eval()).score(PICTURES, PROMPTS).value
+        torch.testing.assert_close(found.parts[f"member_{m}"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_pass_and_one_look_at_each_picture(place: Path) -> None:
+    judge = joined(place)
+    network, calls = judge.model.engine.network, []
+    network.trunk.language_model.register_forward_hook(lambda *_: calls.append("language"))
+    network.trunk.visual.register_forward_hook(lambda *_: calls.append("tower"))
+    judge.score(PICTURES, PROMPTS)
+    assert calls == ["tower", "language"] and network.cache.computed == 3
+
+
+def test_the_judge_keeps_the_contract_of_rewards(judge: LoraEnsembleReward) -> None:
+    check_reward(judge)
+    check_reward(LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5))
+
+
+def test_the_score_of_a_picture_does_not_depend_on_its_neighbours(place, judge) -> None:
+    pictures = [noise(8 * (1 + n % 5), 8 * (1 + n % 3), n) for n in range(9)]
+    prompts = ["x" * (3 * n + 1) for n in range(9)]
+    together = judge.score(pictures, prompts)
+    narrow = joined(place, MEMBERS, max_tokens_per_batch=1)
+    for row in range(9):
+        alone = narrow.score([pictures[row]], [prompts[row]])
+        for name in ("member_0", "member_2", "epistemic"):
+            torch.testing.assert_close(together.parts[name][row], alone.parts[name][0], rtol=2e-6, atol=2e-6)
+
+
+def test_what_is_scored_can_be_the_careful_member_or_the_bound(judge) -> None:
+    mean = judge.score(PICTURES, PROMPTS)
+    careful = LoraEnsembleReward(judge.model, value="min").score(PICTURES, PROMPTS)
+    bound = LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5).score(PICTURES, PROMPTS)
+    assert torch.equal(careful.value, mean.parts["min"]) and torch.equal(careful.parts["mean"], mean.value)
+    torch.testing.assert_close(bound.value, mean.value - 0.5 * mean.parts["epistemic"])
+    assert torch.equal(given(bound.std), given(mean.std))
+
+
+def test_uncertainty_is_used_as_by_ctrl_u_and_purm(judge) -> None:
+    plain = judge.score(PICTURES, PROMPTS)
+    weighted = UncertaintyUsed(judge, how="weight", strength=0.3).score(PICTURES, PROMPTS)
+    torch.testing.assert_close(weighted.value, plain.value * (-0.3 * given(plain.std)).exp())
+    pool = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 2.0])
+    told = UncertaintyUsed(judge, how="bhattacharyya", strength=2.0, pool=pool).score(PICTURES, PROMPTS)
+    mean, std = plain.value.double(), given(plain.std).double()
+    overlap = bhattacharyya_overlap(mean, std, pool_mean=pool[0].double(), pool_std=pool[1].double())
+    torch.testing.assert_close(told.value, (mean - 2 * overlap).float())
+    pair = as_pairwise(judge).compare(PICTURES[:1], PICTURES[1:2], PROMPTS[:1])
+    assert 0 < float(pair.prob[0]) < 1
+
+
+def test_one_folder_gives_the_same_scores(place: Path, judge: LoraEnsembleReward, tmp_path: Path) -> None:
+    judge.save(tmp_path / "joined")
+    again = LoraEnsembleReward.from_pretrained(tmp_path / "joined")
+    found, expected = again.score(PICTURES, PROMPTS), judge.score(PICTURES, PROMPTS)
+    assert torch.equal(found.value, expected.value) and torch.equal(given(found.std), given(expected.std))
+    assert again.identity.differences(judge.identity) == ["model"]
+    settings = JudgeSettings.read(tmp_path / "joined")
+    assert (tmp_path / "joined" / settings.rest["base"]).resolve() == (place / "base").resolve()
+    files = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "joined").iterdir()}
+    assert set(files) == {"judge.json", "members.safetensors"} and len(set(files.values())) == 1
+    stored = load_file(tmp_path / "joined" / "members.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.float32}  # the padded member is rescaled
+    judge.save(tmp_path / "half", dtype=torch.float16)
+    stored = load_file(tmp_path / "half" / "members.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.float16}
+    joined(place).save(tmp_path / "alike")
+    stored = load_file(tmp_path / "alike" / "members.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.float16}
+    with pytest.raises(RewardError, match=r"is {'type': 'ranknet members'.*HPSv3's is 'ranknet'"):
+        HPSv3.from_pretrained(tmp_path / "joined")
+
+
+def test_the_identity_follows_the_weights_and_the_options(place: Path) -> None:
+    judge, other = joined(place), joined(place)
+    assert judge.identity == other.identity
+    assert joined(place, beta=2.0).identity.differences(judge.identity) == ["options"]
+    reversed_ = LoraEnsembleReward.from_members([place / "m1", place / "m0"])
+    assert set(reversed_.identity.differences(judge.identity)) == {"model", "weights"}
+    with torch.no_grad():
+        next(iter(other.model.adapters.values())).lora_b[1] *= 1.5
+    assert other.identity.differences(judge.identity) == ["weights"]
+    once = other.identity
+    with torch.no_grad():
+        other.model.engine.model.get_output_embeddings().weight.mul_(1.5)
+    assert other.identity.differences(once) == ["weights"]
+
+
+def test_a_member_that_gives_no_number_is_left_out_and_named(place: Path) -> None:
+    judge = joined(place, MEMBERS)
+    before = judge.score(PICTURES, PROMPTS)
+    _spoil(judge, 1)
+    scores = judge.score(PICTURES, PROMPTS)
+    assert scores.valid.all() and scores.parts["members"].tolist() == [2] * 4
+    assert scores.parts["member_1"].isnan().all()
+    torch.testing.assert_close(scores.value, (before.parts["member_0"] + before.parts["member_2"]) / 2)
+    assert given(scores.text)[0].startswith("Left out: member_1 gave mean nan")
+    strict = LoraEnsembleReward(judge.model, min_members=3).score(PICTURES, PROMPTS)
+    assert not strict.valid.any() and strict.value.isnan().all() and given(strict.std).isnan().all()
+    assert "2 of 3 members judged it: member_1 gave mean nan" in why(strict, 0)
+    _spoil(judge, 0)
+    assert not judge.score(PICTURES, PROMPTS).valid.any()
+    single = LoraEnsembleReward(judge.model, min_members=1).score(PICTURES, PROMPTS)
+    assert single.valid.all() and given(single.std).isnan().all()
+    assert torch.equal(single.value, before.parts["member_2"])
+
+
+def test_levels_and_scales_of_the_members_are_aligned(place: Path) -> None:
+    judge = joined(place, MEMBERS)
+    before, weights = judge.score(PICTURES, PROMPTS), judge.identity.weights
+    judge.align(PICTURES, PROMPTS)
+    after = judge.score(PICTURES, PROMPTS)
+    said = torch.stack([after.parts[f"member_{m}"] for m in range(MEMBERS)])
+    old = torch.stack([before.parts[f"member_{m}"] for m in range(MEMBERS)])
+    widest = old.std(1).max()
+    torch.testing.assert_close(said.std(1), widest.expand(MEMBERS), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(said.mean(1), said.mean().expand(MEMBERS), rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(said, old, strict=True):
+        torch.testing.assert_close(
+            (mine - mine[0]) / widest, (theirs - theirs[0]) / theirs.std(), rtol=1e-3, atol=1e-4
+        )
+    assert bool((judge.model.stretch >= 1).all()) and float(judge.model.stretch.min()) == 1
+    assert judge.identity.weights != weights
+    judge.align(PICTURES, PROMPTS)
+    again = judge.score(PICTURES, PROMPTS)
+    torch.testing.assert_close(again.value, after.value, rtol=1e-4, atol=1e-5)
+    judge.save(place / "aligned")
+    read = LoraEnsembleReward.from_pretrained(place / "aligned").score(PICTURES, PROMPTS)
+    torch.testing.assert_close(read.value, again.value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given(read.std), given(again.std), rtol=1e-5, atol=1e-6)
+    for pictures, prompts in ((PICTURES[:1], PROMPTS[:1]), (PICTURES[:1], [" "])):
+        with pytest.raises(RewardError, match=r"[01] pictures were judged by all members, with spreads of 0"):
+            judge.align(pictures, prompts)
+
+
+def test_a_stretched_member_says_the_same_of_every_pair() -> None:
+    generator = torch.Generator().manual_seed(3)
+    mean = 4 * torch.randn(200, generator=generator)
+    log_std = torch.rand(200, generator=generator) * 4 - 2.5
+    left, right = torch.arange(100), torch.arange(100, 200)
+
+    def chances(mean: torch.Tensor, log_std: torch.Tensor) -> torch.Tensor:
+        spread = pair_deviation(log_std[left].exp(), log_std[right].exp())
+        return log_win_probability((mean[left] - mean[right]).double(), spread.double()).exp()
+
+    plain = chances(mean, log_std)
+    for factor in (1.0, 1.5, 3.0):
+        wide, log_wide = stretched(mean, log_std, torch.tensor(factor))
+        torch.testing.assert_close(wide, factor * mean)
+        assert float((chances(wide, log_wide) - plain).abs().max()) < 0.025
+        assert factor == 1 or float((chances(factor * mean, log_std) - plain).abs().max()) > 0.05
+    assert torch.equal(stretched(mean, log_std, torch.tensor(1.0))[1], log_std)
+
+
+def test_rows_that_cannot_be_judged_carry_their_reason(judge: LoraEnsembleReward) -> None:
+    scores = judge.score([PICTURES[0], noise(2, 500), PICTURES[1], "none.png"], ["a", "b", " ", "c"])
+    assert scores.valid.tolist() == [True, False, False, False]
+    assert given(scores.std)[1:].isnan().all() and scores.parts["epistemic"][1:].isnan().all()
+    for row, part in ((1, "200 times"), (2, "prompt is empty"), (3, "no such image")):
+        assert part in why(scores, row)
+    assert len(judge.score([], [])) == 0
+
+
+def test_the_packaged_ensemble_is_as_good_as_its_card_says() -> None:
+    world = ShapesPreferences(11, split="heldout")
+    pairs = [pair for pair in (world.pair(n) for n in range(400)) if pair.is_clear]
+    pictures = np.stack([picture for pair in pairs for picture in pair.pictures()])
+    scores = load_reward("lora_ensemble").score(pictures, [pair.prompt for pair in pairs for _ in range(2)])
+    better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
+    left, right = scores.value.view(-1, 2).unbind(1)
+    folder = Path(resolve_model("shapes-hpsv3-ensemble"))
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 800_000
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    stated = re.search(r"total deviation of the difference \| ([\d.]+)", card)
+    assert stated is not None
+    accuracy = ((left > right) == better).float().mean().item()
+    assert accuracy >= 0.95 and accuracy == pytest.approx(float(stated[1]), abs=0.03)
+    assert scores.parts["members"].min() == 3 and scores.parts["epistemic"].min() > 0

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small judges (verifier, JPEG size, sharpness), the request that all share, and `check_reward`."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter
+
+from visalign.interfaces import Scores
+from visalign.rewards import RewardError, check_reward, failure_reasons, load_reward, make_scores
+from visalign.rewards.statistics.jpeg_size import JpegSize
+from visalign.rewards.statistics.sharpness import Sharpness, laplacian_variance
+from visalign.rewards.verifiers.shapes_verifier import ShapesVerifier
+
+IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 40, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("name", ["shapes_verifier", "jpeg_size", "sharpness"])
+def test_every_entry_of_the_catalogue_keeps_the_contract(name):
+    assert len(check_reward(name)) == 11
+
+
+# shapes_verifier
+
+
+def test_verifier_with_parsed_prompt_and_with_metadata(monkeypatch):
+    from visalign.data.shapes import verifier
+
+    seen = []
+
+    def verify(images, metadata):
+        seen.extend(metadata)
+        return [
+            verifier.Verdict(correct=i % 2 == 0, score=0.25 * (i + 1), checks={}, reason=f"reason {i}")
+            for i in range(len(images))
+        ]
+
+    monkeypatch.setattr(verifier, "verify", verify)
+    record = {"include": [{"class": "square", "count": 1}]}
+    images, prompts = torch.rand(3, 3, 64, 64), ["a red circle", "anything", "an ode to joy"]
+    scores = ShapesVerifier().score(images, prompts, [None, record, {"tag": "no include"}])
+    assert scores.value[:2].tolist() == [1, 0] and scores.valid.tolist() == [True, True, False]
+    assert scores.parts["partial"][:2].tolist() == [0.25, 0.5] and scores.text == ["reason 0", "reason 1", ""]
+    assert "no metadata with 'include', and the prompt is not of the shapes world" in str(
+        failure_reasons(scores)[2]
+    )
+    assert seen[0]["include"][0]["class"] == "circle" and seen[1] is record
+    partial = ShapesVerifier("partial").score(images[:2], prompts[:2], [None, record])
+    assert partial.value.tolist() == [0.25, 0.5] and partial.unit == "share of checks"
+
+
+def test_verifier_judges_a_rendered_scene():
+    from visalign.data.shapes.prompts import parse_prompt
+    from visalign.data.shapes.render import render
+    from visalign.data.shapes.scenes import sample_scene
+
+    picture = render(sample_scene(parse_prompt("a red circle"), np.random.default_rng(0), style="flat"))
+    scores = ShapesVerifier().score([picture, picture], ["a red circle", "a blue square"])
+    assert scores.value.tolist() == [1, 0] and scores.parts["partial"][1] < 1
+
+
+def test_verifier_says_what_is_missing_in_a_blank_picture():
+    scores = ShapesVerifier().score(torch.full((1, 3, 64, 64), 0.5), ["a red circle"])
+    assert scores.value.tolist() == [0] and scores.text is not None and "circle" in scores.text[0]
+
+
+def test_verifier_other_size_is_invalid():
+    scores = ShapesVerifier().score([torch.rand(3, 64, 48)], ["a red circle"])
+    assert scores.reason == ["the shapes verifier reads 64×64 pictures, this one has 48×64"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"include": [{"count": 1}]}, "KeyError: 'class'"),
+        ({"include": "circle"}, "include is 'circle'; needed is GenEval's layout"),
+        ({"include": []}, r"include is \[\]"),
+        ({"include": [{"class": "circle", "count": 0}]}, "ZeroDivisionError"),
+        ({"include": [{"class": "circle", "position": ["left of", 3]}]}, "IndexError"),
+        ({"include": [{"class": "circle"}], "exclude": [{"class": "circle"}]}, "KeyError: 'count'"),
+    ],
+)
+def test_a_record_that_cannot_be_read_costs_its_own_sample_only(record, reason):
+    good = {"include": [{"class": "square", "count": 1}]}
+    scores = ShapesVerifier().score(torch.zeros(2, 3, 64, 64), ["x", "x"], [record, good])
+    assert scores.valid.tolist() == [False, True]
+    assert re.search(reason, str(failure_reasons(scores)[0]))
+
+
+def test_verifier_mode_refused():
+    with pytest.raises(ValueError, match="mode is 'strict'; allowed are 'correct', 'partial' and 'mixed'"):
+        load_reward("shapes_verifier", mode="strict")
+
+
+# jpeg_size
+
+
+def test_jpeg_size_is_the_file_size():
+    buffer = io.BytesIO()
+    NOISE.save(buffer, format="JPEG", quality=95)
+    scores = JpegSize().score([NOISE], ["p"])
+    assert scores.value.item() == pytest.approx(len(buffer.getvalue()) / 1000) and scores.unit == "kB"
+    assert JpegSize(quality=20).score([NOISE], ["p"]).value < scores.value
+
+
+def test_a_picture_that_jpeg_cannot_hold_is_invalid_alone():
+    scores = JpegSize().score([torch.zeros(3, 1, 70_000), torch.zeros(3, 8, 8)], ["p"] * 2)
+    assert scores.valid.tolist() == [False, True] and scores.value[1] > 0
+    assert "JPEG cannot hold it, 70000×1 pixels" in str(failure_reasons(scores)[0])
+
+
+def test_jpeg_size_direction_and_refusals():
+    assert JpegSize().higher_is_better and not JpegSize(prefer="smaller").higher_is_better
+    with pytest.raises(ValueError, match="quality is 96; allowed are whole numbers from 1 to 95"):
+        JpegSize(quality=96)
+    with pytest.raises(ValueError, match="prefer is 'less'; allowed are 'larger' and 'smaller'"):
+        JpegSize(prefer="less")
+
+
+# sharpness
+
+
+def test_sharpness_by_hand():
+    image = torch.zeros(3, 3, 4)
+    image[:, 1, 1] = (
+        1  # its Laplacian is −4·255 there and 255 at its right-hand neighbour: variance (2.5·255)²
+    )
+    assert laplacian_variance(image).item() == pytest.approx((2.5 * 255) ** 2)
+    assert laplacian_variance(torch.full((3, 5, 5), 0.7)).item() == pytest.approx(0, abs=1e-9)
+
+
+def test_sharpness_reaches_its_declared_maximum_and_falls_with_blur():
+    board = torch.tensor(np.indices((10, 10)).sum(0) % 2).float().expand(3, -1, -1)
+    assert laplacian_variance(board).item() == pytest.approx(Sharpness.range[1])
+    blurred = NOISE.filter(ImageFilter.GaussianBlur(1))
+    scores = Sharpness().score([NOISE, blurred], ["p", "p"])
+    assert scores.value[1] < scores.value[0] / 10
+
+
+def test_sharpness_of_a_single_pixel_is_invalid():
+    scores = Sharpness().score([Image.new("RGB", (1, 1)), NOISE], ["p", "p"])
+    assert scores.valid.tolist() == [False, True]
+    assert failure_reasons(scores)[0] == "sharpness needs an image of at least 3×3 pixels, this one has 1×1"
+
+
+# the request
+
+
+@pytest.mark.parametrize(
+    ("prompts", "metadata", "error", "message"),
+    [
+        ("abc", None, TypeError, r"sharpness: prompts is a str, needed is a list.*\[prompt\] \* B"),
+        (["a", "b", 3], None, TypeError, r"prompts\[2\] is a int, needed is a string"),
+        (["a"], None, ValueError, "3 images and 1 prompts; give one prompt per image"),
+        (["a"] * 3, {"include": []}, TypeError, "metadata is a dict, needed is a list"),
+        (["a"] * 3, [None], ValueError, "1 metadata records for 3 images; give one each, or None"),
+        (["a"] * 3, [None, None, 4], TypeError, r"metadata\[2\] is a int, needed is a mapping or None"),
+    ],
+)
+def test_request_refused(prompts, metadata, error, message):
+    with pytest.raises(error, match=message):
+        Sharpness().score(IMAGES, prompts, metadata)
+
+
+def test_empty_request():
+    assert len(Sharpness().score([], [])) == 0
+
+
+# check_reward
+
+
+class Brightness:
+    """A correct reward, for tests to break in one place."""
+
+    name, unit, range, higher_is_better = "brightness", "1", (0.0, 1.0), True
+
+    def value(self, images):
+        return images.flatten(1).mean(1)
+
+    def score(self, images, prompts, metadata=None):
+        from visalign.rewards import read_request
+
+        request = read_request(self.name, images, prompts, metadata)
+        value = torch.full((len(request),), torch.nan)
+        for row, image in request.images.readable():
+            value[row] = self.value(image[None])[0]
+        return make_scores(value, request.images.reasons, self.unit)
+
+
+def broken(**changes):
+    return type("Broken", (Brightness,), changes)()
+
+
+def batchwise(make):
+    """A score method for float tensors of a batch that are all readable."""
+
+    def score(self, images, prompts, metadata=None):
+        return make(self, images)
+
+    return score
+
+
+def valid(value: torch.Tensor, **options) -> Scores:
+    return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), **{"unit": "1", **options})
+
+
+def mean(images) -> torch.Tensor:
+    return torch.as_tensor(images).float().flatten(1).mean(1)
+
+
+class Restless(Brightness):
+    calls = 0
+
+    def value(self, images):
+        self.calls += 1
+        return super().value(images) * 0 + min(1.0, self.calls / 100)
+
+
+def vandal(self, images, prompts, metadata=None):
+    scores = Brightness.score(self, images, prompts, metadata)
+    prompts[0] = "changed"
+    return scores
+
+
+def careless(self, images, prompts, metadata=None):
+    return Brightness.score(self, images, [*prompts, *["p"] * (len(images) - len(prompts))], metadata)
+
+
+def nan_failure(self, images):
+    value = mean(images)
+    return Scores(value=value, valid=value < 0.5, unit="1")
+
+
+def test_correct_reward_passes():
+    assert len(check_reward(Brightness())) == 11
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (broken(unit=""), "unit is '': make it a non-empty string"),
+        (broken(range=(1.0, 0.0)), r"range is \(1.0, 0.0\): make it a pair"),
+        (broken(higher_is_better=1), "higher_is_better is 1: make it True or False"),
+        (object(), "it has no unit: set it on the class"),
+        (broken(score=lambda self, images: None), "raised TypeError"),
+        (
+            broken(score=batchwise(lambda self, images: [0.0])),
+            "returned a list: return visalign.interfaces.Scores",
+        ),
+        (broken(score=batchwise(lambda self, images: valid(torch.zeros(2)))), "gave 2 values for 4 images"),
+        (
+            broken(score=batchwise(lambda self, x: valid(mean(x).double()))),
+            "value has dtype torch.float64: make it",
+        ),
+        (
+            broken(score=batchwise(lambda self, x: valid(mean(x), unit="kB"))),
+            "Scores.unit is 'kB', the reward declares '1'",
+        ),
+        (
+            broken(score=batchwise(lambda self, x: valid(mean(x).requires_grad_()))),
+            "carries a gradient graph",
+        ),
+        (
+            broken(score=batchwise(lambda self, x: valid(mean(x), std=torch.zeros(1)))),
+            r"'std' has shape \(1,\): make it \[4\]",
+        ),
+        (
+            broken(score=batchwise(lambda self, x: valid(mean(x), text=["a"]))),
+            "text has 1 entries for 4 images",
+        ),
+        (
+            broken(score=batchwise(lambda self, x: valid(mean(x) * torch.nan))),
+            "a valid score is NaN or infinite",
+        ),
+        (broken(score=batchwise(nan_failure)), "an invalid sample has a number as its value"),
+        (broken(score=batchwise(nan_failure)), "an invalid sample has no reason"),
+        (
+            broken(score=batchwise(lambda self, x: make_scores(mean(x), ["no idea"] * len(x), "1"))),
+            r"judged none of the images \(no idea\): give check_reward images=",
+        ),
+        (broken(value=lambda self, images: images.flatten(1).sum(1)), "outside the declared range"),
+        (Restless(), "same images got other scores the second time"),
+        (
+            broken(score=batchwise(lambda self, x: valid(mean(x) - mean(x).mean() + 0.5))),
+            "an image alone scores otherwise",
+        ),
+        (
+            broken(score=batchwise(lambda self, x: valid(torch.linspace(0, 1, len(x))))),
+            "do not follow the images when their order is reversed",
+        ),
+        (broken(score=vandal), "changed the images, prompts or metadata"),
+        (broken(score=batchwise(lambda self, x: valid(mean(x)))), "a list of PIL images raised"),
+        (
+            broken(score=batchwise(lambda self, x: valid(mean(x)))),
+            r"array \[B, H, W, 3\] gets other scores|other scores",
+        ),
+        (broken(score=batchwise(lambda self, x: valid(mean(x)))), "one unreadable image stopped the batch"),
+        (broken(score=careless), "accepts fewer prompts than images: raise a ValueError"),
+    ],
+)
+def test_check_reward_names_what_is_broken(reward, message):
+    with pytest.raises(RewardError, match=f"(?s)breaks its contract in .*{message}"):
+        check_reward(reward)
+
+
+def test_unreadable_image_that_changes_its_neighbours():
+    class Zeroing(Brightness):
+        def score(self, images, prompts, metadata=None):
+            scores = super().score(images, prompts, metadata)
+            return scores if scores.valid.all() else make_scores(scores.value * 0, [None] * len(scores), "1")
+
+    with pytest.raises(
+        RewardError, match="an unreadable image must be invalid and leave the other scores alone"
+    ):
+        check_reward(Zeroing())
+
+
+def test_check_reward_own_inputs():
+    with pytest.raises(ValueError, match="at least two readable images of one size"):
+        check_reward("sharpness", images=[NOISE])
+    with pytest.raises(ValueError, match="got 2 images and 1 prompts"):
+        check_reward("sharpness", images=[NOISE, NOISE], prompts=["p"])
+    assert len(check_reward("sharpness", images=[NOISE, NOISE.rotate(180)], prompts=["p", "q"])) == 11

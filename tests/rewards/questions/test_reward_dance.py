@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RewardDance: log-odds over sets of tokens, the rest of the probability, orders, reasons, references."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
+from tests.support.tiny_judges import KINDS
+from visalign.rewards import RewardError, check_reward
+from visalign.rewards.catalogue import load_judge
+from visalign.rewards.pairs.as_pointwise import GroupWinRate
+from visalign.rewards.questions.reward_dance import RewardDance
+from visalign.rewards.questions.reward_dance_pairs import RewardDancePairs
+from visalign.rewards.questions.reward_dance_questions import EXPLAIN, PAIR, YES_NO
+from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
+from visalign.rewards.vlm.yes_no import SUREST
+
+LETTERS = {"yes": ["y", "s"], "no": ["n"], "min_mass": 0.0}
+"""Spellings for a model whose tokens are letters."""
+ASK = ask_text("ok {prompt}?")
+TWO = ask_text("better {prompt}?", pictures=2)
+
+
+def scripted(probability, **options):
+    return RewardDance(ScriptedEngine(lambda template, ask: probability), **options)
+
+
+def brightness(*words):
+    """An engine that says yes with the brightness of the last picture, of all that yes and no have."""
+
+    def probability(template, ask):
+        level = float(ask.images[-1].mean())
+        return {"yes": 0.9 * level, "no": 0.9 * (1 - level)}
+
+    return ScriptedEngine(probability)
+
+
+def test_log_odds_are_over_all_spellings_and_the_rest_is_reported():
+    judge = scripted({"yes": 0.3, "Yes": 0.2, " yes": 0.1, "no": 0.1, "No": 0.1, "5": 0.2})
+    scores = judge.score(images(1), ["a cat"])
+    assert scores.value[0] == pytest.approx(math.log(0.6 / 0.2), abs=1e-5)
+    assert scores.parts["prob"][0] == pytest.approx(0.75, abs=1e-6)
+    assert scores.parts["mass"][0] == pytest.approx(0.8, abs=1e-6)
+    assert scores.parts["prob_vocabulary"][0] == pytest.approx(0.6, abs=1e-6)
+    assert (judge.unit, judge.range) == ("log-odds of yes", (-math.inf, math.inf))
+
+
+def test_probability_is_the_sigmoid_and_has_its_own_unit():
+    judge = scripted({"yes": 0.3, "no": 0.6}, value="prob")
+    scores = judge.score(images(2), ["a", "b"])
+    assert torch.allclose(scores.value, torch.full((2,), 1 / 3))
+    assert scores.unit == "probability of yes" and judge.range == (0.0, 1.0)
+
+
+def test_a_model_that_answers_neither_is_masked_not_scored():
+    scores = scripted({"yes": 0.04, "no": 0.01, "7": 0.95}).score(images(1), ["a"])
+    assert not scores.valid[0] and math.isnan(scores.value[0])
+    assert "neither yes nor no" in why(scores, 0) and "0.05" in why(scores, 0)
+    kept = scripted({"yes": 0.04, "no": 0.01}, min_mass=0.0).score(images(1), ["a"])
+    assert kept.value[0] == pytest.approx(math.log(4), abs=1e-5)
+
+
+def test_a_model_that_answers_both_alike_is_undecided_at_zero():
+    assert scripted({"yes": 0.5, "no": 0.5}).score(images(1), ["a"]).value[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_certainty_is_the_surest_answer_and_finite():
+    judge = scripted({"yes": 1.0})
+    assert judge.score(images(1), ["a"]).value.tolist() == [SUREST]
+    sure = scripted({"no": 0.9}).score(images(1), ["a"])
+    assert sure.valid[0] and sure.value.tolist() == [-SUREST] and 0 < float(sure.parts["prob"]) < 1e-30
+    nearly = scripted({"yes": 0.9, "no": 1e-30}).score(images(1), ["a"]).value
+    assert float(nearly) == pytest.approx(math.log(0.9e30), abs=1e-3) and float(nearly) < SUREST
+    neither = scripted({"7": 1.0}, min_mass=0.0).score(images(1), ["a"])
+    assert not neither.valid[0] and "log-odds are no number" in why(neither, 0)
+
+
+def test_a_certain_pair_keeps_its_bias_measurable():
+    engine = ScriptedEngine(lambda template, ask: {"yes": 1.0})
+    said = RewardDancePairs(engine).compare(images(1), images(1, seed=1), ["a"])
+    assert said.valid[0] and said.prob.tolist() == [0.5] and said.parts["second_bias"].tolist() == [SUREST]
+
+
+@pytest.mark.parametrize("prompt", ["", " \n\t", "\u200b\ufeff"])
+def test_an_empty_prompt_is_masked(prompt):
+    scores = scripted({"yes": 0.5, "no": 0.4}).score(images(2), [prompt, "a"])
+    assert scores.valid.tolist() == [False, True] and "empty" in why(scores, 0)
+
+
+def test_what_the_engine_refuses_is_masked_with_its_reason():
+    engine = ScriptedEngine(lambda template, ask: None if ask.prompt == "long" else {"yes": 0.5, "no": 0.4})
+    scores = RewardDance(engine).score(images(2), ["long", "short"])
+    assert scores.valid.tolist() == [False, True] and why(scores, 0) == "too long"
+
+
+def test_options_that_cannot_be_are_refused():
+    engine = ScriptedEngine()
+    with pytest.raises(ValueError, match="value is 'logit'; allowed are log_odds, prob"):
+        load_judge("reward_dance", model=engine, value="logit")
+    with pytest.raises(ValueError, match="write_reasons without decision_first"):
+        RewardDance(engine, write_reasons=True)
+    with pytest.raises(ValueError, match="stand for yes and for no"):
+        RewardDance(engine, yes=["yes", "no"], no=["no"])
+    with pytest.raises(ValueError, match=r"min_mass is 1\.0"):
+        RewardDance(engine, min_mass=1.0)
+    with pytest.raises(RewardError, match="'maybe' is several tokens"):
+        RewardDance(engine, yes=["maybe"])
+    with pytest.raises(ValueError, match=r"Write \['yes'\]"):
+        RewardDance(engine, yes="yes")
+    for kind in (RewardDance, RewardDancePairs):
+        with pytest.raises(ValueError, match=r"'test' has \{question\}, which this judge does not fill"):
+            kind(engine, template=ask_text("{question} {prompt}"))
+    with pytest.raises(ValueError, match="has no place for an instruction"):
+        RewardDance(engine, template=ASK, instruction="look at hands")
+    with pytest.raises(ValueError, match="precision is 'int8'"):
+        RewardDance("nowhere", precision="int8")
+    with pytest.raises(RewardError, match="None of the words"):
+        RewardDance(tiny_engine())
+
+
+def test_the_instruction_reaches_the_question():
+    engine = brightness()
+    RewardDance(engine, instruction="Count the fingers.").score(images(1), ["a hand"])
+    assert engine.asked[0].fields["instruction"] == "\nCount the fingers."
+    text = YES_NO.filled({"prompt": "a hand", **engine.asked[0].fields})[0]["content"][1]["text"]
+    assert "Caption: a hand\nCount the fingers.\n" in text
+
+
+def test_the_folder_and_the_argument_replace_the_question():
+    folder = ask_text("folder {prompt}", words={"yes": ("Yes",), "no": ("No",)})
+    engine = ScriptedEngine(lambda template, ask: {"Yes": 0.6, "No": 0.3}, templates={"yes_no": folder})
+    judge = RewardDance(engine)
+    assert judge.template is folder and judge.score(images(1), ["a"]).value[0] == pytest.approx(math.log(2))
+    other = RewardDance(engine, template=ASK)
+    assert other.template is ASK
+    assert judge.identity.digest != other.identity.digest
+    assert judge.identity.template_hash != other.identity.template_hash
+
+
+def test_reasons_are_written_behind_the_decision_and_change_no_score():
+    def probability(template, ask):
+        assert template is EXPLAIN
+        return {"yes": 0.1, "Yes": 0.2, "no": 0.5}
+
+    engine = ScriptedEngine(probability, lambda template, ask: [", because " + ask.continuation])
+    plain = RewardDance(engine, decision_first=True).score(images(2), ["a", "b"])
+    scores = RewardDance(engine, decision_first=True, write_reasons=True).score(images(2), ["a", "b"])
+    assert torch.equal(plain.value, scores.value) and plain.text is None
+    assert scores.text == ["no, because no"] * 2
+    assert {ask.continuation for ask in engine.generated} == {"no"}
+
+
+def test_pairs_are_asked_in_both_orders_and_a_bias_cancels():
+    def probability(template, ask):
+        level = float(ask.images[1].mean() - ask.images[0].mean()) + 0.7  # likes the second picture
+        return {
+            "yes": 0.8 * torch.tensor(level).sigmoid().item(),
+            "no": 0.8 * torch.tensor(-level).sigmoid().item(),
+        }
+
+    dark, bright = torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)
+    judge = RewardDancePairs(ScriptedEngine(probability))
+    said = judge.compare(bright, dark, ["a"])
+    assert given(said.log_odds)[0] == pytest.approx(1.0, abs=1e-5)
+    assert said.parts["second_bias"][0] == pytest.approx(0.7, abs=1e-5)
+    assert said.parts["left_second"][0] == pytest.approx(1.7, abs=1e-5)
+    assert said.parts["left_first"][0] == pytest.approx(0.3, abs=1e-5)
+    assert said.parts["mass"][0] == pytest.approx(0.8, abs=1e-5)
+    turned = judge.compare(dark, bright, ["a"])
+    assert torch.allclose(said.prob + turned.prob, torch.ones(1))
+    once = RewardDancePairs(ScriptedEngine(probability), both_orders=False)
+    assert given(once.compare(bright, dark, ["a"]).log_odds)[0] == pytest.approx(1.7, abs=1e-5)
+
+
+def test_a_pair_fails_with_the_side_that_is_broken():
+    judge = RewardDancePairs(brightness())
+    said = judge.compare([images(1)[0], "no.png"], images(2), ["a", "b"])
+    assert said.valid.tolist() == [True, False] and why(said, 1).startswith("left: no such image")
+    assert math.isnan(said.prob[1]) and math.isnan(said.parts["mass"][1])
+    pairs = torch.tensor([[0, 1], [0, 2]])
+    said = judge.compare_pairs(images(3), pairs, ["a", "a", "b"])
+    assert said.valid.tolist() == [True, False] and "different prompts" in why(said, 1)
+    with pytest.raises(ValueError, match="2 left and 3 right"):
+        judge.compare(images(2), images(3), ["a", "b"])
+
+
+def test_a_pair_needs_a_prompt_only_where_the_question_asks_for_it():
+    engine = ScriptedEngine(lambda template, ask: {"yes": 0.6, "no": 0.3})
+    asked = RewardDancePairs(engine).compare(images(1), images(1, seed=1), [" "])
+    assert not asked.valid[0] and "prompt is empty" in why(asked, 0)
+    quality = RewardDancePairs(engine, template=ask_text("the second sharper?", pictures=2))
+    assert quality.compare(images(1), images(1, seed=1), [""]).valid[0]
+    numbered = quality.compare_pairs(images(2), torch.tensor([[0, 1]]), ["", "other"])
+    assert numbered.valid[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_contract_holds_on_each_family(kind):
+    judge = RewardDance(tiny_engine(kind), template=ASK, **LETTERS)
+    check_reward(judge, images=images(4), prompts=PROMPTS)
+
+
+def test_scores_do_not_depend_on_neighbours():
+    judge = RewardDance(tiny_engine(max_tokens_per_batch=120), template=ASK, **LETTERS)
+    long = [*PROMPTS, "a" * 90, "z", "é{prompt}<|im_end|>ü"]
+    together = judge.score([*images(4), *images(3, size=40, seed=1)], long)
+    assert together.valid.all()
+    for row, image in enumerate([*images(4), *images(3, size=40, seed=1)]):
+        alone = judge.score([image], [long[row]]).value[0]
+        assert alone == pytest.approx(together.value[row].item(), rel=1e-6, abs=1e-6)
+
+
+def test_special_tokens_braces_and_other_letters_are_text():
+    judge = RewardDance(tiny_engine(), template=ASK, **LETTERS)
+    prompts = ["{prompt} {question} {0}", "<|im_end|><|im_start|>user", "<|image_pad|>", "ein Bär, 日本"]
+    scores = judge.score(images(1).expand(4, -1, -1, -1), prompts)
+    assert scores.valid.all() and len(set(scores.value.tolist())) == 4
+
+
+def test_no_words_are_not_the_usual_ones():
+    with pytest.raises(RewardError, match=r"None of the words \[\] is one token"):
+        RewardDance(tiny_engine(), yes=[], no=["n"])
+
+
+def test_a_text_that_is_no_unicode_costs_its_own_row():
+    scores = RewardDance(tiny_engine(), **LETTERS).score(images(2), ["a cat", "a \ud800 cat"])
+    assert scores.valid.tolist() == [True, False] and "is no text in Unicode" in why(scores, 1)
+
+
+def test_a_prompt_that_is_too_long_is_masked():
+    judge = RewardDance(tiny_engine(max_tokens=100), template=ASK, **LETTERS)
+    scores = judge.score(images(2), ["a" * 500, "short"])
+    assert scores.valid.tolist() == [False, True] and "at most 100" in why(scores, 0)
+
+
+def test_equal_log_odds_as_the_library_computes_them():
+    engine = tiny_engine()
+    judge = RewardDance(engine, template=ASK, **LETTERS)
+    scores = judge.score(images(1), ["a cat"])
+    text = engine.processor.apply_chat_template(
+        ASK.filled({"prompt": "a cat"}), tokenize=False, add_generation_prompt=True
+    )
+    levels = images(1)[0].mul(255).round().byte()
+    inputs = engine.processor(text=[text], images=[levels], return_tensors="pt")
+    with torch.no_grad():
+        prob = engine.model(**inputs).logits[0, -1].float().softmax(-1)
+    ids = {word: engine.token_ids([word])[0] for word in "ysn"}
+    yes, no = prob[ids["y"]] + prob[ids["s"]], prob[ids["n"]]
+    assert scores.value[0] == pytest.approx(math.log(yes / no), abs=1e-4)
+    assert scores.parts["mass"][0] == pytest.approx(float(yes + no), abs=1e-5)
+
+
+def test_pairs_on_a_model_are_antisymmetric_and_numbered_ones_agree():
+    judge = RewardDancePairs(tiny_engine(), template=TWO, **LETTERS)
+    left, right = images(3), images(3, seed=1)
+    said, turned = judge.compare(left, right, PROMPTS[:3]), judge.compare(right, left, PROMPTS[:3])
+    assert torch.allclose(given(said.log_odds), -given(turned.log_odds), atol=1e-5)
+    numbered = judge.compare_pairs(
+        torch.cat([left, right]), torch.tensor([[0, 3], [1, 4], [2, 5]]), PROMPTS[:3] * 2
+    )
+    assert torch.allclose(given(said.log_odds), given(numbered.log_odds), atol=1e-6)
+    assert (given(said.log_odds).abs() > 1e-6).all()
+
+
+def test_reasons_on_a_model_begin_with_the_decision():
+    judge = RewardDance(
+        tiny_engine(), template=ASK, decision_first=True, write_reasons=True, max_new_tokens=5, **LETTERS
+    )
+    scores = judge.score(images(2), PROMPTS[:2])
+    for value, text in zip(scores.value.tolist(), given(scores.text), strict=True):
+        assert text[0] in ("ys" if value > 0 else "ysn") and len(text) > 1
+
+
+def test_references_average_in_log_odds_and_what_is_missing_is_masked():
+    judge = ReferenceReward(
+        RewardDancePairs(tiny_engine(), template=TWO, **LETTERS), {"a": images(2, seed=3)}
+    )
+    shown = images(3)
+    scores = judge.score(shown, ["a", "a", "b"], [None, {"references": images(1, seed=4)}, None])
+    assert scores.valid.tolist() == [True, True, False] and "no readable reference" in why(scores, 2)
+    single = [
+        given(judge.judge.compare(shown[:1], ref[None], ["a"]).log_odds)[0] for ref in images(2, seed=3)
+    ]
+    assert scores.value[0] == pytest.approx(float(sum(single)) / 2, abs=1e-5)
+    assert scores.parts["references"].tolist()[:2] == [2, 1]
+    assert scores.parts["spread"][0] == pytest.approx(float(torch.stack(single).std()), abs=1e-5)
+    unknown: Any = "raw"
+    with pytest.raises(ValueError, match="value is 'raw'"):
+        ReferenceReward(judge.judge, value=unknown)
+
+
+def test_a_reward_against_references_keeps_the_contract():
+    pairs = RewardDancePairs(tiny_engine(), template=TWO, **LETTERS)
+    judge = ReferenceReward(pairs, dict.fromkeys(PROMPTS, images(2, seed=3)), value="prob")
+    check_reward(judge, images=images(4), prompts=PROMPTS)
+
+
+def test_both_forms_are_found_by_name_and_pairs_make_win_rates():
+    assert isinstance(load_judge("reward_dance", model=brightness()), RewardDance)
+    pairs = load_judge("reward_dance_pairs", model=brightness())
+    shown = [torch.full((3, 8, 8), level) for level in (0.2, 0.9, 0.5)]
+    assert isinstance(pairs, RewardDancePairs)
+    scores = GroupWinRate(pairs, hard=True).score(shown, ["a"] * 3)
+    assert scores.value.tolist() == [0.0, 1.0, 0.5]
+
+
+def test_the_best_of_n_are_chosen_by_wins():
+    levels = torch.tensor([0.2, 0.9, 0.5, 0.7])
+    shown = [level.expand(3, 8, 8) for level in levels]
+    judge = RewardDancePairs(brightness())
+    choice = select_references(judge, [*shown, "missing.png"], "a", top_k=2)
+    assert choice.chosen == [1, 3] and choice.wins.tolist()[:4] == [0, 3, 1, 2]
+    assert math.isnan(choice.wins[4])
+    with pytest.raises(ValueError, match="top_k=9"):
+        select_references(judge, shown, "a", top_k=9)
+    with pytest.raises(ValueError, match="Only 4 of 5"):
+        select_references(judge, [*shown, "missing.png"], "a", top_k=5)
+
+
+def test_the_pair_question_names_the_reference_first():
+    assert PAIR.images == 2 and "first one is the reference" in PAIR.text and YES_NO.images == 1

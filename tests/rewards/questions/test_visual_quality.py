@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VisualQuality-R1: expectation over digits, seeded answers, what cannot be read, Thurstone's comparison."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
+from visalign.core import thurstone_probability
+from visalign.rewards import RewardError, check_reward
+from visalign.rewards.questions.rating_digits import RatingDigits
+from visalign.rewards.questions.visual_quality_r1 import RATING, RATING_THINKING, VisualQuality, read_ratings
+
+WHOLE = ask_text("rate", answer_prefix="<answer>", words={"scores": tuple("12345")})
+FINE = ask_text("rate", answer_prefix="<answer>", words=RATING.words)
+
+
+def direct(probability, template=WHOLE, **options):
+    return VisualQuality(ScriptedEngine(lambda _, ask: probability(ask)), template=template, **options)
+
+
+def test_whole_ratings_have_the_mean_and_deviation_of_their_tokens():
+    judge = direct(lambda ask: {"2": 0.2, "3": 0.4, "5": 0.2})
+    scores = judge.score(images(1), [""])
+    mean = 0.25 * 2 + 0.5 * 3 + 0.25 * 5
+    variance = 0.25 * (2 - mean) ** 2 + 0.5 * (3 - mean) ** 2 + 0.25 * (5 - mean) ** 2
+    assert scores.value[0] == pytest.approx(mean, abs=1e-5)
+    assert given(scores.std)[0] == pytest.approx(math.sqrt(variance), abs=1e-5)
+    assert scores.parts["mass"][0] == pytest.approx(0.8, abs=1e-6)
+    assert scores.parts["left_over"][0] == pytest.approx(0.2, abs=1e-6)
+
+
+def test_two_decimals_are_read_behind_each_digit():
+    table = {
+        "": {"3": 0.5, "5": 0.5},
+        "3.": {"2": 0.25, "7": 0.75},
+        "3.2": {"5": 1.0},
+        "3.7": {"0": 0.5, "9": 0.5},
+    }
+    any_digit = {digit: 0.1 for digit in "0123456789"}
+    scores = direct(lambda ask: table.get(ask.continuation, any_digit), FINE).score(images(1), [""])
+    leaves = {3.25: 0.125, 3.70: 0.1875, 3.79: 0.1875, 5.0: 0.5}
+    mean = sum(value * prob for value, prob in leaves.items())
+    variance = sum(prob * (value - mean) ** 2 for value, prob in leaves.items())
+    assert scores.value[0] == pytest.approx(mean, abs=1e-5)
+    assert given(scores.std)[0] == pytest.approx(math.sqrt(variance), abs=1e-5)
+
+
+def test_equal_digits_everywhere_give_the_middle_of_the_scale():
+    scores = direct(lambda ask: {digit: 0.1 for digit in "0123456789"}, FINE).score(images(1), [""])
+    leaves = [n / 100 for n in range(100, 500)]
+    assert scores.value[0] == pytest.approx(0.8 * sum(leaves) / 400 + 0.2 * 5.0, abs=1e-5)
+    assert 1.0 <= scores.value[0] <= 5.0
+
+
+def test_a_model_that_writes_no_rating_is_masked():
+    scores = direct(lambda ask: {"9": 0.95, "3": 0.05}).score(images(1), [""])
+    assert not scores.valid[0] and "writes no rating" in why(scores, 0)
+    assert math.isnan(scores.value[0]) and math.isnan(given(scores.std)[0])
+    assert direct(lambda ask: {"3": 0.05}, min_mass=0.0).score(images(1), [""]).value[0] == pytest.approx(3.0)
+
+
+def test_digits_that_the_model_would_not_write_make_no_rating():
+    """Behind "3." the model writes something else: what is left of the digits is rounding noise."""
+
+    def probability(ask):
+        noise = {digit: 1e-9 for digit in "0123456789"}
+        return {"3": 0.6, "5": 0.4 * (1 - len(ask.continuation) / 9)} if not ask.continuation else noise
+
+    judge = direct(probability, FINE, min_mass=0.5)
+    scores = judge.score(images(1), [""])
+    assert not scores.valid[0] and math.isnan(scores.value[0]) and math.isnan(given(scores.std)[0])
+    assert "writes no digits behind the point" in why(scores, 0) and "0.4 of the probability" in why(
+        scores, 0
+    )
+    lenient = direct(probability, FINE, min_mass=0.3).score(images(1), [""])
+    assert lenient.valid[0] and lenient.parts["digit_mass"][0] == pytest.approx(0.4, abs=1e-6)
+
+
+def test_the_mass_of_the_digits_by_hand():
+    def probability(ask):
+        if not ask.continuation:
+            return {"2": 0.5, "3": 0.25, "5": 0.25}
+        if len(ask.continuation) == 3:
+            return {"0": 0.5, "5": 0.3}
+        return {"0": 0.6} if ask.continuation == "2." else {"1": 0.1, "2": 0.1}
+
+    scores = direct(probability, FINE, min_mass=0.0).score(images(1), [""])
+    hand = 0.5 * 0.6 * 0.8 + 0.25 * 0.2 * 0.8 + 0.25
+    assert scores.parts["digit_mass"][0] == pytest.approx(hand, abs=1e-6)
+
+
+def test_no_digit_at_all_behind_the_point_is_a_failure_even_without_a_least_mass():
+    def probability(ask):
+        return {"3": 0.9} if not ask.continuation else {}
+
+    scores = direct(probability, FINE, min_mass=0.0).score(images(1), [""])
+    assert not scores.valid[0] and "complete ratings have 0 of the probability" in why(scores, 0)
+
+
+def answering(*texts, prefix="", **options):
+    engine = ScriptedEngine(answers=lambda _, ask: list(texts))
+    template = ask_text("rate", answer_prefix=prefix)
+    return VisualQuality(engine, mode="sampled", answers=len(texts), template=template, **options)
+
+
+def test_sampled_ratings_are_averaged_and_failures_left_out():
+    judge = answering(
+        "<think>dull</think><answer>3.50</answer>",
+        "<answer>great</answer>",
+        "<answer>4.5</answer>",
+        "<answer>7</answer>",
+    )
+    scores = judge.score(images(1), [""])
+    assert scores.value[0] == pytest.approx(4.0) and given(scores.std)[0] == pytest.approx(math.sqrt(0.5))
+    assert scores.parts["readable"][0] == 0.5 and given(scores.text)[0].startswith("<think>dull")
+
+
+def test_the_prefix_belongs_to_the_answer():
+    scores = answering("3</answer>", "4</answer>", prefix="<answer>").score(images(1), [""])
+    assert scores.value[0] == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize(
+    "texts", [("nice", "good"), ("<answer>3</answer>", "nice"), ("<answer>9.5</answer>", "")]
+)
+def test_answers_that_cannot_be_read_are_no_random_number(texts):
+    scores = answering(*texts).score(images(2), ["", ""])
+    assert not scores.valid.any() and scores.value.isnan().all() and given(scores.std).isnan().all()
+    assert "of 2 answers hold a rating from 1 to 5" in why(scores, 0)
+
+
+def test_one_answer_has_no_deviation():
+    scores = answering("<answer>2</answer>").score(images(1), [""])
+    assert scores.value[0] == 2 and scores.std is None
+
+
+def test_reading_names_the_first_failure():
+    ratings, why, first = read_ratings(["<answer>2.5", "<answer>3,5</answer>", "<answer>2</answer>"])
+    assert ratings == [2.0] and "not closed" in why and first == "<answer>2</answer>"
+
+
+def test_comparison_is_thurstones():
+    def probability(ask):
+        bright = float(ask.images[0].mean()) > 0.5
+        return {"4": 0.8, "5": 0.2} if bright else {"2": 0.5, "3": 0.5}
+
+    judge = direct(probability)
+    dark, bright = torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)
+    said = judge.compare(bright, dark, ["a"])
+    hand = thurstone_probability(
+        torch.tensor(4.2), torch.tensor(2.5), torch.tensor(0.16), torch.tensor(0.25), floor=0.05**2
+    )
+    assert said.prob[0] == pytest.approx(float(hand), abs=1e-5)
+    assert said.parts["left"][0] == pytest.approx(4.2, abs=1e-5)
+    assert judge.compare(bright, bright, ["a"]).prob[0] == pytest.approx(0.5)
+    numbered = judge.compare_pairs(torch.cat([bright, dark]), torch.tensor([[0, 1], [1, 0]]), ["a", "a"])
+    assert numbered.prob.tolist() == pytest.approx([float(hand), 1 - float(hand)], abs=1e-5)
+
+
+def test_answers_that_agree_do_not_make_a_pair_certain():
+    judge = answering("<answer>3.00</answer>", "<answer>3.00</answer>")
+    assert given(judge.score(images(1), [""]).std)[0] == 0.0
+    assert judge.compare(images(1), images(1, seed=1), ["a"]).prob[0] == pytest.approx(0.5)
+
+
+def test_options_that_cannot_be_are_refused():
+    engine = ScriptedEngine()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"mode": "both"}, "mode is 'both'"),
+        ({"thinking": True}, "thinking needs mode='sampled'"),
+        ({"answers": 0}, "answers is 0"),
+        ({"min_mass": -0.1}, "min_mass is -0.1"),
+        ({"variance_floor": 0.0}, "variance_floor is 0.0"),
+        ({"template": ask_text("x")}, r"has the scores \[\]"),
+        ({"template": ask_text("x", words={"scores": ("good", "bad")})}, "'good' .* is no number"),
+        ({"template": ask_text("x", words={"scores": ("1", "7")})}, "'7' .* is no number from 1 to 5"),
+        ({"template": ask_text("x", words={"scores": ("1",), "digits": ("1",)})}, "needed are '0' to '9'"),
+    ]
+    for options, message in refused:
+        with pytest.raises(ValueError, match=message):
+            VisualQuality(engine, **options)
+    with pytest.raises(RewardError, match="several tokens"):
+        VisualQuality(engine, template=ask_text("x", words={"scores": ("1", "2.5")}))
+
+
+def test_identity_tells_mode_seed_and_wording():
+    engine = ScriptedEngine()
+    made = [
+        VisualQuality(engine),
+        VisualQuality(engine, template=WHOLE),
+        VisualQuality(engine, mode="sampled"),
+        VisualQuality(engine, mode="sampled", seed=1),
+        VisualQuality(engine, mode="sampled", thinking=True),
+    ]
+    assert len({judge.identity.digest for judge in made}) == 5
+    assert made[4].template is RATING_THINKING and made[4].max_new_tokens == 2048
+
+
+@pytest.mark.parametrize("template", [WHOLE, FINE])
+def test_the_contract_holds_on_a_model(template):
+    judge = VisualQuality(tiny_engine(), template=template, min_mass=0.0)
+    check_reward(judge, images=images(4), prompts=PROMPTS)
+
+
+def test_decimals_read_on_a_model_are_those_of_its_whole_distribution():
+    engine = tiny_engine()
+    judge = VisualQuality(engine, template=FINE, min_mass=0.0)
+    scores = judge.score(images(1), [""])
+    assert 1.0 <= scores.value[0] <= 5.0 and given(scores.std)[0] > 0
+    whole = VisualQuality(engine, template=WHOLE, min_mass=0.0).score(images(1), [""])
+    assert whole.value[0] < scores.value[0] < whole.value[0] + 1  # decimals only add
+    assert RatingDigits(engine, FINE, 1.0, 5.0).values == [1, 2, 3, 4, 5]
+
+
+def test_sampled_answers_on_a_model_are_seeded_and_independent():
+    judge = VisualQuality(tiny_engine(), mode="sampled", template=FINE, answers=40, max_new_tokens=2, seed=3)
+    reply = judge.engine.generate(FINE, _asks(images(3)), answers=40, seed=3, max_new_tokens=1)
+    assert len(Counter(reply.texts[0])) > 3
+    together = judge.score(images(3), PROMPTS[:3])
+    for row in range(3):
+        alone = judge.score(images(3)[row : row + 1], PROMPTS[:1])
+        assert why(alone, 0) == why(together, row)
+        assert alone.parts["readable"].equal(together.parts["readable"][row : row + 1]) or not alone.valid[0]
+
+
+def test_the_sampled_mean_comes_to_the_direct_one():
+    """The same distribution, once summed and once drawn."""
+    engine = tiny_engine()
+    plain = ask_text("rate", words={"scores": tuple("12345")})
+    asks = _asks(images(1))
+    drawn = engine.generate(plain, asks, answers=3000, seed=0, max_new_tokens=1).texts[0]
+    counts = Counter(text for text in drawn if text in "12345" and text)
+    total = sum(counts.values())
+    mean = sum(int(digit) * count for digit, count in counts.items()) / total
+    scores = VisualQuality(engine, template=plain, min_mass=0.0).score(images(1), [""])
+    assert total / 3000 == pytest.approx(float(scores.parts["mass"][0]), abs=0.03)
+    assert mean == pytest.approx(
+        float(scores.value[0]), abs=4 * float(given(scores.std)[0]) / math.sqrt(total)
+    )
+
+
+def _asks(shown):
+    from visalign.rewards.vlm.engine import Ask
+
+    return [Ask(images=[image], prompt="-") for image in shown]

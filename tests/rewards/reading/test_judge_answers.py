@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges' texts as a careful person reads them: scores, labels, verdicts; what is unclear is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from visalign.rewards.chat.logprobs import read_yes_no
+from visalign.rewards.hpsv3.qwen_layout import current_key, current_keys, is_old_layout, smart_resize
+from visalign.rewards.questions.checklist_rule import ChecklistRule
+from visalign.rewards.reading.numbers import AnswerError, statement
+from visalign.rewards.reading.ratings import (
+    all_aspects,
+    aspect_mean,
+    aspect_scores,
+    boxed_scores,
+    final_score,
+    lift_label,
+    quality_score,
+    rational_mean,
+    rational_scores,
+    tagged_score,
+)
+from visalign.rewards.reading.verdicts import FlexAnswer, flex_answer, pair_scores, verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<answer>3</answer> and <answer> 4 </answer>", "4"),
+        ("<think>5</think> 3", "3"),
+        ("the template opened it</think>\n3", "3"),
+        ("<ANSWER>3</ANSWER>", "3"),
+        ("<answer>3</answer> then <answer>4", "3"),
+    ],
+)
+def test_the_last_complete_answer_counts(text, found):
+    assert statement(text).text == found
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "wrote nothing"),
+        (" \n", "wrote nothing"),
+        ("<think>a long thought", "inside its thinking"),
+        ("<think>a thought</think>", "gave no answer"),
+        ("<answer>3", "<answer> is not closed"),
+        ("<answer> </answer>", "<answer> is empty"),
+    ],
+)
+def test_no_answer(text, reason):
+    with pytest.raises(AnswerError, match=reason):
+        statement(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<answer>3.75</answer>", 3.75),
+        ("<think>maybe 2</think><answer>4</answer>", 4),
+        ("<answer>Score: 4.10 / 5</answer>", 4.1),
+        ("<answer>4 out of 5</answer>", 4),
+        ("<answer>**4.25**</answer>", 4.25),
+        ("<answer>2.80.</answer>", 2.8),
+        ("<answer>(1-5): 3</answer>", 3),
+        ("<answer>On a scale of 1 to 5 I give 3.5</answer>", 3.5),
+        ("<answer>1</answer>", 1),
+        ("<answer>5.00</answer>", 5),
+        ("3.2", 3.2),
+        ("score 3.2 out of 5", 3.2),
+        ("Three dogs and 2 cats. Rating: 4", 4),
+        ("2 cats, and I rate it 4", 4),
+    ],
+)
+def test_quality_score(text, value):
+    assert quality_score(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("<answer>-2.5</answer>", r"-2.5 is outside \[1, 5\]"),
+        ("<answer>7.5</answer>", "outside"),
+        ("<answer>.5</answer>", "outside"),
+        ("<answer>0.99</answer>", "outside"),
+        ("<answer>5.01</answer>", "outside"),
+        ("<answer>1e400</answer>", "outside"),
+        ("<answer>NaN</answer>", "no number"),
+        ("<answer>great</answer>", "no number"),
+        ("<answer>sehr gut, vier</answer>", "no number"),
+        ("<answer>3,5</answer>", "decimal comma"),
+        ("<answer>3 or 4</answer>", "several numbers"),
+        ("<answer>Score: 3 to 4</answer>", "several numbers"),
+        ("<answer>3-4</answer>", "several numbers"),
+        ("<answer>8/10</answer>", "scale that ends at 5"),
+        ("<answer>3.5.1</answer>", "number"),
+        ("I see 3 dogs", "without calling it the score"),
+        ("<answer>3.5", "not closed"),
+        ("", "nothing"),
+    ],
+)
+def test_quality_score_refuses(text, reason):
+    with pytest.raises(AnswerError, match=reason):
+        quality_score(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("Final Score: 4.5", 4.5), ("cat (animal): 1\n**Final Score:** 3", 3), ("Final Score: 2/5", 2)],
+)
+def test_final_score(text, value):
+    assert final_score(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Final Score: 7", "outside"),
+        ("Final Score: -3", "outside"),
+        ("final score: 3", "no 'Final Score:'"),
+        ("Final Score: four", "no 'Final Score:'"),
+        ("Final Score: 3,5", "no 'Final Score:'"),
+        ("Final Score: 3\nFinal Score: 4", "twice: 3 and 4"),
+        ("Final Score: 4/10", "not on the scale"),
+    ],
+)
+def test_final_score_refuses(text, reason):
+    with pytest.raises(AnswerError, match=reason):
+        final_score(text)
+
+
+def test_aspects():
+    text = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3.5\nStyle Score (1-5): 2"
+    assert all_aspects(text) == {"alignment": 4, "coherence": 3.5, "style": 2}
+    assert aspect_mean(all_aspects(text)) == pytest.approx((9.5 / 3, (9.5 / 3 - 1) / 4))
+    assert all_aspects("style score: 2\nAlignment score: 4\n**Coherence Score (1-5):** 3")["coherence"] == 3
+    assert aspect_scores("scores 4, 3, 2") == {}
+    assert aspect_scores("scores 4, 3, 2", lenient=True) == {"alignment": 4, "coherence": 3, "style": 2}
+    assert aspect_scores("Style Score: 2", published_form=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Alignment Score (1-5): 5", "no score for coherence, style"),
+        ("Alignment Score: 6\nCoherence Score: 3\nStyle Score: 2", "6 is outside"),
+        ("Alignment Score: 0\nCoherence Score: 3\nStyle Score: 2", "0 is outside"),
+        (
+            "Alignment Score: 4\nAlignment Score: 2\nCoherence Score: 3\nStyle Score: 2",
+            "alignment twice: 4 and 2",
+        ),
+        ("I cannot rate this", "no score for alignment"),
+    ],
+)
+def test_aspects_refuse(text, reason):
+    with pytest.raises(AnswerError, match=reason):
+        all_aspects(text)
+
+
+def test_aspect_mean_of_nothing():
+    with pytest.raises(AnswerError, match="no aspect"):
+        aspect_mean({})
+
+
+def test_tagged_score():
+    assert tagged_score("<Score>4</Score>") == 4
+    for text, reason in (
+        ("<Score>4.5</Score>", "whole number"),
+        ("<Score>6</Score>", "outside"),
+        ("<Score>4</Score> <Score>2</Score>", "twice"),
+    ):
+        with pytest.raises(AnswerError, match=reason):
+            tagged_score(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("Good", "Good"),
+        ("**Normal**.", "Normal"),
+        ("The video is Good, not Bad", "Good"),
+        ("It isn't Good. It is Bad", "Bad"),
+        ("Normal rather than Good", "Normal"),
+        ("Bad. Bad indeed.", "Bad"),
+        ("I would not say it is Good. It is Normal.", "Normal"),
+        ("I don't think that this picture is Good, it is Bad", "Bad"),
+        ("I cannot call this Good; Normal", "Normal"),
+        ("It is not blurry and the quality is Good", "Good"),
+        ("It has no flaws. Good", "Good"),
+        ("no artifacts, Good, without any doubt", "Good"),
+        ("I doubt that it is Good. Normal", "Normal"),
+    ],
+)
+def test_lift_label(text, label):
+    assert lift_label(text) == label
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "good",
+        "GOOD",
+        "Goodness",
+        "Normal but Bad in places",
+        "not Good",
+        "Gut",
+        "Good or Normal",
+        "Not-Good",
+        "I would not say it is Good",
+        "I don't think that this picture is Good",
+        "I cannot call this one Good",
+        "I doubt it is Good",
+        "The picture is not blurry and Good",
+    ],
+)
+def test_lift_label_refuses(text):
+    with pytest.raises(AnswerError, match="must state one of Good, Normal, Bad"):
+        lift_label(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["It is not really sharp enough to be Good", "Only if it were sharper would it be Good"]
+)
+def test_a_label_that_may_be_denied_is_refused(text):
+    with pytest.raises(AnswerError, match=r"may deny the label it names: .* Good"):
+        lift_label(text)
+
+
+def test_rational_rewards():
+    scores = rational_scores(
+        "# Detailed Judgement\n1. Text Faithfulness:\n## Score: 3.5\n"
+        "2. Physical and Visual Quality:\n## Score: 9\n3. Text Rendering:\n## Score: N/A\n# Summary: Score: 1"
+    )
+    assert scores == {"text_faithfulness": 3.5, "physical_quality": 9.0, "text_rendering": "N/A"}
+    assert rational_mean(scores) == pytest.approx((3.75 - 1) / 3)
+    assert rational_scores("Text Faithfulness: Score: 2")["text_faithfulness"] == 2
+    with pytest.raises(AnswerError, match="no aspect a number"):
+        rational_mean(rational_scores("no scores"))
+
+
+def test_boxed_scores():
+    assert boxed_scores(r"Principles ... \boxed{3} ... finally \boxed{ 8 }") == [8]
+    assert boxed_scores(r"\boxed{7, 8.5}", count=2) == [7, 8.5]
+    for text, reason in (
+        ("8", "no .boxed"),
+        (r"\boxed{8, 9}", "boxed 2 scores, 1 were asked for"),
+        (r"\boxed{high}", "no number"),
+        (r"\boxed{11}", "outside"),
+        (r"\boxed{nan}", "no number"),
+        (r"<think>\boxed{8}", "inside its thinking"),
+    ):
+        with pytest.raises(AnswerError, match=reason):
+            boxed_scores(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "side"),
+    [
+        ("Image 1 is better", 1),
+        ("<think>Image 1 is better in colour.</think><answer>Image 2 is better</answer>", 2),
+        ("<answer>I do not agree that Image 1 is better; Image 2 is better</answer>", 2),
+        ("I don't think Image 2 is better, Image 1 is better.", 1),
+        ("Image 2 is clearly better than Image 1", 2),
+        ("Image 1 is worse", 2),
+        ("I prefer Image 1", 1),
+        ("<answer>Image 2</answer>", 2),
+        ("<answer>**Image 1 is better**</answer>", 1),
+        ("Both images are equally good", 0),
+        ("Neither image is better", 0),
+        ("It is a tie.", 0),
+        ("They are the same", 0),
+        ("They are not equally good: Image 1 is better", 1),
+        ("Image 1 is better? No, Image 2 is better.", 2),
+        ("I first thought Image 1 is better, but Image 2 is better", 2),
+        ("Image 1 is better in colour, but overall Image 2 is better", 2),
+        ("Image 1 is better in colour. Image 2 is better in detail. Overall, Image 1 is better.", 1),
+        ("Image 1 is better in colour.\n**Overall:** Image 2 is better.", 2),
+        ("Image 1 is hardly better; Image 2 is better", 2),
+        ("The better image is Image 2", 2),
+        ("<answer>Image 2 is better</answer> no: <answer>Image 1 is better</answer>", 1),
+        ("The first image is better", 1),
+        ("I prefer the second picture", 2),
+        ("<answer>The second image</answer>", 2),
+        ("The first image is worse than the second one", 2),
+        ("Image 1 is better because the text in Image 2 is wrong", 1),
+        ("Image 1 is better, in no small part by its colours", 1),
+    ],
+)
+def test_verdict(text, side):
+    assert verdict(text) == side
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "nothing"),
+        ("<think>Image 1 is better", "inside its thinking"),
+        ("<answer>Image 1 is", "not closed"),
+        ("Image 1 is better and Image 2 is better", "calls both pictures better"),
+        ("<answer>Image 1 is better. Image 2 is better.</answer>", "both"),
+        ("Overall Image 1 is better. All in all Image 2 is better.", "calls both pictures better"),
+        ("Is Image 1 is better?", "neither"),
+        ("Image 1 is not better", "neither 'Image 1 is better' nor"),
+        ("I cannot say whether Image 1 is better", "neither"),
+        ("Image 10 is better", "neither"),
+        ("Image 2 is not better than Image 1", "denies or doubts one, which leaves a tie open"),
+        ("Image 1 is better than Image 2 in no respect", "denies or doubts one"),
+        ("Image 1 is better by no means", "denies or doubts one"),
+        ("Saying that Image 1 is better would be wrong", "denies or doubts one"),
+        ("The first image is better and the second image is better", "calls both pictures better"),
+        ("At first I liked it", "neither"),
+        ("Bild 1 ist besser", "neither"),
+        ("图像1更好", "neither"),
+        ("I'm sorry, I can't compare pictures of people.", "neither"),
+        ("Image 1 is better. All in all they are equally good.", "one picture better and both equal"),
+    ],
+)
+def test_verdict_refuses(text, reason):
+    with pytest.raises(AnswerError, match=reason):
+        verdict(text)
+
+
+def test_verdict_of_other_names():
+    options = ("Video 1 is better", "Video 2 is better")
+    assert verdict("Video 2 is better", options=options) == 2
+    with pytest.raises(AnswerError, match="neither 'Video 1"):
+        verdict("Image 2 is better", options=options)
+
+
+def test_pair_scores():
+    assert pair_scores("Image 1: 0.7\nImage 2: 0.3") == (0.7, 0.3)
+    assert pair_scores("Image 1 Score: 0.66, Image 2 Score: 0.33") == (0.66, 0.33)
+    assert pair_scores("Image 1: 2.5, Image 2: -0.5", total=None) == (2.5, -0.5)
+    for text, reason in (
+        ("Image 1: 0.7", "no score for Image 2"),
+        ("Image 1: 0.7\nImage 2: 0.7", "do not add up to 1"),
+        ("Image 1: 1.5\nImage 2: -0.5", "do not add up"),
+        ("Image 1: 0.7 Image 1: 0.6 Image 2: 0.3", "several scores for Image 1"),
+        ("0.7 0.3", "no score for Image 1"),
+    ):
+        with pytest.raises(AnswerError, match=reason):
+            pair_scores(text)
+
+
+def _page(winner: object, *winners: object) -> str:
+    categories = [{"name": f"c{place}", "cat_winner": held} for place, held in enumerate(winners)]
+    return json.dumps({"categories": categories, "winner": winner})
+
+
+def test_flex():
+    said = flex_answer("Here:\n```json\n" + _page("Image 1", "Image 2", "tie", "Image 1/2") + "\n```")
+    assert said == FlexAnswer(1, {"c0": 2, "c1": 0, "c2": None})
+    # overall 1; categories (0.7·0 + 0.3·0.5) / 1, the unreadable one left out
+    blend = said.preference(overall_weight=0.3, dim_weight=0.7, category_weights=[0.7, 0.3, 9.0])
+    assert blend == pytest.approx(0.3 * 1 + 0.7 * 0.15)
+    assert said.preference() == pytest.approx((1 + 0.25) / 2)
+    assert said.preference(dim_weight=0.0) == 1
+    assert flex_answer(_page("Image 2")).preference() == 0
+    assert flex_answer('{"a": {"b": 1}} {"winner": "Image 2", "x": "{"}').winner == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"winner": "Image 1"', "no complete JSON"),
+        ('{"categories": []}', "no complete JSON object with a winner"),
+        ("[1, 2]", "no complete JSON"),
+        (_page("Image 1 and Image 2"), "not exactly one"),
+        (_page("Image 1/2"), "not exactly one"),
+        (_page("Image 10"), "not exactly one"),
+        (_page(None), "not exactly one"),
+        (_page(1), "not exactly one"),
+    ],
+)
+def test_flex_refuses(text, reason):
+    with pytest.raises(AnswerError, match=reason):
+        flex_answer(text)
+
+
+def test_yes_no_list():
+    said = read_yes_no(
+        {" Yes": math.log(0.5), "yes": math.log(0.1), "NO": math.log(0.2), "Maybe": math.log(0.1)}
+    )
+    assert float(said.answer.log_odds) == said.bound == pytest.approx(math.log(3))
+    assert (said.prob, said.mass, said.left_over) == pytest.approx((0.75, 0.8, 0.2))
+    assert not said.is_bound
+
+
+def test_a_missing_side_is_bounded():
+    said = read_yes_no({"yes": math.log(0.7), "The": math.log(0.2)})
+    assert said.is_bound and float(said.answer.log_odds) == math.inf and float(said.answer.prob) == 1
+    assert said.prob == pytest.approx(0.7 / 0.8), "not surer than the bound"
+    assert said.bound == pytest.approx(
+        math.log(0.7 / 0.1)
+    )  # what the list leaves is 0.1, below its last, 0.2
+    other = read_yes_no({"no": math.log(0.5), "a": math.log(0.02)})
+    assert other.bound == pytest.approx(-math.log(0.5 / 0.02))
+    assert math.isfinite(read_yes_no({"yes": 0.0}).bound)
+    assert read_yes_no({"▁ja": -1.0, "Ġnein": -1.0}, yes=("ja",), no=("nein",)).bound == 0
+    certain = read_yes_no({"no": 0.0})
+    assert 0 < certain.prob < 1e-6 and certain.left_over == 0
+    with pytest.raises(AnswerError, match=r"both together have probability 0\.3, and min_mass is 0\.4"):
+        read_yes_no({"yes": math.log(0.1), "no": math.log(0.2), "The": math.log(0.7)}, min_mass=0.4)
+
+
+@pytest.mark.parametrize(
+    ("listed", "reason"),
+    [
+        ({"Maybe": -0.1}, "neither yes nor no .*'Maybe' leads"),
+        ({}, "neither yes nor no"),
+        ({"yes": math.nan}, "is nan"),
+        ({"yes": 2.0}, "is 2"),
+    ],
+)
+def test_yes_no_list_refuses(listed, reason):
+    with pytest.raises(AnswerError, match=reason):
+        read_yes_no(listed)
+
+
+def test_checklist_by_hand():
+    rule = ChecklistRule.from_dict(
+        {"coef": [2.0, 1.0, 0.5], "intercept": [0.25], "masked_features": {"0": [2]}}
+    )
+    yes = torch.tensor(
+        [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.5, 1.0, 0.0]], dtype=torch.float64
+    )
+    # alignment 0.1: 0.2 + x1 + 0.5·x2·m0 + 0.25
+    expected = [0.95, 1.45, -0.05, 1.2]
+    found = rule.score(yes, torch.full((4,), 0.1, dtype=torch.float64))
+    assert found.tolist() == pytest.approx(expected)
+    soft = yes.clamp(0.1, 0.9).requires_grad_()
+    alignment = torch.full((4,), 0.1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(rule.score, (soft, alignment))
+    assert rule.score(torch.tensor([[torch.nan, 1, 1]]), torch.ones(1)).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("rule", "yes", "alignment", "reason"),
+    [
+        ({"coef": [1.0]}, [[1.0, 0.0]], [0.0], "1 weights for 2 features and the alignment: 3 are needed"),
+        ({"coef": [1.0, 1.0, 1.0]}, [[1.0, 0.0]], None, "alignment is missing"),
+        ({"coef": [1.0, 1.0], "masked_features": {"0": [7]}}, [[1.0, 0.0]], [0.0], "question 7; there are 2"),
+        ({"coef": [1.0, 1.0, 1.0]}, [[1.0, -1.0]], [0.0], "Answers are 0 for no"),
+    ],
+)
+def test_checklist_refuses(rule, yes, alignment, reason):
+    with pytest.raises(ValueError, match=reason):
+        ChecklistRule.from_dict(rule).score(
+            torch.tensor(yes), None if alignment is None else torch.tensor(alignment)
+        )
+
+
+def test_checklist_file_keys():
+    with pytest.raises(ValueError, match="coef at least; given are weights"):
+        ChecklistRule.from_dict({"weights": [1.0]})
+
+
+def test_key_map():
+    old = {"visual.merger.ln_q.weight": 1, "model.norm.weight": 2, "rm_head.0.weight": 3, "lm_head.weight": 4}
+    new = current_keys(old)
+    assert new == {
+        "model.visual.merger.ln_q.weight": 1,
+        "model.language_model.norm.weight": 2,
+        "rm_head.0.weight": 3,
+        "lm_head.weight": 4,
+    }
+    assert current_keys(new) == new
+    assert is_old_layout(old) and not is_old_layout(new)
+    assert current_key("modelling.x") == "modelling.x"
+    with pytest.raises(ValueError, match=r"'model.visual.a' under its old name and its new one"):
+        current_keys({"visual.a": 1, "model.visual.a": 2})
+
+
+def test_smart_resize():
+    assert smart_resize(512, 512, min_pixels=200704, max_pixels=200704) == (448, 448)
+    assert smart_resize(14, 42) == (56, 112)
+    assert smart_resize(720, 1280, factor=32, min_pixels=65536, max_pixels=1048576) == (704, 1280)
+    with pytest.raises(ValueError, match="200 times"):
+        smart_resize(1, 300)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CLIP score: value against open_clip by hand, batching, deduplication, long prompts, model folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.rewards_tiny_clip import CONTEXT, save_tiny_clip, tiny_tokenizer
+from visalign.rewards import RewardError, check_reward, load_reward
+from visalign.rewards.base.images import to_pil
+from visalign.rewards.scorers.clip_score import ClipScore, check_end_token, load_open_clip
+
+PROMPTS = [
+    "a red circle",
+    "two circles",
+    "a blue square",
+    "a green triangle left of a red circle",
+    "a red circle",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_clip(tmp_path_factory.mktemp("models") / "tiny clip")
+
+
+@pytest.fixture(scope="module")
+def reward(folder) -> ClipScore:
+    return ClipScore(folder)
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    uint8 = torch.randint(
+        0, 256, (5, 3, 40, 48), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
+    )
+    return uint8.float() / 255
+
+
+def test_value_equals_open_clip_by_hand(folder, reward, images):
+    model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    model.eval()  # type: ignore[union-attr]
+    tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(PROMPTS)
+    pixels = torch.stack([transform(to_pil(image)) for image in images])  # type: ignore[operator,arg-type]
+    with torch.no_grad():
+        picture, text = model.encode_image(pixels), model.encode_text(tokens)  # type: ignore[operator,union-attr]
+    expected = F.cosine_similarity(picture, text)
+    scores = reward.score(images, PROMPTS)
+    assert scores.unit == "cosine" and scores.valid.all()
+    torch.testing.assert_close(scores.value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_score_does_not_depend_on_the_batch(folder, images):
+    reward = ClipScore(folder, cache_bytes=0)
+    together = reward.score(images, PROMPTS).value
+    alone = torch.cat([reward.score(images[[row]], [PROMPTS[row]]).value for row in range(5)])
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
+
+
+def test_batch_size_changes_nothing(folder, reward, images):
+    small = ClipScore(folder, batch_size=2)
+    torch.testing.assert_close(
+        small.score(images, PROMPTS).value, reward.score(images, PROMPTS).value, rtol=1e-6, atol=0
+    )
+
+
+def test_each_unique_image_and_prompt_is_encoded_once(folder, images, monkeypatch):
+    reward = ClipScore(folder)
+    seen = {"image": 0, "text": 0}
+    encoder = reward.towers.encoder
+    encode_image, encode_text = encoder.encode_image, encoder.encode_text
+    monkeypatch.setattr(
+        encoder, "encode_image", lambda x: seen.update(image=seen["image"] + len(x)) or encode_image(x)
+    )
+    monkeypatch.setattr(
+        encoder, "encode_text", lambda x: seen.update(text=seen["text"] + len(x)) or encode_text(x)
+    )
+    scores = reward.score(
+        images[[0, 1, 0, 0]], ["a red circle", "two circles", "two circles", "a red circle"]
+    )
+    assert seen == {"image": 2, "text": 2}
+    assert scores.value[0] == scores.value[3] and scores.value[0] != scores.value[2]
+
+
+def test_mixed_sizes_and_a_bad_image(reward, images):
+    items = [to_pil(images[0]), "missing.png", to_pil(images[1][:, :17, :30])]
+    scores = reward.score(items, PROMPTS[:3])
+    assert scores.valid.tolist() == [True, False, True]
+    assert "no such image file" in scores.reason[1]
+    torch.testing.assert_close(
+        scores.value[:1], reward.score(images[:1], PROMPTS[:1]).value, rtol=1e-6, atol=0
+    )
+
+
+def test_elongated_image_is_invalid_alone(reward, images):
+    scores = reward.score([images[0], torch.zeros(3, 1, 400)], PROMPTS[:2])
+    assert scores.valid.tolist() == [True, False] and "too elongated" in scores.reason[1]
+
+
+def test_long_prompts_keep_the_end_token_and_say_that_they_are_cut(reward, images):
+    fits = " ".join(["red"] * (CONTEXT - 2))
+    scores = reward.score(images[[0, 0, 0]], ["a red circle", fits, fits + " blue square"])
+    assert list(scores.text) == ["", "", f"the prompt was cut to {CONTEXT} tokens"]
+    assert scores.value[1] == scores.value[2]
+    assert reward.towers.parts.tokenizer([fits + " blue"])[0, -1] == reward.towers.parts.end
+
+
+def test_prompt_with_the_end_token_is_invalid(reward, images):
+    scores = reward.score(images[:2], ["a red circle <end> blue", "a red circle"])
+    assert scores.valid.tolist() == [False, True] and "spells out the model's end token" in scores.reason[0]
+
+
+def test_half_precision_towers(folder, reward, images):
+    half = ClipScore(folder, precision="bf16").score(images, PROMPTS)
+    assert half.value.dtype == torch.float32
+    torch.testing.assert_close(half.value, reward.score(images, PROMPTS).value, rtol=0, atol=0.03)
+
+
+def test_contract(folder):
+    reward = load_reward("clip_score", model=folder)
+    assert len(check_reward(reward)) == 11
+
+
+def test_folder_loads_from_elsewhere_and_relative(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    model, preprocess, tokenizer = load_open_clip("moved")
+    assert preprocess["size"] == (32, 32) and preprocess["mean"] == [0.5, 0.4, 0.3]
+    assert tokenizer(["a red circle"]).shape == (1, CONTEXT)
+    assert not any(p.requires_grad for p in model.parameters()) and not model.training
+    assert load_open_clip("local-dir:moved")[1] == preprocess
+
+
+@pytest.mark.parametrize("part", ["open_clip_config.json", "open_clip_model.safetensors", "tokenizer.json"])
+def test_folder_without_a_part(folder, tmp_path, part):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / part).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"lacks {part}.*needed are open_clip_config.json"):
+        load_open_clip(copy)
+
+
+def test_weights_cut_short(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    whole = (copy / "open_clip_model.safetensors").read_bytes()
+    (copy / "open_clip_model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        RewardError, match=r"cannot be loaded.*Check that config, weights and tokenizer belong together"
+    ):
+        load_open_clip(copy)
+
+
+def test_weights_of_another_model(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "open_clip_config.json").read_text())
+    config["model_cfg"]["embed_dim"] = 24
+    (copy / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(RewardError, match=r"(?s)cannot be loaded.*size mismatch"):
+        load_open_clip(copy)
+
+
+@pytest.mark.parametrize("text", ["not json", '{"model_cfg": {}}', "[]"])
+def test_broken_config(folder, tmp_path, text):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "open_clip_config.json").write_text(text)
+    with pytest.raises(RewardError, match=r"is no open_clip config.*needs model_cfg with"):
+        load_open_clip(copy)
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(end_token=False), tiny_tokenizer(end_last=False)])
+def test_tokenizer_that_loses_the_end_token(tmp_path, tokenizer):
+    save_tiny_clip(tmp_path / "bad", tokenizer)
+    with pytest.raises(RewardError, match=r"end token .* is not what the model pools at.*post-processor"):
+        load_open_clip(tmp_path / "bad")
+
+
+def test_end_token_of_other_poolings(reward):
+    class Pooled(torch.nn.Module):
+        text_pool_type = "eos"
+        text_eos_id = 2
+
+    with pytest.raises(
+        RewardError, match=r"pools at token 2 .text_cfg.eos_id., the tokenizer's end token is 14"
+    ):
+        check_end_token(Pooled(), reward.towers.parts.tokenizer)
+    Pooled.text_pool_type = "last"
+    assert check_end_token(Pooled(), reward.towers.parts.tokenizer) is None
+
+
+def test_end_token_of_open_clips_own_tokenizer():
+    class Clip(torch.nn.Module):
+        text_pool_type = "argmax"
+
+    assert check_end_token(Clip(), open_clip.SimpleTokenizer()) == 49407
+
+
+@pytest.fixture
+def packaged(folder, monkeypatch):
+    """The package's own models, reduced to the tiny one under the default's name."""
+    own = SimpleNamespace(resolve_model=lambda name: {"shapes-clip": folder}.get(str(name), name))
+    monkeypatch.setitem(sys.modules, "visalign.data.assets", own)
+
+
+def test_default_model_is_the_packaged_one(packaged):
+    assert load_reward("clip_score").towers.preprocess["mean"] == [0.5, 0.4, 0.3]  # type: ignore[attr-defined]
+
+
+def test_unknown_names(packaged):
+    with pytest.raises(RewardError, match=r"no CLIP model 'ViT-B-99'. Allowed: an existing folder"):
+        load_open_clip("ViT-B-99")
+    with pytest.raises(RewardError, match=r"'ViT-B-32:nothing' cannot be loaded"):
+        load_open_clip("ViT-B-32:nothing")
+
+
+def test_batch_size_refused(folder):
+    with pytest.raises(ValueError, match=r"batch_size is 0; allowed are whole numbers from 1"):
+        ClipScore(folder, batch_size=0)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HPSv2: the published .pt layout, upstream's preprocessing, versions, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
+
+from tests.support.rewards_published_layouts import open_clip_vit, random_state
+from tests.support.rewards_tiny_clip import save_tiny_clip
+from visalign.rewards import RewardError, check_reward
+from visalign.rewards.base.images import to_pil
+from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
+from visalign.rewards.scorers.hps_v2 import FILES, HpsV2
+
+PROMPTS = ["a red circle", "two circles on a table", "a blue square"]
+SIZES: dict[str, Any] = {
+    "text": (32, 128, 1),
+    "vision": (32, 128, 1),
+    "embed": 16,
+    "vocabulary": 49408,
+    "context": 16,
+    "patch": 8,
+    "image": 32,
+}
+TINY = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("hps")
+    for seed, name in enumerate(FILES.values()):
+        torch.save({"epoch": 1, "state_dict": random_state(open_clip_vit(**SIZES), seed)}, place / name)
+    return place
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(3, 3, 47, 60, generator=torch.Generator().manual_seed(2)).mul(255).round() / 255
+
+
+def tiny(folder: Path, **options: Any) -> HpsV2:
+    return HpsV2(folder, architecture=TINY, **options)
+
+
+def upstream_pixels(image: Image.Image) -> torch.Tensor:
+    """ToTensor first, then Resize and CenterCrop on the tensor, as upstream's evaluation transform."""
+    steps = [ToTensor(), Resize(32, InterpolationMode.BICUBIC, antialias=True), CenterCrop(32)]
+    return Compose([*steps, Normalize(OPENAI_MEAN, OPENAI_STD)])(image)  # type: ignore[return-value]
+
+
+def test_score_equals_upstreams_pipeline(folder, images):
+    model = open_clip.CLIP(**TINY).eval()  # type: ignore[arg-type]
+    state = torch.load(folder / FILES["2.1"], weights_only=True)["state_dict"]
+    model.load_state_dict(state)
+    pixels = torch.stack([upstream_pixels(to_pil(image)) for image in images])
+    with torch.no_grad():
+        picture = model.encode_image(pixels)
+        text = model.encode_text(open_clip.SimpleTokenizer(context_length=16)(PROMPTS))
+    scores = tiny(folder).score(images, PROMPTS)
+    assert scores.unit == "cosine" and scores.valid.all()
+    torch.testing.assert_close(scores.value, F.cosine_similarity(picture, text), rtol=1e-4, atol=2e-6)
+
+
+def test_versions_are_different_files(folder, images):
+    new, old = (tiny(folder, version=version).score(images, PROMPTS).value for version in ("2.1", "2.0"))
+    direct = tiny(folder / FILES["2.0"]).score(images, PROMPTS).value
+    assert not torch.allclose(new, old) and torch.equal(old, direct)
+
+
+@pytest.mark.parametrize("resampling", ["float", "aliased", "pil"])
+def test_resampling_is_named_and_differs(folder, images, resampling):
+    reward = tiny(folder, resampling=resampling)
+    value = reward.score(images, PROMPTS).value
+    assert reward.identity.preprocessing["resampling"] == resampling
+    gradient_path = reward.score_with_gradient(images, PROMPTS)
+    torch.testing.assert_close(gradient_path, value, rtol=1e-5, atol=1e-6)
+    other = tiny(folder, resampling="pil" if resampling == "float" else "float").score(images, PROMPTS).value
+    assert not torch.equal(value, other)
+
+
+def test_contract(folder):
+    assert len(check_reward(tiny(folder))) == 11
+
+
+def test_a_folder_of_open_clip_serves_too(tmp_path, images):
+    reward = HpsV2(save_tiny_clip(tmp_path / "clip"))
+    assert reward.score(images, ["a red circle"] * 3).valid.all()
+    assert reward.towers.preprocess["resampling"] == "float"
+    packaged = HpsV2("shapes-clip")
+    assert packaged.score(images, ["a red circle"] * 3).valid.all() and len(packaged.identity.weights) == 32
+
+
+def test_refusals(folder, tmp_path, images):
+    for options, message in (
+        ({"version": "3"}, "version is '3'; allowed are 2.0, 2.1"),
+        ({"resampling": "nearest"}, "resampling is 'nearest'; allowed are float, aliased, pil"),
+        ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny(folder, **options)
+    with pytest.raises(FileNotFoundError, match=r"lacks HPS_v2.1_compressed.pt; download it from xswu/HPSv2"):
+        tiny(tmp_path).score(images, PROMPTS)
+    with pytest.raises(RewardError, match="open_clip knows no architecture 'ViT-Z'"):
+        HpsV2(folder, architecture="ViT-Z").score(images, PROMPTS)
+
+
+def test_keys_are_strict_and_the_wrapper_is_needed(folder, tmp_path, images):
+    state = random_state(open_clip_vit(**SIZES))
+    torch.save(state, tmp_path / "bare.pt")
+    with pytest.raises(RewardError, match=r"has no 'state_dict' at its top .found: .*ln_final.bias"):
+        tiny(tmp_path / "bare.pt").score(images, PROMPTS)
+    del state["visual.ln_post.weight"]
+    torch.save({"state_dict": {**state, "module.logit_scale": torch.tensor(1.0)}}, tmp_path / "odd.pt")
+    with pytest.raises(RewardError, match=r"missing: visual.ln_post.weight; unexpected: module.logit_scale"):
+        tiny(tmp_path / "odd.pt").score(images, PROMPTS)
+
+
+def test_files_that_hold_more_than_tensors_are_refused(tmp_path, images):
+    torch.save({"state_dict": {"logit_scale": Path("code")}}, tmp_path / "code.pt")
+    with pytest.raises(RewardError, match=r"cannot be read as weights.*hold tensors only"):
+        tiny(tmp_path / "code.pt").score(images, PROMPTS)

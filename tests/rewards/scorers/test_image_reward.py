@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ImageReward: published keys against a plain-torch BLIP, standardising, cut prompts, one look a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.rewards_published_layouts import IMAGE_REWARD, image_reward, random_state
+from tests.support.rewards_tiny_clip import WORDS
+from visalign.rewards import RewardError, check_reward
+from visalign.rewards.base.images import to_pil
+from visalign.rewards.scorers.image_reward import ImageReward
+from visalign.rewards.scorers.image_reward_network import MED_CONFIG, UNUSED, ImageRewardModel, rename
+
+TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS)
+SIZES: dict[str, Any] = {
+    "text": (32, 64, 2),
+    "vision": (24, 48, 2),
+    "vocabulary": len(TOKENS),
+    "context": 40,
+    "patch": 8,
+    "image": 32,
+    "widths": (12, 8, 6, 4, 1),
+    "projection": 5,
+}
+HEADS = {"text": 4, "vision": 3}
+PROMPTS = ["a red circle", "two circles left of a blue square", "a"]
+
+
+def bert_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(TOKENS)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+
+
+def med_config() -> dict[str, Any]:
+    width, inner, layers = SIZES["text"]
+    return {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS["text"],
+        "vocab_size": SIZES["vocabulary"],
+        "max_position_embeddings": SIZES["context"],
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "encoder_width": 768,
+        "add_cross_attention": True,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("image reward")
+    torch.save(random_state(image_reward(**SIZES), 4), place / "ImageReward.pt")
+    (place / "med_config.json").write_text(json.dumps(med_config()))
+    bert_tokenizer().save_pretrained(str(place))
+    return place
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.rand(3, 3, 32, 40, generator=torch.Generator().manual_seed(2)).mul(255).round() / 255
+
+
+def tiny(folder: Path, **options: Any) -> ImageReward:
+    return ImageReward(folder, vision_heads=HEADS["vision"], **{"max_tokens": 12, **options})
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ/√d) v on [N, L, D], head by head."""
+    outputs = []
+    for q, k, v in zip(*(x.chunk(heads, -1) for x in (query, key, value)), strict=True):
+        logits = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+        if mask is not None:
+            logits = logits.masked_fill(mask[:, None] == 0, float("-inf"))
+        outputs.append(logits.softmax(-1) @ v)
+    return torch.cat(outputs, -1)
+
+
+def plain_blip(state: dict[str, Tensor], pixels: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+    """ImageReward's raw score from the published keys, written from the papers' formulas."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    def norm(name: str, x: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], eps)
+
+    eye, reader = "blip.visual_encoder", "blip.text_encoder"
+    patch = SIZES["patch"]
+    cells = (
+        pixels.unfold(2, patch, patch)
+        .unfold(3, patch, patch)
+        .permute(0, 2, 3, 1, 4, 5)
+        .flatten(3)
+        .flatten(1, 2)
+    )
+    weight = state[f"{eye}.patch_embed.proj.weight"].flatten(1)
+    x = cells @ weight.T + state[f"{eye}.patch_embed.proj.bias"]
+    x = torch.cat([state[f"{eye}.cls_token"].expand(len(x), -1, -1), x], 1) + state[f"{eye}.pos_embed"]
+    for number in range(SIZES["vision"][2]):
+        block = f"{eye}.blocks.{number}"
+        q, k, v = linear(f"{block}.attn.qkv", norm(f"{block}.norm1", x, 1e-6)).chunk(3, -1)
+        x = x + linear(f"{block}.attn.proj", attend(q, k, v, HEADS["vision"]))
+        inner = F.gelu(linear(f"{block}.mlp.fc1", norm(f"{block}.norm2", x, 1e-6)))
+        x = x + linear(f"{block}.mlp.fc2", inner)
+    seen = norm(f"{eye}.norm", x, 1e-6)
+
+    words, places = (state[f"{reader}.embeddings.{kind}_embeddings.weight"] for kind in ("word", "position"))
+    y = norm(f"{reader}.embeddings.LayerNorm", words[tokens] + places[: tokens.shape[1]], 1e-12)
+    for number in range(SIZES["text"][2]):
+        layer = f"{reader}.encoder.layer.{number}"
+        for kind in ("attention", "crossattention"):
+            source = y if kind == "attention" else seen
+            q, k, v = (
+                linear(f"{layer}.{kind}.self.{part}", given)
+                for part, given in (("query", y), ("key", source), ("value", source))
+            )
+            mixed = attend(q, k, v, HEADS["text"], mask if kind == "attention" else None)
+            y = norm(
+                f"{layer}.{kind}.output.LayerNorm", linear(f"{layer}.{kind}.output.dense", mixed) + y, 1e-12
+            )
+        inner = F.gelu(linear(f"{layer}.intermediate.dense", y))
+        y = norm(f"{layer}.output.LayerNorm", linear(f"{layer}.output.dense", inner) + y, 1e-12)
+    score = y[:, 0]
+    for place in (0, 2, 4, 6, 7):
+        score = linear(f"mlp.layers.{place}", score)
+    return score[:, 0]
+
+
+def upstream_pixels(pictures: Tensor) -> Tensor:
+    from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
+
+    from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
+
+    steps = [Resize(32, InterpolationMode.BICUBIC), CenterCrop(32), ToTensor()]
+    transform = Compose([*steps, Normalize(OPENAI_MEAN, OPENAI_STD)])
+    return torch.stack([transform(to_pil(picture)) for picture in pictures])  # type: ignore[arg-type]
+
+
+def test_score_equals_a_plain_blip_on_the_published_keys(folder, images):
+    state = torch.load(folder / "ImageReward.pt", weights_only=True)
+    read = bert_tokenizer()(PROMPTS, padding="max_length", max_length=12, return_tensors="pt")
+    raw = plain_blip(state, upstream_pixels(images), read["input_ids"], read["attention_mask"])
+    scores = tiny(folder).score(images, PROMPTS)
+    torch.testing.assert_close(scores.parts["raw"], raw, rtol=1e-4, atol=1e-5)
+    expected = (raw - 0.16717362830052426) / 1.0333394966054072
+    torch.testing.assert_close(scores.value, expected, rtol=1e-4, atol=1e-5)
+    assert scores.value.std() > 1e-3, "random weights must tell the pictures apart"
+    assert scores.unit == "standard deviations"
+
+
+def test_padding_neighbours_and_batch_size_change_nothing(folder, images):
+    together = tiny(folder).score(images, PROMPTS).value
+    small = tiny(folder, batch_size=1, cache_bytes=0)
+    alone = torch.cat([small.score(images[[row]], [PROMPTS[row]]).value for row in range(3)])
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
+    longer = tiny(folder, max_tokens=30).score(images, PROMPTS).value
+    torch.testing.assert_close(together, longer, rtol=1e-5, atol=1e-6)
+
+
+def test_each_picture_is_looked_at_once(folder, images, monkeypatch):
+    reward = tiny(folder, batch_size=2)
+    looked, judged = [], []
+    look, read = reward.model.encode_image, reward.model.forward
+    monkeypatch.setattr(reward.model, "encode_image", lambda x: looked.append(len(x)) or look(x))
+    monkeypatch.setattr(reward.model, "forward", lambda p, t, m: judged.append(len(p)) or read(p, t, m))
+    pairs = [(i, p) for p in (*PROMPTS, PROMPTS[0]) for i in range(3)]
+    scores = reward.score([images[i] for i, _ in pairs], [p for _, p in pairs])
+    assert sum(looked) == 3 and sum(judged) == 9
+    assert torch.equal(scores.value[:3], scores.value[9:])
+    direct = torch.cat([tiny(folder).score(images[[i]], [p]).value for i, p in pairs])
+    torch.testing.assert_close(scores.value, direct, rtol=1e-5, atol=1e-6)
+
+
+def test_long_prompts_are_cut_and_noted(folder, images):
+    long = " ".join(["red"] * 9 + ["blue", "circle"])
+    cut = " ".join(["red"] * 9 + ["blue"])
+    scores = tiny(folder).score(images[[0, 0]], [long, cut])
+    assert scores.text == ["the prompt was cut to 12 tokens", ""]
+    assert scores.value[0] == scores.value[1]
+    assert tiny(folder, max_tokens=20).score(images[[0]], [long]).value[0] != scores.value[0]
+    assert ImageReward(folder).max_tokens == 35
+
+
+def test_special_tokens_in_a_prompt_are_plain_text(folder, images):
+    reward = tiny(folder)
+    ids = reward._tokens(["a [SEP] circle"])[0][0].tolist()
+    assert ids.count(3) == 1, "only the tokenizer's own [SEP] ends the text"
+    scores = reward.score(images[[0, 0]], ["a [SEP] circle", "a circle"])
+    assert scores.valid.all() and scores.value[0] != scores.value[1]
+
+
+def test_gradient_path(folder, images):
+    reward = tiny(folder)
+    pictures = images.clone().requires_grad_()
+    value = reward.score_with_gradient(pictures, PROMPTS)
+    torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-6)
+    assert torch.autograd.grad(value.sum(), pictures)[0].abs().sum() > 0
+
+
+def test_contract_bad_rows_and_identity(folder, images):
+    reward = tiny(folder)
+    assert len(check_reward(reward)) == 11
+    scores = reward.score([images[0], torch.zeros(3, 1, 400), "missing.png"], PROMPTS)
+    assert scores.valid.tolist() == [True, False, False] and scores.reason is not None
+    assert "too elongated" in str(scores.reason[1])
+    assert reward.identity.differences(tiny(folder, max_tokens=20).identity) == ["options"]
+    assert not reward.score(["missing.png"], ["a"]).valid.any()
+
+
+def test_bf16_towers_keep_the_head_in_float32(folder, images):
+    reward = tiny(folder, precision="bf16")
+    value = reward.score(images, PROMPTS).value
+    assert value.dtype == torch.float32 and reward.model.head.layers[0].weight.dtype == torch.float32
+    torch.testing.assert_close(value, tiny(folder).score(images, PROMPTS).value, rtol=0.2, atol=0.5)
+
+
+def test_published_layout_at_its_size():
+    """Every key of ImageReward-v1.0 finds its place, with its shape, and none is left empty."""
+    published = image_reward(**IMAGE_REWARD)
+    vision = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "image_size": 224,
+        "patch_size": 16,
+    }
+    with torch.device("meta"):
+        model = ImageRewardModel(vision, MED_CONFIG, [1024, 128, 64, 16, 1])
+    ours = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert {rename(key): shape for key, shape in published.items() if key not in UNUSED} == ours
+    assert set(UNUSED) <= set(published)
+
+
+@pytest.mark.parametrize(
+    ("drop", "add", "message"),
+    [
+        (
+            "blip.text_encoder.encoder.layer.1.crossattention.self.key.bias",
+            None,
+            r"missing: text.encoder.layer.1.crossattention.self.key.bias",
+        ),
+        (None, "blip.itm_head.weight", r"unexpected: blip.itm_head.weight"),
+        ("blip.visual_encoder.pos_embed", None, r"is no ImageReward checkpoint: missing"),
+        ("mlp.layers.4.bias", None, r"the head has layers \[0, 2, 6, 7\], needed are mlp.layers.0, 2, 4"),
+    ],
+)
+def test_keys_are_strict(folder, tmp_path, images, drop, add, message):
+    state = torch.load(folder / "ImageReward.pt", weights_only=True)
+    if drop:
+        del state[drop]
+    if add:
+        state[add] = torch.zeros(2)
+    torch.save(state, tmp_path / "ImageReward.pt")
+    (tmp_path / "med_config.json").write_text(json.dumps(med_config()))
+    bert_tokenizer().save_pretrained(str(tmp_path))
+    with pytest.raises(RewardError, match=message):
+        tiny(tmp_path).score(images, PROMPTS)
+
+
+def test_what_is_not_there_or_not_allowed(folder, tmp_path, images):
+    with pytest.raises(FileNotFoundError, match=r"no weight file .*ImageReward.pt"):
+        _ = tiny(tmp_path).model
+    for options, message in (
+        ({"max_tokens": 2}, "max_tokens is 2; allowed are whole numbers from 3"),
+        ({"batch_size": 0}, "batch_size is 0; allowed are whole numbers from 1"),
+        ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny(folder, **options)
+    with pytest.raises(ValueError, match="3 images and 1 prompts"):
+        tiny(folder).score_with_gradient(images, PROMPTS[:1])
+
+
+def test_a_cut_prompt_and_an_empty_one_show(folder, images):
+    judge = ImageReward(folder, max_tokens=5)
+    prompts = ["a red circle", "two circles left of a blue square", "\u200b ", "a \ud800"]
+    scores = judge.score(images[[0, 1, 2, 0]], prompts)
+    assert scores.valid.tolist() == [True, True, False, False] and scores.parts["cut"][:2].tolist() == [0, 1]
+    assert scores.reason is not None and "prompt is empty" in str(scores.reason[2])
+    assert "surrogate" in str(scores.reason[3])
+    alone = judge.score(images[:1], ["a red circle"]).value
+    torch.testing.assert_close(scores.value[:1], alone, rtol=1e-5, atol=1e-6)

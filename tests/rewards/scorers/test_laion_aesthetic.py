@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LAION aesthetic: the published head layouts, normalised embeddings, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.rewards_published_layouts import head, random_state
+from tests.support.rewards_tiny_transformers import SIZES, save_tiny_transformers_clip
+from visalign.rewards import RewardError, check_reward, load_reward
+from visalign.rewards.base.contract import read_request
+from visalign.rewards.scorers.laion_aesthetic import LaionAesthetic, read_head
+
+WIDTH = SIZES["embed"]
+NARROW = (24, 12, 8, 4, 1)
+PROMPTS = ["", "", ""]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = save_tiny_transformers_clip(tmp_path_factory.mktemp("models") / "clip")
+    torch.save(random_state(head(WIDTH, NARROW), 1), place / "linear.pth")
+    torch.save(random_state(head(WIDTH, NARROW, relu=True), 2), place / "relu.pth")
+    torch.save({"weight": torch.full((1, WIDTH), 0.5), "bias": torch.tensor([3.0])}, place / "single.pth")
+    return place
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(3, 3, 36, 50, generator=torch.Generator().manual_seed(2)).mul(255).round() / 255
+
+
+def by_hand(state: dict[str, torch.Tensor], features: torch.Tensor, relu: bool) -> torch.Tensor:
+    x = F.normalize(features, dim=-1)
+    places = (0, 3, 6, 9, 11) if relu else (0, 2, 4, 6, 7)
+    for place in places:
+        x = x @ state[f"layers.{place}.weight"].T + state[f"layers.{place}.bias"]
+        x = x.relu() if relu and place != 11 else x
+    return x[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["linear", "relu"])
+def test_score_equals_the_layers_by_hand(folder, images, kind):
+    reward = LaionAesthetic(folder, head=folder / f"{kind}.pth")
+    request = read_request("test", images, PROMPTS, None)
+    _, features = reward.towers.image_features(request, [None] * 3)
+    state = torch.load(folder / f"{kind}.pth", weights_only=True)
+    scores = reward.score(images, PROMPTS)
+    assert scores.unit == "rating 1-10"
+    torch.testing.assert_close(scores.value, by_hand(state, features, kind == "relu"), rtol=1e-5, atol=1e-6)
+    assert (features.norm(dim=1) - 1).abs().min() > 0.05, "the tower's embedding must not be of length 1"
+
+
+def test_one_linear_layer(folder, images):
+    reward = LaionAesthetic(folder, head=folder / "single.pth")
+    _, features = reward.towers.image_features(read_request("test", images, PROMPTS, None), [None] * 3)
+    expected = 0.5 * F.normalize(features, dim=-1).sum(1) + 3
+    torch.testing.assert_close(reward.score(images, PROMPTS).value, expected)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_published_layout_at_its_size(tmp_path, relu):
+    """768-1024-128-64-16-1 with keys layers.{0,2,4,6,7}, with ReLU {0,3,6,9,11}."""
+    state = random_state(head(768, relu=relu), 3, scale=0.03)
+    torch.save(state, tmp_path / "head.pth")
+    width, rate = read_head(tmp_path / "head.pth")
+    features = F.normalize(torch.randn(5, 768, generator=torch.Generator().manual_seed(0)), dim=-1)
+    assert width == 768
+    torch.testing.assert_close(rate(features), by_hand(state, features, relu), rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_path(folder, images):
+    for kind in ("linear", "relu"):
+        reward = LaionAesthetic(folder, head=folder / f"{kind}.pth")
+        pictures = images.clone().requires_grad_()
+        value = reward.score_with_gradient(pictures)
+        torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-6)
+        assert torch.autograd.grad(value.sum(), pictures)[0].abs().sum() > 0
+
+
+def test_contract_and_identity(folder):
+    one = LaionAesthetic(folder, head=folder / "linear.pth")
+    assert len(check_reward(one)) == 11
+    other = LaionAesthetic(folder, head=folder / "relu.pth")
+    assert one.identity.differences(other.identity) == ["weights", "options"]
+
+
+def test_refusals(folder, tmp_path, images):
+    with pytest.raises(
+        FileNotFoundError, match=r"no aesthetic head 'sac\+logos\+ava1-l14-linearMSE.pth'. Download"
+    ):
+        load_reward("laion_aesthetic", model=folder).score(images, PROMPTS)
+    state = random_state(head(WIDTH, NARROW), 1)
+    del state["layers.4.bias"]
+    torch.save({**state, "layers.9.bias": torch.zeros(1)}, tmp_path / "odd.pth")
+    with pytest.raises(RewardError, match=r"missing \['layers.4.bias'\], unexpected \['layers.9.bias'\]"):
+        read_head(tmp_path / "odd.pth")
+    torch.save({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, tmp_path / "two.pth")
+    with pytest.raises(RewardError, match=r"weight has shape \(2, 4\).*a linear head has \(1, D\)"):
+        read_head(tmp_path / "two.pth")
+    torch.save({"weight": torch.zeros(1, 768), "bias": torch.zeros(1)}, tmp_path / "l14.pth")
+    with pytest.raises(RewardError, match=r"takes embeddings of 768 numbers, the tower .* gives 16"):
+        LaionAesthetic(folder, head=tmp_path / "l14.pth").score(images, PROMPTS)

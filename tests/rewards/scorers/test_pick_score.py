@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PickScore: the checkpoint's own factor, the peers' scales, the published layout, the contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.rewards_tiny_transformers import save_tiny_transformers_clip, tiny_clip_state
+from visalign.rewards import RewardError, check_reward, load_reward
+from visalign.rewards.scorers.clip_score import ClipScore
+from visalign.rewards.scorers.pick_score import PickScore
+
+PROMPTS = ["a red circle", "two circles", "a blue square"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "pick"
+    save_tiny_transformers_clip(place)
+    state = tiny_clip_state()
+    from safetensors.torch import save_file
+
+    save_file({**state, "logit_scale": torch.tensor(4.605170)}, place / "model.safetensors")
+    return place
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(3, 3, 36, 50, generator=torch.Generator().manual_seed(2)).mul(255).round() / 255
+
+
+def test_score_is_the_checkpoints_factor_times_the_cosine(folder, images):
+    reward = PickScore(folder)
+    scores = reward.score(images, PROMPTS)
+    cosine = ClipScore(folder).score(images, PROMPTS).value
+    assert reward.logit_scale == pytest.approx(100.0, rel=1e-5)
+    torch.testing.assert_close(scores.value, 100 * cosine, rtol=1e-5, atol=1e-5)
+    assert torch.equal(scores.parts["cosine"], cosine)
+    assert scores.unit == "cosine × exp(logit_scale)"
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("cosine", lambda c: c),
+        ("cosine × 100", lambda c: 100 * c),
+        ("logit / 26", lambda c: 100 * c / 26),
+        ("(logit − 18) / 8", lambda c: (100 * c - 18) / 8),
+    ],
+)
+def test_scales_of_the_peers(folder, images, scale, expected):
+    scores = PickScore(folder, scale=scale).score(images, PROMPTS)
+    torch.testing.assert_close(scores.value, expected(scores.parts["cosine"]), rtol=1e-5, atol=1e-5)
+    assert scores.unit == scale
+
+
+def test_scales_that_are_not_affine_are_refused():
+    with pytest.raises(ValueError, match=r"scale is 'softmax'; allowed are cosine, cosine × 100, logit"):
+        PickScore("anywhere", scale="softmax")
+
+
+def test_the_difference_is_the_log_odds(folder, images):
+    """eq. 1 of the paper: P(left) = softmax over the two scores."""
+    reward = PickScore(folder)
+    left, right = (reward.score(images[[row]], PROMPTS[:1]).value for row in (0, 1))
+    both = torch.softmax(torch.cat([left, right]), 0)[0]
+    torch.testing.assert_close((left - right).sigmoid()[0], both)
+
+
+def test_gradient_path(folder, images):
+    reward = PickScore(folder)
+    pictures = images.clone().requires_grad_()
+    value = reward.score_with_gradient(pictures, PROMPTS)
+    torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-5)
+    assert torch.autograd.grad(value.sum(), pictures)[0].abs().sum() > 0
+
+
+def test_contract_and_identity(folder):
+    assert len(check_reward(PickScore(folder), tolerance=1e-5)) == 11
+    one, other = PickScore(folder).identity, PickScore(folder, scale="cosine").identity
+    assert one.differences(other) == ["options"] and len(one.weights) == 32
+
+
+def test_published_file_with_position_ids_loads_and_others_are_refused(tmp_path, images):
+    folder = save_tiny_transformers_clip(tmp_path / "published", binary=True)
+    assert "vision_model.embeddings.position_ids" in tiny_clip_state()
+    assert PickScore(folder).score(images, PROMPTS).valid.all()
+    state = tiny_clip_state()
+    del state["vision_model.pre_layrnorm.bias"]
+    torch.save({**state, "model.head": torch.zeros(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(RewardError, match=r"missing: vision_model.pre_layrnorm.bias; unexpected: model.head"):
+        PickScore(folder).score(images, PROMPTS)
+
+
+def test_name_in_the_catalogue_loads_without_weights():
+    reward = load_reward("pick_score")
+    assert (reward.name, reward.higher_is_better) == ("pick_score", True)

@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward server: the same scores as at home, batches across clients, deaths, limits, every refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load, save
+
+from tests.support.reward_servers import Habits, Inline, Pairs, serving
+from visalign.errors import UserError
+from visalign.interfaces import Preferences, Scores
+from visalign.pipelines.serve_reward import serve_reward
+from visalign.pipelines.shared.option_items import parse_options
+from visalign.rewards import check_reward, load_reward
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.serve.batches import Batcher
+from visalign.rewards.serve.client import RemoteReward
+from visalign.rewards.serve.process import JudgeRefused, judge_card
+from visalign.rewards.serve.server import Limits, Refused, _receive, judge_server
+from visalign.rewards.serve.wire import (
+    FORMAT,
+    MEDIA_TYPE,
+    JudgeRequest,
+    WireError,
+    pack_request,
+    unpack_request,
+)
+from visalign.rewards.serve.wire_answer import pack_answer, unpack_answer
+from visalign.rewards.serve.worker import JudgeWorker, WorkerDied, WorkerTimeout, WorkerUnavailable
+
+pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx")
+HOME = f"{ROOT / 'tests/support/reward_servers.py'}:Habits"
+WIDE = torch.zeros(3, 20, 30, dtype=torch.uint8)
+LEVELS = torch.randint(0, 256, (6, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def request(prompts: list[str], **changes: Any) -> JudgeRequest:
+    given: dict[str, Any] = {
+        "images": list(LEVELS[: len(prompts)]),
+        "prompts": prompts,
+        "metadata": [None] * len(prompts),
+    }
+    return JudgeRequest(**(given | changes))
+
+
+def headed(about: dict[str, Any]) -> bytes:
+    """A safetensors file without tensors, with any JSON as its metadata."""
+    header = json.dumps({"__metadata__": about}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+def sent(tensors: dict[str, torch.Tensor], prompts: list[str]) -> bytes:
+    """A request as another program might write it."""
+    return save({name: tensor.clone() for name, tensor in tensors.items()}, headers(prompts))
+
+
+def headers(prompts: list[str]) -> dict[str, str]:
+    return {"format": FORMAT, "request": json.dumps({"prompts": prompts})}
+
+
+def app_of(judge: Any, **options: Any) -> Any:
+    return judge_server(Inline(judge), judge_card(judge), **options)
+
+
+@pytest.fixture(scope="module")
+def habits() -> Any:
+    judge = Habits()
+    with serving(
+        app_of(judge, limits=Limits(max_bytes=4000, max_rows=4, max_pixels=500, max_prompt=50))
+    ) as url:
+        yield url, judge
+
+
+@pytest.fixture(scope="module")
+def worker() -> Any:
+    worker = JudgeWorker(HOME, {"version": 7}, threads=1)
+    yield worker
+    worker.close()
+
+
+def test_a_request_survives_the_wire():
+    given = request(["ä {b}", "c"], metadata=[{"x": [1, None]}, None])
+    back = unpack_request(pack_request(given))
+    assert back.prompts == given.prompts and back.metadata == given.metadata and back.right is None
+    assert all(torch.equal(a, b) for a, b in zip(back.images, given.images, strict=True))
+    pair = request(["a"], right=[LEVELS[3]])
+    back = unpack_request(pack_request(pair))
+    assert back.right is not None and torch.equal(back.right[0], LEVELS[3]) and back.pixels == 128
+    mixed = request(["a", "b"], images=[LEVELS[0], WIDE], right=list(LEVELS[:2]))
+    back = unpack_request(pack_request(mixed))
+    assert torch.equal(back.images[1], WIDE) and isinstance(back.right, torch.Tensor)
+    assert torch.equal(back.right, LEVELS[:2]) and back.pixels == 64 + 600 + 128
+
+
+def test_the_wire_is_plain_safetensors_and_pixels_are_read_in_place():
+    raw = bytearray(pack_request(request(["a", "b"])))
+    assert torch.equal(load(bytes(raw))["image"], LEVELS[:2])
+    back = unpack_request(raw)
+    raw[-1] ^= 255
+    assert back.images[1][-1, -1, -1] == LEVELS[1][-1, -1, -1] ^ 255
+    assert unpack_request(save({"image": LEVELS[:2]}, headers(["a", "b"]))).prompts == ["a", "b"]
+    with pytest.raises(ValueError, match=r"image is torch\.float32; images travel as uint8"):
+        pack_request(request(["a"], images=[LEVELS[0].float()]))
+    with pytest.raises(TypeError, match=r"metadata cannot travel to a server: Object of type Tensor"):
+        pack_request(request(["a"], metadata=[{"x": LEVELS}]))
+
+
+@pytest.mark.parametrize("judge", [Habits(), Pairs()])
+def test_an_answer_survives_the_wire(judge: Any):
+    prompts = ["1", "refuse"]
+    given = (
+        judge.score(LEVELS[:2], prompts)
+        if isinstance(judge, Habits)
+        else judge.compare(LEVELS[:2], LEVELS[2:4], prompts)
+    )
+    back = unpack_answer(pack_answer(given), 2)
+    assert type(back) is type(given) and torch.equal(back.valid, given.valid) and back.reason == given.reason
+    main, other = (x.value if isinstance(x, Scores) else x.prob for x in (back, given))
+    torch.testing.assert_close(main, other, rtol=0, atol=0, equal_nan=True)
+    assert back.parts.keys() == given.parts.keys() and back.text == given.text
+    with pytest.raises(WireError, match="do not have 3 rows"):
+        unpack_answer(pack_answer(given), 3)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "no request in the format"),
+        (b"\x80\x04pickle", "no request in the format"),
+        (save({"image.0": LEVELS[0]}), "no request in the format"),
+        (
+            pack_request(request(["a"]))[:-9],
+            r"as safetensors .*is said to lie at 0 to 192 of 183",
+        ),
+        (pack_request(request(["a"])) + b"more", "196 bytes follow the header, 192 are announced"),
+        (sent({"image.0": LEVELS[0]}, ["a", "b"]), r"missing or extra: image\.1"),
+        (sent({"image": LEVELS[:1], "image.0": LEVELS[0]}, ["a"]), r"missing or extra: image\.0"),
+        (sent({"left": LEVELS[:1]}, ["a"]), r"'left' and 'right'.*missing or extra: right\.0"),
+        (pack_request(request(["a"], metadata=[])), "1 prompts and 0 metadata"),
+        (pack_request(request([1], metadata=[None])), "'prompts' must be a list of strings"),  # type: ignore[arg-type]
+        (sent({"image.0": LEVELS[0].float()}, ["a"]), r"image\.0 is F32 \(3, 8, 8\); images are U8"),
+        (sent({"image.0": LEVELS[0][:0]}, ["a"]), r"image\.0 is U8 \(0, 8, 8\); images are .* with pixels"),
+        (sent({"image.0": LEVELS[0][:1]}, ["a"]), r"image\.0 is uint8 \(1, 8, 8\); needed is \[3, H, W\]"),
+        (sent({"image": LEVELS[:3]}, ["a"]), r"image is uint8 \(3, 3, 8, 8\); needed is \[1, 3, H, W\]"),
+        (pack_answer(Habits().score(LEVELS[:1], ["1"])), "no request in the format"),
+        (headed({"format": FORMAT, "request": '{"prompts": 1' + "0" * 5000 + "}"}), "cannot be read as"),
+        (headed({"format": FORMAT, "request": 5}), "the request is no JSON object"),
+    ],
+)
+def test_unreadable_requests_say_why(raw: bytes, message: str):
+    with pytest.raises(WireError, match=message):
+        unpack_request(raw)
+
+
+def test_the_client_is_a_reward_like_any_other(habits: Any):
+    url, judge = habits
+    remote = RemoteReward(url)
+    assert (remote.name, remote.unit, remote.range) == ("habits", "levels", (-1e4, 1e4))
+    assert remote.identity.weights == judge.identity.digest
+    prompts = ["1", "2", "refuse", "4", "5", "6"]
+    here, there = judge.score(LEVELS, prompts), remote.score(LEVELS, prompts)
+    torch.testing.assert_close(there.value, here.value, rtol=0, atol=0, equal_nan=True)
+    assert there.reason == here.reason and there.text == here.text and there.unit == here.unit
+    torch.testing.assert_close(there.parts["mean"], here.parts["mean"], rtol=0, atol=0, equal_nan=True)
+    check_reward(load_reward("remote", url=url), images=LEVELS[:4], prompts=["1", "2", "3", "refuse"])
+
+
+def test_what_cannot_be_read_is_not_sent(habits: Any, tmp_path: Path):
+    Image.new("RGB", (8, 8), "white").save(tmp_path / "white.png")
+    scores = RemoteReward(habits[0]).score([tmp_path / "none.png", tmp_path / "white.png"], ["1", "1"])
+    assert scores.valid.tolist() == [False, True] and float(scores.value[1]) == 265
+    assert "no such image file" in str((scores.reason or [""])[0])
+    nothing = RemoteReward(habits[0]).score([tmp_path / "none.png"], ["1"])
+    assert not nothing.valid.any() and nothing.value.isnan().all()
+
+
+def test_pairs_travel_too():
+    judge = Pairs()
+    with serving(app_of(judge, max_batch=2)) as url:
+        remote = RemoteReward(url)
+        prompts = ["a", "refuse", "b"]
+        here, there = (
+            judge.compare(LEVELS[:3], LEVELS[3:], prompts),
+            remote.compare(LEVELS[:3], LEVELS[3:], prompts),
+        )
+        torch.testing.assert_close(there.prob, here.prob, rtol=0, atol=0, equal_nan=True)
+        assert there.log_odds is not None and there.reason == here.reason
+        assert not remote.compare(["none.png"], [LEVELS[0]], ["a"]).valid.any()
+        with pytest.raises(RewardError, match="only compares pairs"):
+            remote.score(LEVELS[:1], ["a"])
+        reply = httpx.post(f"{url}/v1/score", content=b"x", headers={"Content-Type": MEDIA_TYPE})
+        assert reply.status_code == 404 and "it compares pairs: POST /v1/compare" in reply.json()["error"]
+
+
+def test_requests_of_many_clients_share_batches_and_are_not_mixed():
+    judge = Habits()
+    with serving(app_of(judge, max_batch=16, max_wait=0.05)) as url:
+        remotes = [RemoteReward(url) for _ in range(8)]
+        barrier = threading.Barrier(8)
+
+        def work(client: int) -> None:
+            for turn in range(6):
+                barrier.wait()
+                number = 100 * client + turn
+                count = 1 + (client + turn) % 3
+                images = torch.full((count, 3, 4, 4), client, dtype=torch.uint8)
+                scores = remotes[client].score(images, [str(number)] * count)
+                assert scores.value.tolist() == pytest.approx([client + 10.0 * number] * count)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        counts = httpx.get(f"{url}/health").json()["counts"]
+    assert counts["requests"] == 48 and counts["batches"] < 40 and max(judge.sizes) > 3
+    assert sum(judge.sizes) == counts["images"] and max(judge.sizes) <= 16
+
+
+def test_one_bad_request_fails_alone():
+    judge = Habits()
+    with serving(app_of(judge, max_wait=0.2)) as url:
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda p: RemoteReward(url).score(LEVELS[:1], [p]), ["1", "raise", "3"]))
+    assert [bool(scores.valid[0]) for scores in found] == [True, False, True]
+    reason = str((found[1].reason or [""])[0])
+    assert "refused it (422)" in reason and "a prompt that I cannot stand" in reason
+
+
+def test_an_unforeseen_error_ends_one_request_and_not_the_server():
+    class Frail(Inline):
+        def ask(self, request: Any, timeout: float | None = None) -> Any:
+            if request.prompts == ["13"]:
+                raise OSError("no process can be started now")
+            return super().ask(request, timeout)
+
+    judge = Habits()
+    with serving(judge_server(Frail(judge), judge_card(judge))) as url:
+        send = {"content": pack_request(request(["13"])), "headers": {"Content-Type": MEDIA_TYPE}}
+        assert httpx.post(f"{url}/v1/score", timeout=5, **send).status_code == 500
+        assert RemoteReward(url, timeout=5, attempts=1).score(LEVELS[:1], ["1"]).valid.all()
+
+
+def test_closing_ends_the_waiting_of_what_is_judged():
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow:
+        def ask(self, request: Any, timeout: float | None = None) -> Any:
+            begun.set()
+            end.wait(5)
+            return Habits().score(request.images, request.prompts)
+
+    async def go() -> None:
+        batcher = Batcher(Slow(), max_wait=0)
+        asked = asyncio.create_task(batcher.submit(request(["1"])))
+        await asyncio.to_thread(begun.wait, 5)
+        await batcher.close()
+        end.set()
+        with pytest.raises(WorkerUnavailable, match="the server is ending"):
+            await asyncio.wait_for(asked, 2)
+
+    asyncio.run(go())
+
+
+def test_a_worker_that_dies_is_replaced_and_harms_nobody(worker: JudgeWorker):
+    assert worker.card["identity"] == Habits(version=7).identity.digest
+    with serving(judge_server(worker, worker.card, max_wait=0.2)) as url:
+        before = worker.restarts
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda p: RemoteReward(url).score(LEVELS[:2], [p] * 2), ["1", "die", "3"]))
+        assert [scores.valid.all().item() for scores in found] == [True, False, True]
+        assert "the judge's process ended (exit code 3)" in str((found[1].reason or [""])[0])
+        assert worker.restarts >= before + 2 and RemoteReward(url).score(LEVELS[:1], ["1"]).valid.all()
+
+
+def test_a_killed_worker_costs_no_answer(worker: JudgeWorker):
+    import os
+    import signal
+
+    with serving(judge_server(worker, worker.card)) as url:
+        remote = RemoteReward(url)
+        for _ in range(2):
+            os.kill(worker.pid or 0, signal.SIGKILL)
+            assert remote.score(LEVELS[:2], ["1", "2"]).valid.all()
+
+
+def test_a_slow_judge_is_ended(worker: JudgeWorker):
+    with pytest.raises(WorkerTimeout, match=r"did not answer within 0\.5 seconds"):
+        worker.ask(request(["sleep"]), timeout=0.5)
+    assert isinstance(worker.ask(request(["1"])), Scores)
+    with serving(judge_server(worker, worker.card, limits=Limits(timeout=0.5))) as url:
+        scores = RemoteReward(url, attempts=1).score(LEVELS[:1], ["sleep"])
+    assert "(504)" in str((scores.reason or [""])[0])
+
+
+def test_a_worker_tells_what_the_judge_raised(worker: JudgeWorker):
+    with pytest.raises(JudgeRefused, match="ValueError: a prompt that I cannot stand"):
+        worker.ask(request(["raise"]))
+    with pytest.raises(WorkerDied, match="exit code 3"):
+        worker.ask(request(["die"]))
+    with pytest.raises(JudgeRefused, match="does not compare pairs"):
+        worker.ask(request(["a"], right=[LEVELS[0]]))
+    with pytest.raises(RewardError, match=r"could not be loaded .* no reward 'nothing'"):
+        JudgeWorker("nothing")
+
+
+def test_a_client_refuses_the_answers_of_another_judge():
+    judge = Habits()
+    with serving(app_of(judge)) as url:
+        remote = RemoteReward(url)
+        remote.identity = replace(remote.identity, weights="what was served before")
+        with pytest.raises(RewardError, match=r"serves another judge, or another .*Make a new Rem"):
+            remote.score(LEVELS[:1], ["1"])
+
+
+def test_a_worker_whose_files_changed_meanwhile_is_not_mixed_with_the_old_one():
+    worker = JudgeWorker(HOME, {"version": 7}, threads=1)
+    worker._arguments = (HOME, {"version": 8}, 1)  # as if the weights on disk were others now
+    with pytest.raises(WorkerUnavailable, match="'habits' was started anew and is another version now"):
+        worker.ask(request(["die"]), 30)
+    assert worker.down is not None and "another version" in worker.down
+    worker.close()
+
+
+def test_a_body_that_breaks_off_is_a_refusal():
+    from starlette.requests import ClientDisconnect
+
+    class Broken:
+        async def stream(self) -> Any:
+            yield b"abc"
+            raise ClientDisconnect
+
+    with pytest.raises(Refused, match="ended before the body did"):
+        asyncio.run(_receive(Broken(), Limits()))
+
+
+def test_a_client_that_goes_away_harms_nobody():
+    judge = Habits()
+    with serving(app_of(judge, max_wait=0.3)) as url:
+        body = pack_request(request(["1"]))
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/score", content=body, headers={"Content-Type": MEDIA_TYPE}, timeout=0.05)
+        assert RemoteReward(url).score(LEVELS[:2], ["1", "2"]).valid.all()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "message"),
+    [
+        (b"{}", "application/json", 415, "send application/x-safetensors"),
+        (b"\x80\x04.", MEDIA_TYPE, 400, "Unreadable body"),
+        (b"x" * 4001, MEDIA_TYPE, 413, "at most 4000 are allowed"),
+        (pack_request(request([])), MEDIA_TYPE, 400, "The request is empty"),
+        (pack_request(request(["1"] * 5)), MEDIA_TYPE, 413, "5 rows; at most 4"),
+        (pack_request(request(["1"], images=[WIDE])), MEDIA_TYPE, 413, "600 pixels; at most 500"),
+        (pack_request(request(["x" * 51])), MEDIA_TYPE, 413, "51 characters; at most 50"),
+        (pack_request(request(["1"], right=[LEVELS[1]])), MEDIA_TYPE, 400, "to /v1/compare"),
+        (pack_request(request(["raise"])), MEDIA_TYPE, 422, "I cannot stand"),
+    ],
+)
+def test_refusals(habits: Any, content: bytes, kind: str, status: int, message: str):
+    reply = httpx.post(f"{habits[0]}/v1/score", content=content, headers={"Content-Type": kind})
+    assert reply.status_code == status and message in reply.json()["error"]
+
+
+def test_a_body_without_length_is_refused(habits: Any):
+    reply = httpx.post(
+        f"{habits[0]}/v1/score", content=iter([b"a", b"b"]), headers={"Content-Type": MEDIA_TYPE}
+    )
+    assert reply.status_code == 411 and httpx.get(f"{habits[0]}/nothing").status_code == 404
+
+
+def test_a_slow_body_is_given_up():
+    import socket
+    from urllib.parse import urlsplit
+
+    with serving(app_of(Habits(), limits=Limits(receive_timeout=0.2))) as url:
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5) as line:
+            head = (
+                "POST /v1/score HTTP/1.1",
+                "Host: a",
+                f"Content-Type: {MEDIA_TYPE}",
+                "Content-Length: 100",
+            )
+            line.sendall("\r\n".join((*head, "", "xx")).encode())
+            assert b" 408 " in line.recv(4096).split(b"\r\n")[0]
+        assert RemoteReward(url).score(LEVELS[:1], ["1"]).valid.all()
+
+
+def test_the_token_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    with serving(app_of(Habits(), token="sesame")) as url:
+        for token in (None, "wrong", "sésame"):
+            with pytest.raises(RewardError, match=r"refused it \(401\): No or a wrong token"):
+                RemoteReward(url, token=token and token.encode("ascii", "ignore").decode()).score(
+                    LEVELS[:1], ["1"]
+                )
+        assert RemoteReward(url, token="sesame").score(LEVELS[:1], ["1"]).valid.all()
+        monkeypatch.setenv("MY_TOKEN", "sesame")
+        assert RemoteReward(url, token_env="MY_TOKEN").score(LEVELS[:1], ["1"]).valid.all()
+        assert httpx.get(f"{url}/health").json()["token"] is True
+        headers = {"Content-Type": MEDIA_TYPE, "Authorization": "Basic sesame"}
+        reply = httpx.post(f"{url}/v1/score", content=b"", headers=headers)
+        assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_full_queue_says_so_and_the_client_tries_again():
+    judge = Habits()
+    release = threading.Event()
+    plain = judge.score
+
+    def slow(*given: Any, **named: Any) -> Scores:
+        release.wait(5)
+        return plain(*given, **named)
+
+    judge.score = slow  # type: ignore[method-assign]
+    with serving(app_of(judge, max_batch=1, max_wait=0.0, max_waiting=1)) as url:
+        with ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(RemoteReward(url).score, LEVELS[:1], ["1"]) for _ in range(2)]
+            threading.Event().wait(0.3)
+            refused = RemoteReward(url, attempts=2, pause=0.01).score(LEVELS[:1], ["1"])
+            release.set()
+            assert all(job.result().valid.all() for job in waiting)
+    assert "failed (503): Busy: 1 images wait already" in str((refused.reason or [""])[0])
+    assert "2 attempts" in str((refused.reason or [""])[0])
+
+
+def test_no_server_and_other_servers_are_told_apart(habits: Any):
+    with pytest.raises(RewardError, match=r"No reward server at http://127\.0\.0\.1:9 "):
+        RemoteReward("http://127.0.0.1:9")
+    from fastapi import FastAPI
+
+    with serving(FastAPI()) as url, pytest.raises(RewardError, match="answers, but is no reward server"):
+        RemoteReward(url)
+    with pytest.raises(ValueError, match="attempts is 0"):
+        RemoteReward(habits[0], attempts=0)
+
+
+def test_a_server_that_went_away_gives_invalid_rows():
+    with serving(app_of(Habits())) as url:
+        remote = RemoteReward(url, attempts=2, pause=0.01)
+    scores = remote.score(LEVELS[:2], ["1", "2"])
+    assert not scores.valid.any() and scores.value.isnan().all()
+    assert "did not answer" in str((scores.reason or [""])[0])
+
+
+def test_an_open_address_needs_a_token(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match=r"--host is 0\.0\.0\.0, which other machines can reach"):
+        serve_reward("sharpness", host="0.0.0.0")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(UserError, match="--token-env names NOT_SET, which is empty or not set"):
+        serve_reward("sharpness", token_env="NOT_SET")
+    assert parse_options(["quality=90", "prefer=smaller"]) == {"quality": 90, "prefer": "smaller"}
+    for item, message in (("quality", "write NAME=VALUE"), ("a=[", "the value cannot be read")):
+        with pytest.raises(UserError, match=message):
+            parse_options([item])
+
+
+def test_an_address_that_is_taken_is_refused_before_the_judge_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"on 127\.0\.0\.1, port {port}: Address already in use"):
+            serve_reward("no-such-judge", port=port)
+    monkeypatch.setenv("TOKEN", "sesame")
+    with pytest.raises(UserError, match=r"Nothing can listen on 192\.0\.2\.1"):  # an address of nobody
+        serve_reward("no-such-judge", host="192.0.2.1", token_env="TOKEN")
+
+
+def test_the_card_is_plain_json(habits: Any):
+    about = httpx.get(f"{habits[0]}/health").json()
+    assert about["judge"]["range"] == ["-10000.0", "10000.0"] and about["limits"]["max_rows"] == 4
+    assert json.dumps(about) and isinstance(Pairs().compare(LEVELS[:1], LEVELS[1:2], ["a"]), Preferences)
+
+
+def test_the_pixels_that_wait_are_bounded():
+    import asyncio
+
+    from visalign.rewards.serve.batches import Batcher, QueueFull
+
+    async def run() -> None:
+        batcher = Batcher(Inline(Habits()), max_wait=5.0, max_pixels=200)
+        first = asyncio.create_task(
+            batcher.submit(request(["1", "2", "3"]))
+        )  # 192 pixels, and nothing waits yet
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull, match="192 pixels wait already; at most 200 may"):
+            await batcher.submit(request(["1"]))
+        first.cancel()
+        await batcher.close()
+
+    asyncio.run(run())
+
+
+def test_a_client_waits_longer_than_its_server():
+    with serving(app_of(Habits(), limits=Limits(timeout=7.0))) as url:
+        assert RemoteReward(url)._client.timeout.read == 37.0
+        assert RemoteReward(url, timeout=2.0)._client.timeout.read == 2.0

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When something goes wrong at a reward server: clients that leave, processes that cannot be replaced, judges
+that break or answer nonsense, the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.reward_servers import Habits, Inline, serving
+from visalign.interfaces import Scores
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.serve import worker as judge_worker
+from visalign.rewards.serve.batches import Batcher
+from visalign.rewards.serve.client import RemoteReward
+from visalign.rewards.serve.process import JudgeFailed, JudgeRefused, judge_card
+from visalign.rewards.serve.server import Limits, judge_server
+from visalign.rewards.serve.wire import FORMAT, MEDIA_TYPE, JudgeRequest, pack_request
+from visalign.rewards.serve.worker import JudgeWorker, WorkerDied, WorkerUnavailable
+
+pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx")
+ROOT = Path(__file__).resolve().parents[3]
+HOME = f"{ROOT / 'tests/support/reward_servers.py'}:Habits"
+LEVELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def request(*prompts: str) -> JudgeRequest:
+    return JudgeRequest(images=LEVELS[: len(prompts)], prompts=list(prompts), metadata=[None] * len(prompts))
+
+
+def app_of(judge: Any, **options: Any) -> Any:
+    return judge_server(Inline(judge), judge_card(judge), **options)
+
+
+def post(url: str, asked: JudgeRequest) -> Any:
+    return httpx.post(
+        f"{url}/v1/score", content=pack_request(asked), headers={"Content-Type": MEDIA_TYPE}, timeout=120
+    )
+
+
+def assert_soon(done: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def reason_of(scores: Scores) -> str:
+    return str((scores.reason or [""])[0])
+
+
+class Gate(Habits):
+    """Waits at the prompt "wait" until it is let through, and notes every prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.seen: list[str] = []
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        self.seen += prompts
+        if "wait" in prompts:
+            self.begun.set()
+            assert self.go.wait(30)
+        return super().score(images, prompts, metadata)
+
+
+def begin(url: str, asked: JudgeRequest) -> socket.socket:
+    """A request that was sent whole, its answer not waited for."""
+    parts, body = urlsplit(url), pack_request(asked)
+    head = f"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Type: {MEDIA_TYPE}\r\nContent-Length: {len(body)}"
+    line = socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10)
+    line.sendall(head.encode() + b"\r\n\r\n" + body)
+    return line
+
+
+def test_a_client_that_left_while_its_request_waited_is_not_judged():
+    gate = Gate()
+    app = app_of(gate, max_batch=8, max_wait=0.0)
+    with serving(app) as url, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(RemoteReward(url).score, LEVELS[:1], ["wait"])
+        assert gate.begun.wait(10)
+        leaving = begin(url, request("7"))
+        assert_soon(lambda: app.state.batcher.waiting == 1)
+        staying = pool.submit(RemoteReward(url).score, LEVELS[:2], ["8", "9"])
+        assert_soon(lambda: app.state.batcher.waiting == 3)
+        leaving.close()
+        assert_soon(lambda: app.state.batcher.waiting == 2)
+        gate.go.set()
+        expected = Habits().score(LEVELS[:2], ["8", "9"]).value
+        assert first.result().valid.all() and torch.equal(staying.result().value, expected)
+    assert gate.seen == ["wait", "8", "9"]
+    assert app.state.batcher.counts.given_up == 1
+
+
+def test_a_client_that_left_while_it_was_judged_harms_nobody():
+    gate = Gate()
+    app = app_of(gate, max_batch=8, max_wait=0.3)
+    with serving(app) as url, ThreadPoolExecutor(1) as pool:
+        leaving = begin(url, request("wait"))
+        staying = pool.submit(RemoteReward(url).score, LEVELS[:1], ["5"])
+        assert gate.begun.wait(10)
+        leaving.close()
+        assert_soon(lambda: app.state.batcher.counts.given_up == 1)
+        gate.go.set()
+        assert torch.equal(staying.result().value, Habits().score(LEVELS[:1], ["5"]).value)
+
+
+def test_a_judge_that_cannot_be_started_again_is_503_until_it_can():
+    worker = JudgeWorker(HOME, {"version": 7}, threads=1)
+    right = worker._arguments
+    with serving(judge_server(worker, worker.card, max_wait=0.0)) as url:
+        worker._arguments = ("no_such_judge", {}, 1)
+        os.kill(worker.pid or 0, signal.SIGKILL)
+        reply = post(url, request("1"))
+        assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
+        assert "There is no judge at the moment" in reply.json()["error"]
+        worker._retry_at += 3600
+        assert "no reward 'no_such_judge'" in httpx.get(f"{url}/health").json()["down"]
+        started = worker.restarts
+        assert post(url, request("1")).status_code == 503
+        assert worker.restarts == started, "it is not started again before its rest is over"
+        masked = RemoteReward(url, attempts=1).score(LEVELS[:2], ["1", "2"])
+        assert not masked.valid.any() and "failed (503): There is no judge" in reason_of(masked)
+        worker._arguments, worker._retry_at = right, 0.0
+        assert RemoteReward(url).score(LEVELS[:1], ["1"]).valid.all()
+        assert httpx.get(f"{url}/health").json()["down"] is None
+    worker.close()
+
+
+def test_a_judge_that_dies_again_and_again_is_given_a_rest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(judge_worker, "_PATIENCE", 2)
+    worker = JudgeWorker(HOME, {"version": 7}, threads=1)
+    with pytest.raises(WorkerDied, match=r"the judge's process ended \(exit code 3\)"):
+        worker.ask(request("die"))
+    with pytest.raises(WorkerUnavailable, match=r"\(exit code 3\), 2 times in a row") as found:
+        worker.ask(request("die"))
+    assert found.value.retry_after >= 1 and worker.restarts == 1
+    with pytest.raises(WorkerUnavailable, match="2 times in a row"):
+        worker.ask(request("1"))
+    assert_soon(lambda: time.monotonic() > worker._retry_at)
+    assert worker.ask(request("1")).valid.all() and worker.down is None and worker._troubles == 0
+    worker.close()
+    with pytest.raises(WorkerUnavailable, match="the server is ending"):
+        worker.ask(request("1"))
+
+
+_RAISED = {kind.__name__: kind for kind in (RuntimeError, RewardError, MemoryError, ValueError, TypeError)}
+
+
+class Odd:
+    """Raises or answers what its prompt says."""
+
+    name, unit, range, higher_is_better = "odd", "levels", (0.0, 1.0), True
+    identity = Identity(judge="odd", model="none")
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
+        value = torch.full((len(prompts),), 0.5)
+        if prompts[0] == "nan":
+            value[0] = float("nan")
+        if prompts[0] == "short":
+            value = value[:-1]
+        if prompts[0] == "none":
+            return None
+        if prompts[0] in _RAISED:
+            raise _RAISED[prompts[0]]("my fault")
+        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit=self.unit)
+
+
+@pytest.fixture(scope="module")
+def odd() -> Any:
+    worker = JudgeWorker(f"{Path(__file__)}:Odd", threads=1)
+    with serving(judge_server(worker, worker.card, max_wait=0.0)) as url:
+        yield url, worker
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "status", "message"),
+    [
+        ("ValueError", 422, "The judge refused the request: ValueError: my fault"),
+        ("TypeError", 422, "The judge refused the request: TypeError: my fault"),
+        ("RuntimeError", 500, "The judge broke on the request: RuntimeError: my fault"),
+        ("RewardError", 500, "The judge broke on the request: RewardError: my fault"),
+        ("MemoryError", 500, "The judge broke on the request: MemoryError: my fault"),
+        ("none", 500, "The judge broke on the request: AttributeError"),
+        (
+            "short",
+            500,
+            r"the judge's answer is unusable: the answer's columns main, valid do not have 2 rows",
+        ),
+    ],
+)
+def test_statuses_tell_whose_fault_it_is(odd: Any, prompt: str, status: int, message: str):
+    reply = post(odd[0], request(prompt, "b"))
+    assert reply.status_code == status and message in reply.json()["error"]
+    masked = RemoteReward(odd[0]).score(LEVELS[:2], [prompt, "b"])
+    assert not masked.valid.any() and f"({status})" in reason_of(masked)
+
+
+def test_the_worker_says_whose_fault_it_is(odd: Any):
+    with pytest.raises(JudgeRefused, match="ValueError: my fault"):
+        odd[1].ask(request("ValueError"))
+    with pytest.raises(JudgeFailed, match="RuntimeError: my fault"):
+        odd[1].ask(request("RuntimeError"))
+
+
+def test_a_valid_nan_is_no_score(odd: Any):
+    scores = RemoteReward(odd[0]).score(LEVELS[:2], ["nan", "b"])
+    assert scores.valid.tolist() == [False, True] and float(scores.value[1]) == 0.5
+    assert scores.value[0].isnan() and reason_of(scores) == "the judge's answer is nan, which is no score"
+
+
+def test_other_paths_and_methods_are_refused_in_the_same_form(odd: Any):
+    for path, method, status in (("/v1/nothing", "POST", 404), ("/v1/score", "GET", 405)):
+        reply = httpx.request(method, f"{odd[0]}{path}")
+        assert (
+            reply.status_code == status and "There are GET /health, POST /v1/score" in reply.json()["error"]
+        )
+
+
+def test_a_refusal_can_name_what_is_no_text(odd: Any):
+    head = {
+        "__metadata__": {"format": FORMAT, "request": '{"prompts": ["a"]}'},
+        "image\ud800": {"dtype": "U8", "shape": [1, 3, 1, 1], "data_offsets": [0, 3]},
+    }
+    header = json.dumps(head).encode()
+    body = len(header).to_bytes(8, "little") + header + b"rgb"
+    reply = httpx.post(f"{odd[0]}/v1/score", content=body, headers={"Content-Type": MEDIA_TYPE})
+    assert reply.status_code == 400 and "missing or extra: image.0, image?." in reply.json()["error"]
+
+
+def test_what_is_too_large_for_the_server_is_invalid_and_its_neighbours_are_judged():
+    limits = Limits(max_pixels=500, max_prompt=50)
+    images = [LEVELS[0], torch.zeros(3, 20, 30, dtype=torch.uint8), LEVELS[2], LEVELS[3]]
+    prompts = ["1", "2", "x" * 51, "4"]
+    with serving(app_of(Habits(), limits=limits)) as url:
+        scores = RemoteReward(url, attempts=1).score(images, prompts)
+    assert scores.valid.tolist() == [True, False, False, True] and scores.reason is not None
+    assert "600 pixels; at most 500" in str(scores.reason[1])
+    assert "51 characters; at most 50" in str(scores.reason[2])
+    own = Habits().score([images[0], images[3]], ["1", "4"])
+    assert torch.equal(scores.value[[0, 3]], own.value)
+
+
+def test_narrow_pictures_are_read_as_at_home():
+    narrow = torch.randint(0, 256, (2, 3, 9, 3), dtype=torch.uint8)
+    with serving(app_of(Habits())) as url:
+        there = RemoteReward(url).score(narrow.float() / 255, ["1", "2"])
+    torch.testing.assert_close(there.value, Habits().score(narrow.float() / 255, ["1", "2"]).value)
+
+
+@pytest.mark.parametrize("form", ["tensor", "array", "last", "read-only", "list", "float"])
+def test_all_forms_of_pixels_arrive_as_they_are(form: str):
+    last = LEVELS.permute(0, 2, 3, 1)
+    frozen = LEVELS.numpy().copy()
+    frozen.flags.writeable = False
+    given = {
+        "tensor": LEVELS,
+        "array": last.contiguous().numpy(),
+        "last": last,
+        "read-only": frozen,
+        "list": list(LEVELS),
+        "float": LEVELS.float() / 255,
+    }[form]
+    with serving(app_of(Habits())) as url:
+        scores = RemoteReward(url).score(given, ["1", "2", "3", "4"])
+    assert torch.equal(scores.value, Habits().score(LEVELS, ["1", "2", "3", "4"]).value)
+
+
+def test_what_cannot_be_sent_is_refused_as_at_home():
+    with serving(app_of(Habits())) as url:
+        remote = RemoteReward(url)
+        for images, prompts, message in (
+            (LEVELS, ["a"], "4 images and 1 prompts"),
+            (LEVELS[:1], "a", "prompts is a str"),
+            (np.zeros((1, 3, 5, 3), dtype=np.uint8), ["a"], "which may be"),
+            (LEVELS[:1, :, :0], ["a"], "images without pixels"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                remote.score(images, prompts)
+        assert len(remote.score(LEVELS[:0], [])) == 0
+
+
+def test_two_requests_of_a_call_are_under_way_and_come_back_in_order():
+    gate = Gate()
+    app = app_of(gate, max_batch=1, max_wait=0.0)
+    with serving(app) as url, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(RemoteReward(url).score, LEVELS, ["wait", "2", "3", "4"])
+        assert gate.begun.wait(10)
+        assert_soon(lambda: app.state.batcher.waiting == 1)
+        time.sleep(0.1)
+        assert app.state.batcher.waiting == 1, "two are under way, no more"
+        gate.go.set()
+        assert torch.equal(waiting.result().value, Habits().score(LEVELS, ["wait", "2", "3", "4"]).value)
+
+
+def test_a_refusal_that_is_ours_ends_the_whole_call():
+    judge = Habits()
+    with serving(app_of(judge, max_batch=1, token="sesame")) as url:
+        with pytest.raises(RewardError, match=r"refused it \(401\)"):
+            RemoteReward(url, token="wrong").score(LEVELS, ["1", "2", "3", "4"])
+    assert judge.sizes == []
+
+
+def test_retry_after_is_obeyed(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    judge = Inline(Habits())
+
+    def none(asked: Any, timeout: float | None = None) -> Any:
+        raise WorkerUnavailable("it is being mended", 7.2)
+
+    judge.ask = none  # type: ignore[method-assign]
+    with serving(judge_server(judge, judge_card(Habits()))) as url:
+        remote = RemoteReward(url, attempts=2, pause=0.01)
+        monkeypatch.setattr("visalign.rewards.serve.client.time.sleep", slept.append)
+        scores = remote.score(LEVELS[:1], ["1"])
+    assert slept[0] == 8.0 and "it is being mended" in reason_of(scores) and "2 attempts" in reason_of(scores)
+
+
+def test_an_ending_server_answers_what_it_judges_and_refuses_what_waits():
+    gate = Gate()
+    app = app_of(gate, max_batch=1, max_wait=0.0)
+    with serving(app) as url, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(post, url, request("wait"))
+        assert gate.begun.wait(10)
+        second = pool.submit(post, url, request("2"))
+        assert_soon(lambda: app.state.batcher.waiting == 1)
+        app.state.stop()
+        assert (
+            second.result().status_code == 503 and "the server is ending" in second.result().json()["error"]
+        )
+        assert post(url, request("3")).status_code == 503
+        gate.go.set()
+        assert first.result().status_code == 200
+    assert gate.seen == ["wait"]
+
+
+def test_the_fault_of_a_neighbour_is_nobody_elses_at_the_end():
+    async def run() -> list[Any]:
+        judge = Habits()
+        batcher = Batcher(Inline(judge), max_wait=0.05)
+        plain = judge.score
+
+        def score(*given: Any) -> Scores:
+            batcher._ended = True
+            return plain(*given)
+
+        judge.score = score  # type: ignore[method-assign]
+        asked = (batcher.submit(request("raise")), batcher.submit(request("2")))
+        return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    assert [type(one) for one in asyncio.run(run())] == [WorkerUnavailable] * 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is a signal to a group of processes")
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_at_the_command_line(times: int):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "visalign", "serve-reward", HOME, "--threads", "1", "--max-batch", "1"]
+    server = subprocess.Popen(
+        [*command, "--port", str(port)], cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        assert_soon(lambda: _answers(url), 120)
+        with ThreadPoolExecutor(2) as pool:
+            prompt = "nap" if times == 1 else "sleep"
+            judged = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], [prompt])
+            assert_soon(lambda: httpx.get(f"{url}/health").json()["counts"]["batches"] == 1)
+            waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], ["2"])
+            assert_soon(lambda: httpx.get(f"{url}/health").json()["counts"]["waiting"] == 1)
+            begun = time.monotonic()
+            for _ in range(times):
+                os.killpg(server.pid, signal.SIGINT)
+                time.sleep(0.5)
+            assert "failed (503)" in reason_of(waiting.result())
+            assert bool(judged.result().valid[0]) is (times == 1)
+            said = server.communicate(timeout=20)[1]
+        assert "Traceback" not in said and time.monotonic() - begun < 20
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifiable answers: where they stand, what number or list they are, when they count as equal."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from visalign.rewards.text.catalogue import load_text_reward
+from visalign.rewards.text.parsing import (
+    boxed_answers,
+    normalise_latex,
+    normalise_text,
+    parse_list,
+    parse_number,
+)
+from visalign.rewards.text.verifiable import VerifiableAnswer
+
+
+def judge(reward, completion, answer, prompt="?"):
+    """(value or the reason, remark) of one sample."""
+    scores = reward.score([completion], [prompt], [{"answer": answer}])
+    return scores.reason[0] or scores.value.item(), scores.text[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42),
+        ("-42.50", Fraction(-85, 2)),
+        (".5", Fraction(1, 2)),
+        ("7.", 7),
+        ("1,234,567.5", Fraction(2469135, 2)),
+        ("1{,}234", 1234),
+        (r"1\,234", 1234),
+        ("3/4", Fraction(3, 4)),
+        ("- 3/4", Fraction(-3, 4)),
+        ("1 3/4", Fraction(7, 4)),
+        ("-1 3/4", Fraction(-7, 4)),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"-\dfrac34", Fraction(-3, 4)),
+        (r"1\frac{3}{4}", Fraction(7, 4)),
+        (r"\frac{-3}{4}", Fraction(-3, 4)),
+        ("1.5e3", 1500),
+        ("1E-2", Fraction(1, 100)),
+        ("1.5×10^3", 1500),
+        (r"1.5 \times 10^{-3}", Fraction(3, 2000)),
+        ("10^3", 1000),
+        ("50%", Fraction(1, 2)),
+        (r"12.5\%", Fraction(1, 8)),
+        ("$1,200", 1200),
+        ("$5$", 5),
+        (r"\$5", 5),
+        ("x = 5", 5),
+        ("−3", -3),
+        (r"\text{7}", 7),
+        (0.1, Fraction(1, 10)),
+        (3, 3),
+        (1e16, 10**16),
+    ],
+)
+def test_numbers_are_read_exactly(text, value):
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("nan", "NaN", "inf", "-Infinity", "∞", "1/0", "12,34", "1,2345", "five", "", "5 cm", "1 2", "0x10"),
+        *("1e5000", "1e99999999999", "9" * 5000, "1.2.3", "٣x", float("nan"), float("inf"), True, None),
+    ],
+)
+def test_what_is_no_finite_number_is_none(text):
+    assert parse_number(text) is None
+
+
+def test_percent_and_units_are_options():
+    assert parse_number("50%", percent="ignore") == 50
+    assert parse_number("5 cm", units=("cm",)) == 5
+    assert parse_number("5 °C", units=("C", "°C")) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "boxes"),
+    [
+        (r"\boxed{4}", ["4"]),
+        (r"\boxed{\frac{1}{2}} then \fbox{b}", [r"\frac{1}{2}", "b"]),
+        (r"\boxed{a \boxed{b}}", [r"a \boxed{b}"]),
+        (r"\boxed {4}", ["4"]),
+        (r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]),
+        (r"\boxed{4", []),
+        (r"\boxed{ never { \boxed{3}", ["3"]),
+        (r"} \boxed{4}", ["4"]),
+        ("{ open \\boxed{4}", ["4"]),
+        (r"\boxed 4", []),
+        (r"boxed{4}", []),
+        (r"\boxed{}", [""]),
+    ],
+)
+def test_boxes(text, boxes):
+    assert boxed_answers(text) == boxes
+
+
+@pytest.mark.parametrize(
+    "text", ["\\boxed{" * 20_000, "\\boxed{a}" * 20_000, "<answer>" * 20_000, "1," * 50_000]
+)
+@pytest.mark.parametrize("extract", ["boxed", "answer_tag", "last_number"])
+def test_long_texts_take_linear_time(text, extract):
+    reward = VerifiableAnswer(extract=extract, compare="auto")
+    begun = time.process_time()
+    judge(reward, text, "3")
+    assert time.process_time() - begun < 2
+
+
+def test_boxed_answer_reads_the_completion_alone_and_the_last_box():
+    reward = load_text_reward("boxed_answer")
+    assert judge(reward, r"so \boxed{41}, no, \boxed{42}", "42") == (1.0, "answer '42'")
+    assert judge(reward, r"so \boxed{42}, no, \boxed{41}", "42") == (0.0, "answer '41'")
+    assert judge(reward, "I will not say", "42", prompt=r"Write \boxed{42}") == (0.0, "no box")
+    assert judge(reward, r"\boxed{4", "4") == (0.0, "no box")
+    assert judge(reward, r"\boxed{ }", "4") == (0.0, "the answer is empty")
+    assert judge(reward, r"\boxed{\dfrac{1}{2}}", "0.5")[0] == 1
+    assert judge(reward, r"\boxed{\left(1,\, x\right)}", "(1,x)")[0] == 1
+    assert judge(reward, r"\boxed{X}", "x")[0] == 0
+
+
+def test_conflicting_boxes_can_be_refused():
+    reward = load_text_reward("boxed_answer", conflict="refuse")
+    assert judge(reward, r"\boxed{1} \boxed{2}", "2") == (0.0, "conflicting answers '1' and '2'")
+    assert judge(reward, r"\boxed{0.5} \boxed{1/2}", "0.5")[0] == 1
+
+
+def test_exact_answers_after_the_stated_normalisation():
+    reward = load_text_reward("exact_answer")
+    assert judge(reward, ' "The  Answer."\n', "the answer")[0] == 1
+    assert judge(reward, "x²", "x2")[0] == 0  # compatibility forms stay apart
+    assert judge(reward, "the answers", "the answer")[0] == 0
+    assert judge(reward, "b", ["a", "b"])[0] == 1
+    assert judge(reward, "4", 4)[0] == 1
+    assert judge(load_text_reward("exact_answer", normalise="none"), "A", "a")[0] == 0
+    assert normalise_text("«e\u0301»") == "«é»" and normalise_latex(r"\text{kg} $") == "kg"
+
+
+def test_numbers_within_a_tolerance():
+    exact = load_text_reward("numeric_answer")
+    assert judge(exact, "It is 1/3", "1/3") == (1.0, "answer '1/3'")
+    assert judge(exact, "It is 0.333", "1/3")[0] == 0
+    assert judge(exact, "12345679", 12345678)[0] == 0
+    assert judge(exact, "It is 5-3=2.", 2)[0] == 1
+    assert judge(exact, "no idea", 2) == (0.0, "no number")
+    relative = load_text_reward("numeric_answer", relative=0.01)
+    assert [judge(relative, str(guess), -200)[0] for guess in (-198, -202, -197.9, 200)] == [1, 1, 0, 0]
+    absolute = load_text_reward("numeric_answer", absolute=0.5)
+    assert [judge(absolute, str(guess), 0)[0] for guess in (0.5, -0.5, 0.51)] == [1, 1, 0]
+    whole = load_text_reward("numeric_answer", extract="whole")
+    assert judge(whole, "nan", 2) == (0.0, "no number: 'nan'")
+    assert judge(whole, "1e400", "1e400")[0] == 1  # exact: no float overflows
+
+
+def test_lists():
+    reward = load_text_reward("list_answer")
+    assert judge(reward, "So:\n[1, 2.0, three]", [1, 2, "Three"])[0] == 1
+    assert judge(reward, "[2, 1]", [1, 2])[0] == 0
+    assert judge(reward, "[1, 2, 3]", "1, 2") == (0.0, "3 items, 2 are right")
+    assert judge(reward, "[]", [])[0] == 1
+    assert judge(reward, "[[1, 2], [3]]", [[1, 2], [3]])[0] == 1
+    loose = load_text_reward("list_answer", ordered=False, absolute=1)
+    assert judge(loose, "1; 2", [2, 3])[0] == 1  # 1 must take 2, so that 2 takes 3
+    assert judge(loose, "1; 1", [1, 3])[0] == 0
+    assert parse_list("(1,2),(3,4)") == ["(1,2)", "(3,4)"] and parse_list("{a; b}") == ["a", "b"]
+    assert parse_list(r"\{1, 2\}") == ["1", "2"] and parse_list("") is None
+
+
+def test_places_of_an_answer():
+    tag = VerifiableAnswer(extract="answer_tag")
+    assert judge(tag, "<answer>a</answer> <answer>b</answer>", "b")[0] == 1
+    assert judge(tag, "<answer>a", "a") == (0.0, "no <answer>…</answer>")
+    pattern = VerifiableAnswer(extract="pattern", pattern=r"####\s*(\S+)")
+    assert judge(pattern, "12\n#### 7", "7")[0] == 1
+    assert judge(pattern, "7", "7") == (0.0, "no match of the pattern")
+    after = VerifiableAnswer(extract="boxed", after="</think>")
+    assert judge(after, r"\boxed{1}</think>\boxed{2}", "2")[0] == 1
+    assert judge(after, r"\boxed{2}", "2") == (0.0, "no </think>")
+    assert judge(VerifiableAnswer(extract="last_line"), "a\nb\n\n", "b")[0] == 1
+
+
+def test_without_a_ground_truth_there_is_no_score():
+    reward = load_text_reward("numeric_answer", field="gold")
+    scores = reward.score(
+        ["4"] * 5, ["?"] * 5, [None, {}, {"gold": "four"}, {"gold": float("nan")}, {"gold": 4}]
+    )
+    assert scores.valid.tolist() == [False] * 4 + [True] and scores.value[:4].isnan().all()
+    assert scores.reason is not None and scores.reason[:2] == ["its metadata has no 'gold'"] * 2
+    assert "no number that can be read" in str(scores.reason[2])
+    assert "neither text nor a finite number" in str(scores.reason[3])
+    assert judge(load_text_reward("exact_answer"), "a", [])[0] == (
+        "the ground truth 'answer' is '[]', which is an empty list of alternatives"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"extract": "box"}, "extract is 'box'; allowed are whole, last_line, boxed, answer_tag"),
+        ({"compare": "math"}, "compare is 'math'; allowed are exact, number, list, auto"),
+        ({"absolute": -1.0, "compare": "number"}, "absolute is -1.0; allowed are finite numbers"),
+        ({"relative": 0.1}, "compare='exact' has no tolerance; choose 'number'"),
+        ({"pattern": "(a)"}, "a pattern goes with extract='pattern'"),
+        ({"extract": "pattern"}, "a pattern goes with extract='pattern'"),
+        ({"extract": "pattern", "pattern": "(a"}, "is no regular expression"),
+        ({"extract": "pattern", "pattern": "a"}, "has 0 groups; put the answer into one group"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        VerifiableAnswer(**options)

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request of a text reward, user functions, the catalogue, and `check_text_reward`."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from visalign.interfaces import Scores, TextReward
+from visalign.rewards import RewardError
+from visalign.rewards.checks.text_reward import check_text_reward
+from visalign.rewards.text.callables import TextFunctionReward
+from visalign.rewards.text.catalogue import TEXT_CATALOGUE, load_text_reward
+from visalign.rewards.text.contract import read_text_request
+
+ANSWERS = {"completions": ["4", r"\boxed{4}", "5"], "metadata": [{"answer": "4"}, {"answer": "4"}, {}]}
+NEED_A_MODEL = ("reward_model", "process_reward")
+INPUTS = {
+    "exact_answer": ({}, ANSWERS),
+    "numeric_answer": ({}, ANSWERS),
+    "boxed_answer": ({}, ANSWERS),
+    "list_answer": ({}, ANSWERS),
+    "text_format": ({}, {}),
+    "json_format": ({}, {}),
+    "task_answer": (
+        {},
+        {
+            "completions": [r"2 + 2 = 4. \boxed{4}", r"\boxed{5}", "4"],
+            "metadata": [{"task": "add", "problem": [2, 2], "answer": "4"}] * 2 + [None],
+        },
+    ),
+    "length": ({"max_length": 4, "cache": 2}, {}),
+    "repetition": ({}, {}),
+    "code_tests": (
+        {},
+        {"completions": ["```\nx = 4\n```", "no"], "metadata": [{"tests": ["assert x == 4"]}] * 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TEXT_CATALOGUE if name not in NEED_A_MODEL])
+def test_every_entry_of_the_catalogue_keeps_the_contract(name):
+    options, inputs = INPUTS[name]
+    reward = load_text_reward(name, **options)
+    assert isinstance(reward, TextReward)
+    assert len(check_text_reward(reward, **inputs)) == 9
+
+
+# the request
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("one", ["?"], None), "completions is a str, needed is a list with one string per completion"),
+        ((["a"], "?", None), "prompts is a str, needed is a list with one string or conversation"),
+        ((["a", "b"], ["?"], None), "2 completions and 1 prompts; give one prompt per completion"),
+        (([None], ["?"], None), r"completions\[0\] is a NoneType, needed is a string; mark a generation"),
+        (([[{"role": "assistant", "content": "a"}]], ["?"], None), r"give the content: completion\[0\]"),
+        ((["a"], [3], None), r"prompts\[0\] is int '3'; needed is a string, or a list of messages"),
+        ((["a"], ["?"], {"answer": ["a"]}), "metadata is a dict, needed is a list with one mapping or None"),
+        ((["a"], ["?"], []), "0 metadata records for 1 completions; give one each, or None"),
+        ((["a"], ["?"], ["a"]), r"metadata\[0\] is a str, needed is a mapping or None"),
+    ],
+)
+def test_bad_requests(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        read_text_request("judge", *arguments)
+
+
+def test_conversations_are_prompts_and_an_empty_batch_is_allowed():
+    chat = [{"role": "user", "content": "2 + 2?"}]
+    assert read_text_request("judge", ["4"], [chat], None).prompts == [chat]
+    for name, (options, _) in INPUTS.items():
+        assert len(load_text_reward(name, **options).score([], [], None)) == 0, name
+
+
+# user functions
+
+
+def trl_style(prompts, completions, answer, **columns):
+    return [
+        None if right is None else float(right in completion)
+        for completion, right in zip(completions, answer, strict=True)
+    ]
+
+
+def test_the_form_of_trl():
+    scores = TextFunctionReward(trl_style).score(
+        ["a4", "b", "c"], ["?"] * 3, [{"answer": "4", "extra": 1}, {"answer": "4"}, None]
+    )
+    assert scores.value[:2].tolist() == [1, 0] and scores.valid.tolist() == [True, True, False]
+    assert scores.reason == [None, None, "trl_style returned None or NaN for it"]
+    chat = TextFunctionReward(
+        lambda completions, **_: [len(c[0]["content"]) for c in completions], completions_as="messages"
+    )
+    assert chat.score(["abc"], ["?"]).value.tolist() == [3]
+    for answer in (
+        np.array([1.0, 2.0]),
+        torch.tensor([1.0, 2.0]),
+        (1, True),
+        [np.float32(1), torch.tensor(2)],
+    ):
+        assert TextFunctionReward(lambda completions, a=answer: a).score(["a", "b"], ["?"] * 2).valid.all()
+
+
+def test_one_completion_at_a_time():
+    assert TextFunctionReward(len).score(["abc", ""], ["?"] * 2).value.tolist() == [3, 0]
+
+    def match(completion, answer, strict=False):
+        return float(completion == answer)
+
+    scores = TextFunctionReward(match).score(["a", "b"], ["?"] * 2, [{"answer": "a"}, None])
+    assert scores.value.tolist() == [1, 0]
+    with pytest.raises(
+        RewardError, match=r"asks for answer, which is neither one of prompt, completion nor a key"
+    ):
+        TextFunctionReward(match).score(["a"], ["?"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([1.0], "returned 1 scores for 2 completions; return one number per completion"),
+        (3.0, "returned a float; needed is a list of 2 numbers"),
+        (["1", 2], r"returned '1' \(str\) for completion 0; needed is a number, or None"),
+        (torch.ones(2, 1), "returned 1 scores for 2 completions"),
+        ([1.0, 7.0], r"returned 7, outside its declared range \(0.0, 1.0\)"),
+    ],
+)
+def test_wrong_answers_of_a_function_are_errors(answer, message):
+    reward = TextFunctionReward(lambda completions: answer, name="mine", range=(0, 1))
+    with pytest.raises(RewardError, match="'mine' " + message):
+        reward.score(["a", "b"], ["?"] * 2)
+
+
+def test_not_a_number_is_missing_and_an_exception_is_named_or_masked():
+    scores = TextFunctionReward(lambda completions: [math.nan, math.inf]).score(["a", "b"], ["?"] * 2)
+    assert not scores.valid.any() and scores.value.isnan().all()
+
+    def divide(completion):
+        return 1 / len(completion)
+
+    with pytest.raises(
+        RewardError, match=r"'divide' raised ZeroDivisionError: .*return None, or set on_error='mask'"
+    ) as error:
+        TextFunctionReward(divide).score(["a", ""], ["?"] * 2)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    masked = TextFunctionReward(divide, on_error="mask").score(["a", ""], ["?"] * 2)
+    assert masked.valid.tolist() == [True, False]
+    assert masked.reason == [None, "divide raised ZeroDivisionError: division by zero"]
+
+    def break_all(completions, **columns):
+        raise KeyError("gone")
+
+    assert not TextFunctionReward(break_all, on_error="mask").score(["a", "b"], ["?"] * 2).valid.any()
+
+
+async def later(completions):
+    return [1.0]
+
+
+class AsyncObject:
+    async def __call__(self, completions):
+        return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (later, TypeError, "'later' is a coroutine function; wrap it"),
+        (AsyncObject(), TypeError, "is a coroutine function; wrap it"),
+        (3, TypeError, "is a int, not a function"),
+        (lambda text, answer: 0.0, ValueError, r"parameters \(text, answer\) and it cannot be told which is"),
+    ],
+)
+def test_functions_that_cannot_be_called(function, error, message):
+    with pytest.raises(error, match=message):
+        TextFunctionReward(function)
+    with pytest.raises(ValueError, match="on_error is 'zero'; allowed are 'raise' and 'mask'"):
+        TextFunctionReward(len, on_error="zero")
+
+
+# the catalogue
+
+
+def test_dotted_paths_and_files(tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def short(completion):\n    return -len(completion)\n\n"
+        "class Judge:\n    name = unit = 'j'\n    range = (0.0, 1.0)\n    higher_is_better = True\n"
+        "    def __init__(self, k=1):\n        self.k = k\n"
+        "    def score(self, completions, prompts, metadata=None):\n"
+        "        return self.k\n\njudge = Judge()\nnumber = 3\n"
+    )
+    assert load_text_reward(f"{file}:short", unit="chars").score(["ab"], ["?"]).value.tolist() == [-2]
+    assert load_text_reward(f"{file}:Judge", k=5).score([], []) == 5  # type: ignore[comparison-overlap]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_text_reward("mine:judge").name == "j"
+    sys.modules.pop("mine")
+    for name, options, message in (
+        (
+            "boxed_anser",
+            {},
+            "There is no text reward 'boxed_anser'. Did you mean 'boxed_answer'? Allowed: exact_answer",
+        ),
+        (f"{file}:judge", {"k": 2}, "is an object already, so it takes no options; given: k"),
+        (f"{file}:Judge", {"q": 2}, "Its options: k"),
+        (f"{file}:number", {}, "is a int without name, unit, range, higher_is_better, score"),
+        (f"{file}:shrt", {}, "has no 'shrt'. Did you mean 'short'?"),
+        (
+            "visalign.rewards.statistics.sharpness:Sharpness",
+            {},
+            "judges images: its score() takes them first",
+        ),
+        ("boxed_answer", {"tolerance": 1}, "Its options: extract, compare"),
+    ):
+        with pytest.raises(RewardError, match=re.escape(message)):
+            load_text_reward(name, **options)
+
+
+# check_text_reward
+
+
+class Base:
+    name, unit, range, higher_is_better = "mine", "u", (0.0, 1.0), True
+
+    def score(self, completions, prompts, metadata=None):
+        size = len(read_text_request(self.name, completions, prompts, metadata))
+        return Scores(value=torch.ones(size), valid=torch.ones(size, dtype=torch.bool), unit="u")
+
+
+class Ranked(Base):
+    def score(self, completions, prompts, metadata=None):
+        scores = super().score(completions, prompts, metadata)
+        return Scores(value=torch.arange(len(scores)) / 10, valid=scores.valid, unit="u")
+
+
+class NoNan(Base):
+    def score(self, completions, prompts, metadata=None):
+        scores = super().score(completions, prompts, metadata)
+        valid = torch.tensor([bool(text) for text in completions])
+        return Scores(value=scores.value, valid=valid, unit="u")
+
+
+class Big(Base):
+    range = (0.0, 0.5)
+
+
+class Careless(Base):
+    def score(self, completions, prompts, metadata=None):
+        size = len(completions)
+        return Scores(value=torch.ones(size), valid=torch.ones(size, dtype=torch.bool), unit="u")
+
+
+class Changing(Base):
+    def score(self, completions, prompts, metadata=None):
+        scores = super().score(completions, prompts, metadata)
+        prompts.sort(reverse=True)
+        prompts[0] = "changed"
+        return scores
+
+
+class Long(Base):
+    def score(self, completions, prompts, metadata=None):
+        return super().score([*completions, ""], [*prompts, ""], None)
+
+
+class Unnamed:
+    unit, range, higher_is_better = "u", (1.0, 0.0), 1
+
+    def score(self, completions, prompts, metadata=None): ...
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (Unnamed(), "it has no name: set it on the class"),
+        (Ranked(), "the scores do not follow the completions"),
+        (Ranked(), "a completion alone scores otherwise than in a batch"),
+        (NoNan(), "an invalid sample has a number as its value"),
+        (NoNan(), "an invalid sample has no reason"),
+        (Big(), r"the score 1 is outside the declared range \(0, 0.5\)"),
+        (Careless(), "it accepts fewer prompts than completions"),
+        (Changing(), "it changed what it was given: work on copies"),
+        (Long(), "gave 5 values for 4 completions"),
+        (lambda completions: [1.0], "raised RewardError: Reward '<lambda>' returned 1 scores for 4"),
+        (lambda completion: None, "it judged none of the completions"),
+    ],
+)
+def test_each_broken_promise_is_found(reward, message):
+    with pytest.raises(RewardError, match=message):
+        check_text_reward(reward)
+
+
+def test_a_good_reward_passes():
+    assert len(check_text_reward(Base())) == 9
+    assert len(check_text_reward(lambda completion: len(completion))) == 9
+    with pytest.raises(ValueError, match="give at least two, and one prompt each"):
+        check_text_reward(Base(), completions=["a"])
+
+
+def test_a_range_that_is_no_number_is_refused_as_for_pictures() -> None:
+    class NoRange(Base):
+        range = (0.0, float("nan"))
+
+    with pytest.raises(RewardError, match=r"range is \(0\.0, nan\): make it a pair"):
+        check_text_reward(NoRange())

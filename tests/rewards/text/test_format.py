@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form of a completion: tags, patterns, JSON and its schema, length, repetition."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from visalign.core.rewards.terms import soft_overlong
+from visalign.rewards import RewardError
+from visalign.rewards.text.format import JsonFormat, TextFormat
+from visalign.rewards.text.length import LengthReward, RepetitionPenalty
+
+HAS_SCHEMA = importlib.util.find_spec("jsonschema") is not None
+needs_jsonschema = pytest.mark.skipif(not HAS_SCHEMA, reason="needs the package jsonschema")
+
+
+def values(reward, completions, metadata=None):
+    return reward.score(completions, ["?"] * len(completions), metadata).value.tolist()
+
+
+def remark(reward, completion):
+    return reward.score([completion], ["?"]).text[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<think>a</think><answer>b</answer>", ""),
+        ("\n<think>a</think>\n<answer>b</answer> ", ""),
+        ("<think>a</think>", "<answer> stands there 0 times, needed is once"),
+        (
+            "<think>a</think><answer>b</answer><answer>c</answer>",
+            "<answer> stands there 2 times, needed is once",
+        ),
+        ("<answer>b</answer><think>a</think>", "the tags are out of order"),
+        ("<think>a<answer>b</think></answer>", "the tags are out of order"),
+        ("<think> </think><answer>b</answer>", "a tag is empty"),
+        ("<think>a</think>so <answer>b</answer>", "text outside the tags: 'so'"),
+        ("x<think>a</think><answer>b</answer>", "text outside the tags: 'x'"),
+        ("<think>a</think><answer>b</answer>x", "text outside the tags: 'x'"),
+        ("<think>a</think><answer>b", "</answer> stands there 0 times, needed is once"),
+    ],
+)
+def test_tags(text, problem):
+    assert remark(TextFormat(), text) == problem
+    assert values(TextFormat(), [text]) == [float(not problem)]
+
+
+def test_prefilled_tags_patterns_and_bad_options():
+    assert values(TextFormat(prefilled="<think>"), ["a</think><answer>b</answer>"]) == [1]
+    assert values(TextFormat(pattern=r"Answer: .+"), ["Answer: 4\nfive", "An answer: 4", " Answer: 4 "]) == [
+        1,
+        0,
+        1,
+    ]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tags": ["a"], "pattern": "a"}, "give tags or pattern, not both"),
+        ({"tags": ["a", "a"]}, "give at least one, each once"),
+        ({"tags": ["<a>"]}, "'<a>' is no name of a tag; give it without < and >"),
+        ({"pattern": "("}, "is no regular expression"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            TextFormat(**options)
+
+
+def test_json_is_strict():
+    good = ['{"a": [1, null]}', " 3 ", '"x"']
+    bad = [
+        "{'a': 1}",
+        '{"a": 1,}',
+        "NaN",
+        '{"a": -Infinity}',
+        '{"a": 1, "a": 2}',
+        "",
+        "[" * 100_000,
+        "1" * 5000,
+    ]
+    assert values(JsonFormat(), good + bad) == [1] * 3 + [0] * len(bad)
+    assert remark(JsonFormat(), '{"a": 1, "a": 2}') == "no JSON: a key stands twice"
+    fence = JsonFormat(where="fence")
+    assert values(
+        fence, ["Here:\n```json\n{}\n```", "{}", "```json\n{}\n```\n```\n{}\n```", "```json\n{}"]
+    ) == [1, 0, 0, 0]
+    assert values(fence, ["```json\n" * 20_000]) == [0]
+    with pytest.raises(ValueError, match="where is 'tail'; allowed are 'whole' and 'fence'"):
+        JsonFormat(where="tail")
+    with pytest.raises(ValueError, match="give schema or schema_field, not both"):
+        JsonFormat(schema={}, schema_field="s")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 1}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+@needs_jsonschema
+def test_json_schema():
+    reward = JsonFormat(schema=SCHEMA)
+    assert values(reward, ['{"n": 3}', '{"n": 0}', "{}", "[]", '{"n": 1, "m": 2}']) == [1, 0, 0, 0, 0]
+    assert remark(reward, '{"n": 0}') == "$.n: 0 is less than the minimum of 1"
+    own = JsonFormat(schema_field="schema").score(
+        ["3"] * 3, ["?"] * 3, [{"schema": {"type": "string"}}, None, {"schema": {"type": "strng"}}]
+    )
+    assert own.value[0] == 0 and own.valid.tolist() == [True, False, False] and own.reason is not None
+    assert own.reason[1] == "its metadata has no 'schema'" and "the schema in 'schema' is not valid" in str(
+        own.reason[2]
+    )
+    with pytest.raises(ValueError, match="the schema is not valid: 'strng' is not valid"):
+        JsonFormat(schema={"type": "strng"})
+    with pytest.raises(
+        RewardError, match=r"refers to 'https?://.*', which is not in it, and nothing is fetched"
+    ):
+        values(JsonFormat(schema={"$ref": "http://127.0.0.1:1/schema"}), ["3"])
+
+
+def test_json_schema_without_the_package(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RewardError, match="python -m pip install jsonschema"):
+        JsonFormat(schema=json.loads("{}"))
+    assert values(JsonFormat(), ["{}"]) == [1]
+
+
+def test_length_rules():
+    texts = ["one two three four", "", "a b"]
+    assert values(LengthReward("target", target=2, scale=4), texts) == [-0.5, -0.5, 0]
+    assert values(LengthReward("linear", scale=2, count="words"), texts) == [-1, 0, -1]
+    assert values(LengthReward("linear", scale=36, count="characters"), texts[:1]) == [-0.5]
+    assert values(LengthReward("linear", scale=8, count=str.split), texts[:1]) == [-0.5]
+    own = LengthReward("target", target_field="n", scale=10).score(
+        texts, ["?"] * 3, [{"n": 4}, {}, {"n": 12}]
+    )
+    assert own.value.nan_to_num(7).tolist() == [0, 7, -1] and own.parts["length"].nan_to_num(7).tolist() == [
+        4,
+        7,
+        2,
+    ]
+    assert own.reason is not None and "has None as 'n', needed is a length" in str(own.reason[1])
+
+
+def test_soft_overlong_is_the_core_function():
+    lengths = [0, 6, 8, 9, 10, 50]
+    scores = LengthReward("soft_overlong", max_length=10, cache=4, length_field="tokens").score(
+        ["x"] * 6, ["?"] * 6, [{"tokens": n} for n in lengths]
+    )
+    assert scores.value.tolist() == [0, 0, -0.5, -0.75, -1, -1]
+    assert torch.equal(scores.value, soft_overlong(torch.tensor(lengths), max_length=10, cache=4))
+
+
+def test_a_tokenizer_counts():
+    class Tokenizer:
+        def encode(self, text, add_special_tokens):
+            assert not add_special_tokens
+            return list(text)
+
+    assert values(LengthReward("linear", scale=4, count=Tokenizer()), ["ab"]) == [-0.5]
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "message"),
+    [
+        ("short", {}, "rule is 'short'; allowed are target, linear, soft_overlong"),
+        ("target", {"target": 3}, "needs scale and target or scale and target_field; given: target"),
+        ("linear", {}, "rule 'linear' needs scale; given: nothing"),
+        ("linear", {"scale": 0}, "scale is 0; allowed are finite numbers above 0"),
+        (
+            "soft_overlong",
+            {"max_length": 4, "cache": 5},
+            "cache is 5; allowed are 1 to max_length, which is 4",
+        ),
+        ("linear", {"scale": 1, "count": "tokens"}, "count is 'tokens'; allowed are 'words', 'characters'"),
+    ],
+)
+def test_bad_length_options(rule, options, message):
+    with pytest.raises(ValueError, match=message):
+        LengthReward(rule, **options)
+
+
+def test_repetition_counts_ngrams():
+    # "a b a b a": 2-grams ab ba ab ba, two distinct of four.
+    assert values(RepetitionPenalty(2), ["a b a b a", "A b a B a", "a b c", "a", ""]) == [-0.5, -0.5, 0, 0, 0]
+    assert values(RepetitionPenalty(1, by="characters"), ["aaaa"]) == [-0.75]
+    assert values(RepetitionPenalty(), ["la " * 1000])[0] < -0.99
+    with pytest.raises(ValueError, match="n is 0; allowed are whole numbers from 1"):
+        RepetitionPenalty(0)
+    with pytest.raises(ValueError, match="by is 'tokens'; allowed are 'words' and 'characters'"):
+        RepetitionPenalty(by="tokens")

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process rewards of text: steps of texts and tokens, a token classifier's probabilities, the log-ratio."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3ForCausalLM, Qwen3ForTokenClassification
+
+from tests.support.tiny_language_models import tiny_config, tiny_model, tiny_tokenizer
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.errors import UserError
+from visalign.interfaces import TextReward
+from visalign.rewards import (
+    ImplicitProcessReward,
+    ProcessRewardModel,
+    RewardError,
+    check_text_reward,
+    load_text_reward,
+)
+from visalign.text import Sampling, Stop, StopReason, TextRollout, TokenSets
+from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
+from visalign.text.steps import StepReading, StepRewards, step_index
+
+TOKENIZER = tiny_tokenizer()
+PAIR = ["b\nc\nab\n", "a\n\n  b"]
+
+
+def number_of(letter: str) -> int:
+    """The id of a letter."""
+    return TOKENIZER(letter)["input_ids"][0]
+
+
+class CountingModel(nn.Module):
+    """Log-odds of "right" at a token: the number of letters "a" up to it, minus that of "b"."""
+
+    def __init__(self, labels: int = 2, longest: int = 40) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_labels=labels, max_position_embeddings=longest)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        is_a, is_b = (input_ids.eq(number_of(letter)).float() for letter in "ab")
+        odds = self.scale * (is_a - is_b).cumsum(1)
+        return SimpleNamespace(logits=torch.stack([torch.zeros_like(odds), odds], -1)[..., : self.labels])
+
+    @property
+    def labels(self) -> int:
+        return self.config.num_labels
+
+
+def judge(**options: Any) -> ProcessRewardModel:
+    return ProcessRewardModel(CountingModel(), **{"tokenizer": TOKENIZER, **options})
+
+
+def sigmoid(*odds: float) -> list[float]:
+    return [1 / (1 + math.exp(-z)) for z in odds]
+
+
+def rollout(*texts: str, ids: list[list[int]] | None = None, **changes: Any) -> TextRollout:
+    """Answers to the prompt "q", each closed by the end token unless ids are given."""
+    tokens = ids or [[*TOKENIZER(text)["input_ids"], 1] for text in texts]
+    size, length = len(texts), max(map(len, tokens))
+    weight = torch.zeros(size, length)
+    completion = torch.zeros(size, length, dtype=torch.int64)
+    for row, answer in enumerate(tokens):
+        weight[row, : len(answer)], completion[row, : len(answer)] = 1, torch.tensor(answer)
+    stop: list[StopReason] = ["eos"] * size
+    held: dict[str, Any] = {
+        "prompt_ids": torch.full((size, 1), number_of("q")),
+        "prompt_weight": torch.ones(size, 1),
+        "completion_ids": completion,
+        "weight": weight,
+        **{name: torch.zeros(size, length) for name in ("log_prob", "full_log_prob", "entropy")},
+        "text": list(texts),
+        "stop_reason": stop,
+        "group": list(range(size)),
+        "prompt": ["q"] * size,
+        "seed": list(range(size)),
+        "sampling": Sampling(),
+    }
+    return TextRollout(**{**held, **changes})
+
+
+# cutting texts
+
+
+def test_a_text_is_cut_at_the_separator_and_blanks_are_no_steps() -> None:
+    assert StepReading().spans("a = 1\n\n  b\n") == [(0, 5), (7, 10)]
+    assert StepReading().split("a = 1\n\n  b\n") == ["a = 1", "  b"]
+    assert StepReading(separator="; ").spans("a; b") == [(0, 1), (3, 4)]
+    assert StepReading().spans("whole") == [(0, 5)]
+    assert StepReading().spans(" \n\n") == StepReading().spans("") == []
+    for options in ({"separator": ""}, {"marker": ""}):
+        with pytest.raises(UserError, match=f"{next(iter(options))} is empty, and then no step would end"):
+            StepReading(**options)
+
+
+def test_every_token_belongs_to_a_step() -> None:
+    """Separators go with the step before them, the end token with the last, leading blanks with the first."""
+    found = step_index(rollout("\na1\n\nb", "c"), TOKENIZER, StepReading())
+    assert found.tolist() == [[0, 0, 0, 0, 0, 1, 1], [0, 0, -1, -1, -1, -1, -1]]
+    blank = step_index(rollout("\n \n", "a\nb\nc"), TOKENIZER, StepReading())
+    assert blank.tolist() == [[-1] * 6, [0, 0, 1, 1, 2, 2]]
+    holes = rollout("a\nb")
+    holes.weight[0, 1] = 0
+    assert step_index(holes, TOKENIZER, StepReading()).tolist() == [[0, -1, 1, 1]]
+
+
+class Pieces:
+    """A tokenizer of byte strings; half a letter is shown as the replacement character."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+def test_tokens_that_hold_an_end_and_a_beginning_or_half_a_letter() -> None:
+    half = "é".encode()
+    pieces = Pieces(b"a", b"\nb", b"c\n", half[:1], half[1:], b"x\ny\nz")
+    batch = rollout("a\nbc\né", "ac\n", "x\ny\nz", ids=[[0, 1, 2, 3, 4], [0, 2], [5]])
+    found = step_index(batch, pieces, StepReading())
+    assert found.tolist() == [[0, 0, 1, 2, 2], [0, 0, -1, -1, -1], [0, -1, -1, -1, -1]]
+
+
+def test_a_tokenizer_that_reads_the_tokens_otherwise_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Answer 0 of the rollout is 'a\\nb', but this tokenizer reads"):
+        step_index(rollout("a\nb"), Pieces(*[b"z"] * 64), StepReading())
+
+
+def test_step_rewards_as_tokens_and_as_one_number() -> None:
+    rewards = StepRewards(
+        reward=torch.tensor([[0.5, 0.25], [0.5, math.nan], [math.nan, math.nan]]),
+        step=torch.tensor([[0, 0, 1], [0, 0, -1], [0, 1, 1]]),
+        valid=torch.tensor([True, True, False]),
+        reason=[None, None, "why"],
+    )
+    assert rewards.tokens().tolist() == [[0, 0.5, 0.25], [0, 0.5, 0], [0, 0, 0]]
+    assert rewards.tokens("every").tolist() == [[0.5, 0.5, 0.25], [0.5, 0.5, 0], [0, 0, 0]]
+    assert rewards.aggregate("product")[:2].tolist() == [0.125, 0.5]
+    assert rewards.aggregate("last")[:2].tolist() == [0.25, 0.5] and rewards.aggregate()[2].isnan()
+
+
+# what the model reads
+
+
+def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
+    def ids(text: str) -> list[int]:
+        return TOKENIZER(text)["input_ids"]
+
+    encoder = StepEncoder(TOKENIZER, StepReading())
+    assert encoder.encode("q", ["ab", "c"]) == StepTokens(ids=ids("qab\nc\n"), ends=[3, 5])
+    other = StepEncoder(TOKENIZER, StepReading(separator="; ", marker="<end>"))
+    assert other.encode("q", ["ab", "c"]) == StepTokens(ids=ids("qab<end>c<end>"), ends=[3, 5])
+    asked = [{"role": "user", "content": "q"}]
+    assert encoder.encode(asked, ["c"]).ids == ids("<user>q<end><assistant>c\n")
+    begun = tiny_tokenizer()
+    begun.bos_token = "<system>"
+    assert StepEncoder(begun, StepReading()).encode("q", ["c"]).ids == ids("<system>qc\n")
+    with pytest.raises(UserError, match="the tokenizer of the process reward model has no chat template"):
+        StepEncoder(tiny_tokenizer(template=None), StepReading()).encode(asked, ["c"])
+    with pytest.raises(
+        UserError, match="makes the unknown token of '§', so the ends of steps cannot be told"
+    ):
+        StepEncoder(TOKENIZER, StepReading(separator="§"))
+
+
+# the token classifier
+
+
+def test_probabilities_by_hand() -> None:
+    judged = judge(batch_size=1).steps(PAIR, ["aa", "q"])
+    assert judged.span == [[(0, 1), (2, 3), (4, 6)], [(0, 1), (3, 6)]] and judged.valid.all()
+    assert judged.prob[0].tolist() == pytest.approx(sigmoid(1, 1, 1))
+    assert judged.prob[1].tolist() == pytest.approx(sigmoid(1, 0))
+    wrong_way = judge(right_label=0).steps(PAIR[1:], ["q"])
+    assert wrong_way.prob[0].tolist() == pytest.approx(sigmoid(-1, 0))
+    assert judged.padded()[1, 2].isnan() and judged.padded().shape == (2, 3)
+
+
+def test_aggregates_by_hand() -> None:
+    low, mid = sigmoid(-1, 0)
+    by_hand = {"min": low, "product": low * mid, "mean": (low + mid) / 2, "last": mid}
+    for how, expected in by_hand.items():
+        scores = judge(aggregate=how).score(["b\na"], ["q"])
+        assert scores.value.item() == pytest.approx(expected)
+        assert {name: scores.parts[name].item() for name in by_hand} == pytest.approx(by_hand)
+        assert scores.parts["steps"].item() == 2 and scores.text == ["0.269, 0.500"]
+
+
+def test_a_transformers_classifier_at_the_separators() -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForTokenClassification(tiny_config(num_labels=2)).eval()
+    made = ProcessRewardModel(model, tokenizer=TOKENIZER, batch_size=3)
+    judged = made.steps(["3+4=7\n7*2=14", "1", "2\n3\n4"], ["2?\n"] * 3)
+    ids = torch.tensor([TOKENIZER("2?\n3+4=7\n7*2=14\n")["input_ids"]])
+    with torch.no_grad():
+        expected = model(ids).logits[0, [8, 15]].softmax(-1)[:, 1]
+    assert torch.allclose(judged.prob[0], expected, atol=1e-6) and judged.prob[0].dtype == torch.float32
+    assert isinstance(made, TextReward)
+    texts = ["3+4=7\n7*2=14", "1", "2\n3\n4", ""]
+    assert len(check_text_reward(made, completions=texts, tolerance=1e-5)) == 9
+
+
+def test_what_cannot_be_judged_is_invalid_with_its_reason() -> None:
+    texts = ["a\nb", " \n", "a" * 40, "a\n<end>b", "b"]
+    scores = judge(min_steps=1).score(texts, ["q"] * 5)
+    assert scores.valid.tolist() == [True, False, False, False, True] and scores.value[1:4].isnan().all()
+    assert scores.reason == [
+        None,
+        r"it has 0 steps, cut at '\n'; at least 1 are needed",
+        "prompt and steps have 42 tokens; the model reads at most 40",
+        "the completion spells out the special token '<end>'",
+        None,
+    ]
+    alone = judge().score(texts[:1], ["q"])
+    assert scores.value[0] == alone.value[0]
+    no_separator = judge(min_steps=2).score(["a b", "a\nb"], ["q"] * 2)
+    assert no_separator.reason == [r"it has 1 steps, cut at '\n'; at least 2 are needed", None]
+    broken = judge()
+    with torch.no_grad():
+        broken.model.scale.fill_(math.nan)
+    assert broken.score(["a"], ["q"]).reason == ["the process reward model gave [nan] for its steps"]
+    assert len(judge().score([], [])) == 0
+
+
+def test_a_rollout_gets_rewards_on_the_last_tokens_of_its_steps() -> None:
+    stop: list[StopReason] = ["eos", "eos", "prompt too long"]
+    batch = rollout("a\nab", "b", "", stop_reason=stop)
+    batch.weight[2] = 0
+    made = judge().score_rollout(batch)
+    one, two, minus = sigmoid(1, 1, -1)
+    assert made.valid.tolist() == [True, True, False]
+    assert made.reason[2] == "it was not generated: the prompt is too long"
+    by_hand = torch.tensor([[0, one, 0, 0, two], [0, minus, 0, 0, 0], [0, 0, 0, 0, 0]])
+    assert torch.allclose(made.tokens(), by_hand)
+    assert torch.allclose(made.tokens("every")[0], torch.tensor([one, one, two, two, two]))
+    assert torch.allclose(made.aggregate("min")[:2], torch.tensor([one, minus]))
+    batch.trajectories(made.aggregate(), process_reward=made.tokens(), valid=made.valid)
+
+
+def test_folders_and_the_catalogue(tmp_path) -> None:
+    torch.manual_seed(0)
+    Qwen3ForTokenClassification(tiny_config(num_labels=2)).save_pretrained(tmp_path / "prm")
+    TOKENIZER.save_pretrained(tmp_path / "prm")
+    made = load_text_reward("process_reward", model=tmp_path / "prm", aggregate="product")
+    assert made.name == "process_reward" and made.score(["1\n2"], ["q"]).valid.all()
+    Qwen3ForCausalLM(tiny_config()).save_pretrained(tmp_path / "plain")
+    TOKENIZER.save_pretrained(tmp_path / "plain")
+    with pytest.raises(
+        RewardError, match=r"has no weights for score\.|labels; a process reward model has two"
+    ):
+        ProcessRewardModel(tmp_path / "plain")
+    with pytest.raises(RewardError, match="cannot be loaded as a token classification model"):
+        ProcessRewardModel(tmp_path / "nothing")
+
+
+def test_models_and_options_that_cannot_serve() -> None:
+    with pytest.raises(RewardError, match=r"has 3 labels; a process reward model has two, wrong and right"):
+        ProcessRewardModel(CountingModel(labels=3), tokenizer=TOKENIZER)
+    with pytest.raises(UserError, match=r"gave logits \(1, 2, 1\) for tokens \(1, 2\); needed are two per"):
+        step_logits(CountingModel(labels=1), [StepTokens(ids=[5, 6], ends=[1])])
+    for options, message in (
+        ({"aggregate": "sum"}, "aggregate is 'sum'; allowed are min, product, mean, last"),
+        ({"right_label": 2}, "right_label is 2; allowed are 0 and 1"),
+        ({"min_steps": 0}, "min_steps is 0; allowed are whole numbers from 1"),
+        ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),
+        ({"tokenizer": None}, "a module has no tokenizer; give tokenizer="),
+        ({"separator": ""}, "separator is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            judge(**options)
+
+
+# the implicit one
+
+
+def trained_and_not() -> tuple[CausalLMPolicy, TextRollout]:
+    """A policy that has moved away from its reference, and a rollout of sharpened, truncated sampling."""
+    policy = CausalLMPolicy(tiny_model(), TOKENIZER)
+    sampling = Sampling(temperature=0.7, top_p=0.9)
+    made = policy.generate(
+        ["q", "a b"], seeds=3, num_generations=2, sampling=sampling, stop=Stop(max_new_tokens=12)
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in policy.trainable_parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return policy, made
+
+
+def test_the_log_ratio_of_the_models_themselves() -> None:
+    """At temperature 1 over the whole vocabulary, though the rollout was sampled otherwise."""
+    policy, made = trained_and_not()
+    assert isinstance(made.kept, TokenSets)
+    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER, beta=0.5).score_rollout(made)
+    for row in range(len(made)):
+        answer = made.completion_ids[row, made.weight[row] != 0]
+        prompt = made.prompt_ids[row, made.prompt_weight[row] != 0]
+        ids = torch.cat((prompt, answer))[None]
+        with torch.no_grad():
+            both = [
+                model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, answer[:, None])[:, 0]
+                for model in (policy.model, tiny_model())
+            ]
+        expected = 0.5 * (both[0] - both[1])
+        assert torch.allclose(scores.token[row, : len(answer)], expected, atol=1e-5)
+        assert scores.total[row].item() == pytest.approx(expected.sum().item(), abs=1e-5)
+    given = ImplicitProcessReward(
+        policy, tokenizer=TOKENIZER, beta=0.5, reference=CausalLMPolicy(tiny_model(), TOKENIZER)
+    ).score_rollout(made)
+    assert torch.allclose(given.token, scores.token, atol=1e-5)
+
+
+def test_steps_sum_their_tokens_and_all_steps_the_answer() -> None:
+    policy, _ = trained_and_not()
+    batch = rollout("\na1\n\nb", "c")
+    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER).score_rollout(batch)
+    token = scores.token[0]
+    assert torch.allclose(scores.steps.reward[0], torch.stack([token[:5].sum(), token[5:].sum()]), atol=1e-6)
+    assert torch.allclose(scores.steps.aggregate("sum"), scores.total, atol=1e-6)
+    assert torch.allclose(scores.steps.tokens().sum(1), scores.total, atol=1e-6)
+    assert torch.equal(scores.prefix, scores.token.cumsum(1)) and token.abs().min() > 0
+    assert not scores.token.requires_grad and (scores.token[1, 2:] == 0).all()
+
+
+def test_a_model_that_is_its_reference_says_nothing() -> None:
+    policy = CausalLMPolicy(tiny_model(), TOKENIZER)
+    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER).score_rollout(rollout("a\nb", "c"))
+    assert (scores.token == 0).all() and scores.total.tolist() == [0, 0] and scores.valid.all()
+
+
+def test_answers_without_tokens_or_steps() -> None:
+    policy, _ = trained_and_not()
+    stop: list[StopReason] = ["prompt too long", "eos"]
+    batch = rollout("", " \n", stop_reason=stop)
+    batch.weight[0] = 0
+    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER).score_rollout(batch)
+    assert scores.valid.tolist() == [False, True] and scores.reason == ["no token was generated", None]
+    assert scores.total[0].isnan() and scores.total[1].isfinite() and (scores.token[0] == 0).all()
+    assert scores.steps.valid.tolist() == [False, False]
+    assert scores.steps.reason[1] == "it has no step: blanks alone"
+
+
+class Certain:
+    """A policy that gives its first answer probability 0."""
+
+    def log_probs(self, rollout: TextRollout, rows: Any = None) -> Any:
+        log_prob = torch.zeros(rollout.weight.shape)
+        log_prob[0, 0] = -math.inf
+        return SimpleNamespace(log_prob=log_prob)
+
+
+def test_an_answer_of_probability_zero_is_invalid_alone() -> None:
+    policy: Any = Certain()
+    other = CausalLMPolicy(tiny_model(), TOKENIZER)
+    made = ImplicitProcessReward(policy, tokenizer=TOKENIZER, reference=other)
+    scores = made.score_rollout(rollout("a\nb", "c"))
+    assert scores.valid.tolist() == scores.steps.valid.tolist() == [False, True]
+    assert scores.reason == ["a log-prob is not finite", None] and scores.total[0].isnan()
+    assert scores.steps.reward[0].isnan().all() and (scores.token[0] == 0).all()
+    with pytest.raises(ValueError, match="beta is 0; it must be positive and finite"):
+        ImplicitProcessReward(other, tokenizer=TOKENIZER, beta=0)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GenEval's detectors of transformers: DETR, Mask2Former and OWLv2 with tiny random weights; bad folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_detectors import save_detr, save_mask2former, save_owlv2
+from visalign.rewards import RewardError, check_reward
+from visalign.rewards.verifiers.geneval import GenEval
+from visalign.rewards.verifiers.geneval_detectors import TransformersDetector, _of_masks
+
+CAT = {"class": "cat", "count": 1}
+IMAGES = [
+    torch.rand(3, *size, generator=torch.Generator().manual_seed(k))
+    for k, size in enumerate([(40, 48)] * 2 + [(56, 40)])
+]
+IMAGES = [image.mul(255).round() / 255 for image in IMAGES]
+
+
+@pytest.mark.parametrize(
+    ("save", "kind"),
+    [(save_detr, "detection"), (save_mask2former, "segmentation"), (save_owlv2, "zero_shot")],
+)
+def test_detectors_of_transformers(save: Any, kind: str, tmp_path: Path) -> None:
+    detector = TransformersDetector(save(tmp_path / "model"), min_score=0.001)
+    asked = [["cat", "dog"], ["cat", "motorcycle"], ["dog", "cat"]]
+    found = detector.detect(IMAGES, asked)
+    assert detector._parts[2] == kind and [list(part) for part in found] == asked
+    total = 0
+    for image, part in zip(IMAGES, found, strict=True):
+        for item in part.values():
+            assert item.boxes.shape == (len(item.scores), 4)
+            total += len(item.scores)
+            if kind == "segmentation":
+                assert item.masks is not None and item.masks.shape == (len(item.scores), *image.shape[1:])
+                for box, mask in zip(item.boxes.long().tolist(), item.masks, strict=True):
+                    assert bool(mask.any()) and int(mask[box[1] : box[3], box[0] : box[2]].sum()) == int(
+                        mask.sum()
+                    )
+    assert total > 0
+    alone = detector.detect(IMAGES[1:2], asked[1:2])[0]
+    for name in asked[1]:
+        torch.testing.assert_close(alone[name].boxes, found[1][name].boxes, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(alone[name].scores, found[1][name].scores, rtol=1e-5, atol=1e-6)
+    assert (detector.problem("zebra") is None) == (kind == "zero_shot") and detector.problem(
+        "motorcycle"
+    ) is None
+    assert len(detector.fingerprint) == 32
+
+
+def test_the_contract_with_a_tiny_detector(tmp_path: Path) -> None:
+    reward = GenEval(save_detr(tmp_path / "detr"), value="partial", threshold=0.2)
+    record = {"include": [{"class": "cat", "count": 5}]}
+    images = torch.rand(3, 3, 40, 48, generator=torch.Generator().manual_seed(1))
+    assert check_reward(reward, images=images, prompts=["p"] * 3, metadata=[record] * 3, tolerance=1e-5)
+    assert float(reward.score(images, ["p"] * 3, [record] * 3).value.max()) > 0
+
+
+def test_folders_that_hold_no_detector_are_refused(tmp_path: Path) -> None:
+    record = [{"include": [CAT]}]
+    image = torch.rand(1, 3, 8, 8)
+    with pytest.raises(RewardError, match=r"the detector .*empty cannot be loaded"):
+        GenEval(tmp_path / "empty").score(image, ["p"], record)
+    from transformers import BertConfig
+
+    BertConfig().save_pretrained(tmp_path / "bert")
+    with pytest.raises(RewardError, match="its type 'bert' is neither a detector nor a segmenter"):
+        GenEval(tmp_path / "bert").score(image, ["p"], record)
+    folder = save_detr(tmp_path / "detr")
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("class_labels_classifier.weight")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RewardError, match=r"lacks weights: class_labels_classifier.weight"):
+        GenEval(folder).score(image, ["p"], record)
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="kind is 'yolo'"):
+        TransformersDetector("x", kind="yolo")
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        TransformersDetector("x", batch_size=0)
+
+
+def test_a_mask_that_vanished_is_no_object() -> None:
+    masks = torch.zeros(2, 4, 6)
+    masks[1, 1:3, 2:5] = 1
+    info = [{"score": 0.9, "label_id": 0}, {"score": 0.8, "label_id": 1}]
+    boxes, scores, labels, kept = _of_masks({"segmentation": masks, "segments_info": info}, (4, 6))
+    assert boxes.tolist() == [[2.0, 1.0, 5.0, 3.0]] and labels.tolist() == [1]
+    assert scores.tolist() == pytest.approx([0.8]) and kept is not None and len(kept) == 1
+    none = _of_masks({"segmentation": masks[:1], "segments_info": info[:1]}, (4, 6))
+    assert none[0].shape == (0, 4) and len(none[1]) == len(none[2]) == 0

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that hold a LoRA alone: their base is found, wherever they lie and whoever wrote them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from tests.support.tiny_judges import ONE, noise
+from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.vlm.bases import base_of, is_adapter, name_base
+from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.rewards.vlm.template import JudgeSettings
+
+ASK = Ask(images=[noise(16, 24)], prompt="a cat")
+TARGET = r".*language_model.*\.(q_proj|v_proj)"
+TEMPLATE = {
+    "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}?"}]}]
+}
+
+
+def states(judge: VisionLanguageJudge) -> torch.Tensor:
+    return judge.hidden(ONE, [ASK]).states
+
+
+def save_lora(place, folder, seed: int, base: str, *, settings: bool = True) -> torch.Tensor:
+    """A random LoRA of the model at `place` in `folder`; returns what the two give together."""
+    judge = VisionLanguageJudge.from_pretrained(place)
+    torch.manual_seed(seed)
+    judge.model.add_adapter(LoraConfig(r=2, target_modules=TARGET, init_lora_weights=False))
+    judge.model.eval()
+    judge.model.save_pretrained(folder)
+    name_base(folder, base)
+    if settings:
+        given = {"templates": {f"own{seed}": TEMPLATE}, "base": base}
+        (folder / "judge.json").write_text(json.dumps(given))
+    return states(judge)
+
+
+@pytest.fixture
+def models(tmp_path):
+    save_tiny_seeing_model(tmp_path / "models" / "base")
+    (tmp_path / "models" / "base" / "judge.json").write_text(json.dumps({"templates": {"old": TEMPLATE}}))
+    return tmp_path / "models"
+
+
+def test_a_lora_alone_is_read_with_its_base_from_wherever_both_went(models, tmp_path):
+    wanted = save_lora(models / "base", models / "lora", 1, "../base")
+    assert is_adapter(models / "lora") and not is_adapter(models / "base")
+    shutil.move(models, tmp_path / "elsewhere")
+    judge = VisionLanguageJudge.from_pretrained(tmp_path / "elsewhere" / "lora")
+    torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
+    assert judge.name == "lora" and set(judge.settings.templates) == {"own1"}
+    plain = VisionLanguageJudge.from_pretrained(tmp_path / "elsewhere" / "base")
+    assert not torch.allclose(states(plain), wanted, rtol=1e-3)
+    assert judge.weights.startswith(plain.weights + "+") and len(judge.weights) > len(plain.weights) + 1
+
+
+def test_pefts_own_folder_names_the_base_and_gets_its_settings(models):
+    wanted = save_lora(models / "base", models / "lora", 2, str(models / "base"), settings=False)
+    judge = VisionLanguageJudge.from_pretrained(models / "lora")
+    torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
+    assert set(judge.settings.templates) == {"old"}
+
+
+def test_a_lora_on_a_lora_adds_both(models):
+    first = save_lora(models / "base", models / "one", 3, "../base")
+    wanted = save_lora(models / "one", models / "two", 4, "../one")
+    judge = VisionLanguageJudge.from_pretrained(models / "two")
+    torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(first, wanted, rtol=1e-3) and judge.weights.count("+") == 2
+    assert set(judge.settings.templates) == {"own4"}
+
+
+def test_a_base_that_is_not_there_is_named(models, tmp_path):
+    save_lora(models / "base", models / "lora", 5, "../base")
+    shutil.rmtree(models / "base")
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder \.\./base"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+    (models / "lora" / "judge.json").unlink()
+    (models / "lora" / "adapter_config.json").write_text("{")
+    with pytest.raises(RewardError, match=r"adapter_config\.json of lora is no JSON"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+    (models / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json.*give its base model"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+
+
+def test_loras_that_name_each_other_are_refused(models):
+    save_lora(models / "base", models / "one", 6, "../two")
+    shutil.copytree(models / "one", models / "two")
+    (models / "two" / "judge.json").write_text(json.dumps({"templates": {}, "base": "../one"}))
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+        VisionLanguageJudge.from_pretrained(models / "one")
+
+
+def test_a_lora_is_strict(models):
+    """peft warns of tensors that are missing, and says nothing of those that are left over."""
+    save_lora(models / "base", models / "lora", 1, "../base")
+    file = models / "lora" / "adapter_model.safetensors"
+    state = load_file(file)
+    lost = next(key for key in state if key.endswith("layers.0.self_attn.q_proj.lora_A.weight"))
+    save_file({key: value for key, value in state.items() if key != lost}, file, {"format": "pt"})
+    with pytest.raises(
+        RewardError, match=r"missing .*layers\.0\.self_attn\.q_proj\.lora_A.*; unexpected nothing"
+    ):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+    save_file({**state, "base_model.model.other.lora_A.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    with pytest.raises(RewardError, match=r"missing nothing; unexpected base_model\.model\.other\.lora_A"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+    file.write_bytes(b"nothing of the kind")
+    with pytest.raises(RewardError, match=r"does not fit the model: .*header"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks adapter_model\.safetensors; copy the folder"):
+        VisionLanguageJudge.from_pretrained(models / "lora")
+
+
+def test_the_settings_name_comes_first(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a/b"}))
+    assert base_of(tmp_path, JudgeSettings()) == "a/b"
+    assert base_of(tmp_path, JudgeSettings(rest={"base": "c/d"})) == "c/d"
+    (tmp_path / "config.json").write_text("{}")
+    assert base_of(tmp_path, JudgeSettings()) == tmp_path

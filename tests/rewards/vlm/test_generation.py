@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers in words: the library's greedy text, draws by seed, neighbours, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_judges import KINDS, ONE, TWO, noise, tiny_judge
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.generation import _draw
+
+ASKS = [
+    Ask(images=[noise(16, 24, 1)], prompt="a cat"),
+    Ask(images=[noise(40, 8, 2)], prompt="a dog with a long tail"),
+    Ask(images=[noise(24, 24, 3)], prompt="x"),
+]
+
+
+def own_greedy(judge: Any, ask: Ask, count: int) -> str:
+    text = judge.processor.apply_chat_template(
+        ONE.filled({"prompt": ask.prompt}), tokenize=False, add_generation_prompt=True
+    )
+    given = judge.processor(
+        text=[text + ONE.answer_prefix],
+        images=[(image * 255).round().to(torch.uint8) for image in ask.images],
+        return_tensors="pt",
+    )
+    found = judge.model.generate(**given, max_new_tokens=count, do_sample=False)
+    return judge.processor.tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_the_librarys(kind) -> None:
+    judge = tiny_judge(kind)
+    found = judge.generate(ONE, ASKS, temperature=0, max_new_tokens=12)
+    assert [len(texts) for texts in found.texts] == [1, 1, 1] and found.reasons == [None] * 3
+    for texts, ask in zip(found.texts, ASKS, strict=True):
+        assert texts[0] == own_greedy(judge, ask, 12)
+
+
+@pytest.mark.parametrize("positions", ["mrope", "1d"])
+def test_answers_depend_on_request_and_seed_alone(positions) -> None:
+    judge = tiny_judge(positions=positions)
+    options: dict[str, Any] = {"answers": 3, "max_new_tokens": 10}
+    together = judge.generate(ONE, ASKS, seed=4, **options)
+    for place, ask in enumerate(ASKS):
+        alone = tiny_judge(positions=positions).generate(ONE, [ask], seed=4, **options)
+        assert alone.texts[0] == together.texts[place] and alone.finished[0] == together.finished[place]
+    reverse = judge.generate(ONE, ASKS[::-1] + ASKS[:1], seed=4, **options)
+    assert reverse.texts == [*together.texts[::-1], together.texts[0]]
+    narrow = tiny_judge(positions=positions, max_tokens_per_batch=1).generate(ONE, ASKS, seed=4, **options)
+    assert narrow.texts == together.texts
+    assert judge.generate(ONE, ASKS, seed=5, **options).texts != together.texts
+    assert len({text for texts in together.texts for text in texts}) > 3
+    state = torch.random.get_rng_state()
+    judge.generate(ONE, ASKS, seed=4, **options)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_later_tokens_are_drawn_from_the_models_distribution() -> None:
+    judge = tiny_judge()
+    ask = ASKS[0]
+    first = judge.generate(ONE, [ask], temperature=0, max_new_tokens=6).texts[0][0]
+    ids = judge.processor.tokenizer(first, add_special_tokens=False)["input_ids"]
+    assert ids
+    longer = Ask(images=ask.images, prompt=ask.prompt, continuation=first)
+    every = list(range(len(judge.model.get_output_embeddings().weight)))
+    logits = judge.answer_logits(ONE, [longer], every).logits[0]
+    follow = judge.generate(ONE, [ask], temperature=0, max_new_tokens=len(ids) + 1).texts[0][0]
+    token = judge.processor.tokenizer.decode([int(logits.argmax())], skip_special_tokens=True)
+    assert follow == first + token
+
+
+def test_draws_invert_the_cumulative_distribution() -> None:
+    logits = torch.tensor([[0.2, 0.5, 0.3]]).log().expand(6, -1)
+    uniform = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71, 0.999], dtype=torch.float64)
+    assert _draw(logits, uniform, 1.0).tolist() == [0, 0, 1, 1, 2, 2]
+    assert _draw(logits, uniform, 0).tolist() == [1] * 6
+    assert _draw(logits[1:], uniform[1:], 0.05).tolist() == [1] * 5
+
+
+def test_refused_requests_have_no_answers_and_options_are_checked() -> None:
+    judge = tiny_judge()
+    found = judge.generate(ONE, [ASKS[0], Ask(images=[noise(2, 500)], prompt="a")], max_new_tokens=2)
+    assert found.texts[1] == [] and found.finished[1] == [] and "200 times" in (found.reasons[1] or "")
+    with pytest.raises(RewardError, match="answers is 0"):
+        judge.generate(ONE, ASKS, answers=0)
+    with pytest.raises(RewardError, match="temperature 0 gives the same answer 2 times"):
+        judge.generate(ONE, ASKS, answers=2, temperature=0)
+    with pytest.raises(RewardError, match="temperature -1"):
+        judge.generate(ONE, ASKS, temperature=-1)
+    two = judge.generate(TWO, [Ask(images=[noise(8, 8), noise(8, 16)], prompt="a", fields={"question": "b"})])
+    assert len(two.texts[0]) == 1
+
+
+def test_an_answer_that_ends_says_so() -> None:
+    judge = tiny_judge()
+    with torch.no_grad():
+        judge.model.generation_config.eos_token_id = list(range(40))
+    found = judge.generate(ONE, ASKS, answers=4, max_new_tokens=30)
+    assert any(ended for row in found.finished for ended in row)
+    short = judge.generate(ONE, ASKS, answers=4, max_new_tokens=1)
+    assert all(len(text) <= 1 for row in short.texts for text in row)
+    judge.model.generation_config.eos_token_id = judge.processor.tokenizer.eos_token = None
+    with pytest.raises(RewardError, match="no end-of-sequence token"):
+        judge.generate(ONE, ASKS)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads under their published keys: layouts, collapse, pooling positions, float32, refusals by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from visalign.rewards.hpsv3.head import RanknetHead, special_positions, valid_tokens
+from visalign.rewards.weights.affine_head import IMAGEREWARD_MEAN, IMAGEREWARD_STD, AffineHead, standardise
+
+
+def head(activation: str = "none") -> AffineHead:
+    torch.manual_seed(0)
+    return AffineHead(6, widths=(10, 8, 5, 4, 1), activation=activation).eval()  # pyright: ignore[reportArgumentType]
+
+
+class TestAffineHead:
+    def test_published_keys_and_sizes(self) -> None:
+        """The LAION files (linear and relu), ImageReward and HP: same widths, two sets of places."""
+        for activation, places in (("none", (0, 2, 4, 6, 7)), ("relu", (0, 3, 6, 9, 11))):
+            state = AffineHead(768, activation=activation).state_dict()  # pyright: ignore[reportArgumentType]
+            assert list(state) == [f"layers.{n}.{part}" for n in places for part in ("weight", "bias")]
+            shapes = [tuple(state[f"layers.{n}.weight"].shape) for n in places]
+            assert shapes == [(1024, 768), (128, 1024), (64, 128), (16, 64), (1, 16)]
+
+    @pytest.mark.parametrize("activation", ["none", "relu"])
+    def test_a_file_tells_its_layout(self, activation: str) -> None:
+        one = head(activation)
+        other = AffineHead.from_state_dict(one.state_dict())
+        assert other.activation == activation and not other.training
+        x = torch.randn(5, 6)
+        assert torch.equal(one(x), other(x))
+
+    def test_collapse_is_the_same_map(self) -> None:
+        one, x = head(), torch.randn(50, 6)
+        affine = one.collapse()
+        assert isinstance(affine, torch.nn.Linear) and affine.weight.dtype == torch.float32
+        assert not any(p.requires_grad for p in affine.parameters())
+        torch.testing.assert_close(affine(x)[:, 0], one(x), rtol=1e-5, atol=1e-6)
+        assert (affine(x)[:, 0] - one.double()(x)).abs().max() < 1e-6
+
+    def test_relu_is_between_the_layers_and_does_not_collapse(self) -> None:
+        one, x = head("relu"), torch.randn(5, 6)
+        linear = [one.layers[n] for n in (0, 3, 6, 9, 11)]
+        by_hand = x
+        for n, layer in enumerate(linear):
+            by_hand = layer(by_hand) if n == 4 else torch.relu(layer(by_hand))
+        torch.testing.assert_close(one(x), by_hand[:, 0])
+        with pytest.raises(ValueError, match="no affine map; score with the layers"):
+            one.collapse()
+
+    def test_half_precision_in_float32_inside(self) -> None:
+        one, x = head(), torch.randn(5, 6).bfloat16()
+        assert one(x).dtype == torch.float32 and torch.equal(one(x), one(x.float()))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(one(x.float()), one(x))
+        with pytest.raises(ValueError, match=r"must stay in float32; it is torch\.bfloat16"):
+            one.bfloat16()(x)
+
+    def test_dropout_only_in_training(self) -> None:
+        one, x = head().train(), torch.randn(5, 6)
+        assert not torch.equal(one(x), one(x))
+        assert torch.equal(one.eval()(x), one(x))
+
+    def test_wrong_files_are_refused_by_name(self) -> None:
+        state = head().state_dict()
+        del state["layers.6.bias"]
+        state["layers.8.bias"] = torch.zeros(1)
+        with pytest.raises(ValueError, match=r"missing \['layers.6.bias'\], unexpected \['layers.8.bias'\]"):
+            AffineHead.from_state_dict(state)
+        state = head().state_dict() | {"layers.2.weight": torch.zeros(8, 11)}
+        with pytest.raises(ValueError, match="do not fit one another"):
+            AffineHead.from_state_dict(state)
+
+    def test_imagereward_constants(self) -> None:
+        raw = torch.tensor([IMAGEREWARD_MEAN, IMAGEREWARD_MEAN + IMAGEREWARD_STD]).double()
+        torch.testing.assert_close(standardise(raw), torch.tensor([0.0, 1.0]).double(), atol=1e-7, rtol=0)
+
+
+def ranknet() -> RanknetHead:
+    torch.manual_seed(1)
+    return RanknetHead(6, hidden=(8, 4)).eval()
+
+
+class TestRanknetHead:
+    def test_published_keys_and_sizes(self) -> None:
+        with torch.device("meta"):
+            state = RanknetHead(3584).state_dict()
+        assert {name: tuple(value.shape) for name, value in state.items()} == {
+            "rm_head.0.weight": (1024, 3584),
+            "rm_head.0.bias": (1024,),
+            "rm_head.3.weight": (16, 1024),
+            "rm_head.3.bias": (16,),
+            "rm_head.5.weight": (2, 16),
+            "rm_head.5.bias": (2,),
+        }
+
+    def test_round_trip_and_refusals(self) -> None:
+        one, x = ranknet(), torch.randn(3, 6)
+        assert torch.equal(RanknetHead.from_state_dict(one.state_dict())(x), one(x))
+        state = one.state_dict()
+        state["rm_head.7.bias"] = state.pop("rm_head.5.bias")
+        with pytest.raises(
+            ValueError, match=r"missing \['rm_head.5.bias'\], unexpected \['rm_head.7.bias'\]"
+        ):
+            RanknetHead.from_state_dict(state)
+        with pytest.raises(ValueError, match="do not fit one another"):
+            RanknetHead.from_state_dict(one.state_dict() | {"rm_head.3.weight": torch.zeros(4, 9)})
+
+    def test_half_precision_tower(self) -> None:
+        one, x = ranknet(), torch.randn(3, 6).bfloat16()
+        assert one(x).dtype == torch.float32 and torch.equal(one(x), one(x.float()))
+        with pytest.raises(ValueError, match="must stay in float32"):
+            one.half()(x)
+
+
+class TestPooling:
+    IDS = torch.tensor([[5, 6, 9, 7], [9, 5, 0, 0], [5, 9, 6, 0]])
+
+    def pooled(self, pooling: str, hidden: Tensor, ids: Tensor = IDS, **options: Tensor) -> Tensor:
+        return ranknet().pooled(
+            hidden,
+            ids,
+            pooling=pooling,  # pyright: ignore[reportArgumentType]
+            special_token_id=9,
+            pad_token_id=0,
+            **options,
+        )
+
+    def test_positions(self) -> None:
+        one, hidden = ranknet(), torch.randn(3, 4, 6)
+        every = one(hidden)
+        row = torch.arange(3)
+        torch.testing.assert_close(self.pooled("special", hidden), every[row, [2, 0, 1]])
+        torch.testing.assert_close(self.pooled("last", hidden), every[row, [3, 1, 2]])
+        means = [every[0].mean(0), every[1, :2].mean(0), every[2, :3].mean(0)]
+        torch.testing.assert_close(self.pooled("mean", hidden), torch.stack(means))
+
+    def test_left_padding_needs_the_mask(self) -> None:
+        hidden, ids = torch.randn(1, 4, 6), torch.tensor([[0, 0, 5, 9]])
+        mask = torch.tensor([[0, 0, 1, 1]])
+        every = ranknet()(hidden)
+        torch.testing.assert_close(self.pooled("last", hidden, ids, attention_mask=mask), every[:, 3])
+        torch.testing.assert_close(
+            self.pooled("mean", hidden, ids, attention_mask=mask), every[:, 2:].mean(1)
+        )
+        with pytest.raises(
+            ValueError, match=r"Rows \[0\] hold no token; with left padding, pass attention_mask"
+        ):
+            self.pooled("last", hidden, ids)
+
+    def test_padding_and_neighbours_change_nothing(self) -> None:
+        hidden = torch.randn(3, 4, 6)
+        for pooling in ("special", "last", "mean"):
+            whole = self.pooled(pooling, hidden)
+            alone = self.pooled(pooling, hidden[1:2, :2], self.IDS[1:2, :2])
+            torch.testing.assert_close(whole[1:2], alone, rtol=1e-6, atol=1e-7)
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (
+                lambda: special_positions(torch.tensor([[9, 1], [1, 1], [9, 9]]), 9),
+                r"counts: \{1: 0, 2: 2\}.*Escape",
+            ),
+            (
+                lambda: valid_tokens(torch.ones(1, 2), attention_mask=torch.ones(1, 3)),
+                r"input_ids \(1, 2\); got \(1, 3\)",
+            ),
+            (lambda: ranknet().pooled(torch.ones(1, 2, 6), torch.ones(1, 2)), "needs special_token_id"),
+            (lambda: ranknet().pooled(torch.ones(1, 2, 6), torch.ones(1, 2), pooling="x"), "pooling must be"),  # pyright: ignore[reportArgumentType]
+            (lambda: AffineHead(4, activation="gelu"), 'activation must be "none" or "relu"; got \'gelu\''),  # pyright: ignore[reportArgumentType]
+            (lambda: AffineHead(4, widths=(3, 1)), r"widths needs 5 numbers.*got \(3, 1\)"),
+            (lambda: standardise(torch.ones(1), std=0), "std must be positive and finite; got 0"),
+        ],
+    )
+    def test_bad_input(self, call: Callable[[], object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            call()

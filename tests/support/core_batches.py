@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of made-up trajectories with everything an objective may ask for, for the tests of the core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from visalign.core.objective.algorithms import NAMED, named_objective
+from visalign.core.objective.data import PolicyOutput, Trajectories
+from visalign.core.objective.objective import Objective
+
+LABELS = ("a", "a", "b", "b", "a", "b", "c", "c")
+
+
+def objectives() -> dict[str, Objective]:
+    """Every named row, with a length where the aggregation needs one."""
+    return {
+        name: named_objective(name, length=11) if row.aggregation == "dr_grpo" else row
+        for name, row in NAMED.items()
+    }
+
+
+def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Trajectories, PolicyOutput]:
+    """Eight samples of at most six decisions, one of them empty, one without a reward, with holes.
+
+    Args:
+        seed: of all numbers.
+        move: how far the policy has moved from the rollout, nats.
+        rewards: M of reward [B, M]; 0 for [B].
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    b, t = len(LABELS), 6
+    weight = (torch.rand(b, t, generator=g) > 0.25).double()
+    weight[5] = 0.0
+    log_prob = -draw(b, t).abs() - 0.1
+    old = log_prob + move * draw(b, t)
+    reward = draw(b, rewards) if rewards else draw(b)
+    reward[4] = float("nan")
+    trajectories = Trajectories(
+        weight=weight,
+        old_log_prob=old,
+        group=LABELS,
+        reward=reward,
+        reward_weights=(1.0, 0.5)[:rewards],
+        ref_log_prob=old + 0.2 * draw(b, t),
+        rollout_log_prob=old + 0.1 * draw(b, t),
+        value=draw(b, t),
+        entropy=draw(b, t).abs(),
+        greedy_reward=draw(b),
+        uniform=torch.rand(b, t, generator=g, dtype=torch.float64),
+        ptx_weight=torch.ones(2, 3, dtype=torch.float64),
+    )
+    policy = PolicyOutput(
+        log_prob=log_prob,
+        entropy=draw(b, t).abs(),
+        value=draw(b, t),
+        log_z=draw(b),
+        divergence=draw(b, t).abs() * 1e-6,
+        ptx_log_prob=-draw(2, 3).abs(),
+        ptx_weight=torch.ones(2, 3, dtype=torch.float64),
+    )
+    return trajectories, policy
+
+
+def step_for(name: str, **options: float) -> tuple[Trajectories, PolicyOutput]:
+    """`step` in the form that the named row takes."""
+    trajectories, policy = step(rewards=2 if name == "gdpo" else 0, **options)  # type: ignore[arg-type]
+    return trajectories, policy if name == "ppo_kl" else replace(policy, kl=None)

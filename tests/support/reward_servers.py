@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges with bad habits, and a reward server on loopback, in this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from visalign.interfaces import Preferences, Scores
+from visalign.rewards.base.contract import make_scores, read_request
+from visalign.rewards.base.identity import Identity
+
+
+class Habits:
+    """Mean level plus ten times the prompt's number; some prompts make it refuse, die, dawdle or raise."""
+
+    name, unit, range, higher_is_better = "habits", "levels", (-1e4, 1e4), True
+
+    def __init__(self, version: int = 1) -> None:
+        self.identity = Identity(judge="habits", model="none", options={"version": version})
+        self.sizes: list[int] = []
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        request = read_request(self.name, images, prompts, metadata)
+        self.sizes.append(len(request))
+        reasons, means = list(request.images.reasons), []
+        for row, prompt in enumerate(request.prompts):
+            if prompt == "die":
+                os._exit(3)
+            if prompt == "raise":
+                raise ValueError("a prompt that I cannot stand")
+            if prompt in ("sleep", "nap"):
+                time.sleep(30 if prompt == "sleep" else 3)
+            if prompt == "refuse":
+                reasons[row] = "I do not judge this"
+            image = request.images.images[row]
+            means.append(float("nan") if image is None else float(image.mean()) * 255)
+        own = torch.tensor([float(p) if p.isdigit() else 0.0 for p in request.prompts])
+        means = torch.tensor(means)
+        return make_scores(means + 10 * own, reasons, self.unit, parts={"mean": means}, text=list(prompts))
+
+
+class Pairs:
+    name = "pairs"
+
+    def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
+        sides = [read_request(self.name, side, prompts, None).images for side in (left, right)]
+        gap = torch.tensor(
+            [float(a.mean() - b.mean()) for a, b in zip(*(s.images for s in sides), strict=True)]  # type: ignore[union-attr]
+        )
+        valid = torch.tensor([prompt != "refuse" for prompt in prompts])
+        return Preferences(
+            prob=torch.where(valid, gap.sigmoid(), torch.nan),
+            valid=valid,
+            log_odds=torch.where(valid, gap, torch.nan),
+            reason=[None if ok else "I do not compare these" for ok in valid.tolist()],
+        )
+
+
+class Inline:
+    """Answers in this process what `JudgeWorker` answers in another."""
+
+    def __init__(self, judge: Any) -> None:
+        self.judge = judge
+        self.restarts = 0
+
+    def ask(self, request: Any, timeout: float | None = None) -> Any:
+        from visalign.rewards.serve.process import answer_request
+
+        return answer_request(self.judge, request)
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The server's address; it is stopped at the end."""
+    import uvicorn
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the server did not start")
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)

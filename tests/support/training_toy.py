@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A flow-matching policy small enough to train in a test, and a reward it can learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from visalign.interfaces import DiffusionPolicy, ForwardCount, Scores
+from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
+from visalign.training.diffusion.trainer import FlowGRPOTrainer
+from visalign.training.loop.loop import Keeping
+from visalign.training.loop.optimiser import OptimiserSettings
+
+RECORDS = [
+    {"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]
+]
+WORDS = {"bright": 0, "dark": 1, "light": 2}
+
+
+class ToyCondition:
+    """Prompt numbers."""
+
+    def __init__(self, index: Tensor) -> None:
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def select(self, index: Tensor) -> ToyCondition:
+        return ToyCondition(self.index[index])
+
+
+class ToyNet(nn.Module):
+    """v(x, σ, prompt) on [4, 4, 4] latents: a fixed part and a trained part that starts at zero."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.base = nn.Conv2d(4, 4, 3, padding=1, bias=False, dtype=dtype)
+        self.base.weight.data = 0.1 * torch.randn(4, 4, 3, 3, generator=draw).to(dtype)
+        self.base.requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
+        self.mix = nn.Linear(4, 4, bias=False, dtype=dtype)
+        nn.init.zeros_(self.mix.weight)
+
+    def forward(self, x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+        own = self.mix(x.movedim(1, -1)).movedim(-1, 1) * sigma.reshape(-1, 1, 1, 1)
+        return x + self.base(x) + own + self.shift[prompt][:, :, None, None]
+
+
+class ToyPolicy:
+    """The policy contract on `ToyNet`; with `guided`, an unconditional pass without gradient comes first."""
+
+    latent_shape = (4, 4, 4)
+
+    def __init__(self, dtype: torch.dtype = torch.float32, guided: bool = False) -> None:
+        self.storage_dtype = dtype
+        self.net = ToyNet(dtype)
+        self.guided = guided
+        self.count = ForwardCount()
+        self.encoded: list[list[str]] = []
+
+    @property
+    def module(self) -> nn.Module:
+        return self.net
+
+    @property
+    def device(self) -> torch.device:
+        return self.net.shift.device
+
+    @property
+    def forward_count(self) -> ForwardCount:
+        return self.count
+
+    def encode(self, prompts: Sequence[str]) -> ToyCondition:
+        self.encoded.append(list(prompts))
+        return ToyCondition(torch.tensor([WORDS[p] for p in prompts]))
+
+    def velocity(self, x: Tensor, sigma: Tensor, condition: ToyCondition) -> Tensor:
+        least = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if torch.is_grad_enabled():
+            self.count.forward_backward += len(x)
+        else:
+            self.count.forward += len(x)
+        unguided = None
+        if self.guided:
+            self.count.forward += len(x)
+            with torch.no_grad():
+                unguided = self.net(x, sigma.to(x.dtype), torch.zeros_like(condition.index))
+        v = self.net(x, sigma.to(x.dtype), condition.index)
+        if unguided is not None:
+            v = unguided + 1.5 * (v - unguided)
+        return v.to(least)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return torch.sigmoid(latents[:, :3].float()).repeat_interleave(2, 2).repeat_interleave(2, 3)
+
+    def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
+        return torch.linspace(1, 0, steps + 1)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        kept = [p.detach().clone() for _, p in self.trainable_parameters()]
+        with torch.no_grad():
+            for _, p in self.trainable_parameters():
+                p.zero_()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (_, p), own in zip(self.trainable_parameters(), kept, strict=True):
+                    p.copy_(own)
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+
+class Brightness:
+    """Mean brightness where the prompt asks for light, its negative where it asks for dark."""
+
+    name, unit, range, higher_is_better = "brightness", "level", (-1.0, 1.0), True
+
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Any = None) -> Scores:
+        level = images.mean((1, 2, 3))
+        sign = torch.tensor([-1.0 if p == "dark" else 1.0 for p in prompts])
+        value = level * sign
+        return Scores(
+            value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="level", parts={"level": level}
+        )
+
+
+ROLLOUT = {"prompts_per_iteration": 6, "group_size": 8, "steps": 4, "batch_size": 48, "level": 0.5}
+OBJECTIVE = {"eps_low": 0.1, "eps_high": 0.1, "advantage_scale": "group"}
+OPTIMISER = {"lr": 0.05, "updates_per_iteration": 2, "micro_batch": 64, "ema_decay": 0.5, "ema_every": 1}
+
+
+def toy_trainer(
+    folder: Path,
+    *,
+    policy: ToyPolicy | None = None,
+    reward: Any = None,
+    rollout: dict[str, Any] | None = None,
+    objective: dict[str, Any] | None = None,
+    optimiser: dict[str, Any] | None = None,
+    keeping: dict[str, Any] | None = None,
+    accelerator: Accelerator | None = None,
+    **arguments: Any,
+) -> FlowGRPOTrainer:
+    """A trainer on the toy; each dictionary changes single settings."""
+    return FlowGRPOTrainer(
+        cast(DiffusionPolicy, policy or ToyPolicy()),
+        reward or Brightness(),
+        RECORDS,
+        rollout=RolloutSettings(**{**ROLLOUT, **(rollout or {})}),
+        objective=ObjectiveSettings(**{**OBJECTIVE, **(objective or {})}),
+        optimiser=OptimiserSettings(**{**OPTIMISER, **(optimiser or {})}),
+        keeping=Keeping(**{"folder": folder, "iterations": 3, "config": {"seed": 0}, **(keeping or {})}),
+        accelerator=accelerator or Accelerator(cpu=True),
+        **{"seed": 0, **arguments},
+    )

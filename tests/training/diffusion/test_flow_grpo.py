@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer on a toy: it learns, its micro-batches add up, its numbers are those of the plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
+from visalign.core.surrogates.ratio_check import RatioError
+from visalign.errors import UserError
+from visalign.interfaces import Scores
+from visalign.training.diffusion import update
+from visalign.training.diffusion.collect import collect
+from visalign.training.diffusion.cost import forward_equivalents_per_image
+from visalign.training.diffusion.loss import accumulate, chunks
+from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
+from visalign.training.loop.judging import RewardFailure
+from visalign.training.loop.metrics import METRICS, TEXT_ONLY, read_metrics
+
+
+def _weights(policy: ToyPolicy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for _, p in policy.trainable_parameters()])
+
+
+def _gradients(policy: ToyPolicy) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {},
+        {"ratio": "guard", "step_weight": "inverse_dt", "eps_low": 0.01, "eps_high": 0.01},
+        {"beta": 0.01},
+    ],
+    ids=["published", "guard", "kl"],
+)
+def test_reward_rises(tmp_path, objective):
+    trainer = toy_trainer(tmp_path, objective=objective, keeping={"iterations": 12})
+    result = trainer.train()
+    rewards = [r["reward_mean"] for r in read_metrics(tmp_path / "metrics.jsonl")]
+    assert result.stopped == "finished" and len(rewards) == 12
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+
+
+def _gradient(tmp_path, micro_batch: int, objective: dict, drop: bool = True) -> torch.Tensor:
+    """The gradient of the second of two updates' chunks, in float64."""
+    policy = ToyPolicy(torch.float64, guided=True)
+    with torch.no_grad():
+        policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.01)
+    trainer = toy_trainer(
+        tmp_path, policy=policy, objective=objective, optimiser={"micro_batch": micro_batch}
+    )
+    batch = trainer.sampler.batch(0)
+    experience = collect(trainer.team, batch, 0, trainer.rollout, trainer.objective)
+    if not drop:
+        experience = replace(experience, live=torch.ones_like(experience.live))
+    with torch.no_grad():
+        policy.net.shift.add_(0.003)  # so that ratios differ from 1
+    total = 0.0
+    for chunk in chunks(experience, 2, 0, 0):
+        sums = accumulate(
+            trainer.module,
+            trainer.team,
+            experience,
+            chunk,
+            trainer.weight,
+            trainer.objective,
+            trainer.optimiser,
+        )
+        total += float(sums[0])
+    assert total == int(experience.live.sum()) * 3
+    return _gradients(policy)
+
+
+@pytest.mark.parametrize(
+    "objective", [{}, {"ratio": "guard", "step_weights": [1.0, 2.0, 0.5, 0.0], "beta": 0.1}]
+)
+def test_accumulation_equals_one_big_batch(tmp_path, objective):
+    whole = _gradient(tmp_path, 10_000, objective)
+    assert whole.norm() > 1e-4
+    for micro_batch in (1, 7, 64):
+        torch.testing.assert_close(_gradient(tmp_path, micro_batch, objective), whole, rtol=1e-9, atol=1e-12)
+
+
+class _Constant(Brightness):
+    """No signal in the groups of "dark"."""
+
+    def score(self, images, prompts, metadata=None):
+        scores = super().score(images, prompts, metadata)
+        dark = torch.tensor([p == "dark" for p in prompts])
+        return replace(scores, value=torch.where(dark, 0.3, scores.value))
+
+
+def test_leaving_out_samples_without_signal_changes_nothing_but_the_cost(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.support.training_toy.Brightness", _Constant)
+    one_update = {"updates_per_iteration": 1}
+    gradients = []
+    for drop in (True, False):
+        policy = ToyPolicy(torch.float64)
+        trainer = toy_trainer(tmp_path, policy=policy, reward=_Constant(), optimiser=one_update)
+        experience = collect(trainer.team, trainer.sampler.batch(0), 0, trainer.rollout, trainer.objective)
+        assert experience.metrics["trained_share"] == pytest.approx(2 / 3)
+        if not drop:
+            experience = replace(experience, live=torch.ones_like(experience.live))
+        (chunk,) = chunks(experience, 1, 0, 0)
+        accumulate(
+            trainer.module,
+            trainer.team,
+            experience,
+            chunk,
+            trainer.weight,
+            trainer.objective,
+            trainer.optimiser,
+        )
+        gradients.append(_gradients(policy))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("steps", [{"noise_count": 2}, {"train_steps": [1]}, {}])
+def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
+    trainer = toy_trainer(
+        tmp_path,
+        policy=ToyPolicy(guided=guided),
+        reward=_Constant(),
+        rollout=steps,
+        objective={"beta": beta},
+        keeping={"iterations": 2},
+    )
+    trainer.train()
+    for record in read_metrics(tmp_path / "metrics.jsonl"):
+        planned = forward_equivalents_per_image(
+            steps=4,
+            trained=trainer.rollout.trained_per_image,
+            guided=guided,
+            reference=beta > 0,
+            trained_share=record["trained_share"],
+        )
+        assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
+        assert record["trained_share"] == (1.0 if beta else pytest.approx(2 / 3))
+
+
+def test_each_iteration_logs_the_table(tmp_path):
+    trainer = toy_trainer(
+        tmp_path, keeping={"iterations": 1, "evaluate_every": 1}, evaluate=lambda _: {"accuracy": 0.5}
+    )
+    trainer.train()
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    families = {key.split("/")[0] + "/*" if "/" in key else key for key in record}
+    assert families == set(METRICS) - set(TEXT_ONLY)
+    assert record["heldout/accuracy"] == 0.5
+    assert record["ratio_floor"] < 1e-5 < record["ratio_std"]
+    assert record["valid_share"] == record["signal_share"] == 1
+    assert {"seconds/rollout", "seconds/decode", "seconds/reward", "seconds/update", "seconds/other"} <= set(
+        record
+    )
+
+
+def test_evaluation_sees_the_averaged_weights(tmp_path):
+    seen = []
+    policy = ToyPolicy()
+    trainer = toy_trainer(
+        tmp_path,
+        policy=policy,
+        keeping={"iterations": 1, "evaluate_every": 1},
+        evaluate=lambda _: seen.append(_weights(policy)) or {},
+    )
+    trainer.train()
+    assert torch.equal(seen[0], torch.cat([t.flatten() for t in trainer.ema.state().values()]))
+    assert not torch.equal(seen[0], _weights(policy))
+
+
+def test_prompts_are_encoded_once_and_cover_the_cycle(tmp_path):
+    policy = ToyPolicy()
+    trainer = toy_trainer(tmp_path, policy=policy, strata=["up", "down", "up"], keeping={"iterations": 1})
+    trainer.train()
+    (prompts,) = policy.encoded
+    assert prompts.count("dark") == len(prompts) / 2
+
+
+def test_nothing_moves_without_signal(tmp_path):
+    class Flat(Brightness):
+        def score(self, images, prompts, metadata=None):
+            return replace(super().score(images, prompts), value=torch.full((len(prompts),), 0.7))
+
+    policy = ToyPolicy()
+    trainer = toy_trainer(tmp_path, policy=policy, reward=Flat(), keeping={"iterations": 1})
+    trainer.train()
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["signal_share"] == 0 and record["updates"] == 0 and record["loss"] is None
+    assert not _weights(policy).any()
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_path):
+    policy = ToyPolicy()
+    trainer = toy_trainer(tmp_path, policy=policy, keeping={"iterations": 1})
+    policy.net.shift.register_hook(lambda grad: torch.full_like(grad, torch.nan))
+    trainer.train()
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["updates_skipped"] == record["updates"] == 2
+    assert record["grad_norm"] is None
+    assert not _weights(policy).any()
+
+
+def test_a_policy_whose_ratio_is_not_one_is_stopped_before_it_moves(tmp_path):
+    class Drifting(ToyPolicy):
+        def velocity(self, x, sigma, condition):
+            return super().velocity(x, sigma, condition) + (0.05 if torch.is_grad_enabled() else 0.0)
+
+    policy = Drifting()
+    trainer = toy_trainer(tmp_path, policy=policy)
+    with pytest.raises(RatioError, match="Before the first update the ratio must be 1"):
+        trainer.train()
+    assert not _weights(policy).any()
+    trainer = toy_trainer(
+        tmp_path, policy=Drifting(), objective={"ratio_bound": 10.0}, keeping={"iterations": 1}
+    )
+    assert trainer.train().stopped == "finished"
+
+
+@pytest.mark.parametrize(("ratio", "passes"), [("gaussian", True), ("guard", False)])
+def test_the_bound_of_the_first_ratio_grows_with_a_sum_only(ratio, passes):
+    """Latents of 64 numbers: 64 × 1e-5 for the sum, 1e-5 for the guard, whose log-ratio is always a mean."""
+    floor = {"gaussian": 2e-4, "guard": 2e-5}[ratio]
+    experience = SimpleNamespace(
+        trajectory=SimpleNamespace(dimensions=64, kernel=SimpleNamespace(event_norm="sum"))
+    )
+    settings = ObjectiveSettings(ratio=ratio)
+    if passes:
+        update._check_ratio(floor, cast(Any, experience), settings)
+    else:
+        with pytest.raises(RatioError, match="ratio must be 1"):
+            update._check_ratio(floor, cast(Any, experience), settings)
+
+
+def test_a_lower_is_better_reward_is_turned_round(tmp_path):
+    class Lower(Brightness):
+        higher_is_better = False
+
+    trainer = toy_trainer(tmp_path, reward=Lower())
+    assert trainer.team.reward.range == (-1.0, 1.0)
+    images = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(
+        trainer.team.reward.score(images, ["dark", "dark"]).value,
+        -Brightness().score(images, ["dark", "dark"]).value,
+    )
+
+
+class _Failing(Brightness):
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def score(self, images, prompts, metadata=None):
+        scores = super().score(images, prompts)
+        failed = torch.arange(len(prompts)) < self.share * len(prompts)
+        value = torch.where(failed, torch.nan, scores.value)
+        return replace(
+            scores, value=value, valid=~failed, reason=["judge timed out" if f else None for f in failed]
+        )
+
+
+def test_failed_samples_leave_the_update(tmp_path):
+    trainer = toy_trainer(tmp_path, reward=_Failing(0.15), keeping={"iterations": 1})
+    trainer.train()
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["valid_share"] == pytest.approx(40 / 48)
+    assert record["trained_share"] == pytest.approx(40 / 48)
+    assert json.dumps(record, allow_nan=False)
+
+
+def test_too_many_failures_stop_the_run(tmp_path):
+    with pytest.raises(
+        RewardFailure, match=r"'brightness' could not judge 24 of 48 .*at most 20%.*timed out \(24×\)"
+    ):
+        toy_trainer(tmp_path, reward=_Failing(0.5)).train()
+    with pytest.raises(RewardFailure, match="could not judge 48 of 48"):
+        toy_trainer(tmp_path, reward=_Failing(1.0), rollout={"max_failure_rate": 1.0}).train()
+
+
+def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
+    class Short(Brightness):
+        def score(self, images, prompts, metadata=None):
+            return Scores(value=torch.zeros(3), valid=torch.ones(3, dtype=torch.bool), unit="level")
+
+    with pytest.raises(RewardFailure, match="returned 3 scores for 48 images"):
+        toy_trainer(tmp_path, reward=Short()).train()
+
+
+def test_time_budget_stops_at_the_end_of_an_iteration(tmp_path):
+    result = toy_trainer(tmp_path, keeping={"iterations": 50, "max_seconds": 1e-6}).train()
+    assert result.stopped == "max_seconds" and result.state.iteration == 1
+    assert (tmp_path / "checkpoints" / "step_000001").is_dir()
+
+
+def test_step_draws_are_reproducible_and_vary():
+    from visalign.training.diffusion.collect import choose_steps
+
+    settings = RolloutSettings(steps=10, noise_steps=[1, 2, 3, 4, 5], noise_count=2)
+    draws = [tuple(choose_steps(settings, 0, i)[0]) for i in range(20)]
+    assert draws == [tuple(choose_steps(settings, 0, i)[0]) for i in range(20)]
+    assert len(set(draws)) > 4 and all(len(set(d)) == 2 and set(d) <= {1, 2, 3, 4, 5} for d in draws)
+    fixed = RolloutSettings(steps=10, noise_steps=[1, 3, 5], train_steps=[5, 1])
+    assert choose_steps(fixed, 0, 7) == ([1, 3, 5], (0, 2))
+
+
+def test_step_weights_must_fit_the_steps(tmp_path):
+    with pytest.raises(UserError, match="2 weights for 4 steps"):
+        toy_trainer(tmp_path, objective={"step_weights": [1.0, 1.0]})

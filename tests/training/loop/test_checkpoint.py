@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: what comes back, what is refused and how, and what survives a failed write."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from visalign.training.loop import checkpoint
+from visalign.training.loop.checkpoint import CheckpointError, load, newest_intact, save, step_folder, verify
+
+CONFIG = {"seed": 0, "optimiser": {"lr": 1e-3}, "run": {"iterations": 10}}
+
+
+def _save(root, step, value=1.0, **arguments):
+    tensors = {
+        "trainable": {"a.weight": torch.full((3, 2), value)},
+        "optimizer": {"a.step": torch.tensor(2.0)},
+    }
+    return save(root, step, tensors, {"iteration": step, "seconds": 1.5}, CONFIG, **arguments)
+
+
+def test_round_trip(tmp_path):
+    folder = _save(tmp_path, 7, 0.1)
+    loaded = load(folder, CONFIG)
+    assert folder.name == "step_000007" and loaded.step == 7
+    assert loaded.state == {"iteration": 7, "seconds": 1.5}
+    assert torch.equal(loaded.tensors["trainable"]["a.weight"], torch.full((3, 2), 0.1))
+    assert loaded.tensors["optimizer"]["a.step"].shape == ()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_no_pickle_in_the_folder(tmp_path):
+    suffixes = {path.suffix for path in _save(tmp_path, 1).iterdir()}
+    assert suffixes == {".safetensors", ".json"}
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (1, 2, 3, 10):
+        _save(tmp_path, step, keep=2)
+    assert [f.name for f in checkpoint.folders(tmp_path)] == ["step_000003", "step_000010"]
+    with pytest.raises(ValueError, match="keep is 0; at least 1"):
+        _save(tmp_path, 11, keep=0)
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
+    _save(tmp_path, 10)
+    _cut(_save(tmp_path, 20) / "trainable.safetensors")
+    newest_intact(tmp_path)
+    _save(tmp_path, 12, keep=1)
+    assert [f.name for f in checkpoint.folders(tmp_path)] == ["step_000012"]
+    assert newest_intact(tmp_path) == (step_folder(tmp_path, 12), [])
+    (_save(tmp_path, 13, keep=2) / "manifest.json").unlink()
+    _save(tmp_path, 14, keep=2)
+    assert [f.name for f in checkpoint.folders(tmp_path)] == ["step_000012", "step_000014"]
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _lengthen(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (
+            "trainable.safetensors",
+            _cut,
+            r"trainable\.safetensors is cut short \(\d+ bytes, the manifest says \d+\)",
+        ),
+        ("trainable.safetensors", _lengthen, r"trainable\.safetensors is too long"),
+        ("optimizer.safetensors", _flip, r"content of optimizer\.safetensors has changed \(SHA-256"),
+        ("state.json", lambda path: path.unlink(), r"state\.json is missing"),
+        ("manifest.json", _cut, r"manifest\.json cannot be read"),
+        ("manifest.json", lambda path: path.write_text("[]"), r"manifest\.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_older_one_offered(tmp_path, name, damage, message):
+    older, newer = _save(tmp_path, 1), _save(tmp_path, 2)
+    damage(newer / name)
+    with pytest.raises(CheckpointError, match=message + r".*Delete this folder and resume: the newest whole"):
+        load(newer, CONFIG)
+    folder, passed = newest_intact(tmp_path)
+    assert folder == older
+    assert len(passed) == 1 and "step_000002" in passed[0]
+
+
+def test_nothing_there(tmp_path):
+    assert newest_intact(tmp_path / "absent") == (None, [])
+
+
+def test_another_format_is_refused(tmp_path):
+    folder = _save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99; this version reads format 1"):
+        verify(folder)
+
+
+def test_another_configuration_is_refused_key_by_key(tmp_path):
+    folder = _save(tmp_path, 1)
+    other = {"seed": 0, "optimiser": {"lr": 1e-2}, "run": {"iterations": 20}, "new": 1}
+    with pytest.raises(CheckpointError) as caught:
+        load(folder, other, free=["run.iterations"])
+    text = str(caught.value)
+    assert "optimiser.lr: 0.001 there, 0.01 now" in text and "new: '(absent)' there, 1 now" in text
+    assert "run.iterations" not in text and "Set them back to resume, or start a new run" in text
+    assert load(folder, {**CONFIG, "run": {"iterations": 99}}, free=["run.iterations"]).step == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ],
+)
+@pytest.mark.parametrize("where", ["save_file", "_write_json", "_sync_folder"])
+def test_a_failed_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch, error, message, where):
+    previous = _save(tmp_path, 1)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(checkpoint, where, fail)
+    with pytest.raises(CheckpointError, match=f"{message}.*earlier checkpoints are untouched.*--resume"):
+        _save(tmp_path, 2, keep=1)
+    assert not list(tmp_path.glob(".*"))
+    monkeypatch.undo()
+    assert load(previous, CONFIG).step == 1
+
+
+def test_a_write_that_really_fails(tmp_path):
+    """The operating system refuses files above 1 KiB, as a full disk would."""
+    previous = _save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"could not write checkpoint .*step_000002"):
+            save(tmp_path, 2, {"trainable": {"w": torch.zeros(1000)}}, {}, CONFIG, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert load(previous, CONFIG).step == 1
+
+
+def test_the_rests_of_a_killed_write_are_swept_away(tmp_path):
+    (tmp_path / ".writing_000003").mkdir()
+    (tmp_path / ".writing_000003" / "trainable.safetensors").write_bytes(b"half")
+    assert newest_intact(tmp_path) == (None, [])
+    _save(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
+
+
+def test_writing_the_same_step_again_replaces_it(tmp_path):
+    _save(tmp_path, 1, 1.0)
+    folder = _save(tmp_path, 1, 2.0)
+    assert load(step_folder(tmp_path, 1), CONFIG).tensors["trainable"]["a.weight"][0, 0] == 2.0
+    assert folder == step_folder(tmp_path, 1)

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EMA, metrics table and file, progress display, cost, phases, interrupt flag, settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+
+from visalign.errors import UserError
+from visalign.training.diffusion.cost import forward_equivalents_per_image
+from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
+from visalign.training.loop import runtime
+from visalign.training.loop.ema import EMA
+from visalign.training.loop.metrics import METRICS, MetricsFile, check_keys, read_metrics, without_times
+from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.progress import SHOWN, TrainingProgress, clock_text
+from visalign.versions import versions
+
+
+def _parameter(values) -> tuple[str, torch.nn.Parameter]:
+    return "w", torch.nn.Parameter(torch.tensor(values))
+
+
+def _set(parameter, value):
+    with torch.no_grad():
+        parameter.fill_(value)
+
+
+def test_ema_is_the_weighted_sum():
+    """ē_n = dⁿ θ_0 + (1 − d) Σ_k d^(n−k) θ_k."""
+    name, p = _parameter([1.0])
+    ema = EMA([(name, p)], decay=0.9, warmup=False)
+    thetas = [3.0, -1.0, 2.0, 0.5]
+    for n, theta in enumerate(thetas, start=1):
+        _set(p, theta)
+        ema.update(n)
+    expected = 0.9**4 + 0.1 * sum(0.9 ** (4 - k) * theta for k, theta in enumerate(thetas, start=1))
+    torch.testing.assert_close(ema.state()["w"], torch.tensor([expected]))
+
+
+def test_ema_every_and_warmup():
+    name, p = _parameter([0.0])
+    ema = EMA([(name, p)], decay=0.9, every=2)
+    _set(p, 1.0)
+    ema.update(1)
+    assert ema.state()["w"] == 0
+    ema.update(2)
+    torch.testing.assert_close(ema.state()["w"], torch.tensor([1 - 2 / 11]))
+    assert [ema.decay_at(n) for n in (1, 80, 1000)] == [2 / 11, 0.9, 0.9]
+
+
+def test_ema_of_decay_zero_is_the_parameters_themselves():
+    name, p = _parameter([0.1234567])
+    ema = EMA([(name, p)], decay=0.0, warmup=False)
+    _set(p, 0.7654321)
+    ema.update(1)
+    assert torch.equal(ema.state()["w"], p.detach())
+
+
+def test_ema_applied_gives_back_the_very_same_bits():
+    name, p = _parameter([0.1, 0.2])
+    ema = EMA([(name, p)], decay=0.5)
+    _set(p, 1 / 3)
+    own = p.detach().clone()
+    with pytest.raises(RuntimeError, match="inside"), ema.applied():
+        assert torch.equal(p.detach(), torch.tensor([0.1, 0.2]))
+        raise RuntimeError("inside")
+    assert torch.equal(p.detach(), own)
+
+
+def test_ema_refuses():
+    with pytest.raises(ValueError, match=r"decay is 1\.0; it must be in \[0, 1\)"):
+        EMA([], decay=1.0)
+    with pytest.raises(ValueError, match="every is 0"):
+        EMA([], decay=0.5, every=0)
+    with pytest.raises(ValueError, match="another model's state"):
+        EMA([_parameter([0.0])], decay=0.5).load({"v": torch.zeros(1)})
+
+
+def test_unlisted_metrics_are_refused(tmp_path):
+    check_keys({"reward_mean": 1.0, "reward_part/anything.at/all": 0.0, "heldout/accuracy": 1})
+    for key in ("reward", "gain/extra", "heldout"):
+        with pytest.raises(KeyError, match=r"is not in visalign\.training\.metrics\.METRICS"):
+            MetricsFile(tmp_path / "m.jsonl").write({"iteration": 1, key: 0.0})
+    assert read_metrics(tmp_path / "m.jsonl") == []
+
+
+def test_every_shown_and_every_time_metric_is_in_the_table():
+    assert all(key == "clip" or key in METRICS or key.split("/")[0] + "/*" in METRICS for _, key, _ in SHOWN)
+    assert all(METRICS.values())
+    kept = without_times({"iteration": 1, "seconds": 2.0, "seconds/update": 1.0, "samples_per_second": 3.0})
+    assert kept == {"iteration": 1}
+
+
+def test_metrics_file_cuts_what_comes_after_a_checkpoint(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = MetricsFile(path)
+    for i in range(1, 5):
+        writer.write({"iteration": i, "kl": float("nan") if i == 2 else 0.5})
+    with path.open("a") as file:
+        file.write('{"iteration": 5, "kl"')
+    assert [r["iteration"] for r in read_metrics(path)] == [1, 2, 3, 4]
+    MetricsFile(path, after=2)
+    assert read_metrics(path) == [{"iteration": 1, "kl": 0.5}, {"iteration": 2, "kl": None}]
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+def test_a_damaged_metrics_file_is_named(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"iteration": 1\n{"iteration": 2}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl line 1 is not JSON"):
+        MetricsFile(tmp_path / "m.jsonl", after=2)
+
+
+RECORD = {
+    "iteration": 1,
+    "reward_mean": 0.25,
+    "ratio_std": 2e-4,
+    "clip_low": 0.01,
+    "clip_high": 0.02,
+    "seconds": 30.0,
+}
+
+
+def _text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_plain_progress_prints_a_line_per_iteration():
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    with TrainingProgress(5, console=console) as progress:
+        progress.update({**RECORD, "heldout/accuracy": 0.5})
+        progress.update({**RECORD, "iteration": 2, "kl": None})
+        progress.note("a [note]")
+    first, second, note = _text(console).splitlines()
+    assert first.startswith("iteration 1/5: reward 0.250, held-out 0.500") and first.endswith("2:00 left")
+    assert "clipped 3.0%" in first and "ratio spread 2.0e-04" in first
+    assert "held-out 0.500" in second and second.endswith("1:30 left")
+    assert note == "a [note]"
+
+
+def test_what_an_iteration_has_no_value_of_is_a_dash():
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    with TrainingProgress(5, console=console) as progress:
+        progress.update({**RECORD, "clip_low": float("nan"), "ratio_std": float("nan")})
+    assert (
+        "nan" not in _text(console) and "clipped –" in _text(console) and "ratio spread –" in _text(console)
+    )
+
+
+def test_settings_that_cps_can_use_are_taken():
+    assert RolloutSettings(schedule="cps", level=0.8, steps=4).stochastic == [0, 1, 2]
+
+
+def test_live_progress_shows_the_table():
+    console = Console(file=io.StringIO(), force_terminal=True, width=140)
+    with TrainingProgress(5, console=console, rows=2) as progress:
+        progress.go_on(3, 100.0)
+        for i in (4, 5):
+            progress.update({**RECORD, "iteration": i})
+    text = _text(console)
+    assert "ratio spread" in text and "held-out" in text and "5/5" in text
+    assert progress.seconds_left() == 0
+
+
+def test_time_left_counts_what_the_limit_leaves_and_what_a_resumed_run_has_used():
+    progress = TrainingProgress(100, console=Console(file=io.StringIO()), max_seconds=300.0)
+    progress.go_on(50, 200.0)
+    progress.update({**RECORD, "iteration": 51, "seconds": 30.0})
+    assert progress.seconds_left() == 70.0
+    progress.update({**RECORD, "iteration": 98, "seconds": 30.0})
+    assert progress.seconds_left() == pytest.approx(2 * 60.0 / 48)
+
+
+def test_disabled_progress_is_silent():
+    console = Console(file=io.StringIO())
+    with TrainingProgress(5, console=console, enabled=False) as progress:
+        progress.update(RECORD)
+        progress.note("x")
+    assert _text(console) == ""
+
+
+def test_clock_text():
+    assert [clock_text(s) for s in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+
+
+def test_cost_is_the_reference_table():
+    """Minimum column: Flow-GRPO SD3.5 74; Fast-noCFG 19; Flow-Factory SD3.5 28; MixGRPO 37; DanceGRPO
+    FLUX 43."""
+    cost = forward_equivalents_per_image
+    assert cost(steps=10, trained=9, guided=True, reference=True) == 74
+    assert cost(steps=10, trained=3, guided=False, reference=False) == 19
+    assert cost(steps=10, trained=2, guided=True, reference=False) == 28
+    assert cost(steps=25, trained=4, guided=False, reference=False) == 37
+    assert cost(steps=16, trained=9, guided=False, reference=False) == 43
+    assert cost(steps=10, trained=2, guided=False, reference=False, trained_share=0.5) == 13
+
+
+def test_phases_add_up():
+    clock = runtime.PhaseClock()
+    with clock.phase("a"), clock.phase("b"):
+        sum(range(1000))
+    with clock.phase("a"):
+        pass
+    taken = clock.take()
+    assert set(taken) == {"a", "b", "total"} and taken["b"] <= taken["a"] <= taken["total"]
+    assert set(clock.take()) == {"total"}
+
+
+def test_first_interrupt_is_a_flag_and_the_second_stops():
+    said = []
+    before = signal.getsignal(signal.SIGINT)
+    with runtime.InterruptFlag(said.append) as flag:
+        assert not flag.raised
+        os.kill(os.getpid(), signal.SIGINT)
+        assert flag.raised and "press again" in said[0]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_versions_and_memory():
+    assert versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert runtime.peak_memory_bytes()["host"] > 50e6
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (RolloutSettings, {"steps": 0}, r"rollout\.steps is 0; it must be a finite number of at least 1"),
+        (
+            RolloutSettings,
+            {"schedule": "ddim"},
+            r"rollout\.schedule is 'ddim'; it must be one of flow, dance, cps",
+        ),
+        (RolloutSettings, {"level": 0.0}, r"rollout\.level is 0\.0; without noise"),
+        (RolloutSettings, {"grid": "nope"}, r"rollout\.grid is 'nope'; it must be one of diffusers, plain"),
+        (
+            RolloutSettings,
+            {"schedule": "cps", "level": 1.5},
+            r"rollout\.level is 1\.5; for .*cps .* at most 1",
+        ),
+        (
+            RolloutSettings,
+            {"schedule": "cps", "steps": 4, "noise_steps": [0, 3]},
+            r"noise_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
+        ),
+        (RolloutSettings, {"event_norm": "max"}, "one of mean, sum"),
+        (RolloutSettings, {"noise_steps": [3, 10]}, r"noise_steps is \[3, 10\].*among steps \[0, 1, .* 9\]"),
+        (RolloutSettings, {"noise_steps": []}, "needs at least one step"),
+        (
+            RolloutSettings,
+            {"noise_steps": [1, 2], "train_steps": [3]},
+            r"train_steps is \[3\].*stochastic steps \[1, 2\]",
+        ),
+        (RolloutSettings, {"noise_count": 10}, "noise_count is 10; with 9 noise_steps it must be 1 to 9"),
+        (RolloutSettings, {"noise_count": 2, "train_steps": [3]}, "Remove one of the two"),
+        (RolloutSettings, {"max_failure_rate": 1.5}, "share from 0 to 1"),
+        (
+            ObjectiveSettings,
+            {"ratio": "gard"},
+            r"objective\.ratio is 'gard'; it must be one of gaussian, guard",
+        ),
+        (ObjectiveSettings, {"eps_low": 0.0}, r"objective\.eps_low is 0\.0; it must be above 0"),
+        (ObjectiveSettings, {"beta": -1.0}, r"objective\.beta is -1\.0"),
+        (ObjectiveSettings, {"ratio_bound": 0.0}, r"ratio_bound is 0\.0; it must be above 0"),
+        (ObjectiveSettings, {"step_weights": [1.0, -1.0]}, "finite and not negative"),
+        (OptimiserSettings, {"lr": 0.0}, r"optimiser\.lr is 0\.0; it must be above 0"),
+        (OptimiserSettings, {"lr": float("inf")}, r"optimiser\.lr is inf; it must be above 0 and finite"),
+        (OptimiserSettings, {"micro_batch": 0}, r"optimiser\.micro_batch is 0"),
+        (OptimiserSettings, {"betas": [0.9]}, r"two numbers in \[0, 1\)"),
+        (OptimiserSettings, {"ema_decay": 1.0}, r"ema_decay is 1\.0"),
+        (OptimiserSettings, {"warmup_updates": -1}, "warmup_updates is -1"),
+        (OptimiserSettings, {"decay_updates": 0}, "decay_updates is 0; it must be"),
+        (OptimiserSettings, {"lr_end": 1.5}, r"lr_end is 1\.5; it is a share"),
+    ],
+)
+def test_settings_refuse_what_cannot_work(kind, values, message):
+    with pytest.raises(UserError, match=message):
+        kind(**values)
+
+
+def test_settings_defaults_are_the_published_ones():
+    rollout = RolloutSettings()
+    assert rollout.stochastic == rollout.trained == list(range(9)) and rollout.trained_per_image == 9
+    assert RolloutSettings(noise_count=2, noise_steps=[5, 1, 3]).trained_per_image == 2
+    warm = OptimiserSettings(lr=1.0, warmup_updates=3)
+    assert [warm.lr_at(i) for i in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert OptimiserSettings().lr_at(0) == OptimiserSettings().lr_at(10_000) == 3e-4
+    falling = OptimiserSettings(lr=1.0, decay_updates=4, lr_end=0.2)
+    assert [falling.lr_at(i) for i in range(6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert all(dataclasses.fields(kind) for kind in (RolloutSettings, ObjectiveSettings, OptimiserSettings))
+
+
+def test_an_average_that_is_the_parameters_stores_nothing() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    ema = EMA([("w", parameter)], decay=0.0, every=1)
+    with torch.no_grad():
+        parameter.add_(1.0)
+    ema.update(1)
+    assert ema.state()["w"].tolist() == [2.0] * 3 and ema._average == {}
+    with ema.applied():
+        assert parameter.tolist() == [2.0] * 3
+    ema.load({"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match="another model's state"):
+        ema.load({"v": torch.zeros(3)})

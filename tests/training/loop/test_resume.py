@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was killed, interrupted or split over processes is the run that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.training_toy import ToyPolicy, toy_trainer
+from visalign.training.loop import checkpoint
+from visalign.training.loop.checkpoint import CheckpointError
+from visalign.training.loop.metrics import read_metrics, without_times
+
+ROOT = Path(__file__).parents[3]
+
+
+def _start(
+    folder: Path, iterations: int, pause: float = 0.0, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.training_toy_run", str(folder), str(iterations), str(pause)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    return output
+
+
+def _wait_for_line(folder: Path, line: int) -> None:
+    deadline = time.monotonic() + 200
+    while len(read_metrics(folder / "metrics.jsonl")) < line:
+        assert time.monotonic() < deadline, "the run wrote no metrics"
+        time.sleep(0.02)
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    for name in ("trainable", "ema", "optimizer"):
+        files = [
+            checkpoint.step_folder(run / "checkpoints", step) / f"{name}.safetensors" for run in (one, other)
+        ]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
+    lines = [[without_times(r) for r in read_metrics(run / "metrics.jsonl")] for run in (one, other)]
+    assert lines[0] == lines[1] and len(lines[0]) == step
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
+    whole = _start(tmp_path / "whole", 7)
+    killed = _start(tmp_path / "killed", 7, 0.4)
+    _wait_for_line(tmp_path / "killed", 5)  # checkpoints at 2 and 4: the fifth iteration is done again
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]["iteration"] < 7
+    _finish(_start(tmp_path / "killed", 7))
+    _finish(whole)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", 7)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_the_iteration_and_exits_130(tmp_path):
+    process = _start(tmp_path / "run", 50, 0.3)
+    _wait_for_line(tmp_path / "run", 1)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted" in _finish(process, 130)
+    done = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["iteration"]
+    folder, _ = checkpoint.newest_intact(tmp_path / "run" / "checkpoints")
+    assert folder is not None and folder.name == f"step_{done:06d}" and done < 50
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_trains(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "ACCELERATE_USE_CPU": "true",
+    }
+    both = [
+        _start(tmp_path / "two", 3, environment={**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in (0, 1)
+    ]
+    _finish(_start(tmp_path / "one", 3))
+    for process in both:
+        _finish(process)
+    one, two = (
+        load_file(checkpoint.step_folder(tmp_path / name / "checkpoints", 3) / "trainable.safetensors")
+        for name in ("one", "two")
+    )
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
+    rows = [
+        [without_times(r) for r in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")
+    ]
+    for a, b in zip(*rows, strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-6)
+
+
+def _trained(folder: Path, iterations: int, **keeping: object) -> ToyPolicy:
+    policy = ToyPolicy()
+    keeping = {"iterations": iterations, "checkpoint_every": 2, **keeping}
+    trainer = toy_trainer(folder, policy=policy, keeping=keeping)
+    trainer.resume()
+    trainer.train()
+    return policy
+
+
+def test_resumed_in_the_same_process_equals_uninterrupted(tmp_path):
+    for name in ("whole", "split"):
+        (tmp_path / name).mkdir()
+    _trained(tmp_path / "whole", 5)
+    _trained(tmp_path / "split", 3)
+    _trained(tmp_path / "split", 5)
+    assert_same_run(tmp_path / "whole", tmp_path / "split", 5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, monkeypatch):
+    _trained(tmp_path, 4)
+    newest = checkpoint.step_folder(tmp_path / "checkpoints", 4) / "ema.safetensors"
+    newest.write_bytes(newest.read_bytes()[:100])
+    said = []
+    trainer = toy_trainer(tmp_path, keeping={"iterations": 6})
+    monkeypatch.setattr(trainer.progress, "note", said.append)
+    assert trainer.resume() and trainer.state.iteration == 2
+    assert "step_000004 is damaged: ema.safetensors is cut short (100 bytes" in said[0]
+    assert "Resumed from" in said[1] and "after iteration 2" in said[1]
+    older = checkpoint.step_folder(tmp_path / "checkpoints", 2) / "state.json"
+    older.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"none of the 2 checkpoints .* is whole.*new run in another output"
+    ):
+        toy_trainer(tmp_path).resume()
+
+
+def test_no_checkpoint_yet_starts_at_the_beginning(tmp_path):
+    trainer = toy_trainer(tmp_path)
+    assert trainer.resume() is False and trainer.state.iteration == 0
+
+
+def test_another_model_is_refused(tmp_path):
+    _trained(tmp_path, 2)
+    policy = ToyPolicy()
+    policy.net.shift = torch.nn.Parameter(torch.zeros(5, 4))
+    with pytest.raises(CheckpointError, match=r"other trained parameters than the model.*'shift'"):
+        toy_trainer(tmp_path, policy=policy).resume()
+
+
+def test_a_run_over_its_budget_resumes_to_nothing(tmp_path):
+    for _ in range(2):
+        trainer = toy_trainer(tmp_path, keeping={"iterations": 50, "max_seconds": 1e-6})
+        trainer.resume()
+        result = trainer.train()
+        assert result.stopped == "max_seconds" and result.state.iteration == 1
+    assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert [f.name for f in checkpoint.folders(tmp_path / "checkpoints")] == ["step_000001"]
+    more = toy_trainer(tmp_path, keeping={"iterations": 3, "max_seconds": 1e6})
+    more.resume()
+    assert more.train().state.iteration == 3
+
+
+def test_a_finished_run_resumes_to_nothing(tmp_path):
+    _trained(tmp_path, 2)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    _trained(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training judges of steps: losses by hand, learning on held-out problems, equal runs, records by message."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3ForTokenClassification
+
+from tests.support.tiny_language_models import tiny_config, tiny_model, tiny_tokenizer
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.data.text_tasks.tasks import text_tasks
+from visalign.errors import UserError
+from visalign.rewards import ImplicitProcessReward, ProcessRewardModel
+from visalign.text import Sampling, Stop
+from visalign.text.steps import StepReading
+from visalign.training.process.implicit import train_implicit_process_reward
+from visalign.training.process.label_fit import FitSettings, Judged, fit_labels, report_labels
+from visalign.training.process.trainer import evaluate_process_reward, step_label_loss, train_process_reward
+
+TOKENIZER = tiny_tokenizer()
+RECORDS = [
+    {"prompt": "q", "steps": ["1+1=2", "2+2=5\n"], "labels": [1, 0]},
+    {"prompt": "q", "steps": ["3"], "labels": [True]},
+    {"prompt": "q", "steps": ["4", "5", "6"], "labels": [None, 0.25, 1]},
+]
+
+
+def classifier(seed: int = 0, **changes: Any) -> Qwen3ForTokenClassification:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        settings = {"num_labels": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
+        return Qwen3ForTokenClassification(tiny_config(**{**settings, **changes}))
+
+
+def parity_records(split: Any, count: int) -> list[dict[str, Any]]:
+    """Workings of "keep the even numbers", a step each number; about half of the steps are made wrong."""
+    rng, other = random.Random(split), {"odd": "even", "even": "odd"}
+    records = []
+    for task in text_tasks(count, split=split, tasks=["evens"], levels=(2,)):
+        steps = [step.split(" ") for step in task["solution"].split(".")[0].split(", ")]
+        labels = [rng.randrange(2) for _ in steps]
+        written = [
+            f"{number} {kind if label else other[kind]}"
+            for (number, kind), label in zip(steps, labels, strict=True)
+        ]
+        records.append({"prompt": "odd or even?\n", "steps": written, "labels": labels})
+    return records
+
+
+# the loss
+
+
+def test_the_loss_is_the_cross_entropy_of_two_labels() -> None:
+    logits = torch.tensor([[0.3, -1.0], [2.0, 0.5], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    label = torch.tensor([1, 0, 1])
+    loss = step_label_loss(logits[:, 1] - logits[:, 0], label.double())
+    expected = nn.functional.cross_entropy(logits, label, reduction="none")
+    assert torch.allclose(loss, expected) and loss[2].item() == pytest.approx(math.log(2))
+    assert torch.allclose(torch.autograd.grad(loss.sum(), logits)[0], _gradient(expected, logits))
+    soft = step_label_loss(torch.tensor([1.0]), torch.tensor([0.25]))
+    by_hand = 0.25 * math.log1p(math.exp(-1)) + 0.75 * math.log1p(math.e)
+    assert soft.item() == pytest.approx(by_hand)
+
+
+def _gradient(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(loss.sum(), logits)[0]
+
+
+def test_a_step_without_a_label_has_no_loss_and_no_gradient() -> None:
+    odds = torch.tensor([1.0, -2.0], requires_grad=True)
+    loss = step_label_loss(odds, torch.tensor([math.nan, 0.0]))
+    loss.sum().backward()
+    assert loss[0] == 0 and loss[1] > 0 and odds.grad is not None
+    assert odds.grad[0] == 0 and odds.grad[1].item() == pytest.approx(1 / (1 + math.exp(2)))
+
+
+def test_the_report_by_hand() -> None:
+    odds, label = torch.tensor([1.0, -1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0, math.nan])
+    report = report_labels([Judged(odds=odds, label=label, loss=torch.tensor([1.0, 2.0, 6.0, 0.0]))])
+    assert (report.loss, report.accuracy, report.labels) == (3, pytest.approx(2 / 3), 3)
+    assert (report.accuracy_right, report.accuracy_wrong) == (1, 0.5)
+    assert math.isnan(report_labels([]).accuracy)
+
+
+def test_the_first_batch_by_hand() -> None:
+    """One batch of all: the mean over its labelled steps, of the logits at the separators."""
+    model = classifier(classifier_dropout=0.0)
+    wanted = []
+    with torch.no_grad():
+        for text, ends, labels in (
+            ("q1+1=2\n2+2=5\n", (6, 12), (1.0, 0.0)),
+            ("q3\n", (2,), (1.0,)),
+            ("q4\n5\n6\n", (4, 6), (0.25, 1.0)),
+        ):
+            log_p = model(torch.tensor([TOKENIZER(text)["input_ids"]])).logits[0].log_softmax(-1)
+            wanted += [-y * log_p[e, 1] - (1 - y) * log_p[e, 0] for e, y in zip(ends, labels, strict=True)]
+    expected = torch.stack(wanted).mean().item()
+    assert evaluate_process_reward(model, TOKENIZER, RECORDS, batch_size=2).loss == pytest.approx(
+        expected, abs=1e-5
+    )
+    (report,) = train_process_reward(model, TOKENIZER, RECORDS)
+    assert report.loss == pytest.approx(expected, abs=1e-5) and report.labels == 5
+
+
+# learning
+
+
+def test_it_learns_to_tell_right_steps_from_wrong_ones() -> None:
+    model, reading = classifier(), StepReading()
+    settings = FitSettings(epochs=5, batch_size=16, learning_rate=5e-3)
+    reports = train_process_reward(model, TOKENIZER, parity_records("train", 384), settings=settings)
+    assert len(reports) == 5 and reports[-1].loss < 0.5 * reports[0].loss
+    heldout = parity_records("heldout", 64)
+    report = evaluate_process_reward(model, TOKENIZER, heldout, reading=reading)
+    assert report.accuracy > 0.85 and report.accuracy_wrong > 0.8 and report.accuracy_right > 0.8
+    judge = ProcessRewardModel(model, tokenizer=TOKENIZER)
+    judged = judge.steps(["\n".join(r["steps"]) for r in heldout], [r["prompt"] for r in heldout])
+    hits = torch.cat(
+        [(p > 0.5) == torch.tensor(r["labels"]) for p, r in zip(judged.prob, heldout, strict=True)]
+    )
+    assert hits.float().mean().item() == pytest.approx(report.accuracy, abs=0.01)
+
+
+def test_a_seed_gives_the_same_run_and_dropout_is_put_back() -> None:
+    def run(seed: int, outer: int) -> list[torch.Tensor]:
+        model = classifier(classifier_dropout=0.5)
+        model.eval()
+        settings = FitSettings(epochs=2, batch_size=2, learning_rate=1e-2, seed=seed)
+        torch.manual_seed(outer)
+        train_process_reward(model, TOKENIZER, RECORDS, settings=settings)
+        assert not model.training and torch.initial_seed() == outer
+        return [parameter.detach() for parameter in model.parameters()]
+
+    first, drawn = run(1, outer=7), torch.rand(1)
+    assert drawn == torch.rand(1, generator=torch.Generator().manual_seed(7))
+    assert all(map(torch.equal, first, run(1, outer=8)))
+    assert not all(map(torch.equal, first, run(2, outer=7)))
+
+
+def test_one_update_by_hand() -> None:
+    """The bias of "right" moves by rate · mean (y − σ(z)) over the labelled steps of the batch."""
+    model = classifier(classifier_dropout=0.0)
+    before = model.score.bias.detach().clone()
+    texts = (("q1+1=2\n2+2=5\n", (6, 12)), ("q3\n", (2,)), ("q4\n5\n6\n", (4, 6)))
+    with torch.no_grad():
+        logits = [model(torch.tensor([TOKENIZER(text)["input_ids"]])).logits[0, list(e)] for text, e in texts]
+    odds = torch.cat([pair[:, 1] - pair[:, 0] for pair in logits])
+    mean = (torch.tensor([1, 0, 1, 0.25, 1]) - torch.sigmoid(odds)).mean()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = FitSettings(max_grad_norm=1e6)
+    train_process_reward(model, TOKENIZER, RECORDS, settings=settings, optimizer=optimizer)
+    assert torch.allclose(model.score.bias - before, 0.1 * mean * torch.tensor([-1.0, 1.0]), atol=1e-6)
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model = classifier(classifier_dropout=0.5)
+    model.eval()
+    still = evaluate_process_reward(model, TOKENIZER, RECORDS).loss
+    assert still == evaluate_process_reward(model, TOKENIZER, RECORDS).loss
+    (report,) = train_process_reward(model, TOKENIZER, RECORDS)
+    assert abs(report.loss - still) > 1e-3
+
+
+def test_frozen_parameters_stay_and_an_optimiser_goes_on() -> None:
+    model = classifier()
+    model.model.requires_grad_(False)
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.score.parameters(), lr=0.1)
+    train_process_reward(model, TOKENIZER, RECORDS, optimizer=optimizer)
+    moved = {
+        name
+        for (name, parameter), old in zip(model.named_parameters(), before, strict=True)
+        if not torch.equal(parameter, old)
+    }
+    assert moved == {"score.weight", "score.bias"}
+
+
+# records
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "q", "completions": ["1"], "labels": [1]}, "has no steps; its keys are prompt, comp"),
+        ({"prompt": "q", "steps": [], "labels": []}, r"has the steps \[\]; needed is a list of at least one"),
+        ({"prompt": "q", "steps": "1", "labels": [1]}, "has the steps '1'; needed is a list"),
+        ({"prompt": "q", "steps": ["1", "2"], "labels": [1]}, "has 2 steps and 1 labels; give one label per"),
+        ({"prompt": "q", "steps": ["1", " "], "labels": [1, 1]}, "Step 1 of record 1 is empty"),
+        ({"prompt": "q", "steps": ["1\n2"], "labels": [1]}, r"Step 0 of record 1 holds the separator '\\n'"),
+        ({"prompt": "q", "steps": ["1"], "labels": [-1]}, "Label 0 of record 1 is -1; allowed are 1"),
+        ({"prompt": "q", "steps": ["1"], "labels": ["+"]}, r"Label 0 of record 1 is '\+'; allowed are 1"),
+        ({"prompt": "q", "steps": ["1" * 130], "labels": [1]}, "has 132 tokens; the model reads at most 128"),
+    ],
+)
+def test_records_that_cannot_be_used(record, message) -> None:
+    with pytest.raises(UserError, match=message):
+        train_process_reward(classifier(), TOKENIZER, [RECORDS[0], record])
+
+
+def test_nothing_to_learn_and_settings_out_of_range() -> None:
+    unlabelled = [{"prompt": "q", "steps": ["1"], "labels": [None]}]
+    with pytest.raises(UserError, match="There are 0 labelled texts and 2"):
+        train_process_reward(classifier(), TOKENIZER, unlabelled)
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"epochs": 0}, "epochs is 0; it must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be positive and finite"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be finite and at least 0"),
+    )
+    for options, message in refused:
+        with pytest.raises(UserError, match=message):
+            FitSettings(**options)
+
+
+def test_a_loss_that_is_no_number_moves_nothing() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+
+    def judge(rows: list[int]) -> Judged:
+        odds = parameter * math.nan
+        return Judged(odds=odds, label=torch.ones(1), loss=odds)
+
+    with pytest.raises(ValueError, match=r"The loss of the texts \[4\] is nan"):
+        fit_labels(judge, [4], [parameter], FitSettings())
+    assert parameter.item() == 1
+
+
+# the implicit one
+
+
+def answers(policy: CausalLMPolicy) -> Any:
+    sampling = Sampling(temperature=0.8, top_k=20)
+    return policy.generate(
+        ["q", "1+1"], seeds=0, num_generations=8, sampling=sampling, stop=Stop(max_new_tokens=8)
+    )
+
+
+def test_outcomes_alone_teach_the_implicit_reward() -> None:
+    """Right is what holds more of one letter; the first loss is ln 2, since the model is its reference."""
+    policy = CausalLMPolicy(tiny_model(), TOKENIZER)
+    rollout = answers(policy)
+    share = [text.count(" ") + text.count("a") + text.count("e") for text in rollout.text]
+    label = torch.tensor([float(n > sorted(share)[len(share) // 2 - 1]) for n in share])
+    assert 0 < label.sum() < len(label)
+    settings = FitSettings(epochs=12, batch_size=16, learning_rate=3e-3)
+    reports = train_implicit_process_reward(policy, rollout, label, settings=settings, beta=0.5)
+    assert reports[0].loss == pytest.approx(math.log(2), abs=1e-5)
+    assert reports[-1].loss < 0.3 and reports[-1].accuracy > 0.9
+    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER, beta=0.5).score_rollout(rollout)
+    assert ((scores.total > 0) == (label > 0.5)).float().mean() > 0.9
+
+
+def test_one_implicit_update_by_hand() -> None:
+    """At the reference σ(q) = ½: with SGD each weight moves by rate · mean (y − ½) β ∇ Σ_t log π."""
+    policy = CausalLMPolicy(tiny_model(), TOKENIZER)
+    rollout = answers(policy)
+    label = torch.full((len(rollout),), math.nan)
+    label[:3] = torch.tensor([1.0, 0.0, 1.0])
+    parameters = [parameter for _, parameter in policy.trainable_parameters()]
+    score = 0
+    for row, sign in ((0, 1), (1, -1), (2, 1)):
+        ids = torch.cat(
+            [
+                rollout.prompt_ids[row, rollout.prompt_weight[row] != 0],
+                rollout.completion_ids[row, rollout.weight[row] != 0],
+            ]
+        )
+        count = int(rollout.weight[row].sum())
+        log_p = policy.model(ids[None]).logits[0].log_softmax(-1)[-count - 1 : -1]
+        score = score + sign * 0.5 * 0.1 * log_p.gather(1, ids[-count:, None]).sum() / 3
+    assert isinstance(score, torch.Tensor)
+    gradient = torch.autograd.grad(score, parameters)
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = torch.optim.SGD(parameters, lr=1e-2)
+    settings = FitSettings(max_grad_norm=1e6)
+    train_implicit_process_reward(policy, rollout, label, settings=settings, beta=0.1, optimizer=optimizer)
+    for old, new, slope in zip(before, parameters, gradient, strict=True):
+        assert torch.allclose(new.detach() - old, 1e-2 * slope, atol=2e-6)
+
+
+def test_outcomes_that_do_not_fit() -> None:
+    policy = CausalLMPolicy(tiny_model(), TOKENIZER)
+    rollout = answers(policy)
+    for label, message in (
+        ([1.0], r"label has shape \(1,\) for 16 answers; give one number per answer"),
+        ([2.0] * 16, "A label is 2; allowed are 1"),
+        ([math.nan] * 16, "There are 0 labelled texts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train_implicit_process_reward(policy, rollout, label)
+    with pytest.raises(ValueError, match="beta must be positive"):
+        train_implicit_process_reward(policy, rollout, [1.0] * 16, beta=0.0)

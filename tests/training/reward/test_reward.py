@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training of judges: each task's loss is the core's, a resumed run is the run, judges learn."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.reward_toy import ToyJudge, ToyPairs, pair_batch
+from visalign.core import yes_no_answer
+from visalign.core.preference.bradley_terry import bradley_terry_loss, outcome_loss, soft_labels, tie_log_prob
+from visalign.core.preference.ict import hp_loss, ict_labels, ict_loss
+from visalign.core.preference.uncertainty import uncertain_preference_loss
+from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
+from visalign.errors import UserError
+from visalign.training.loop import checkpoint
+from visalign.training.loop.loop import Keeping
+from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.reward.batch import RewardBatch
+from visalign.training.reward.heldout import (
+    auroc,
+    calibration_error,
+    judge_pairs,
+    lead_stratum,
+    pair_measures,
+)
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.tasks import TASKS
+from visalign.training.reward.trainer import RewardTrainer
+
+NOISE = torch.Generator().manual_seed(0)
+
+
+def _trainer(
+    folder: Path,
+    iterations: int = 4,
+    *,
+    judge: nn.Module | None = None,
+    data: Any = None,
+    task: str = "uncertainty",
+    seed: int = 3,
+    keeping: dict[str, Any] | None = None,
+    optimiser: dict[str, Any] | None = None,
+    **more: Any,
+) -> RewardTrainer:
+    pace: dict[str, Any] = {"lr": 1e-2, "updates_per_iteration": 5, "warmup_updates": 2, **(optimiser or {})}
+    kept: dict[str, Any] = {"config": {"seed": seed}, "checkpoint_every": 2, **(keeping or {})}
+    return RewardTrainer(
+        judge or ToyJudge(),  # type: ignore[arg-type]
+        data or ToyPairs(),
+        objective=RewardObjectiveSettings(task=task, **more.pop("objective", {})),
+        optimiser=RewardOptimiserSettings(**pace),
+        keeping=Keeping(folder=folder, iterations=iterations, **kept),
+        accelerator=Accelerator(cpu=True),
+        seed=seed,
+        **more,
+    )
+
+
+def _weights(trainer: RewardTrainer) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for _, parameter in trainer.parameters])
+
+
+def _loss(task: str, outputs: dict[str, Tensor], batch: RewardBatch, **settings: Any) -> float:
+    objective = RewardObjectiveSettings(task=task, **settings)
+    total, weight = TASKS[task].loss(outputs, batch, objective, torch.Generator().manual_seed(1))
+    return float(total / weight)
+
+
+SCORES = torch.tensor([0.3, -1.0, 2.0, 0.5, 0.1, 1.5])
+LOG_STD = torch.tensor([0.0, -1.0, 0.5, 0.2, -2.0, 0.1])
+LABEL = torch.tensor([1.0, 0.0, 0.7])
+VOTES = torch.tensor([[7.0, 2.0, 0.0], [1.0, 3.0, 2.0], [math.nan] * 3])
+PAIRS = RewardBatch(
+    inputs=None, size=3, left=torch.arange(3), right=torch.arange(3, 6), label=LABEL, votes=VOTES
+)
+SHARE = torch.tensor([7.5 / 10, 2.5 / 7, 0.7])
+"""Jeffreys' labels of the votes; the third pair has its label alone."""
+
+
+def test_bradley_terry_is_the_cores_on_the_votes():
+    each = bradley_terry_loss(SCORES[:3], SCORES[3:], SHARE, margin=0.2, centre=0.01)
+    assert soft_labels(VOTES[:2, 0], VOTES[:2, 1], VOTES[:2, 2], smoothing=0.5).tolist() == pytest.approx(
+        SHARE[:2].tolist()
+    )
+    outputs = {"value": SCORES}
+    settings = {"margin": 0.2, "centre": 0.01}
+    assert _loss("bradley_terry", outputs, PAIRS, **settings) == pytest.approx(float(each.mean()))
+    counted = _loss("bradley_terry", outputs, PAIRS, pair_weight="votes", **settings)
+    count = torch.tensor([9.0, 6.0, 1.0])
+    assert counted == pytest.approx(float((each * count).sum() / count.sum()))
+
+
+@pytest.mark.parametrize(("task", "mode"), [("uncertainty", "paper"), ("uncertainty_upstream", "upstream")])
+def test_uncertainty_is_the_cores_on_the_votes(task, mode):
+    std = LOG_STD.exp()
+    each = uncertain_preference_loss(SCORES[:3], SCORES[3:], std[:3], std[3:], SHARE, mode=mode)
+    found = _loss(task, {"value": SCORES, "log_std": LOG_STD}, PAIRS)
+    assert found == pytest.approx(float(each.mean()))
+
+
+def test_with_a_model_of_ties_a_pair_without_votes_has_its_label():
+    label = torch.tensor([1.0, 0.5, 0.7])
+    votes = torch.tensor([[7.0, 2.0, 1.0], [math.nan] * 3, [math.nan] * 3])
+    batch = replace(PAIRS, label=label, votes=votes)
+    share = torch.tensor([[0.7, 0.1, 0.2], [0.0, 1.0, 0.0], [0.7, 0.0, 0.3]])
+    chances = tie_log_prob(SCORES[:3], SCORES[3:], 2.0, model="davidson")
+    given: dict[str, Any] = {"ties": "davidson", "smoothing": 0.0}
+    found = _loss("bradley_terry", {"value": SCORES}, batch, **given)
+    assert found == pytest.approx(float(outcome_loss(chances, share).mean()))
+    share[0] = torch.tensor([1.0, 0.0, 0.0])
+    found = _loss("bradley_terry", {"value": SCORES}, replace(batch, votes=None), **given)
+    assert found == pytest.approx(float(outcome_loss(chances, share).mean()))
+
+
+def test_a_pair_without_a_label_counts_nothing():
+    label = torch.tensor([1.0, math.nan, 0.7])
+    batch = RewardBatch(inputs=None, size=3, left=PAIRS.left, right=PAIRS.right, label=label)
+    kept = [0, 2]
+    each = bradley_terry_loss(SCORES[:3][kept], SCORES[3:][kept], label[kept])
+    assert _loss("bradley_terry", {"value": SCORES}, batch) == pytest.approx(float(each.mean()))
+
+
+def test_hp_on_the_pairs_of_a_triple_is_half_of_the_published_sum():
+    """Pairs (I2, I1) and (I3, I2); hp_loss adds both hinges per triple."""
+    hp = torch.tensor([[0.0, 1.0], [0.1, 0.4], [0.5, 0.2]])
+    batch = RewardBatch(
+        inputs=None,
+        size=4,
+        left=torch.tensor([2, 3, 0, 1]),
+        right=torch.tensor([0, 1, 2, 3]),
+        label=torch.tensor([1.0, 1.0, 1.0, 1.0]),
+    )
+    values = {"value": torch.cat([hp[0], hp[1]])}
+    first = _loss("hp", values, RewardBatch(**{**batch.__dict__, "size": 2}), margin=0.3)
+    better = torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 2, 3])
+    triple = RewardBatch(
+        inputs=None,
+        size=4,
+        left=torch.tensor([2, 3, 4, 5]),
+        right=torch.tensor([0, 1, 2, 3]),
+        label=torch.ones(4),
+    )
+    found = _loss("hp", {"value": hp.flatten()}, triple, margin=0.3)
+    assert 2 * found == pytest.approx(float(hp_loss(hp, margin=0.3)))
+    flipped = RewardBatch(inputs=None, size=4, left=triple.right, right=triple.left, label=torch.zeros(4))
+    assert _loss("hp", {"value": hp.flatten()}, flipped, margin=0.3) == pytest.approx(found)
+    assert better and first > 0
+
+
+def test_ict_is_the_cores():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(9, 5, generator=generator)
+    easy, refined = torch.randn(3, 5, generator=generator), torch.randn(3, 5, generator=generator)
+    labels = ict_labels(
+        torch.tensor([0.2, 0.5, 0.1]), torch.tensor([0.6, 0.9, 0.3]), torch.ones(3), theta=0.7
+    )
+    batch = RewardBatch(inputs=None, size=3, ict=labels)
+    outputs = {"value": images[:, 0], "image": images, "easy": easy, "refined": refined}
+    expected = ict_loss(easy, refined, images.view(3, 3, 5), labels, negative_weight=0.25)
+    assert _loss("ict", outputs, batch, negatives=0.25) == pytest.approx(float(expected))
+
+
+def test_yes_no_is_the_cores_on_rows_and_on_pairs():
+    logits = torch.randn(6, 4, generator=NOISE)
+    answer = yes_no_answer(logits.log_softmax(-1), range(2), range(2, 4), normalised=True)
+    target = torch.tensor([1.0, 0.0, 0.3, math.nan, 1.0, 0.0])
+    rows = RewardBatch(inputs=None, size=6, target=target)
+    known = ~torch.isnan(target)
+    expected = yes_no_loss(answer, target)[known].mean()
+    assert _loss("yes_no", {"value": answer.log_odds}, rows) == pytest.approx(float(expected), rel=1e-5)
+    left, right = (type(answer)(*(f[s] for f in answer.__dict__.values())) for s in (slice(3), slice(3, 6)))
+    both = yes_no_pair_loss(left, right, SHARE, likelihood_weight=0.4).mean()
+    found = _loss("yes_no", {"value": answer.log_odds}, PAIRS, likelihood=0.4)
+    assert found == pytest.approx(float(both), rel=1e-5)
+
+
+def test_rating_is_the_squared_error_and_fidelity_is_small_for_the_right_order():
+    target = torch.tensor([1.0, 3.0, 5.0, math.nan])
+    batch = RewardBatch(inputs=None, size=4, target=target)
+    value = torch.tensor([2.0, 3.0, 4.5, 1.0])
+    assert _loss("rating", {"value": value}, batch) == pytest.approx((1 + 0 + 0.25) / 3)
+    log_std = torch.full((4,), -1.0)
+    right = _loss("rating_fidelity", {"value": value, "log_std": log_std}, batch)
+    wrong = _loss("rating_fidelity", {"value": -value, "log_std": log_std}, batch)
+    assert 0 < right < 0.1 < wrong
+
+
+def test_saying_something_else_costs_its_logarithm():
+    odds, log_mass = torch.tensor([1.0, -2.0, 0.5, 0.0]), torch.tensor([-0.1, -0.7, -3.0, 0.0])
+    value = {"value": odds, "log_mass": log_mass}
+    rows = RewardBatch(inputs=None, size=4, target=torch.tensor([1.0, 0.3, math.nan, 0.0]))
+    answer = YesNo(odds, F.logsigmoid(odds) + log_mass, F.logsigmoid(-odds) + log_mass)
+    whole = yes_no_loss(answer, rows.target, over="vocabulary").sum() / 3  # type: ignore[arg-type]
+    assert _loss("yes_no", value, rows) == pytest.approx(float(whole), rel=1e-5)
+    ratio = _loss("yes_no", value, rows, mass=0.0)
+    assert _loss("yes_no", value, rows, mass=2.0) - ratio == pytest.approx(2 * 0.8 / 3, rel=1e-4)
+
+    pairs = RewardBatch(
+        inputs=None,
+        size=2,
+        left=torch.tensor([0, 1]),
+        right=torch.tensor([2, 3]),
+        label=torch.tensor([1.0, 0.0]),
+    )
+    assert _loss("yes_no", value, pairs) - _loss("yes_no", value, pairs, mass=0.0) == pytest.approx(3.8 / 4)
+
+    rated = RewardBatch(inputs=None, size=4, target=torch.tensor([1.0, 2.0, math.nan, 4.0]))
+    spread = {**value, "log_std": torch.zeros(4)}
+    for task, cost in (("rating", 0.8 / 3), ("rating_fidelity", 3.8 / 4)):
+        found = _loss(task, spread, rated) - _loss(task, spread, rated, mass=0.0)
+        assert found == pytest.approx(cost, rel=1e-4), task
+
+
+def test_micro_batches_and_processes_add_up_to_the_batch(tmp_path):
+    """The gradient of one update, from one batch of 48, from parts of 7, and from two processes' shares."""
+    found = []
+    for micro in (48, 7):
+        trainer = _trainer(tmp_path, judge=ToyJudge(dropout=0.0), data=ToyPairs(48, micro=micro))
+        sums = trainer._accumulate()
+        gradient = torch.cat([p.grad.flatten() for _, p in trainer.parameters if p.grad is not None])
+        found.append((sums, gradient))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5)
+    whole = next(iter(ToyPairs(48).batch(0))).votes
+    parts = [next(iter(ToyPairs(48).batch(0, (i, 2)))).votes for i in range(2)]
+    assert whole is not None and parts[0] is not None and parts[1] is not None
+    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, ema):
+    pace = {"ema_decay": ema, "decay_updates": 20, "decay": "cosine"}
+    whole = _trainer(tmp_path / "whole", 6, optimiser=pace)
+    whole.train()
+    _trainer(tmp_path / "cut", 2, optimiser=pace).train()
+    torch.rand(7)  # whatever else draws between two runs
+    cut = _trainer(tmp_path / "cut", 6, optimiser=pace)
+    assert cut.resume() and cut.state.updates == 10
+    cut.train()
+    assert torch.equal(_weights(whole), _weights(cut))
+    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert [without_times(record) for record in one] == [without_times(record) for record in other]
+    assert one[-1]["samples"] == 6 * 5 * 64
+
+
+def test_another_seed_drops_out_other_numbers(tmp_path):
+    runs = [_trainer(tmp_path / str(seed), 1, seed=seed) for seed in (1, 2)]
+    for run in runs:
+        run.train()
+    assert not torch.equal(_weights(runs[0]), _weights(runs[1]))
+
+
+def test_ctrl_c_finishes_the_iteration_and_saves_it(tmp_path):
+    data = ToyPairs()
+
+    class Interrupting(ToyPairs):
+        def batch(self, number, part=(0, 1)):
+            if number == 7:
+                os.kill(os.getpid(), signal.SIGINT)
+            return data.batch(number, part)
+
+    trainer = _trainer(tmp_path, 6, data=Interrupting())
+    assert trainer.train().stopped == "interrupted"
+    assert trainer.state.updates == 10
+    folder, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
+    assert folder is not None and folder.name == "step_000002"
+
+
+def _heldout(judge: nn.Module, task: str, batches: int = 8) -> dict[str, float]:
+    data = ToyPairs(256, seed=99, micro=256)
+    rows = [batch for number in range(batches) for batch in data.batch(number)]
+    return pair_measures(judge_pairs(judge, rows, TASKS[task]))  # type: ignore[arg-type]
+
+
+def test_a_judge_learns_from_votes_and_its_deviation_knows_where_it_errs(tmp_path):
+    judge = ToyJudge(dropout=0.0)
+    before = _heldout(judge, "uncertainty")
+    _trainer(tmp_path, 40, judge=judge, optimiser={"updates_per_iteration": 10, "decay_updates": 400}).train()
+    after = _heldout(judge, "uncertainty")
+    assert before["accuracy"] < 0.8 < 0.93 < after["accuracy"]
+    assert after["nll"] < before["nll"] and after["ece"] < 0.03
+    noisy, quiet = (
+        judge(torch.tensor([[x / 10, noise] for x in range(-9, 10)]))["log_std"].exp().mean()
+        for noise in (0.95, 0.05)
+    )
+    assert noisy > 1.3 * quiet  # the vote's noise is 2.0 and 0.2 there
+
+
+def test_the_published_monte_carlo_form_lets_the_deviation_collapse(tmp_path):
+    pace = {"updates_per_iteration": 10, "decay_updates": 250}
+    spread = {}
+    for task in ("uncertainty", "uncertainty_upstream", "upstream_monte_carlo"):
+        judge = ToyJudge(dropout=0.0)
+        _trainer(
+            tmp_path / task,
+            25,
+            judge=judge,
+            task=task,
+            optimiser=pace,
+            objective={"samples": 50} if task == "upstream_monte_carlo" else {},
+            keeping={"checkpoint_every": 100},
+        ).train()
+        spread[task] = _heldout(judge, task, 2)["std_mean"]
+    assert spread["uncertainty"] > 5 * spread["uncertainty_upstream"]
+    assert spread["upstream_monte_carlo"] == pytest.approx(spread["uncertainty_upstream"], rel=0.5)
+
+
+def test_measures_by_hand():
+    class Fixed(nn.Module):
+        def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+            return {"value": inputs[:, 0], "log_std": inputs[:, 1]}
+
+    points = [[[1.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    batch = pair_batch(torch.tensor(points).numpy(), label=[1.0, 0.0, 1.0])
+    found = pair_measures(judge_pairs(Fixed(), [batch], TASKS["bradley_terry"]))  # type: ignore[arg-type]
+    assert found["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
+    win = 1 / (1 + math.exp(-1))
+    assert found["nll"] == pytest.approx(-(math.log(win) + math.log(1 - win) + math.log(0.5)) / 3, rel=1e-5)
+    assert found["std_mean"] == pytest.approx(math.sqrt(2) * (1 + math.e + 1) / 3, rel=1e-5)
+    assert found["std_auroc"] == 1.0
+    prob, share = torch.tensor([0.9, 0.9, 0.1]), torch.tensor([1.0, 0.5, 0.0])
+    gap = calibration_error(prob.double(), share.double(), torch.ones(3, dtype=torch.float64))
+    assert gap == pytest.approx(
+        (2.7 - 2.5) / 3, rel=1e-5
+    )  # all three fall into one bin, in one order or the other
+    assert auroc(torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([False, True, False, True])) == 0.875
+    assert math.isnan(auroc(torch.ones(2), torch.tensor([True, True])))
+    apart = torch.tensor([0, 0, 1, 1])  # 1 < 2 in the first, 3 > 2 in the second: both rightly
+    assert auroc(torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([False, True, False, True]), apart) == 1.0
+    assert lead_stratum(torch.tensor([3.0, -0.1, 0.5, -2.0]), strata=2).tolist() == [1, 0, 0, 1]
+
+
+def test_wrong_input_by_message(tmp_path):
+    with pytest.raises(UserError, match=r"objective.task is 'uncertanty'. Did you mean 'uncertainty'"):
+        RewardObjectiveSettings(task="uncertanty")
+    with pytest.raises(UserError, match=r"objective.tie_strength is 1.0; for rao_kupper it must be above 1"):
+        RewardObjectiveSettings(task="bradley_terry", ties="rao_kupper", tie_strength=1.0)
+    with pytest.raises(UserError, match=r"optimiser.decay is 'cosin'. Did you mean 'cosine'"):
+        RewardOptimiserSettings(decay="cosin")
+    with pytest.raises(UserError, match="no trainable parameter"):
+        judge = ToyJudge()
+        judge.trainable_parameters = lambda: []  # type: ignore[method-assign]
+        _trainer(tmp_path, judge=judge)
+
+    class Ties(ToyPairs):
+        def batch(self, number, part=(0, 1)):
+            yield pair_batch(torch.zeros(2, 2, 2).numpy(), label=[0.5, 0.5])
+
+    with pytest.raises(UserError, match="Batch 0 has 2 examples and none with a label to learn from"):
+        _trainer(tmp_path, data=Ties(), task="hp").train()
+
+
+def test_cosine_and_linear_decay():
+    pace = RewardOptimiserSettings(lr=1.0, warmup_updates=4, decay_updates=10, lr_end=0.1)
+    assert [pace.lr_at(n) for n in (0, 5, 10, 50)] == pytest.approx([0.2, 0.55, 0.1, 0.1])
+    cosine = RewardOptimiserSettings(lr=1.0, decay_updates=10, decay="cosine")
+    assert [cosine.lr_at(n) for n in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])

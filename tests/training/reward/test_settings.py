@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a judge's training that the chosen task would not read: refused, each by each task."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from visalign.config import load_config
+from visalign.core.preference.ict import ict_labels
+from visalign.errors import UserError
+from visalign.pipelines.train_reward.config import JUDGE_TASKS, TrainRewardConfig
+from visalign.pipelines.train_reward.unused_settings import USED
+from visalign.training.loop.metrics import METRICS
+from visalign.training.loop.progress import SHOWN_OF_A_JUDGE, TrainingProgress
+from visalign.training.reward.batch import RewardBatch
+from visalign.training.reward.settings import USED_BY, RewardObjectiveSettings
+from visalign.training.reward.tasks import TASKS
+
+CHANGED: dict[str, Any] = {
+    "margin": 0.3,
+    "centre": 0.1,
+    "displacement": 1.2,
+    "ties": "davidson",
+    "tie_strength": 3.0,
+    "smoothing": 2.0,
+    "pair_weight": "votes",
+    "negatives": 0.1,
+    "likelihood": 0.7,
+    "mass": 0.25,
+    "samples": 3,
+    "penalty": 0.5,
+}
+GENERATOR = torch.Generator().manual_seed(0)
+ROWS = torch.randn(9, 5, generator=GENERATOR)
+OUTPUTS = {
+    "value": torch.tensor([0.3, -1.0, 2.0, 0.5, 0.1, 1.5, 0.0, 1.0, 2.0]),
+    "log_std": torch.linspace(-1.0, 0.5, 9),
+    "log_mass": torch.linspace(-1.0, -0.1, 9),
+    "image": ROWS,
+    "easy": ROWS[:3] + 1,
+    "refined": ROWS[3:6] - 1,
+    "weights": torch.tensor([1.0, 2.0]),
+}
+PAIRS: dict[str, Any] = {
+    "left": torch.arange(3),
+    "right": torch.arange(3, 6),
+    "label": torch.tensor([1.0, 0.0, 0.7]),
+    "votes": torch.tensor([[7.0, 2.0, 0.0], [1.0, 3.0, 2.0], [float("nan")] * 3]),
+}
+TRIPLES = {
+    "ict": ict_labels(torch.tensor([0.2, 0.5, 0.1]), torch.tensor([0.6, 0.9, 0.3]), torch.ones(3), theta=0.7)
+}
+BATCHES = {"pairs": PAIRS, "triples": TRIPLES, "rows": {"target": torch.linspace(1, 5, 9)}}
+
+
+def _loss(task: str, **forced: Any) -> float:
+    """With settings put in past their checks."""
+    settings = RewardObjectiveSettings(task=task)
+    for name, value in forced.items():
+        object.__setattr__(settings, name, value)
+    batch = RewardBatch(inputs=None, size=3, **BATCHES[TASKS[task].labels])
+    total, weight = TASKS[task].loss(OUTPUTS, batch, settings, torch.Generator().manual_seed(1))
+    return float(total / weight)
+
+
+def test_the_table_names_every_setting_but_the_task():
+    names = set(RewardObjectiveSettings.__dataclass_fields__) - {"task"}
+    assert set(USED_BY) == set(CHANGED) == names
+    assert all(task in TASKS for tasks in USED_BY.values() for task in tasks)
+
+
+@pytest.mark.parametrize("name", USED_BY)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_setting_is_refused_by_the_tasks_whose_loss_does_not_change_with_it(task, name):
+    beside = {"ties": "davidson"} if name == "tie_strength" else {}
+    changes = _loss(task, **beside, **{name: CHANGED[name]}) != pytest.approx(_loss(task, **beside), rel=1e-6)
+    assert changes == (task in USED_BY[name])
+    if changes:
+        settings = RewardObjectiveSettings(task=task, **beside, **{name: CHANGED[name]})
+        assert getattr(settings, name) == CHANGED[name]
+        return
+    with pytest.raises(UserError) as refused:
+        RewardObjectiveSettings(task=task, **{name: CHANGED[name]})
+    assert str(refused.value) == (
+        f"objective.{name} is {CHANGED[name]!r}, and the task {task} does not use it; tasks that do: "
+        f"{', '.join(USED_BY[name])}. Leave it out, or set objective.task to one of these."
+    )
+
+
+@pytest.mark.parametrize("name", ["margin", "centre", "displacement"])
+def test_models_of_ties_and_the_plain_loss_have_their_own_settings(name):
+    with pytest.raises(UserError, match=rf"objective.{name} is .*, and objective.ties is rao_kupper, whose"):
+        RewardObjectiveSettings(task="bradley_terry", ties="rao_kupper", **{name: CHANGED[name]})
+    with pytest.raises(UserError, match=r"objective.tie_strength is 3.0, and objective.ties is half, which"):
+        RewardObjectiveSettings(task="bradley_terry", tie_strength=3.0)
+
+
+DATA = {
+    "theta": (0.5, {"ict"}),
+    "kinds": ('["quality"]', set(TASKS) - {"ict", "rating", "rating_fidelity"}),
+    "heldout_kinds": ('["quality"]', set(TASKS) - {"rating", "rating_fidelity"}),
+    "labels": ("truth", set(TASKS) - {"ict", "rating", "rating_fidelity"}),
+    "annotators": (3, set(TASKS) - {"ict"}),
+    "train_split": ("train", set()),
+    "heldout_split": ("test", set()),
+}
+"""Setting of the data -> a value, and the tasks that take it on generated sets."""
+
+
+def _config(task: str, *more: str) -> TrainRewardConfig:
+    kind = next(kind for kind, tasks in JUDGE_TASKS.items() if task in tasks)
+    source = "shapes:quality" if TASKS[task].labels == "rows" else "shapes:pairs"
+    train = "full" if kind == "ict" else {"hp": "head"}.get(kind, "lora")
+    given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}"]
+    return load_config(
+        TrainRewardConfig, None, [*given, f"data.train={source}", f"data.heldout={source}", *more]
+    )
+
+
+@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("task", TASKS)
+def test_data_settings_without_a_reader_are_refused(task, name):
+    value, tasks = DATA[name]
+    assert _config(task).objective.task == task
+    if task in tasks:
+        assert getattr(_config(task, f"data.{name}={value}").data, name) is not None
+        return
+    with pytest.raises(
+        UserError, match=rf"data\.{name} is .*, and the task {task} on data\.train shapes:.*is used"
+    ):
+        _config(task, f"data.{name}={value}")
+
+
+def test_data_settings_of_files():
+    files = ["data.train=t.jsonl", "data.heldout=h.jsonl"]
+    split = _config("uncertainty", *files, "data.train_split=train", "data.heldout_split=test")
+    assert split.data.train_split == "train"
+    for name in ("kinds", "heldout_kinds", "labels", "annotators"):
+        with pytest.raises(UserError, match=rf"data\.{name} is .* on data\.train t\.jsonl"):
+            _config("uncertainty", *files, f"data.{name}={DATA[name][0]}")
+    half = _config("uncertainty", "data.train=t.jsonl", "data.labels=truth")  # of the held-out pairs
+    assert half.data.labels == "truth"
+    with pytest.raises(UserError, match=r"data\.annotators is 3"):
+        _config("uncertainty", "data.labels=truth", "data.annotators=3")
+
+
+def test_a_judge_of_pairs_learns_shares_of_votes_alone():
+    given = ["model.kind=pair", "objective.task=yes_no"]
+    for name in ("smoothing", "pair_weight", "likelihood"):
+        with pytest.raises(
+            UserError, match=rf"objective\.{name} is .*a judge of kind pair with model.train lora"
+        ):
+            load_config(TrainRewardConfig, None, [*given, f"objective.{name}={CHANGED[name]}"])
+
+
+def test_a_checklist_on_a_frozen_model_has_no_mass_to_keep():
+    given = ["model.kind=checklist", "objective.task=checklist", "objective.mass=0.5"]
+    assert load_config(TrainRewardConfig, None, given).objective.mass == 0.5
+    with pytest.raises(UserError, match=r"objective\.mass is 0\.5.*kind checklist with model\.train head"):
+        load_config(TrainRewardConfig, None, [*given, "model.train=head"])
+
+
+@pytest.mark.parametrize("name", ["data.train", "data.heldout"])
+def test_generated_sets_of_the_other_sort_are_refused(name):
+    with pytest.raises(UserError, match=rf"{name} is shapes:quality, which holds single rated pictures"):
+        _config("yes_no", f"{name}=shapes:quality")
+    with pytest.raises(UserError, match=rf"{name} is shapes:pairs, and a judge of kind rating learns from"):
+        _config("rating", f"{name}=shapes:pairs")
+
+
+RECORD = {
+    "iteration": 1,
+    "loss": 0.51234,
+    "grad_norm": 0.2,
+    "lr": 1e-3,
+    "samples_per_second": 30.0,
+    "seconds": 2.0,
+}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_progress_of_a_judge_shows_what_it_has_and_nothing_of_ratios(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
+    with TrainingProgress(4, console=console, shown=SHOWN_OF_A_JUDGE) as progress:
+        progress.update(RECORD)
+        progress.update({**RECORD, "iteration": 2, "heldout/accuracy": 0.875, "heldout/ece": 0.0312})
+        progress.note("the end")
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    last = text[text.rindex("grad") :] if terminal else text.splitlines()[1]
+    for wanted in ("0.5123", "0.875", "0.031", "1.0e-03", "30.0", "0:04 left"):
+        assert wanted in text
+    assert "clipped" not in last and "spread" not in last and "SRCC" not in last and "reward" not in last
+    keys = {key if "/" not in key else key.split("/")[0] + "/*" for _, key, _ in SHOWN_OF_A_JUDGE}
+    assert keys <= set(METRICS)

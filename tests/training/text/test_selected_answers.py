@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection of sampled answers and what they are worth, by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from visalign.errors import UserError
+from visalign.training.text.sampling_grid import Answers, GridPoint, grid_points, join_answers
+from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen, statistics
+from visalign.training.text.selection import accepted_answers, best_of_group, every_valid, same_answer
+
+NAN = math.nan
+
+
+def test_best_of_each_group():
+    reward = torch.tensor([0.1, 0.9, 0.5, NAN, -2.0, -1.0, NAN])
+    group = ["a", "a", "b", "b", "c", "c", "d"]
+    assert best_of_group(reward, group, seed=0) == [1, 2, 5]
+    valid = torch.tensor([True, False, True, True, True, True, True])
+    assert best_of_group(reward, group, seed=0, valid=valid) == [0, 2, 5]
+    assert every_valid(valid) == [0, 2, 3, 4, 5, 6]
+
+
+def test_ties_are_drawn_by_lot_of_the_seed_and_the_group_alone():
+    reward = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    drawn = Counter(best_of_group(reward, ["a"] * 4, seed=s)[0] for s in range(600))
+    assert set(drawn) == {0, 2, 3} and min(drawn.values()) > 150
+    for seed in range(5):
+        alone = best_of_group(reward, ["a"] * 4, seed=seed)
+        beside = best_of_group(torch.cat([torch.ones(3), reward]), ["b"] * 3 + ["a"] * 4, seed=seed)
+        assert beside[1:] == [place + 3 for place in alone]
+    tied = torch.ones(40)
+    groups = [i // 2 for i in range(40)]
+    first = [place % 2 for place in best_of_group(tied, groups, seed=1)]
+    assert 0 < sum(first) < 20  # groups have lots of their own
+
+
+def test_accepted_answers_reach_the_threshold_and_no_group_has_more_than_its_share():
+    reward = torch.tensor([1.0, 0.4, 0.5, 1.0, 1.0, NAN, 0.7])
+    group = [0, 0, 0, 0, 1, 1, 2]
+    text = ["a", "b", "c", "d", "e", "f", "g"]
+    assert accepted_answers(reward, group, text, threshold=0.5, seed=0) == [0, 2, 3, 4, 6]
+    assert accepted_answers(reward, group, text, threshold=1.5, seed=0) == []
+    valid = torch.tensor([False, True, True, True, True, True, True])
+    assert accepted_answers(reward, group, text, threshold=0.5, seed=0, valid=valid) == [2, 3, 4, 6]
+    for seed in range(20):
+        two = accepted_answers(reward, group, text, threshold=0.5, per_group=2, seed=seed)
+        assert len(two) == 4 and two[2:] == [4, 6] and set(two[:2]) < {0, 2, 3}
+    drawn = Counter(
+        place
+        for seed in range(300)
+        for place in accepted_answers(reward, group, text, threshold=0.5, per_group=1, seed=seed)
+    )
+    assert drawn[4] == drawn[6] == 300 and min(drawn[i] for i in (0, 2, 3)) > 60  # the reward plays no part
+
+
+def test_different_answers_go_before_repeats():
+    text = ["1 + 1 = 2", "1 + 1  = 2", "two", "1 + 1 =\n2", "2"]
+    assert same_answer(text[0]) == same_answer(text[1]) == same_answer(text[3]) != same_answer(text[4])
+    reward, group = torch.ones(5), [0] * 5
+    for seed in range(20):
+        three = accepted_answers(reward, group, text, threshold=1.0, per_group=3, seed=seed)
+        assert {same_answer(text[i]) for i in three} == {"1 + 1 = 2", "two", "2"}
+        four = accepted_answers(reward, group, text, threshold=1.0, per_group=4, seed=seed)
+        assert len(four) == 4 and {2, 4} < set(four)  # the repeat fills up
+
+
+def test_what_cannot_be_selected_from_is_refused():
+    with pytest.raises(ValueError, match=r"got reward \(3,\), 2 labels and valid none"):
+        best_of_group(torch.zeros(3), [0, 0], seed=0)
+    with pytest.raises(ValueError, match="text needs one entry per answer, 2 as in group; got 1"):
+        accepted_answers(torch.zeros(2), [0, 0], ["a"], threshold=0.0, seed=0)
+    with pytest.raises(UserError, match="per_group is 0; it must be at least 1"):
+        accepted_answers(torch.zeros(1), [0], ["a"], threshold=0.0, per_group=0, seed=0)
+    with pytest.raises(UserError, match="threshold is not a number"):
+        accepted_answers(torch.zeros(1), [0], ["a"], threshold=NAN, seed=0)
+
+
+def test_a_grid_is_every_combination():
+    points = grid_points([0.5, 1.0], [0.9, 1.0], [0, 7])
+    assert len(points) == len(set(points)) == 8
+    assert points[:3] == [
+        GridPoint(temperature=0.5, top_p=0.9, seed=0),
+        GridPoint(temperature=0.5, top_p=0.9, seed=7),
+        GridPoint(temperature=0.5, top_p=1.0, seed=0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (([], [1.0], [0]), r"temperatures is \[\]; give at least one number"),
+        (([1.0, 1.0], [1.0], [0]), r"temperatures is \[1.0, 1.0\].*each number once"),
+        (([0.0], [1.0], [0]), "temperatures holds 0, which draws nothing"),
+        (([-1.0], [1.0], [0]), "temperature is -1.0; it must be finite and at least 0"),
+        (([1.0], [0.0], [0]), "top_p is 0.0; it must be above 0"),
+        (([1.0], [1.0], [-1]), r"seeds is \[-1\]; seeds are whole numbers from 0 up"),
+        (([1.0], [1.0], []), r"seeds is \[\]"),
+    ],
+)
+def test_grids_that_cannot_be(lists, message):
+    with pytest.raises(UserError, match=message):
+        grid_points(*lists)
+
+
+def _answers() -> Answers:
+    """Two prompts, four answers each; one judgement failed, one answer was cut off."""
+    point = GridPoint(temperature=1.0, top_p=1.0, seed=0)
+    return Answers(
+        prompt=[0, 0, 0, 0, 1, 1, 1, 1],
+        number=[0, 1, 2, 3] * 2,
+        point=[point] * 8,
+        text=["a", "a ", "b", "c", "d", "e", "f", "g"],
+        reward=torch.tensor([1.0, 1.0, 0.0, 0.5, 0.0, NAN, 1.0, 0.0]),
+        tokens=[1, 2, 3, 4, 5, 6, 7, 8],
+        truncated=torch.tensor([False] * 6 + [True, False]),
+        reason=[None] * 5 + ["judge died"] + [None] * 2,
+    )
+
+
+def test_statistics_by_hand():
+    answers = _answers()
+    free = may_be_chosen(answers, truncated=False)
+    assert free.tolist() == [True] * 5 + [False, False, True]
+    found = statistics(answers, free, threshold=1.0)
+    assert (found["answers"], found["judged"], found["failed"], found["truncated"]) == (8, 7, 1, 1)
+    assert found["accepted"] == 2 and found["acceptance_rate"] == pytest.approx(2 / 7)
+    assert found["prompts_accepted"] == 0.5 and found["reward_mean"] == pytest.approx(3.5 / 7)
+    assert found["length_mean"] == 4.5
+    assert found["distinct_answers"] == (3 + 3) / 2 and found["distinct_accepted"] == 0.5
+    # prompt 0: 2 of 4; prompt 1: 0 of 3, which says nothing of four attempts
+    assert found["pass_at_k"] == pytest.approx({1: 0.25, 2: (1 - 1 / 6) / 2, 4: 1.0})
+    best = {n: row["reward"] for n, row in found["best_of_n"].items()}
+    # prompt 0: mean 0.625, pairs (5·1 + 0.5)/6; prompt 1: mean 1/3, pairs 2/3
+    assert best == pytest.approx({1: (0.625 + 1 / 3) / 2, 2: (5.5 / 6 + 2 / 3) / 2, 4: 1.0})
+    bounds = [row["kl_bound"] for row in found["best_of_n"].values()]
+    assert bounds == pytest.approx([0.0, math.log(2) - 1 / 2, math.log(4) - 3 / 4])
+    assert failure_reasons(answers) == {"judge died": 1}
+
+
+def test_cut_answers_count_as_accepted_where_they_are_wanted():
+    answers = _answers()
+    free = may_be_chosen(answers, truncated=True)
+    found = statistics(answers, free, threshold=0.5)
+    assert found["accepted"] == 4 and found["prompts_accepted"] == 1.0
+
+
+def test_statistics_of_nothing_are_unknown():
+    answers = _answers().rows([5])
+    found = statistics(answers, may_be_chosen(answers, truncated=True), threshold=1.0)
+    assert math.isnan(found["acceptance_rate"]) and math.isnan(found["pass_at_k"][1])
+    assert found["failed"] == 1 and math.isnan(found["best_of_n"][1]["reward"])
+
+
+def test_joined_answers_are_the_parts():
+    answers = _answers()
+    joined = join_answers([answers.rows([4, 5]), answers.rows([0])])
+    assert list(joined.text) == ["d", "e", "a"] and list(joined.prompt) == [1, 1, 0] and len(joined) == 3
+    assert joined.truncated.tolist() == [False] * 3 and joined.judged.tolist() == [True, False, True]

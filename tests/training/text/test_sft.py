@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: the gradient is that of the whole batch, a resumed run is the run, it learns."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
+
+from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.adapters.causal_lm.written_answers import WrittenBatches, written_rollout
+from visalign.adapters.causal_lm.written_lengths import fitting_answers, written_lengths
+from visalign.errors import UserError
+from visalign.text import Sampling, Stop, TextRollout
+from visalign.training.loop import checkpoint
+from visalign.training.loop.loop import Keeping
+from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.text.sft import SFTTrainer, backward_nll
+
+RECORDS = [
+    {"prompt": prompt, "completion": answer}
+    for prompt, answer in (("ab", "a"), ("cd", "cc c"), ("e", "a long answer"), ("fg", "f!"), ("h", "hi hi"))
+]
+PACE = {"lr": 1e-2, "weight_decay": 0.0, "micro_batch": 2, "ema_decay": 0.5, "ema_every": 1}
+
+
+def _policy(**options: Any) -> CausalLMPolicy:
+    return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer(), **options)
+
+
+def _trainer(
+    folder: Path,
+    iterations: int = 6,
+    *,
+    policy: CausalLMPolicy | None = None,
+    batches: Any = None,
+    **more: Any,
+) -> SFTTrainer:
+    policy = policy or _policy()
+    pace = OptimiserSettings(**{**PACE, "updates_per_iteration": 2, **more.pop("optimiser", {})})
+    keeping = {"folder": folder, "iterations": iterations, "config": {"seed": 0}, "checkpoint_every": 2}
+    return SFTTrainer(
+        policy,
+        batches or WrittenBatches(policy, RECORDS, size=3, seed=5),
+        optimiser=pace,
+        keeping=Keeping(**{**keeping, **more.pop("keeping", {})}),
+        accelerator=Accelerator(cpu=True),
+        **more,
+    )
+
+
+def _gradient(policy: CausalLMPolicy) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
+
+
+def _batch(policy: CausalLMPolicy) -> TextRollout:
+    return written_rollout(policy, [r["prompt"] for r in RECORDS], [r["completion"] for r in RECORDS])
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_answers_tokens():
+    """By transformers' own logits and torch's cross entropy, one answer at a time, prompts left out."""
+    policy, tokenizer = _policy(), tiny_tokenizer()
+    loss = backward_nll(policy, _batch(policy), micro_batch=2)
+    gradient = _gradient(policy)
+    policy.model.zero_grad()
+    losses = []
+    for record in RECORDS:
+        before = tokenizer(record["prompt"])["input_ids"]
+        after = [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+        logits = policy.model(input_ids=torch.tensor([before + after])).logits[0]
+        losses.append(
+            cross_entropy(logits[len(before) - 1 : -1].float(), torch.tensor(after), reduction="none")
+        )
+    expected = torch.cat(losses).mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    torch.testing.assert_close(gradient, _gradient(policy), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_micro_batches_change_nothing(size):
+    """Five answers of very different lengths: means of means would differ by far."""
+    policy = _policy()
+    batch = _batch(policy)
+    whole = backward_nll(policy, batch, micro_batch=64)
+    expected = _gradient(policy).clone()
+    policy.model.zero_grad()
+    assert backward_nll(policy, batch, micro_batch=size) == pytest.approx(whole, rel=1e-5)
+    assert float((_gradient(policy) - expected).norm()) < 1e-5 * float(expected.norm())
+
+
+def test_answers_of_weight_zero_cost_nothing_and_change_nothing():
+    policy = _policy()
+    batch = _batch(policy)
+    weight = batch.weight.clone()
+    weight[2] = 0.0
+    loss = backward_nll(policy, replace(batch, weight=weight), micro_batch=2)
+    rows = torch.tensor([0, 1, 3, 4])
+    policy.model.zero_grad()
+    assert loss == pytest.approx(backward_nll(policy, batch.rows(rows), micro_batch=2), rel=1e-5)
+    with pytest.raises(
+        UserError, match="5 given answers has weight 0 everywhere: there is no token to learn"
+    ):
+        backward_nll(policy, replace(batch, weight=torch.zeros_like(weight)), micro_batch=2)
+
+
+def _greedy(policy: CausalLMPolicy) -> list[str]:
+    prompts = [r["prompt"] for r in RECORDS]
+    stop = Stop(max_new_tokens=20)
+    return list(policy.generate(prompts, seeds=0, sampling=Sampling(temperature=0.0), stop=stop).text)
+
+
+def test_a_random_model_learns_the_answers_and_where_they_end(tmp_path):
+    policy = _policy()
+    wanted = [r["completion"] for r in RECORDS]
+    assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) == 0
+    result = _trainer(tmp_path, 30, policy=policy, optimiser={"ema_decay": 0.0}).train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[-1]["loss"] < 0.2 * rows[0]["loss"] and rows[-1]["perplexity"] < 2 < rows[0]["perplexity"]
+    assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) >= 4, _greedy(policy)
+    assert result.stopped == "finished" and result.state.samples == 3 * result.state.updates == 180
+
+
+def test_adapters_learn_and_the_reference_stays(tmp_path):
+    policy = _policy(lora=text_lora(rank=8, seed=0))
+    batch = _batch(policy)
+    with torch.no_grad():
+        before = policy.log_probs(batch).log_prob
+    _trainer(tmp_path, 8, policy=policy, optimiser={"lr": 3e-2, "ema_decay": 0.0}).train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    with torch.no_grad(), policy.reference():
+        torch.testing.assert_close(policy.log_probs(batch).log_prob, before)
+    with torch.no_grad():
+        assert not torch.allclose(policy.log_probs(batch).log_prob, before, atol=0.1)
+
+
+def test_the_record_says_what_was_learnt(tmp_path):
+    trainer = _trainer(
+        tmp_path,
+        2,
+        keeping={"evaluate_every": 2},
+        evaluate=lambda iteration: {"accuracy": 0.25 * iteration},
+        optimiser={"warmup_updates": 1, "max_grad_norm": 0.1},
+    )
+    trainer.train()
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    lengths = [len(r["completion"]) + 1 for r in RECORDS]
+    assert first["samples"] == 6 and second["samples"] == 12 and second["updates"] == 4
+    assert sum(lengths) < second["tokens"] == sum(_lengths_read(trainer, 4))
+    assert first["length_mean"] == pytest.approx(first["tokens"] / 6)
+    assert first["lr"] == pytest.approx(1e-2) and first["grad_norm"] > 0.1
+    assert math.log(first["perplexity"]) == pytest.approx(first["loss"], rel=0.3)
+    assert "heldout/accuracy" not in first and second["heldout/accuracy"] == 0.5
+
+
+def _lengths_read(trainer: SFTTrainer, batches: int) -> list[int]:
+    rollouts = [trainer.answers.batch(n) for n in range(batches)]
+    return [int(n) for rollout in rollouts for n in rollout.weight.sum(1)]
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    for name in ("trainable", "ema", "optimizer"):
+        files = [
+            checkpoint.step_folder(run / "checkpoints", step) / f"{name}.safetensors" for run in (one, other)
+        ]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
+    lines = [[without_times(r) for r in read_metrics(run / "metrics.jsonl")] for run in (one, other)]
+    assert lines[0] == lines[1] and len(lines[0]) == step
+
+
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
+    _trainer(tmp_path / "whole").train()
+
+    def ctrl_c(iteration: int) -> dict[str, float]:
+        if iteration == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return {}
+
+    cut = _trainer(tmp_path / "cut", keeping={"evaluate_every": 1}, evaluate=ctrl_c)
+    result = cut.train()
+    assert result.stopped == "interrupted" and result.state.iteration == 3
+    again = _trainer(tmp_path / "cut")
+    assert again.resume()
+    assert again.train().stopped == "finished"
+    assert_same_run(tmp_path / "whole", tmp_path / "cut", 6)
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
+    """Killed in iteration 4, after the checkpoint of iteration 2: iteration 3 is done again."""
+    _trainer(tmp_path / "whole").train()
+
+    class Dies:
+        def __init__(self, batches: Any) -> None:
+            self.batches = batches
+
+        def batch(self, number: int) -> TextRollout:
+            if number == 7:
+                raise MemoryError
+            return self.batches.batch(number)
+
+    policy = _policy()
+    dies = Dies(WrittenBatches(policy, RECORDS, size=3, seed=5))
+    with pytest.raises(MemoryError):
+        _trainer(tmp_path / "cut", policy=policy, batches=dies).train()
+    assert len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == 3
+    again = _trainer(tmp_path / "cut")
+    again.resume()
+    assert again.state.iteration == 2
+    again.train()
+    assert_same_run(tmp_path / "whole", tmp_path / "cut", 6)
+
+
+def test_an_update_that_is_not_finite_is_left_out(tmp_path):
+    trainer = _trainer(tmp_path, 1)
+    with torch.no_grad():
+        trainer.parameters[0][1][:] = torch.inf
+    kept = [p.detach().clone() for _, p in trainer.parameters[1:]]
+    trainer.train()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["updates"] == row["updates_skipped"] == 2 and row["loss"] is None and row["grad_norm"] is None
+    assert all(torch.equal(p, q) for (_, p), q in zip(trainer.parameters[1:], kept, strict=True))
+
+
+def test_the_average_is_of_the_trained_weights(tmp_path):
+    trainer = _trainer(tmp_path, 2)
+    trainer.train()
+    own = trainer.parameters[0][1].detach().clone()
+    with trainer.ema.applied():
+        assert not torch.equal(trainer.parameters[0][1], own)
+    assert torch.equal(trainer.parameters[0][1], own)
+
+
+def test_several_processes_are_refused(tmp_path):
+    class Two:
+        num_processes = 2
+
+    policy = _policy()
+    with pytest.raises(UserError, match="train in one process, and 2 were started"):
+        SFTTrainer(
+            policy,
+            WrittenBatches(policy, RECORDS, size=3, seed=5),
+            optimiser=OptimiserSettings(),
+            keeping=Keeping(folder=tmp_path, iterations=1, config={}),
+            accelerator=Two(),  # type: ignore[arg-type]  # all that is asked of it
+        )
+
+
+def test_lengths_are_those_of_the_rollout_and_long_records_are_refused_or_left_out():
+    policy = _policy()
+    batch = _batch(policy)
+    assert written_lengths(policy, RECORDS) == [
+        int(n) for n in batch.prompt_weight.sum(1) + batch.weight.sum(1)
+    ]
+    fits, long = {"prompt": "ab", "completion": "c" * 61}, {"prompt": "ab", "completion": "c" * 62}
+    assert fitting_answers(policy, [fits]) == [fits]  # 2 + 61 + the end token = 64
+    with pytest.raises(UserError, match=r"1 of 3 records are longer than the 64 tokens .* record 1 has 65"):
+        fitting_answers(policy, [fits, long, fits])
+    assert fitting_answers(policy, [fits, long], too_long="drop") == [fits]
+    with pytest.raises(UserError, match=r"None of the 2 records fits the 64 tokens .* shortest has 65"):
+        fitting_answers(policy, [long, long], too_long="drop")
+    with pytest.raises(UserError, match=r"2 \+ 63 tokens, and the model reads 64 at most"):
+        WrittenBatches(policy, [long], size=1, seed=0).batch(0)
+
+
+def test_records_without_an_answer_are_refused():
+    policy = _policy()
+    with pytest.raises(
+        UserError, match="Record 1 has no text in the field 'completion': its fields are prompt"
+    ):
+        WrittenBatches(policy, [RECORDS[0], {"prompt": "x"}], size=1, seed=0)
+    with pytest.raises(UserError, match="0 records in batches of 2"):
+        WrittenBatches(policy, [], size=2, seed=0)

@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text policies learn under every named algorithm; an update does not depend on how it is cut up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.support.text_toy import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
+from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
+from tests.support.tiny_text_server import serving
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.adapters.server.generator import ServerGenerator
+from visalign.errors import UserError
+from visalign.interfaces import Scores
+from visalign.text import Stop
+from visalign.training.loop.judging import RewardFailure
+from visalign.training.loop.metrics import METRICS, TEXT_ONLY, check_keys, read_metrics, without_times
+from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+
+LEARNERS = [
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "gspo",
+    "dapo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "flowrl",
+    "clip_cov",
+    "kl_cov",
+    "ppo",
+    "ppo_kl",
+    "ppo_ptx",
+]
+TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
+CHANGES = {"flowrl": {"heads_lr": 3e-2}, "ppo_ptx": {"changes": {"ptx": 0.01}}}
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_every_named_algorithm_learns_the_letter(algorithm, tmp_path):
+    trainer = toy_text_trainer(
+        tmp_path, algorithm, objective=CHANGES.get(algorithm), keeping={"iterations": 12}
+    )
+    trainer.train()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    rewards = [record["reward_mean"] for record in records]
+    first, last = sum(rewards[:2]) / 2, sum(rewards[-3:]) / 3
+    assert last > first + 0.1, rewards
+    for record in records:
+        check_keys(record)
+    assert records[0]["ratio_floor"] < 1e-4
+
+
+CUTS = ["grpo", "dapo", "gspo", "kl_cov", "clip_cov", "flowrl", "ppo_ptx"]
+
+
+@pytest.mark.parametrize("algorithm", CUTS)
+def test_micro_batches_change_nothing(algorithm, tmp_path):
+    ends = []
+    for size in (3, 64):
+        trainer = toy_text_trainer(tmp_path / str(size), algorithm, optimiser={"micro_batch": size})
+        trainer.optimizer = cast(Any, torch.optim.SGD)(
+            [p for _, p in trainer.parameters], lr=1e-2
+        )  # Adam blows up zeros
+        before = weights_of(trainer)
+        trainer.iterate()
+        ends.append(weights_of(trainer) - before)
+    assert float(ends[0].norm()) > 1e-4
+    assert float((ends[0] - ends[1]).norm()) < 1e-4 * float(ends[0].norm())
+
+
+def test_answers_without_signal_are_not_sent_through_the_model(tmp_path, monkeypatch):
+    trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("?"), optimiser={"updates_per_iteration": 1})
+    seen: list[int] = []
+    policy = trainer.team.policy
+    inner = policy.log_probs
+
+    def counted(rollout, rows=None, **options):
+        seen.append(len(rollout) if rows is None else len(torch.arange(len(rollout))[rows]))
+        return inner(rollout, rows, **options)
+
+    monkeypatch.setattr(policy, "log_probs", counted)
+    record = trainer.iterate()
+    live = round(record["signal_share"] * 24)
+    assert 0 < live < 24 and sum(seen) == live
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "ppo", "rloo"])
+def test_a_failed_answer_counts_nowhere_whatever_its_number(algorithm, tmp_path):
+    """A judge that fails on some answers may leave any value there: the update is the same."""
+
+    def fails(text, record):
+        return "b" in text or "e" in text
+
+    class Leaves(Letters):
+        def __init__(self, value):
+            super().__init__("a", fails)
+            self.value = value
+
+        def score(self, completions, prompts, metadata=None):
+            found = super().score(completions, prompts, metadata)
+            return replace(found, value=torch.where(found.valid, found.value, self.value))
+
+    ends = []
+    for value in (math.nan, 0.0, 50.0):
+        trainer = toy_text_trainer(
+            tmp_path, algorithm, reward=Leaves(value), rollout={"max_failure_rate": 0.9}
+        )
+        start = weights_of(trainer)
+        record = trainer.iterate()
+        assert 0 < record["valid_share"] < 1 and record["trained_share"] < 1
+        ends.append(weights_of(trainer))
+    assert not torch.equal(start, ends[0])
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+
+
+def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
+    trainer = toy_text_trainer(tmp_path, reward=Letters(fail=lambda text, record: record["prompt"] == "g"))
+    with pytest.raises(RewardFailure, match=r"could not judge 6 of 24 samples; .*unreadable \(6×\)"):
+        for _ in range(3):
+            trainer.iterate()
+
+
+def test_prompts_that_are_too_long_are_left_out_and_blamed_on_nobody(tmp_path):
+    policy = toy_policy(max_prompt_tokens=3, long_prompts="mask")
+    trainer = toy_text_trainer(tmp_path, policy=policy, keeping={"iterations": 1})
+    records = [trainer.iterate() for _ in range(3)]
+    assert min(record["valid_share"] for record in records) < 1  # "d e f" and "k l m" have five tokens
+    assert all(record["updates"] > 0 for record in records)
+
+
+def test_remax_compares_with_the_greedy_answer_to_the_same_record(tmp_path):
+    """Two records share a prompt and want different letters: each sample meets its own record's judge."""
+    seen = []
+
+    class PerRecord(Letters):
+        def score(self, completions, prompts, metadata=None):
+            wanted = [record["letter"] if record else "" for record in metadata or ()]
+            seen.append(wanted)
+            value = [float(w in text) for w, text in zip(wanted, completions, strict=True)]
+            return Scores(value=torch.tensor(value), valid=torch.ones(len(value)).bool(), unit="share")
+
+    trainer = toy_text_trainer(tmp_path, "remax", reward=PerRecord(), rollout={"prompts_per_iteration": 2})
+    trainer.team = replace(
+        trainer.team, records=[{"prompt": "g", "letter": x} for x in ("a", "b", "a", "b", "a", "b")]
+    )
+    trainer.iterate()
+    sampled, greedy = seen
+    assert sorted(greedy) == sorted(sampled[::6]) == ["a", "b"]
+
+
+def test_a_clip_is_seen_beside_a_kl_term(tmp_path):
+    """The KL's gradient flows through clipped tokens too; the share that was clipped is the policy's."""
+    shares = []
+    for kl in (0.0, 0.1):
+        trainer = toy_text_trainer(
+            tmp_path, objective={"epochs": 4, "changes": {"kl": kl}}, optimiser={"lr": 2e-2}
+        )
+        record = trainer.iterate()
+        shares.append(record["clip_low"] + record["clip_high"])
+        assert ("kl" in record) == (kl > 0)
+    assert min(shares) > 0.01
+
+
+def test_whoever_writes_is_told_of_the_weights_after_a_resume(tmp_path):
+    toy_text_trainer(tmp_path, keeping={"iterations": 2}).train()
+    told = []
+    trainer = toy_text_trainer(tmp_path, keeping={"iterations": 2}, after_update=told.append)
+    assert trainer.resume() and told == [2]
+
+
+def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
+    class Short(Letters):
+        def score(self, completions, prompts, metadata=()):
+            return super().score(completions[:1], prompts[:1], (metadata or ())[:1])
+
+    with pytest.raises(RewardFailure, match="returned 1 scores for 24 answers"):
+        toy_text_trainer(tmp_path, reward=Short()).iterate()
+
+
+@pytest.mark.parametrize(("algorithm", "dynamic"), [("ppo", None), ("dapo", {"max_rounds": 3})])
+def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
+    def trainer(folder, iterations):
+        keeping = {"iterations": iterations, "free_keys": ()}
+        return toy_text_trainer(tmp_path / folder, algorithm, dynamic=dynamic, keeping=keeping)
+
+    whole = trainer("whole", 4)
+    whole.train()
+    trainer("parts", 2).train()
+    second = trainer("parts", 4)
+    assert second.resume() and second.state.iteration == 2
+    second.train()
+    assert torch.equal(weights_of(whole), weights_of(second))
+    lines = [
+        [without_times(r) for r in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("whole", "parts")
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+    if dynamic:
+        assert whole.groups is not None and second.groups is not None
+        assert whole.groups.total == second.groups.total and whole.groups.total.rounds >= 4
+
+
+def test_dynamic_sampling_goes_on_until_groups_carry_signal(tmp_path):
+    """Only prompts with the tag g or n can be right; the others never carry a signal."""
+
+    class Some(Letters):
+        def score(self, completions, prompts, metadata=None):
+            found = super().score(completions, prompts, metadata)
+            wanted = torch.tensor(
+                [bool(record) and record["prompt"] in ("g", "n") for record in metadata or ()]
+            )
+            found.value.mul_(wanted)
+            return found
+
+    trainer = toy_text_trainer(tmp_path, "dapo", reward=Some(), dynamic={"max_rounds": 4})
+    record = trainer.iterate()
+    assert record["groups/rounds"] > 1
+    assert record["groups/generated"] == 4 * record["groups/rounds"]
+    assert record["groups/dropped_flat"] >= 4 and record["samples"] == 24 * record["groups/rounds"]
+    assert record["signal_share"] == 1.0
+
+
+def test_without_any_signal_nothing_moves(tmp_path):
+    trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("%"), dynamic={"max_rounds": 2})
+    before = weights_of(trainer)
+    record = trainer.iterate()
+    assert record["groups/kept"] == 0 and record["updates"] == 0
+    assert torch.equal(before, weights_of(trainer))
+
+
+def test_a_separate_value_network_learns(tmp_path):
+    trainer = toy_text_trainer(tmp_path, "ppo", separate_value=True, keeping={"iterations": 10})
+    trainer.train()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    explained = [record["value_explained"] for record in records]
+    assert explained[-1] > explained[0] and {"loss/value", "loss/policy"} <= set(records[-1])
+    names = [name for name, _ in trainer.parameters if name.startswith("value_model.")]
+    assert len(names) > 10
+
+
+def test_rewards_of_single_steps_are_learnt(tmp_path):
+    """The answer as a whole is worth nothing, a token "z" is worth 1, answers with a "y" are invalid."""
+    policy = toy_policy()
+    z, y = (policy.tokenizer.convert_tokens_to_ids(letter) for letter in "zy")
+
+    class Judged:
+        def __init__(self, rollout):
+            self.valid = ~(rollout.completion_ids == y).any(1)
+            self.reward = (rollout.completion_ids == z) * rollout.weight * self.valid[:, None]
+
+        def tokens(self, place="last"):
+            return self.reward
+
+    class Judge:
+        def score_rollout(self, rollout):
+            return Judged(rollout)
+
+    trainer = toy_text_trainer(
+        tmp_path, "reinforce_pp", policy=policy, reward=Letters("%"), process=Judge(), optimiser={"lr": 1e-2}
+    )
+    prompts = [record["prompt"] for record in trainer.team.records]
+
+    def share():
+        rollout = policy.generate(prompts, seeds=5, num_generations=40, stop=Stop(max_new_tokens=5))
+        return float(((rollout.completion_ids == z) * rollout.weight).sum() / rollout.weight.sum())
+
+    before = share()
+    records = [trainer.iterate() for _ in range(15)]
+    assert share() > before + 0.2
+    assert min(record["trained_share"] for record in records) < 1  # answers with a "y" are left out
+    with pytest.raises(UserError, match="grpo has one advantage per answer"):
+        toy_text_trainer(tmp_path, "grpo", process=Judge())
+
+
+def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):
+    """Measured after the update: with one step per iteration the KL before it is 0."""
+    used = {}
+    for target in (1e-9, 1e3):
+        trainer = toy_text_trainer(
+            tmp_path,
+            "ppo_kl",
+            objective={"target_kl": target},
+            optimiser={"updates_per_iteration": 1},
+        )
+        used[target] = [trainer.iterate()["penalty"] for _ in range(3)]
+    assert used[1e-9] == [1.0, 2.0, 4.0] and used[1e3] == [1.0, 0.5, 0.25]
+
+
+def test_truncated_answers_are_masked_and_counted(tmp_path):
+    kept = toy_text_trainer(tmp_path)
+    masked = toy_text_trainer(tmp_path, rollout={"truncated": "mask"})
+    records = [trainer.iterate() for trainer in (kept, masked)]
+    assert records[0]["truncated_share"] == records[1]["truncated_share"] > 0
+    assert records[1]["trained_share"] == pytest.approx(1 - records[1]["truncated_share"])
+
+
+def test_another_engines_log_probs_are_corrected(tmp_path):
+    """An engine whose log-probs are lower by 0.1 per token: each token is weighted by e^0.1, so that with
+    plain gradient steps the update is e^0.1 times as large."""
+    moves = []
+    for shift in (0.0, 0.1):
+        policy = toy_policy()
+        trainer = toy_text_trainer(
+            tmp_path,
+            policy=policy,
+            generator=OtherEngine(policy, shift),
+            rollout={"recompute": True},
+            objective={"changes": {"kl": 0.0, "correction": TRUNCATE}},
+            optimiser={"updates_per_iteration": 1, "max_grad_norm": math.inf},
+        )
+        parameters = [p for _, p in trainer.parameters]
+        trainer.optimizer = cast(Any, torch.optim.SGD)(parameters, lr=1e-3)
+        before = weights_of(trainer)
+        record = trainer.iterate()
+        assert record["ratio_floor"] < 1e-5
+        moves.append(weights_of(trainer) - before)
+    ratio = float((moves[0] * moves[1]).sum() / moves[0].square().sum())
+    assert ratio == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
+def test_a_server_writes_the_answers_and_follows_the_weights(tmp_path):
+    """The server holds its own copy of the model; after each update it loads the adapters."""
+
+    def built():
+        return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer(), lora=text_lora(rank=4))
+
+    policy = built()
+    with serving(built()) as server:
+        generator = ServerGenerator.for_policy(policy, server.url, "tiny")
+
+        def sync(_iteration):
+            policy.save(tmp_path / "adapter")
+            generator.sync(tmp_path / "adapter")
+
+        trainer = toy_text_trainer(
+            tmp_path,
+            policy=policy,
+            generator=generator,
+            after_update=sync,
+            objective={"changes": {"kl": 0.0, "correction": TRUNCATE}},
+            optimiser={"lr": 2e-2},
+        )
+        start = weights_of(trainer)
+        records = [trainer.iterate() for _ in range(3)]
+        assert len(server.adapters) == 1 and not torch.equal(start, weights_of(trainer))
+        assert all(record["engine_gap"] < 1e-4 for record in records)
+        assert all(record["ratio_std"] > 0 for record in records)
+        trainer.after_update = None
+        with pytest.raises(UserError, match="the server still has other weights"):
+            for _ in range(3):
+                trainer.iterate()
+
+
+def test_an_engine_that_is_far_off_stops_the_run(tmp_path):
+    policy = toy_policy()
+    trainer = toy_text_trainer(
+        tmp_path, policy=policy, generator=OtherEngine(policy, 0.7), rollout={"recompute": True}
+    )
+    with pytest.raises(UserError, match=r"are 0\.7 nats per token away from the policy's, allowed 0\.5"):
+        trainer.iterate()
+
+
+def test_another_engine_needs_recomputed_log_probs(tmp_path):
+    policy = toy_policy()
+    with pytest.raises(UserError, match=r"Another engine writes the answers.*rollout\.recompute=true"):
+        toy_text_trainer(tmp_path, policy=policy, generator=OtherEngine(policy, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("ppo", "needs a value function"),
+        ("flowrl", "needs a log-partition head"),
+        ("ppo_ptx", "needs a value function"),
+    ],
+)
+def test_an_algorithm_without_its_parts_is_refused(algorithm, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        toy_text_trainer(tmp_path, algorithm, policy=toy_policy(), log_partition=None)
+
+
+def test_several_processes_are_refused(tmp_path):
+    class Two:
+        num_processes = 2
+
+    with pytest.raises(UserError, match="train in one process, and 2 were started"):
+        toy_text_trainer(tmp_path, accelerator=cast(Any, Two()))
+
+
+def test_ptx_without_texts_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"has a ptx term \(γ = 27.8\) and no text"):
+        toy_text_trainer(tmp_path, "ppo_ptx", policy=toy_policy(value=True), written=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": "grop"}, "no algorithm 'grop'. Did you mean 'grpo'"),
+        ({"changes": {"klx": 0.1}}, "no field 'klx'"),
+        ({"changes": {"surrogate_options": {"eps_hihg": 0.1}}}, "eps_hihg"),
+        ({"changes": {"correction": {"level": "token", "hihg": 2.0}}}, "Did you mean 'high'"),
+        ({"changes": {"correction": {"level": "token"}}}, "missing: mode, high"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"heads_lr": 0.0}, "heads_lr is 0.0"),
+        ({"target_kl": 0.1}, "adapts the penalty of the surrogate ppo_kl, and grpo has ppo_clip"),
+        ({"algorithm": "flow_dppo"}, "which denoising steps have and tokens do not"),
+        ({"algorithm": "gdpo"}, "normalises several rewards one by one"),
+    ],
+)
+def test_objective_settings_are_refused_by_name(settings, message):
+    with pytest.raises(UserError, match=message):
+        TextObjectiveSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"truncated": "drop"}, "rollout.truncated is 'drop'; it must be one of keep, mask"),
+        ({"temperature": 0.0}, "temperature is 0, which draws nothing"),
+        ({"max_failure_rate": 2.0}, "it is a share, 0 to 1"),
+        ({"max_new_tokens": 0}, "at least 1 token"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+    ],
+)
+def test_rollout_settings_are_refused_by_name(settings, message):
+    with pytest.raises(UserError, match=message):
+        TextRolloutSettings(**settings)
+
+
+def test_dr_grpo_takes_the_length_limit_unless_told():
+    settings = TextObjectiveSettings(algorithm="dr_grpo")
+    assert settings.build(max_new_tokens=77).length == 77
+    told = TextObjectiveSettings(algorithm="dr_grpo", changes={"length": 9})
+    assert told.build(max_new_tokens=77).length == 9
+
+
+def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
+    record = toy_text_trainer(tmp_path, "ppo_kl", objective={"target_kl": 0.1}, dynamic={}).iterate()
+    check_keys(record)
+    families = {key.split("/", 1)[0] + "/*" if "/" in key else key for key in record}
+    elsewhere = {"engine_gap", "perplexity"}  # with another engine; of supervised fine-tuning
+    assert set(TEXT_ONLY) - families == elsewhere and families <= set(METRICS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rule": "sprad"}, "^dynamic: .*sprad"),
+        ({"rule": "accuracy"}, "dynamic.right_at is null"),
+        ({"max_rounds": 0}, "^dynamic: "),
+    ],
+)
+def test_dynamic_settings_are_refused_at_once(settings, message):
+    with pytest.raises(UserError, match=message):
+        DynamicSettings(**settings)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From encoded prompts to a `TextRollout`: length limits, batches of answers, and putting them together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from visalign.errors import UserError
+from visalign.text import (
+    Prompt,
+    Sampling,
+    Stop,
+    StopReason,
+    TextRollout,
+    TokenSets,
+    sample_uniforms,
+)
+from visalign.vision.pictures import Picture
+
+from .generation import Answers, Ending, generate_answers
+from .network import CausalNetwork
+from .prompts import EncodedPrompt, left_pad
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptBatch:
+    """P prompts that are to be answered G times each."""
+
+    prompts: Sequence[Prompt]
+    ids: Sequence[Sequence[int]]
+    """P lists of tokens."""
+    group: Sequence[Hashable]
+    """P labels."""
+    generations: int
+    """G."""
+    seeds: Sequence[int]
+    """P·G."""
+    pictures: Sequence[Sequence[Picture]] | None = None
+    """P lists; None without pictures."""
+    images: Sequence[Sequence[Any]] | None = None
+    """The pictures as they were given."""
+
+    def encoded(self) -> list[EncodedPrompt]:
+        """P prompts as the network reads them."""
+        shown = [()] * len(self.ids) if self.pictures is None else self.pictures
+        return [EncodedPrompt(tuple(ids), tuple(row)) for ids, row in zip(self.ids, shown, strict=True)]
+
+
+def check_counts(
+    prompts: Sequence[Prompt],
+    generations: int,
+    seeds: int | Sequence[int],
+    group: Sequence[Hashable] | None,
+) -> int:
+    """B = P·G, after a look at what must fit together.
+
+    Raises:
+        UserError: naming what does not fit.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise UserError(f"prompts is {prompts!r}; give a list of at least one prompt, [text, …].")
+    if generations < 1:
+        raise UserError(f"num_generations is {generations}; it must be at least 1.")
+    count = len(prompts) * generations
+    if not isinstance(seeds, int) and len(seeds) != count:
+        raise UserError(
+            f"seeds has {len(seeds)} entries for {len(prompts)} prompts × {generations} generations, "
+            f"{count} samples. Give one per sample, or one integer for the call."
+        )
+    if group is not None and len(group) != len(prompts):
+        raise UserError(f"group has {len(group)} labels for {len(prompts)} prompts; give one per prompt.")
+    return count
+
+
+def check_lengths(
+    ids: Sequence[Sequence[int]],
+    longest: int | None,
+    context: int | None,
+    pictures: Sequence[Sequence[Picture]] | None = None,
+) -> None:
+    """Refuse prompts that are too long to be answered.
+
+    Args:
+        ids: P prompts.
+        longest: tokens of a prompt at most, or None.
+        context: of the model, for the message.
+        pictures: P lists, for the message.
+
+    Raises:
+        UserError: naming the first such prompt, its length and the limit.
+    """
+    long = [place for place, tokens in enumerate(ids) if longest is not None and len(tokens) > longest]
+    if long:
+        shown = [] if pictures is None else [picture.tokens for picture in pictures[long[0]]]
+        of_them = f" ({sum(shown)} of them for its {len(shown)} pictures)" if shown else ""
+        smaller = ", show smaller pictures" if shown else ""
+        raise UserError(
+            f"Prompt {long[0]} has {len(ids[long[0]])} tokens{of_them}, and at most {longest} are allowed "
+            f"(the model's context is {context}); {len(long)} of {len(ids)} prompts are too long. Shorten or "
+            f'drop them{smaller}, or set long_prompts="mask" to give their samples no weight.'
+        )
+
+
+@dataclass
+class _Collected:
+    """Answers of all B samples; those that were not generated stay as they begin."""
+
+    ids: list[list[int]]
+    reason: list[StopReason]
+    numbers: dict[str, list[Tensor]]
+    """Name -> B tensors of the answers' lengths."""
+    kept: list[list[Tensor]]
+
+
+def generate_rollout(
+    network: CausalNetwork,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: PromptBatch,
+    *,
+    sampling: Sampling,
+    stop: Stop,
+    ends: Sequence[int],
+    pad: int,
+    context: int | None,
+    longest_prompt: int | None,
+    chunk: int,
+) -> TextRollout:
+    """Answer the prompts, `chunk` samples at a time.
+
+    Args:
+        network: the model.
+        tokenizer: for texts and stop strings.
+        batch: the prompts.
+        sampling: how tokens are drawn.
+        stop: length limit and stop strings.
+        ends: end tokens.
+        pad: an id that fills gaps.
+        context: tokens of prompt and answer together, or None.
+        longest_prompt: longer ones are not answered.
+        chunk: samples that grow together.
+    """
+    source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
+    fits = [longest_prompt is None or len(ids) <= longest_prompt for ids in batch.ids]
+    encoded = batch.encoded()
+    todo = [sample for sample, place in enumerate(source) if fits[place]]
+    count = len(source)
+    found = _Collected(
+        ids=[[] for _ in range(count)],
+        reason=["prompt too long"] * count,
+        numbers={name: [torch.zeros(0)] * count for name in ("log_prob", "full_log_prob", "entropy")},
+        kept=[[] for _ in range(count)],
+    )
+    for start in range(0, len(todo), chunk):
+        samples = todo[start : start + chunk]
+        prompts = [encoded[source[sample]] for sample in samples]
+        limit = [
+            min(stop.max_new_tokens, stop.max_new_tokens if context is None else context - len(prompt.ids))
+            for prompt in prompts
+        ]
+        answers = generate_answers(
+            network,
+            prompts,
+            sample_uniforms([batch.seeds[sample] for sample in samples], max(limit)),
+            sampling=sampling,
+            ending=Ending(
+                eos_ids=frozenset(ends),
+                limit=limit,
+                strings=stop.strings,
+                decode=lambda ids: _decode(tokenizer, ids, special=True),
+            ),
+            pad_id=pad,
+        )
+        _collect(found, answers, samples)
+    return _rollout(found, batch, source, tokenizer, sampling, pad, fits)
+
+
+def _collect(found: _Collected, answers: Answers, samples: Sequence[int]) -> None:
+    """Put the answers of one batch in their places, cut to their lengths."""
+    numbers = {name: getattr(answers, name).cpu() for name in found.numbers}
+    for row, sample in enumerate(samples):
+        length = len(answers.ids[row])
+        found.ids[sample], found.reason[sample] = answers.ids[row], answers.reason[row]
+        found.kept[sample] = answers.kept[row][:length]
+        for name, values in numbers.items():
+            found.numbers[name][sample] = values[row, :length]
+
+
+def _rollout(
+    found: _Collected,
+    batch: PromptBatch,
+    source: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    pad: int,
+    fits: Sequence[bool],
+) -> TextRollout:
+    # A prompt that is too long keeps its first token alone: nothing is ever computed from it.
+    prompt_ids, prompt_mask = left_pad(
+        [ids if fit else ids[:1] for ids, fit in zip(batch.ids, fits, strict=True)], pad
+    )
+    length = max(1, *map(len, found.ids))
+    completion = torch.full((len(source), length), pad, dtype=torch.int64)
+    weight = torch.zeros(len(source), length)
+    numbers = {name: torch.zeros(len(source), length) for name in found.numbers}
+    for sample, ids in enumerate(found.ids):
+        completion[sample, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        weight[sample, : len(ids)] = 1
+        for name, values in numbers.items():
+            values[sample, : len(ids)] = found.numbers[name][sample]
+    return TextRollout(
+        prompt_ids=prompt_ids[source],
+        prompt_weight=prompt_mask[source].float(),
+        completion_ids=completion,
+        weight=weight,
+        log_prob=numbers["log_prob"],
+        full_log_prob=numbers["full_log_prob"],
+        entropy=numbers["entropy"],
+        text=[_decode(tokenizer, ids, special=False) for ids in found.ids],
+        stop_reason=found.reason,
+        group=[batch.group[place] for place in source],
+        prompt=[batch.prompts[place] for place in source],
+        seed=list(batch.seeds),
+        sampling=sampling,
+        kept=TokenSets.from_lists(found.kept, length) if sampling.truncates else None,
+        images=None if batch.images is None else [batch.images[place] for place in source],
+    )
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special: bool) -> str:
+    """Text of an answer, blanks as they are."""
+    text: Any = tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return text

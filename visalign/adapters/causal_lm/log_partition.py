@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlowRL's learned log-partition: log Z_φ(x) of a prompt, from the policy's own hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visalign.errors import UserError
+from visalign.text import TextRollout
+
+from .policy import CausalLMPolicy
+
+
+class LogPartitionHead(nn.Module):
+    """log Z of [b, H] features: three linear layers with GELU and LayerNorm; 0 before training.
+
+    Args:
+        hidden_size: H.
+
+    Source: FlowRL, arXiv 2509.15207, section 3.3 and appendix (a 3-layer perceptron of the mean hidden state
+        of the prompt).
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(2):
+            layers += [nn.Linear(hidden_size, hidden_size), nn.GELU(), nn.LayerNorm(hidden_size)]
+        self.trunk = nn.Sequential(*layers)
+        self.out = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[b, H] -> [b] float32."""
+        return self.out(self.trunk(features.float()))[:, 0]
+
+
+class PromptLogPartition:
+    """log Z of the prompts of a rollout: features of the policy, detached, and a head that trains.
+
+    The features are taken without gradient: the residual of trajectory balance must not move the policy by
+    way of log Z.
+
+    Args:
+        policy: whose hidden states of the last layer are averaged over the prompt.
+        seed: of the head's weights.
+    """
+
+    def __init__(self, policy: CausalLMPolicy, *, seed: int = 0) -> None:
+        self._policy = policy
+        size = policy.model.config.get_text_config().hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._head = LogPartitionHead(size).to(policy.device)
+
+    @property
+    def head(self) -> nn.Module:
+        """[b, H] -> [b]."""
+        return self._head
+
+    @torch.no_grad()
+    def features(self, rollout: TextRollout) -> Tensor:
+        """Mean hidden state of each sample's prompt.
+
+        Args:
+            rollout: B samples; equal prompts are computed once.
+
+        Returns:
+            [B, H] float32, without gradient.
+
+        Raises:
+            UserError: prompts with pictures.
+        """
+        if rollout.images is not None:
+            raise UserError(
+                "log Z reads the prompt's text alone, and this rollout has pictures in its prompts. Use "
+                "another algorithm than FlowRL for them."
+            )
+        rows = torch.cat([rollout.prompt_weight.long(), rollout.prompt_ids], 1)
+        unique, place = torch.unique(rows, dim=0, return_inverse=True)
+        width = rollout.prompt_ids.shape[1]
+        device = self._policy.device
+        mask, ids = unique[:, :width].to(device), unique[:, width:].to(device)
+        parts = []
+        for own, weight in zip(ids.split(64), mask.split(64), strict=True):
+            hidden = self._last_hidden(own, weight)
+            share = weight.float() / weight.sum(1, keepdim=True).clamp(min=1)
+            parts.append((hidden.float() * share[:, :, None]).sum(1))
+        return torch.cat(parts)[place.to(device)]
+
+    def _last_hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
+        model: Any = self._policy.model
+        trunk = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        out = trunk(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        return out.last_hidden_state

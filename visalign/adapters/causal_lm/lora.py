@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on a transformers language model: add, switch off, save as peft does, load.
+
+Source: LoRA, arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import Linear
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from visalign.adapters.lora import (
+    ADAPTER,
+    LoraSettings,
+    adapter_config,
+    check_bare,
+    check_same_kind,
+    insert_adapters,
+)
+from visalign.errors import UserError
+
+ALL_LINEAR = "all-linear"
+"""As a target: every linear layer but the output head, peft's name for it."""
+WEIGHT_FILE = "adapter_model.safetensors"
+"""The file that peft writes and looks for."""
+
+
+def text_lora(
+    *,
+    rank: int = 16,
+    alpha: float = 32,
+    target_modules: tuple[str, ...] = (ALL_LINEAR,),
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> LoraSettings:
+    """`LoraSettings` with the defaults of a language model: all linear layers, rank 16, α 32.
+
+    Args:
+        rank: r, the inner width.
+        alpha: α; the adapter's output is scaled by α / r.
+        target_modules: ends of the names of linear layers, or "all-linear".
+        dropout: of the adapter's input; the policy never switches it on, since the ratio would move.
+        seed: of the random A.
+    """
+    return LoraSettings(rank=rank, alpha=alpha, target_modules=target_modules, dropout=dropout, seed=seed)
+
+
+def add_text_lora(
+    model: PreTrainedModel, settings: LoraSettings, language: nn.Module | None = None
+) -> list[Linear]:
+    """Freeze the model and put trainable float32 adapters into it, in place.
+
+    Args:
+        model: without adapters.
+        settings: what to add.
+        language: the part of the model that gets them; None is all of it.
+
+    Returns:
+        The layers that carry adapters.
+
+    Raises:
+        UserError: if a target names no linear layer, or the model has adapters already.
+    """
+    check_bare(model, "peft: PeftModel.from_pretrained(...).merge_and_unload()")
+    targets = _targets(model, settings.target_modules, language)
+    return insert_adapters(model, settings, targets, task="CAUSAL_LM")
+
+
+def load_text_lora(model: PreTrainedModel, folder: Path) -> None:
+    """Read adapters that `model.save_pretrained` or peft wrote into the ones that the model has.
+
+    Args:
+        model: with adapters of the same rank and places.
+        folder: with `adapter_model.safetensors` and `adapter_config.json`.
+
+    Raises:
+        FileNotFoundError: without that file.
+        UserError: if rank, alpha or places differ.
+    """
+    path = Path(folder) / WEIGHT_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
+    prefix = "base_model.model."
+    state = {name.removeprefix(prefix): weight for name, weight in load_file(path).items()}
+    own = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    saved: Any = LoraConfig.from_pretrained(str(folder))
+    check_same_kind(folder, state, own, saved.lora_alpha, adapter_config(model).lora_alpha)
+    set_peft_model_state_dict(model, state, adapter_name=ADAPTER)
+
+
+def _targets(model: PreTrainedModel, wanted: tuple[str, ...], language: nn.Module | None) -> list[str]:
+    """Names for peft; each wanted one must be a linear layer."""
+    head = model.get_output_embeddings()
+    within = set((language or model).modules())
+    linear = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head and m in within
+    ]
+    if ALL_LINEAR in wanted and linear:
+        return linear
+    named = {t: [n for n in linear if n == t or n.endswith("." + t)] for t in wanted}
+    unknown = [t for t, names in named.items() if not names]
+    if unknown:
+        ends = sorted({name.rsplit(".", 1)[-1] for name in linear})
+        shown = ", ".join(ends) if ends else "none, since it has no torch.nn.Linear layers"
+        part = "" if language is None else "the language part of "
+        raise UserError(
+            f"The LoRA targets {unknown} name no linear layer of {part}this {type(model).__name__} (the "
+            f'output head takes none). Allowed are "{ALL_LINEAR}" or ends of layer names: {shown}.'
+        )
+    # ends of names would also fit layers of the vision part
+    return list(wanted) if language is None else [name for names in named.values() for name in names]

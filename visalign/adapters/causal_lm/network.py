@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A causal language model taken apart into trunk and head, so that log-probs need no tensor of logits.
+
+The split is checked once against the model's own logits; a head that is more than a linear layer with a
+scale and a soft-cap is used as it is, through the logits of the whole model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from visalign.core import fused_log_prob_entropy
+from visalign.core.tokens.fused_head import LogProbEntropy
+from visalign.errors import UserError
+from visalign.vision.pictures import Picture
+
+STRIP = 16384
+"""Rows of a 16-bit head that are lifted to float32 at a time."""
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """logits = c·tanh(s (W h + b)/c), without c: s (W h + b); in float32 whatever the dtype of W."""
+
+    layer: nn.Linear
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [*N, V] float32 of hidden states [*N, H], differentiable."""
+        weight, bias = self.layer.weight, self.layer.bias
+        with torch.autocast(hidden.device.type, enabled=False):
+            if weight.dtype == torch.bfloat16 and weight.is_cuda and not torch.is_grad_enabled():
+                flat = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)
+                product = torch.mm(flat, weight.t(), out_dtype=torch.float32)
+                product = product.view(*hidden.shape[:-1], -1)
+            elif weight.dtype == torch.float32:
+                product = linear(hidden.float(), weight)
+            else:
+                strips = [linear(hidden.float(), part.float()) for part in weight.split(STRIP)]
+                product = torch.cat(strips, -1)
+            if bias is not None:
+                product = product + bias.float()
+            product = product * self.scale if self.scale != 1 else product
+            return product if self.soft_cap is None else (product / self.soft_cap).tanh() * self.soft_cap
+
+    def log_prob_entropy(self, hidden: Tensor, target: Tensor, temperature: float) -> LogProbEntropy:
+        """Log-prob and entropy over the full vocabulary without the logits; [N] of hidden states [N, H]."""
+        # s·Wh/τ = Wh/(τ/s); under a cap the scale has to stand inside, on the hidden state.
+        inside = self.soft_cap is not None and self.scale != 1
+        bias = self.layer.bias
+        if self.scale != 1 and bias is not None and inside:
+            bias = bias * self.scale
+        return fused_log_prob_entropy(
+            hidden * self.scale if inside else hidden,
+            self.layer.weight,
+            target,
+            head_bias=bias,
+            temperature=temperature if inside else temperature / self.scale,
+            soft_cap=self.soft_cap,
+        )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Prompts with their pictures, as the language part of a model takes them."""
+
+    inputs: dict[str, Any]
+    """In place of token ids and positions."""
+    offset: Tensor
+    """[b, 1] how far the position of a later token is from the number of tokens before it."""
+
+
+class Sight(Protocol):
+    """The part of a model that sees."""
+
+    language: nn.Module
+    """The part that reads what was seen, and text alone: the trunk."""
+
+    def see(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Seen:
+        """Tokens [b, S] from the beginning, with a mask of them and b lists of pictures."""
+        ...
+
+
+@dataclass
+class PromptCache:
+    """Keys and values of the tokens so far, which samples share and leave."""
+
+    keys: Any
+    """Of transformers."""
+    offset: Tensor | None = None
+    """See `Seen`; None where positions count tokens."""
+
+    def reorder(self, index: Tensor) -> None:
+        """Keep the rows `index` [n], in place; repeats allowed."""
+        self.keys.reorder_cache(index)
+        self.offset = None if self.offset is None else self.offset[index]
+
+    def check(self, name: str) -> None:
+        """Refuse the cache of a model whose samples cannot share it.
+
+        Args:
+            name: of the model.
+        """
+        if not hasattr(self.keys, "reorder_cache"):
+            raise UserError(
+                f"{name} returned no key-value cache that answers can share and leave. Generate with a "
+                "server for this model, or choose a model with attention."
+            )
+
+
+class CausalNetwork:
+    """Forward passes of a causal model; `features` are last hidden states, or logits where `head` is None.
+
+    Args:
+        model: a transformers causal language model, on its device.
+        autocast: run the trunk under autocast in this dtype.
+        sight: of a model that reads pictures.
+
+    Raises:
+        UserError: a model that sees and whose head is no linear layer.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, autocast: torch.dtype | None = None, sight: Sight | None = None
+    ) -> None:
+        self.model, self.autocast, self._sight = model, autocast, sight
+        self._trunk: nn.Module = model.base_model if sight is None else sight.language
+        self._takes_positions = "position_ids" in inspect.signature(self._trunk.forward).parameters
+        self.head: LinearHead | None = None
+        self.head = self._linear_head()
+        if sight is not None and self.head is None:
+            raise UserError(
+                f"The language part of this {type(model).__name__} and its output head do not give the "
+                "model's own logits, so it cannot be used with pictures. Give the tokenizer alone for text."
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        """V, entries of the head; may be more than the tokenizer has."""
+        embedding: Any = self.model.get_input_embeddings()
+        return embedding.weight.shape[0]
+
+    def features(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
+        cache: PromptCache | None = None,
+        caching: bool = False,
+    ) -> tuple[Tensor, PromptCache]:
+        """Features of tokens, after those in the cache.
+
+        Args:
+            ids: [b, S] the tokens.
+            mask: [b, past + S], 0 for padding anywhere.
+            pictures: b lists, where the tokens are the first ones and some rows have pictures.
+            cache: of the past tokens.
+            caching: whether to fill a cache.
+
+        Returns:
+            ([b, S, H] hidden states or [b, S, V] logits, the cache, empty without `caching`).
+        """
+        inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": caching}
+        offset = None
+        if cache is not None:
+            inputs["past_key_values"], offset = cache.keys, cache.offset
+        context = torch.autocast(ids.device.type, self.autocast) if self.autocast else nullcontext()
+        with context:
+            if self._sight is not None and pictures is not None and any(len(row) for row in pictures):
+                seen = self._sight.see(ids, mask, pictures)
+                inputs, offset = {**inputs, **seen.inputs}, seen.offset
+            else:
+                inputs["input_ids"] = ids
+                if self._takes_positions:
+                    # Positions count real tokens, so padding on the left moves nothing.
+                    count = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+                    inputs["position_ids"] = count if offset is None else count + offset
+            out: Any = (self.model if self.head is None else self._trunk)(**inputs)
+        features = out.logits.float() if self.head is None else out.last_hidden_state
+        return features, PromptCache(out.get("past_key_values"), offset)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits [*N, V] float32 of features."""
+        return features if self.head is None else self.head.logits(features)
+
+    def _linear_head(self) -> LinearHead | None:
+        """The head, if logits made from it are the model's own."""
+        layer = self.model.get_output_embeddings()
+        if type(layer) is not nn.Linear or self._trunk is self.model:
+            return None
+        config = self.model.config.get_text_config()
+        ids = torch.arange(min(8, self.vocabulary), device=self.model.device)[None]
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            expected, _ = self.features(ids, mask)
+            for scale in _scales(config):
+                head = LinearHead(layer, scale, getattr(config, "final_logit_softcapping", None))
+                self.head = head
+                found = head.logits(self.features(ids, mask)[0])
+                self.head = None
+                # 16-bit models round their own logits to 8 or 11 bits
+                allowed = 1e-4 if layer.weight.dtype == torch.float32 and not self.autocast else 2e-2
+                if found.shape == expected.shape and _close(found, expected, allowed):
+                    return head
+        return None
+
+
+def _scales(config: Any) -> list[float]:
+    """Factors that the family of this model may put on its logits (Granite divides, Cohere multiplies)."""
+    divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
+    if isinstance(divisor, int | float) and divisor > 0:
+        return [1 / divisor, float(divisor)]
+    return [float(factor)] if isinstance(factor, int | float) and factor > 0 else [1.0]
+
+
+def _close(found: Tensor, expected: Tensor, allowed: float) -> bool:
+    size = expected.abs().max().item()
+    return math.isfinite(size) and (found - expected).abs().max().item() <= allowed * max(size, 1e-3)
+
+
+def enable_recomputation(model: PreTrainedModel) -> None:
+    """Prepare a model for `recomputed_layers`.
+
+    Args:
+        model: of an architecture that supports gradient checkpointing; transformers refuses others.
+    """
+    # the name changed within transformers 5
+    enable: Any = (
+        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})
+
+
+@contextmanager
+def recomputed_layers(model: PreTrainedModel, active: bool) -> Iterator[None]:
+    """Gradient checkpointing inside the block: activations of each layer are computed again in the backward.
+
+    Only the layers' own switch is turned: dropout stays off, so the recomputed numbers are the same.
+
+    Args:
+        model: prepared by `enable_recomputation`.
+        active: False does nothing.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if active else []
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any transformers causal language model as a `TextPolicy`, with LoRA or full fine-tuning; some see."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from visalign.adapters.lora import LoraSettings
+from visalign.adapters.weights import TrainedWeights
+from visalign.errors import UserError
+from visalign.text import (
+    Distribution,
+    Prompt,
+    Sampling,
+    Stop,
+    TextRollout,
+    TokenOutput,
+    check_seeds,
+    draw_seeds,
+)
+
+from .batches import PromptBatch, check_counts, check_lengths, generate_rollout
+from .chat import PromptEncoder
+from .loading import (
+    check_causal_lm,
+    check_options,
+    context_length,
+    end_tokens,
+    load_causal_lm,
+    longest_prompt,
+    pad_id,
+)
+from .lora import add_text_lora, load_text_lora
+from .network import CausalNetwork, enable_recomputation, recomputed_layers
+from .pictures_network import QwenSight
+from .pictures_prompts import encoder_of
+from .replay import scored_sampling, token_output
+from .value_head import ValueHead
+
+
+class CausalLMPolicy:
+    """A causal language model as the algorithms see it; see `visalign.text.TextPolicy`.
+
+    Dropout is always off, so that a token's log-prob is one number: at the first update the ratio is 1 up to
+    rounding. With LoRA the model is frozen but for float32 adapters, and the reference is the model without
+    them. Without, all of it is trained, and the reference is a copy of it (one more model in memory).
+
+    A vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL) reads pictures in its prompts when it is given
+    with its processor; LoRA is then put into its language part alone.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+        *,
+        lora: LoraSettings | None = None,
+        prompts: PromptEncoder | None = None,
+        value_head: ValueHead | None = None,
+        max_prompt_tokens: int | None = None,
+        long_prompts: Literal["refuse", "mask"] = "refuse",
+        autocast: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        reference: bool = True,
+        generate_batch: int = 64,
+        score_batch: int = 16,
+    ) -> None:
+        """Take over a model; it is changed in place.
+
+        Args:
+            model: on its device, in its dtype.
+            tokenizer: of the model; a pad token is not needed. Or the processor of a model that sees.
+            lora: adapters to add and train (`text_lora()`); None trains the whole model.
+            prompts: how prompts become tokens; by default the tokenizer's (or processor's) own chat template
+                for conversations and plain tokenization for texts.
+            value_head: a head on this model's hidden states; a separate network is a `ValueModel`.
+            max_prompt_tokens: longest prompt; None is what the model's context leaves for one token more.
+            long_prompts: a longer prompt is an error ("refuse"), or gives samples of weight 0 with the stop
+                reason "prompt too long" ("mask").
+            autocast: run the model under autocast in this dtype; log-probs stay float32.
+            gradient_checkpointing: compute activations again in the backward pass, for memory.
+            reference: keep a copy of the weights for `reference()` in full fine-tuning; False saves that
+                memory where no KL is asked for.
+            generate_batch: answers that grow together; memory and speed only.
+            score_batch: samples per forward pass where no gradient is wanted.
+
+        Raises:
+            UserError: if model and tokenizer do not fit, or an argument is out of range.
+        """
+        self.processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
+        own: Any = tokenizer if self.processor is None else getattr(tokenizer, "tokenizer", None)
+        check_causal_lm(model, own)
+        check_options(generate_batch, score_batch, max_prompt_tokens, long_prompts)
+        self.model, self.tokenizer, self.lora = model.eval(), own, lora
+        sight = None if self.processor is None else QwenSight(model)
+        self.prompts = prompts or PromptEncoder(tokenizer)
+        self._encoder = encoder_of(model, self.prompts, self.processor)
+        self.long_prompts, self.generate_batch, self.score_batch = long_prompts, generate_batch, score_batch
+        self.context_length = context_length(model)
+        self.max_prompt_tokens = longest_prompt(self.context_length, max_prompt_tokens)
+        adapters = None if lora is None else add_text_lora(model, lora, getattr(sight, "language", None))
+        if lora is None:
+            model.requires_grad_(True)
+        self._checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            enable_recomputation(model)
+        self._network = CausalNetwork(model, autocast=autocast, sight=sight)
+        _check_value_head(value_head, self._network)
+        self.value_head = None if value_head is None else value_head.to(model.device)
+        self._trained = TrainedWeights(model, adapters, reference=reference)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_id: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> CausalLMPolicy:
+        """Load a model with its tokenizer or processor from a folder or the hub and make it a policy.
+
+        Args:
+            folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
+            dtype: of the frozen weights (and of all weights in full fine-tuning); adapters are float32
+                always.
+            device: where it goes.
+            **options: of the constructor: lora, prompts, value_head, max_prompt_tokens, ...
+
+        Raises:
+            FileNotFoundError: if the folder or a part of it is missing.
+            UserError: if it is another kind of model, or an option is out of range.
+        """
+        model, tokenizer = load_causal_lm(folder_or_id, dtype=dtype)
+        moved: Any = model
+        return cls(moved.to(device), tokenizer, **options)
+
+    @property
+    def module(self) -> nn.Module:
+        """The network that is trained, with the value head where there is one."""
+        if self.value_head is None:
+            return self.model
+        return nn.ModuleDict({"model": self.model, "value_head": self.value_head})
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: int | Sequence[int],
+        num_generations: int = 1,
+        sampling: Sampling | None = None,
+        stop: Stop | None = None,
+        group: Sequence[Hashable] | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
+    ) -> TextRollout:
+        """Answer P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
+
+        A sample's tokens follow from its prompt and its seed; neighbours and batch sizes change them through
+        float rounding alone. Where the context ends first, the answer ends there with the reason "length".
+
+        Args:
+            prompts: P texts or conversations; the parts {"type": "image"} of a conversation stand for
+                pictures, and may hold them as "image".
+            seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
+            num_generations: G, at least 1.
+            sampling: how tokens are drawn; by default from the model itself.
+            stop: what ends an answer.
+            group: P labels of the prompts; by default 0 to P-1.
+            images: P lists of pictures, for the image parts that hold none: PIL images, or tensors [3, H, W],
+                uint8 or float in [0, 1].
+
+        Raises:
+            UserError: no prompts, counts that do not fit, a prompt that cannot be encoded or is too long,
+                pictures for a policy that reads text alone or that cannot be read, or no end token.
+            ValueError: logits that are NaN.
+        """
+        count = check_counts(prompts, num_generations, seeds, group)
+        stop, encoded = stop or Stop(), self._encoder.encode(prompts, images)
+        if self.long_prompts == "refuse":
+            check_lengths(encoded.ids, self.max_prompt_tokens, self.context_length, encoded.pictures)
+        batch = PromptBatch(
+            prompts=prompts,
+            ids=encoded.ids,
+            group=list(range(len(prompts))) if group is None else list(group),
+            generations=num_generations,
+            seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
+            pictures=encoded.pictures,
+            images=encoded.images,
+        )
+        ends = end_tokens(self.model, self.tokenizer, stop)
+        return generate_rollout(
+            self._network,
+            self.tokenizer,
+            batch,
+            sampling=sampling or Sampling(),
+            stop=stop,
+            ends=ends,
+            pad=pad_id(self.tokenizer, ends),
+            context=self.context_length,
+            longest_prompt=self.max_prompt_tokens,
+            chunk=self.generate_batch,
+        )
+
+    def log_probs(
+        self,
+        rollout: TextRollout,
+        rows: Tensor | slice | None = None,
+        *,
+        distribution: Distribution = "sampled",
+    ) -> TokenOutput:
+        """Log-prob and entropy (and V with a value head) of the rollout's tokens, by the present weights.
+
+        "sampled" is renormalised over the tokens that the rollout could have drawn, so that its ratio to
+        `rollout.log_prob` is that of the distribution that was sampled; "full" is over the whole vocabulary,
+        to be set against `rollout.full_log_prob`. Samples without weight cost nothing.
+
+        Args:
+            rollout: B samples.
+            rows: b of them, integers, booleans or a slice; None is all. With gradient all b go through the
+                model together; without, `score_batch` at a time, sorted by length.
+            distribution: whose log-probs.
+
+        Returns:
+            [b, T] each, float32, 0 where the weight is 0; differentiable unless gradients are off.
+
+        Raises:
+            UserError: for another distribution, or a truncated rollout that did not keep its token sets.
+        """
+        sampling = scored_sampling(rollout, distribution)
+        chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
+        grad = torch.is_grad_enabled()
+        with recomputed_layers(self.model, self._checkpointing and grad):
+            return token_output(
+                self._network,
+                rollout,
+                chosen,
+                sampling=sampling,
+                encoder=self._encoder,
+                value=self.value_head,
+                batch=None if grad else self.score_batch,
+            )
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
+        return self._trained.reference()
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters that the optimiser moves: the model's, then "value_head.…"."""
+        head = [] if self.value_head is None else list(self.value_head.named_parameters())
+        return [*self._trained.named(), *((f"value_head.{name}", parameter) for name, parameter in head)]
+
+    def save(self, folder: Path) -> None:
+        """Write what was trained, the tokenizer or processor, and the value head where there is one.
+
+        Args:
+            folder: with LoRA it gets the adapter as `peft.PeftModel.from_pretrained(base, folder)` reads it;
+                without, the whole model for `from_pretrained` of this class or of transformers.
+        """
+        self.model.save_pretrained(folder)
+        (self.processor or self.tokenizer).save_pretrained(folder)
+        if self.value_head is not None:
+            self.value_head.save(Path(folder))
+
+    def load(self, folder: Path) -> None:
+        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was.
+
+        Args:
+            folder: as given to `save`; FileNotFoundError or UserError if it is of another kind.
+        """
+        if self.lora is not None:
+            load_text_lora(self.model, folder)
+        else:
+            saved, _ = load_causal_lm(folder, dtype=self.model.dtype)
+            self.model.load_state_dict(saved.state_dict())
+        if self.value_head is not None:
+            self.value_head.load(Path(folder))
+
+
+def _check_value_head(value_head: ValueHead | None, network: CausalNetwork) -> None:
+    if value_head is not None and network.head is None:
+        raise UserError(
+            f"The output head of {type(network.model).__name__} is no linear layer, so its hidden states "
+            "cannot be shared with a value head. Use a separate ValueModel."
+        )

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of a rollout's tokens in one forward pass over prompt and answer, for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from visalign.core.tokens.fused_head import LogProbEntropy
+from visalign.errors import UserError
+from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets, sampled_log_prob
+from visalign.vision.pictures import Picture
+
+from .network import CausalNetwork
+from .prompts import Encoder
+
+LOGIT_NUMBERS = 1 << 24
+"""Logits alive at a time where top-k or top-p need them: 64 MB of float32, computed again in the backward."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Prompts and answers of b samples as one block without left padding, and where its tokens belong."""
+
+    ids: Tensor
+    """[b, S] prompt, answer, padding on the right."""
+    mask: Tensor
+    """[b, S] int64."""
+    row: Tensor
+    """[n] sample of each present token, row by row."""
+    column: Tensor
+    """[n] its place t in the answer."""
+    before: Tensor
+    """[n] its predecessor's place in the block: the state there predicts it."""
+    target: Tensor
+    """[n] its id."""
+
+
+def pack(rollout: TextRollout, rows: Tensor) -> Packed:
+    """Lay out samples for one forward pass.
+
+    An answer reaches to its last token of nonzero weight; tokens of weight 0 before that are context.
+
+    Args:
+        rollout: B samples.
+        rows: [b] which of them, each with at least one token of nonzero weight.
+    """
+    weight = rollout.weight[rows]
+    place = torch.arange(1, weight.shape[1] + 1)
+    length = (place * (weight != 0)).amax(1)
+    start = rollout.prompt_weight[rows].sum(1).long()
+    size = int((start + length).max())
+    ids = torch.zeros(len(rows), size, dtype=torch.int64)
+    for number, sample in enumerate(rows.tolist()):
+        prompt = rollout.prompt_ids[sample, rollout.prompt_weight[sample] != 0]
+        answer = rollout.completion_ids[sample, : length[number]]
+        ids[number, : len(prompt) + len(answer)] = torch.cat((prompt, answer))
+    row, column = (weight != 0).nonzero(as_tuple=True)
+    return Packed(
+        ids=ids,
+        mask=(torch.arange(size) < (start + length)[:, None]).long(),
+        row=row,
+        column=column,
+        before=start[row] + column - 1,
+        target=rollout.completion_ids[rows[row], column],
+    )
+
+
+def scored_sampling(rollout: TextRollout, distribution: str) -> Sampling:
+    """The distribution that log-probs are wanted of.
+
+    Args:
+        rollout: whose tokens.
+        distribution: "sampled" or "full".
+
+    Raises:
+        UserError: for another name, or a truncated rollout that did not keep its token sets.
+    """
+    if distribution not in ("sampled", "full"):
+        raise UserError(f'distribution is {distribution!r}; it must be "sampled" or "full".')
+    if distribution == "full":
+        return Sampling(temperature=rollout.sampling.scale)
+    if rollout.sampling.truncates and rollout.kept is None:
+        raise UserError(
+            f"The rollout was sampled with {rollout.sampling} and does not hold the token sets that could be "
+            'drawn (`kept`), so its ratio is unknown. Use distribution="full" with full_log_prob, or sample '
+            "without top_k and top_p."
+        )
+    return rollout.sampling
+
+
+def token_output(
+    network: CausalNetwork,
+    rollout: TextRollout,
+    chosen: Tensor,
+    *,
+    sampling: Sampling,
+    encoder: Encoder,
+    value: Callable[[Tensor], Tensor] | None = None,
+    batch: int | None = None,
+) -> TokenOutput:
+    """Log-prob, entropy and value of the tokens of some samples.
+
+    Args:
+        network: the model.
+        rollout: B samples.
+        chosen: [b] which of them; those without weight cost nothing.
+        sampling: from `scored_sampling`.
+        encoder: of the prompts, for their pictures.
+        value: [n, H] last hidden states to [n].
+        batch: samples per forward pass, sorted by length; None takes all together.
+
+    Returns:
+        [b, T] each, float32, 0 where the weight is 0.
+    """
+    device = network.model.device
+    weight = rollout.weight[chosen] != 0
+    live = weight.any(1).nonzero()[:, 0]
+    outputs = [torch.zeros(weight.shape, device=device) for _ in range(3)]
+    if len(live) == 0:
+        outputs = [blank.requires_grad_(torch.is_grad_enabled()) for blank in outputs]
+    if batch is not None:
+        size = rollout.prompt_weight[chosen[live]].sum(1) + weight[live].sum(1)
+        live = live[size.argsort()]
+    for part in live.split(batch or max(1, len(live))):
+        if len(part) == 0:
+            break
+        packed = pack(rollout, chosen[part])
+        kept = rollout.kept.rows(chosen[part]) if rollout.kept is not None and sampling.truncates else None
+        pictures = _pictures(encoder, rollout, chosen[part])
+        terms = replay(network, packed, pictures, sampling=sampling, kept=kept, value=value)
+        place = part[packed.row].to(device), packed.column.to(device)
+        found = (terms.chosen.log_prob, terms.chosen.entropy, terms.value)
+        outputs = [
+            blank if new is None else blank.index_put(place, new.float())
+            for blank, new in zip(outputs, found, strict=True)
+        ]
+    return TokenOutput(log_prob=outputs[0], entropy=outputs[1], value=outputs[2] if value else None)
+
+
+def _pictures(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[Picture]] | None:
+    """Of some samples, or None where the rollout has none."""
+    if rollout.images is None:
+        return None
+    samples = rows.tolist()
+    ids = [rollout.prompt_ids[sample, rollout.prompt_weight[sample] != 0].tolist() for sample in samples]
+    return encoder.pictures([rollout.images[sample] for sample in samples], ids, samples)
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """Of n tokens, in the order of `Packed.row`."""
+
+    chosen: LogProbEntropy
+    """[n] each."""
+    value: Tensor | None
+    """[n]."""
+
+
+def replay(
+    network: CausalNetwork,
+    packed: Packed,
+    pictures: Sequence[Sequence[Picture]] | None = None,
+    *,
+    sampling: Sampling,
+    kept: TokenSets | None = None,
+    value: Callable[[Tensor], Tensor] | None = None,
+) -> TokenTerms:
+    """Log-prob and entropy of the packed tokens.
+
+    Args:
+        network: the model.
+        packed: from `pack`.
+        pictures: lists of the packed samples.
+        sampling: what the tokens were drawn with; without truncation for the full vocabulary.
+        kept: the sets of the packed samples, where `sampling` truncates.
+        value: [n, H] last hidden states to [n].
+
+    Returns:
+        n numbers each, differentiable.
+    """
+    device = network.model.device
+    features, _ = network.features(packed.ids.to(device), packed.mask.to(device), pictures=pictures)
+    states = features[packed.row.to(device), packed.before.to(device)]
+    target = packed.target.to(device)
+    values = None if value is None else value(states)
+    if not sampling.truncates and network.head is not None:
+        return TokenTerms(network.head.log_prob_entropy(states, target, sampling.scale), values)
+    return TokenTerms(_through_logits(network, states, packed, sampling, kept), values)
+
+
+def _through_logits(
+    network: CausalNetwork, states: Tensor, packed: Packed, sampling: Sampling, kept: TokenSets | None
+) -> LogProbEntropy:
+    """In pieces whose logits are forgotten and made again for the gradient."""
+    chunk = max(1, LOGIT_NUMBERS // network.vocabulary)
+    log_probs, entropies = [], []
+
+    def piece(state: Tensor, chosen: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        found = sampled_log_prob(network.logits(state), chosen, sampling, allowed)
+        return found.log_prob, found.entropy
+
+    for start in range(0, len(states), chunk):
+        part, allowed = slice(start, start + chunk), None
+        if kept is not None:
+            allowed = kept.mask(packed.row[part], packed.column[part], network.vocabulary).to(states.device)
+        inputs = states[part], packed.target[part].to(states.device), allowed
+        if torch.is_grad_enabled():
+            log_prob, entropy = checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            log_prob, entropy = piece(*inputs)
+        log_probs.append(log_prob)
+        entropies.append(entropy)
+    return LogProbEntropy(torch.cat(log_probs), torch.cat(entropies))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V of a text state for PPO: a linear head on the policy's hidden states, or a model of its own.
+
+V at place t is the value of prompt and tokens before t, read from the same hidden state that predicts token
+t. So V [B, T] stands beside log_prob [B, T], and GAE takes both as they are.
+
+Source: PPO, arXiv 1707.06347, section 5 (shared or separate networks).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from visalign.errors import UserError
+from visalign.text import TextRollout
+
+from .replay import pack
+
+FILE = "value_head.safetensors"
+
+
+class ValueHead(nn.Module):
+    """w·h + b in float32, starting at 0, so that the first advantages are the returns.
+
+    Args:
+        hidden_size: H.
+        trunk_gradient: whether the value loss moves the network below; False trains the head alone.
+    """
+
+    def __init__(self, hidden_size: int, *, trunk_gradient: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.trunk_gradient = trunk_gradient
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values [*N] float32 of hidden states [*N, H]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            states = hidden if self.trunk_gradient else hidden.detach()
+            return self.linear(states.float())[..., 0]
+
+    def save(self, folder: Path) -> None:
+        """Write `value_head.safetensors`.
+
+        Args:
+            folder: made if need be.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        save_file({name: w.detach().contiguous() for name, w in self.state_dict().items()}, folder / FILE)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote.
+
+        Args:
+            folder: as given to `save`.
+
+        Raises:
+            FileNotFoundError: without the file.
+            UserError: for a head of another size.
+        """
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} holds no {FILE}. Give a folder that a value head was saved to."
+            )
+        state = load_file(path)
+        there, here = state["linear.weight"].shape[1], self.linear.in_features
+        if there != here:
+            raise UserError(
+                f"The value head in {folder} reads hidden states of {there} numbers, this model has {here}. "
+                "Load it with the model it was trained on."
+            )
+        self.load_state_dict(state)
+
+
+class ValueModel(nn.Module):
+    """A separate network for V: a transformer without a language head, and a `ValueHead`; all of it trains.
+
+    Args:
+        trunk: a transformers model that gives hidden states, e.g. `AutoModel.from_pretrained(folder)`.
+    """
+
+    def __init__(self, trunk: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = trunk.eval().requires_grad_(True)
+        self.head = ValueHead(trunk.config.get_text_config().hidden_size).to(trunk.device)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder_or_id: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> ValueModel:
+        """The trunk of a language model, with a new head, or with the one that `save` left in the folder.
+
+        Args:
+            folder_or_id: a model folder or `owner/name`.
+            dtype: of the trunk.
+            device: where it goes.
+        """
+        trunk: Any = AutoModel.from_pretrained(str(folder_or_id), dtype=dtype)
+        model = cls(trunk.to(device))
+        if (Path(folder_or_id) / FILE).is_file():
+            model.head.load(Path(folder_or_id))
+        return model
+
+    def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
+        """V before each token.
+
+        Args:
+            rollout: B samples, in the token ids of this model's tokenizer.
+            rows: b of them; None is all.
+
+        Returns:
+            [b, T] float32, differentiable; 0 where the weight is 0.
+
+        Raises:
+            UserError: for prompts with pictures.
+        """
+        if rollout.images is not None:
+            raise UserError(
+                "A separate ValueModel reads text alone, and this rollout has pictures. Give the policy a "
+                "ValueHead, which reads its hidden states."
+            )
+        chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
+        device, live = self.trunk.device, (rollout.weight[chosen] != 0).any(1).nonzero()[:, 0]
+        blank = torch.zeros(len(chosen), rollout.weight.shape[1], device=device)
+        if len(live) == 0:
+            return blank.requires_grad_(torch.is_grad_enabled())
+        packed = pack(rollout, chosen[live])
+        ids, mask = packed.ids.to(device), packed.mask.to(device)
+        hidden = self.trunk(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        values = self.head(hidden[packed.row.to(device), packed.before.to(device)])
+        return blank.index_put((live[packed.row].to(device), packed.column.to(device)), values)
+
+    def save(self, folder: Path) -> None:
+        """Write the trunk as `save_pretrained` does, and the head beside it.
+
+        Args:
+            folder: made if need be.
+        """
+        self.trunk.save_pretrained(folder)
+        self.head.save(Path(folder))

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any diffusers SD3 or SD3.5 pipeline as a `DiffusionPolicy`, with LoRA or full fine-tuning.
+
+Source: SD3, arXiv 2403.03206; guidance, arXiv 2207.12598: v = v(∅) + w (v(prompt) − v(∅)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from torch import Tensor, nn
+
+from visalign.adapters.lora import LoraSettings
+from visalign.adapters.weights import TrainedWeights
+from visalign.errors import UserError
+from visalign.interfaces import Condition, ForwardCount
+
+from .grid import latent_shape, sampling_sigmas
+from .joint_attention import use_weighted_attention
+from .loading import check_parts, load_sd3_pipeline
+from .lora import add_lora, load_lora, save_lora
+from .text import SD3Condition, SD3TextEncoders
+
+
+class SD3Policy:
+    """An SD3 pipeline as the algorithms see it; see `visalign.interfaces.DiffusionPolicy`.
+
+    Sampling with `velocity`, `sigmas` and Euler steps gives the pictures of `pipe(...)` at the same start
+    noise. With LoRA the transformer is frozen but for float32 adapters, and the reference is the model
+    without them. Without, all of the transformer is trained, and the reference is a copy of it (one more
+    transformer in memory).
+    """
+
+    def __init__(
+        self,
+        pipe: StableDiffusion3Pipeline,
+        *,
+        guidance: float = 1.0,
+        lora: LoraSettings | None = None,
+        max_sequence_length: int = 256,
+        collapse_null_tokens: bool = True,
+        autocast: torch.dtype | None = None,
+        image_size: int | None = None,
+        encode_batch: int = 64,
+        decode_batch: int = 32,
+    ) -> None:
+        """Take over a pipeline; its transformer is changed in place (adapters, attention processor).
+
+        Args:
+            pipe: on its device, in its dtype.
+            guidance: w; 1 is no guidance, as in diffusers.
+            lora: adapters to add and train; None trains the whole transformer.
+            max_sequence_length: of the T5 part of the context, the pipeline's argument of that name.
+            collapse_null_tokens: compute the null tokens that stand in for an absent T5 once instead of 256
+                times.
+            autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
+            image_size: height and width in pixels; None is the model's own.
+            encode_batch: prompts per pass of the text encoders.
+            decode_batch: latents per pass of the autoencoder.
+
+        Raises:
+            UserError: if a part is missing or an argument out of range.
+        """
+        check_parts(pipe)
+        if not math.isfinite(guidance) or guidance < 1:
+            raise UserError(f"guidance is {guidance}; it must be at least 1, and 1 switches guidance off.")
+        self.pipe = pipe
+        self.transformer = pipe.transformer
+        self.guidance = float(guidance)
+        self.autocast = autocast
+        self.decode_batch = decode_batch
+        self.latent_shape = latent_shape(pipe, image_size)
+        self.storage_dtype: torch.dtype = self.transformer.dtype
+        self._text = SD3TextEncoders(
+            pipe, max_sequence_length=max_sequence_length, collapse=collapse_null_tokens, batch=encode_batch
+        )
+        pipe.vae.requires_grad_(False).eval()
+        self.transformer.eval()
+        if collapse_null_tokens:
+            use_weighted_attention(self.transformer)
+        self.lora = lora
+        self._lora_layers = None if lora is None else add_lora(self.transformer, lora)
+        if lora is None:
+            self.transformer.requires_grad_(True)
+        self._trained = TrainedWeights(self.transformer, self._lora_layers)
+        self._forward_count = ForwardCount()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_id: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        use_t5: bool = True,
+        **options: Any,
+    ) -> SD3Policy:
+        """Load a pipeline from a folder or the hub and make it a policy.
+
+        Args:
+            folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
+            dtype: of the frozen weights (and of all weights in full fine-tuning); adapters are float32
+                always.
+            device: where everything goes.
+            use_t5: False leaves the third text encoder out.
+            **options: of the constructor: guidance, lora, max_sequence_length, collapse_null_tokens, ...
+
+        Raises:
+            FileNotFoundError: if the folder or a part of it is missing.
+            UserError: if it is another kind of pipeline, or an option is out of range.
+        """
+        pipe = load_sd3_pipeline(folder_or_id, dtype=dtype, use_t5=use_t5).to(device)
+        return cls(pipe, **options)
+
+    @property
+    def module(self) -> nn.Module:
+        """The transformer, never wrapped: `visalign.training` wraps the replay that calls it."""
+        return self.transformer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer is."""
+        return self.transformer.device
+
+    @property
+    def forward_count(self) -> ForwardCount:
+        """Transformer passes since the start, in latents; with backward if the output requires grad."""
+        return self._forward_count
+
+    def encode(self, prompts: Sequence[str]) -> SD3Condition:
+        """Encode B prompts, each unique one once, in order of first appearance, without gradient.
+
+        Args:
+            prompts: B texts.
+        """
+        return self._text.encode(prompts)
+
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """Guided velocity dx/dσ; with gradient, only the conditional half carries it.
+
+        Args:
+            x: [B, C, H, W] latents.
+            sigma: [B] noise levels in [0, 1].
+            condition: of the B samples, from `encode`.
+
+        Returns:
+            [B, C, H, W] float32.
+        """
+        if not isinstance(condition, SD3Condition):
+            raise TypeError(
+                f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
+            )
+        count = x.shape[0]
+        if sigma.shape != (count,) or len(condition) != count:
+            raise ValueError(
+                f"velocity got {count} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
+                "the three must agree. Use sigma.expand(B) and condition.select(index)."
+            )
+        timestep = sigma.float() * self.pipe.scheduler.config.num_train_timesteps
+        embeds, pooled = condition.embeds[condition.index], condition.pooled[condition.index]
+        weights = condition.log_multiplicity
+        if self.guidance == 1:
+            return self._forward(x, timestep, embeds, pooled, weights)
+
+        null_embeds, null_pooled = self._text.null(count)
+        if not torch.is_grad_enabled():
+            both = self._forward(
+                torch.cat((x, x)),
+                torch.cat((timestep, timestep)),
+                torch.cat((null_embeds, embeds)),
+                torch.cat((null_pooled, pooled)),
+                weights,
+            )
+            null, prompted = both.chunk(2)
+        else:
+            with torch.no_grad():
+                null = self._forward(x, timestep, null_embeds, null_pooled, weights)
+            prompted = self._forward(x, timestep, embeds, pooled, weights)
+        return null + self.guidance * (prompted - null)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images of latents, as the pipeline decodes them; in bfloat16 where that is the autocast.
+
+        Args:
+            latents: [B, C, H, W].
+
+        Returns:
+            [B, 3, H, W] float32 in [0, 1].
+        """
+        vae, images = self.pipe.vae, []
+        scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
+        # float16 is left out: its range is too short for some autoencoders (diffusers' `force_upcast`).
+        low = self.autocast == torch.bfloat16
+        with torch.autocast(latents.device.type, torch.bfloat16) if low else nullcontext():
+            for chunk in latents.split(self.decode_batch):
+                scaled = (chunk.to(vae.dtype) / scale) + shift
+                scaled = scaled.contiguous(memory_format=torch.channels_last)  # convolutions run faster so
+                images.append(vae.decode(scaled, return_dict=False)[0].float())
+        return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
+
+    def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
+        """The time grid [steps + 1], float32, from 1 down to 0.
+
+        Args:
+            steps: at least 1.
+            grid: "diffusers" is what the pipeline's scheduler uses (shift applied twice); "plain" applies
+                it once.
+        """
+        return sampling_sigmas(self.pipe, steps, grid=grid, shape=self.latent_shape)
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
+        return self._trained.reference()
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters that the optimiser moves, in the order of the transformer."""
+        return self._trained.named()
+
+    def save(self, folder: Path) -> None:
+        """Write what was trained.
+
+        Args:
+            folder: with LoRA it gets the file that `pipe.load_lora_weights(folder)` reads; without, the whole
+                pipeline as `pipe.save_pretrained` writes it (for SD3.5 with T5 that is 16 GB in 16 bits).
+        """
+        if self.lora is not None:
+            save_lora(self.transformer, folder)
+        else:
+            self.pipe.save_pretrained(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was.
+
+        Args:
+            folder: as given to `save`.
+        """
+        if self.lora is not None:
+            load_lora(self.transformer, folder)
+            return
+        saved = type(self.transformer).from_pretrained(
+            folder, subfolder="transformer", dtype=self.storage_dtype
+        )
+        self.transformer.load_state_dict(saved.state_dict())
+
+    def _forward(
+        self, x: Tensor, timestep: Tensor, embeds: Tensor, pooled: Tensor, log_multiplicity: Tensor | None
+    ) -> Tensor:
+        """One pass of the transformer, float32 [B, C, H, W]."""
+        dtype = self.storage_dtype
+        weights = None if log_multiplicity is None else {"context_log_multiplicity": log_multiplicity}
+        autocast = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
+        with autocast:
+            out = self.transformer(
+                hidden_states=x.to(dtype),
+                timestep=timestep,
+                encoder_hidden_states=embeds.to(dtype),
+                pooled_projections=pooled.to(dtype),
+                joint_attention_kwargs=weights,
+                return_dict=False,
+            )[0]
+        if out.requires_grad:
+            self._forward_count.forward_backward += len(x)
+        else:
+            self._forward_count.forward += len(x)
+        return out.float()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""COPO: where a group agrees there is nothing to learn within it, so compare the prompts with each other.
+
+As in `advantages`: float64 statistics over all that is passed in (the whole optimiser step, all devices), no
+gradient, a missing reward leaves every statistic and gets 0, all-equal rewards give exactly 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visalign.core.groups.group_statistics import group_centre
+from visalign.core.groups.labels import Labels, group_index, group_sum
+
+from .group import group_advantages, whiten
+
+
+def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6, ddof: int = 0) -> Tensor:
+    """COPO's global advantage: how a prompt's mean reward compares with that of the other prompts.
+
+    A_q = (R̄_q − mean_q R̄)/(std_q R̄ + eps), given to every sample of q. An all-equal group, which has no
+    signal in GRPO, keeps one. R̄ is taken as the mean of the group's rewards.
+
+    Args:
+        reward: [B], any unit, of the whole optimiser step; what is not finite is missing.
+        group: [B] labels.
+        eps: added to the std, in units of the reward.
+        ddof: 0 (biased) or 1.
+
+    Returns:
+        [B], float32 or better; 0 where missing, for a single group and for equal means.
+
+    Raises:
+        ValueError: shapes or labels that do not fit, eps or ddof not allowed.
+
+    COPO, arXiv 2508.04138.
+    """
+    if reward.ndim != 1:
+        raise ValueError(f"reward must be [B]; got shape {tuple(reward.shape)}.")
+    index, groups = group_index(group, reward.shape[0], reward.device)
+    present = torch.isfinite(reward)
+    lowest, mean, count = group_centre(reward, present, index, groups)
+    level = torch.where(count > 0, lowest + mean, float("nan"))
+    result = torch.where(present, whiten(level, ddof=ddof, eps=eps, eps_inside=False)[index], 0.0)
+    return result.to(torch.promote_types(reward.dtype, torch.float32))
+
+
+def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = None) -> Tensor:
+    """Entropy of the answers within each group, H_q = −Σ_c p_c ln p_c, in nats.
+
+    Args:
+        cluster: [B] labels; samples with the same answer share one. Only compared within a group.
+        group: [B] labels.
+        weight: [B] ≥ 0, mass of each sample, 1 if absent; 0 leaves it out.
+
+    Returns:
+        [B], H of the sample's group; float32, or float64 for float64 weights; NaN for a group without mass.
+
+    Raises:
+        ValueError: labels or weights that do not fit.
+
+    COPO, arXiv 2508.04138.
+    """
+    size = len(group)
+    device = group.device if isinstance(group, Tensor) else None
+    mass = torch.ones(size, device=device) if weight is None else weight.detach()
+    if mass.shape != (size,):
+        raise ValueError(f"weight must be [B] = [{size}]; got shape {tuple(mass.shape)}.")
+    index, groups = group_index(group, size, mass.device)
+    answers, _ = group_index(cluster, size, mass.device)
+    pairs, pair = torch.stack([index, answers]).unique(dim=1, return_inverse=True)
+    total = group_sum(mass.double()[:, None], index, groups)
+    share = group_sum(mass.double()[:, None], pair, pairs.shape[1]) / total[pairs[0]]
+    entropy = group_sum(torch.special.entr(share), pairs[0], groups)[index, 0]
+    return entropy.to(torch.promote_types(mass.dtype, torch.float32))
+
+
+def copo_weight(entropy: Tensor, *, gamma: float = 20.0, rho: float = 1.5) -> Tensor:
+    """COPO's weight of the local advantage, w = σ(γ (H − ρ)): near 0 where all answers agree.
+
+    ρ = 1.5 nats needs five different answers; with G ≤ 4 (ln 4 = 1.39) w stays below 0.1. Scale ρ with ln G.
+
+    Args:
+        entropy: any shape, H in nats, e.g. from `consistency_entropy`. For images, any spread of the group.
+        gamma: γ, steepness in 1/nat.
+        rho: ρ, in nats.
+
+    Returns:
+        The shape of entropy, in [0, 1], float32 or better, no gradient.
+
+    COPO, arXiv 2508.04138.
+    """
+    value = entropy.detach().to(torch.promote_types(entropy.dtype, torch.float32))
+    return torch.sigmoid(gamma * (value - rho))
+
+
+def copo_advantages(
+    reward: Tensor, group: Labels, weight: Tensor, *, eps: float = 1e-6, ddof: int = 1, between_ddof: int = 0
+) -> Tensor:
+    """COPO: A_i = w_q A_i^local + (1 − w_q) A_q^global, both standardised.
+
+    Deviation: the paper blends the two losses. Blending the advantages gives the same gradient while no
+    ratio is clipped, at half the cost; for the losses, use `between_group_advantages` and two surrogates.
+
+    Args:
+        reward: [B], any unit; what is not finite is missing.
+        group: [B] labels.
+        weight: [B] w of each sample's group, in [0, 1], as from `copo_weight`.
+        eps: added to both standard deviations.
+        ddof: of the std within the group.
+        between_ddof: of the std between the groups.
+
+    Returns:
+        [B], float32 or better; 0 where missing.
+
+    Raises:
+        ValueError: shapes or labels that do not fit, eps or ddof not allowed.
+
+    COPO, arXiv 2508.04138.
+    """
+    if reward.ndim != 1 or weight.shape != reward.shape:
+        raise ValueError(f"reward and weight must be [B]; got {tuple(reward.shape)}, {tuple(weight.shape)}.")
+    local = group_advantages(reward, group, eps=eps, ddof=ddof)
+    w = weight.detach().to(local.dtype)
+    return w * local + (1 - w) * between_group_advantages(reward, group, eps=eps, ddof=between_ddof)

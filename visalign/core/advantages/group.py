@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rewards to advantages: group-relative, batch-scaled, centred, leave-one-out; whitening; the clamp.
+
+Deviations from the published code, all of them deliberate:
+* an all-equal group gives exactly 0 in every setting (float32 means give rounding noise divided by eps);
+* a missing reward leaves the statistics of its group and gets 0; it is never counted as a reward of 0;
+* a group with one valid member gives 0 unless `singleton="raw"` (verl keeps the raw reward).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from visalign.core.groups.labels import Labels, group_index
+from visalign.core.groups.moments import centre, check_spread, divide, present_entries, spread
+
+Scale = Literal["group", "batch", "none"]
+Baseline = Literal["mean", "leave_one_out"]
+Singleton = Literal["zero", "raw"]
+
+
+def group_advantages(
+    reward: Tensor,
+    group: Labels,
+    *,
+    scale: Scale = "group",
+    baseline: Baseline = "mean",
+    ddof: int = 1,
+    eps: float = 1e-4,
+    valid: Tensor | None = None,
+    singleton: Singleton = "zero",
+) -> Tensor:
+    """Compare each reward with the others of its group.
+
+    A_i = (R_i − mean_g) / (std + eps), the mean over the valid members of i's group g. With `leave_one_out`
+    the mean is over the other members, R_i − mean_{j≠i} R_j = (R_i − mean_g)·n/(n−1). `std` is the group's,
+    the batch's, or absent (A_i = R_i − mean_g). [B, T] rewards are treated column by column.
+
+    Statistics are float64, centred before they are squared, over everything that is passed in: give the
+    rewards of the whole optimiser step, gathered from all devices. The result carries no gradient.
+
+    Args:
+        reward: [B] or [B, T], any unit; entries that are not finite count as missing.
+        group: [B] labels: an integer tensor or a sequence of hashables, in any order.
+        scale: "group" (GRPO), "batch" (one std for all, centred per group), "none" (Dr.GRPO, RLOO).
+        baseline: "mean" or "leave_one_out" (RLOO).
+        ddof: 1 for the unbiased std (TRL, verl), 0 for the biased one (flow_grpo).
+        eps: added to the std, in units of the reward.
+        valid: bool [B] or the shape of reward; False means missing.
+        singleton: advantage of a group with a single valid member: "zero", or "raw" for the reward itself.
+
+    Returns:
+        The shape of reward, float64 for float64 rewards, else float32; 0 where the reward is missing.
+
+    Raises:
+        ValueError: a shape, label, option, or eps that is not allowed.
+
+    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section
+    3.2; Ahmadian et al., RLOO, arXiv 2402.14740; Liu et al., Flow-GRPO, arXiv 2505.05470.
+    """
+    _check_choices(scale=scale, baseline=baseline, singleton=singleton)
+    check_spread(ddof, eps)
+    if reward.ndim not in (1, 2):
+        raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
+    index, groups = group_index(group, reward.shape[0], reward.device)
+    present = present_entries(reward, valid)
+    values = _columns(reward.detach().double())
+    mask = _columns(present).expand_as(values)
+    values = torch.where(mask, values, 0.0)
+
+    count, centred = centre(values, mask, index, groups)
+    result = centred
+    if baseline == "leave_one_out":
+        result = result * count / (count - 1).clamp(min=1)
+    if scale == "group":
+        result = divide(result, spread(centred, mask, index, groups, ddof) + eps)
+    elif scale == "batch":
+        result = divide(result, _batch_std(values, mask, ddof) + eps)
+    alone = values if singleton == "raw" else torch.zeros_like(values)
+    result = torch.where(mask, torch.where(count == 1, alone, result), 0.0)
+    return result.reshape(reward.shape).to(torch.promote_types(reward.dtype, torch.float32))
+
+
+def whiten(
+    values: Tensor,
+    valid: Tensor | None = None,
+    *,
+    group: Labels | None = None,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    eps_inside: bool = True,
+    keep_mean: bool = False,
+) -> Tensor:
+    """Bring the valid entries to mean 0 and standard deviation 1, all together or group by group.
+
+    y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. The scope is what is
+    passed in: per sample on [B], per token on [B, T], where long sequences weigh more (the two published
+    forms of GDPO differ in just this). With labels it is all entries of the rows of one group.
+
+    Args:
+        values: any shape; entries that are not finite count as missing.
+        valid: bool, the shape of values or its first dimensions.
+        group: one label per row of values, for statistics per group; None for one scope.
+        ddof: 0 or 1, the divisor of the variance is n − ddof.
+        eps: added to the variance (squared unit), or to the std when `eps_inside` is False.
+        eps_inside: where eps stands, under the root or beside it.
+        keep_mean: add the mean back.
+
+    Returns:
+        The shape of values, float32 or better, no gradient; 0 where missing, and exactly 0 (or the mean) if
+        all are equal.
+
+    Raises:
+        ValueError: a ddof, eps, label or shape that is not allowed.
+    """
+    check_spread(ddof, eps)
+    present = present_entries(values, valid)
+    flat = torch.where(present, values.detach().double(), 0.0).reshape(-1, 1)
+    mask = present.reshape(-1, 1)
+    index, groups = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device), 1
+    if group is not None:
+        row, groups = group_index(group, values.shape[0], values.device)
+        index = row.repeat_interleave(values[:1].numel())
+    _, centred = centre(flat, mask, index, groups)
+    std = spread(centred, mask, index, groups, ddof)
+    divisor = (std.square() + eps).sqrt() if eps_inside else std + eps
+    result = divide(centred, divisor)
+    if keep_mean:
+        result = result + flat - centred
+    return result.reshape(values.shape).to(torch.promote_types(values.dtype, torch.float32))
+
+
+def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
+    """Limit advantages to [−bound, bound]; published Flow-GRPO uses 5.
+
+    Raises:
+        ValueError: bound is not positive.
+    """
+    if not bound > 0:
+        raise ValueError(f"bound must be positive; got {bound}. To switch the clamp off, do not call it.")
+    return advantage.clamp(-bound, bound)
+
+
+def _batch_std(values: Tensor, mask: Tensor, ddof: int) -> Tensor:
+    """Standard deviation of each column of [B, T] over all present entries, expanded to [B, T]."""
+    one = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
+    return spread(centre(values, mask, one, 1)[1], mask, one, 1, ddof)
+
+
+def _columns(values: Tensor) -> Tensor:
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _check_choices(**given: str) -> None:
+    allowed = {"scale": Scale, "baseline": Baseline, "singleton": Singleton}
+    for name, value in given.items():
+        if value not in get_args(allowed[name]):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(allowed[name]))}; got {value!r}.")

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of steps (a process reward model, a critic of spans): onto decisions, into one, into advantages.
+
+Step rewards are [B, K]. `step` [B, T] says to which step 0 … K − 1 each decision belongs, −1 to none;
+`span_index` makes it from starts and ends. A step exists where a present decision belongs to it, so rows may
+have fewer than K steps and what stands beyond them is never read.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from visalign.core.groups.labels import Labels
+
+from .group import whiten
+from .returns import discounted_returns
+
+Place = Literal["last", "every", "spread"]
+Reduction = Literal["sum", "mean", "min", "product", "last"]
+
+
+def span_index(start: Tensor, end: Tensor, length: int) -> Tensor:
+    """Number the decisions by the span they lie in: step_t = k where start_k ≤ t < end_k, else −1.
+
+    Args:
+        start: [B, K] first decision of each span.
+        end: [B, K] one past its last decision; end ≤ start for a span that is not there.
+        length: T.
+
+    Returns:
+        [B, T] int64; where spans overlap, the later one in the list.
+
+    Raises:
+        ValueError: shapes that differ, or floating-point positions.
+    """
+    if start.ndim != 2 or start.shape != end.shape or start.is_floating_point() or end.is_floating_point():
+        raise ValueError(
+            f"start and end must be integers [B, K]; got {start.dtype} {tuple(start.shape)} and {end.dtype} "
+            f"{tuple(end.shape)}."
+        )
+    place = torch.arange(length, device=start.device)
+    inside = (start[:, :, None] <= place) & (place < end[:, :, None])
+    number = torch.arange(1, start.shape[1] + 1, device=start.device)[:, None]
+    none = inside.new_zeros(start.shape[0], 1, length, dtype=torch.int64)
+    return torch.cat([none, inside * number], 1).amax(1) - 1
+
+
+def span_rewards(reward: Tensor, step: Tensor, *, place: Place, weight: Tensor | None = None) -> Tensor:
+    """Carry step rewards to decisions.
+
+    "last": r on the last present decision of its step, for returns and GAE. "every": r on each decision of
+    the step, for advantages per token (GSPO-token). "spread": r/n_k on each, so that rows keep their sum.
+
+    Args:
+        reward: [B, K], any unit.
+        step: [B, T] integers, −1 for no step.
+        place: "last", "every" or "spread".
+        weight: [B, T], 0 for absent decisions; None if all are present.
+
+    Returns:
+        [B, T], float32 or better, no gradient; 0 outside the steps. A step without a present decision leaves
+        nothing.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown place.
+    """
+    if place not in get_args(Place):
+        raise ValueError(f"place must be one of {', '.join(get_args(Place))}; got {place!r}.")
+    inside, target, number = _members(reward, step, weight)
+    values = reward.detach().to(torch.promote_types(reward.dtype, torch.float32))
+    if place == "spread":
+        values = values / number.clamp(min=1)
+    if place == "last":
+        position = torch.arange(step.shape[1], device=step.device).expand_as(step)
+        none = target.new_full((reward.shape[0], reward.shape[1] + 1), -1)
+        final = none.scatter_reduce(1, target, position, "amax")
+        inside = inside & (final.gather(1, target) == position)
+    values = torch.cat([values, values.new_zeros(values.shape[0], 1)], 1)
+    return torch.where(inside, values.gather(1, target), 0.0)
+
+
+def aggregate_steps(reward: Tensor, how: Reduction, exists: Tensor | None = None) -> Tensor:
+    """Make one reward per sample from its step rewards.
+
+    "min" is Math-Shepherd's, "product" that of step-wise correctness probabilities; "last" takes the last
+    existing step.
+
+    Args:
+        reward: [B, K], any unit ("product": probabilities).
+        how: "sum", "mean", "min", "product" or "last".
+        exists: bool [B, K]; None if every row has K steps.
+
+    Returns:
+        [B], float32 or better, no gradient; NaN, missing, if an existing step is not finite or none exists.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown reduction.
+
+    Wang et al., Math-Shepherd, arXiv 2312.08935 (min); Lightman et al., arXiv 2305.20050 (product).
+    """
+    if how not in get_args(Reduction):
+        raise ValueError(f"how must be one of {', '.join(get_args(Reduction))}; got {how!r}.")
+    there = torch.ones_like(reward, dtype=torch.bool) if exists is None else exists
+    if reward.ndim != 2 or there.dtype != torch.bool or there.shape != reward.shape:
+        raise ValueError(
+            f"reward must be [B, K] and exists bool of that shape; got {tuple(reward.shape)} and "
+            f"{there.dtype} {tuple(there.shape)}."
+        )
+    values = reward.detach().double()
+    count = there.sum(1)
+    neutral = {"min": float("inf"), "product": 1.0}.get(how, 0.0)
+    inside = there & (there.flip(1).cumsum(1).flip(1) == 1) if how == "last" else there
+    kept = torch.where(inside, values, neutral)
+    if how == "min":
+        result = torch.cat([kept, kept.new_full((kept.shape[0], 1), float("inf"))], 1).amin(1)
+    else:
+        result = kept.prod(1) if how == "product" else kept.sum(1)
+    if how == "mean":
+        result = result / count.clamp(min=1)
+    known = (torch.isfinite(values) | ~there).all(1) & (count > 0)
+    return torch.where(known, result, float("nan")).to(torch.promote_types(reward.dtype, torch.float32))
+
+
+def process_advantages(
+    reward: Tensor,
+    step: Tensor,
+    group: Labels,
+    *,
+    weight: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Tensor:
+    """GRPO with process supervision: the standardised rewards of all steps that end at or after a decision.
+
+    r̃_ik = (r_ik − mean)/(std + eps), over all steps of all samples of the group;
+    A_it = Σ_{k: end_k ≥ t} r̃_ik.
+
+    Args:
+        reward: [B, K], any unit. If a reward of an existing step is not finite, its sample is missing: it
+            leaves the statistics and gets 0.
+        step: [B, T] integers, −1 for no step.
+        group: [B] labels.
+        weight: [B, T], 0 for absent decisions; None if all are present.
+        ddof: of the std.
+        eps: added to the std, in units of the reward.
+
+    Returns:
+        [B, T], float32 or better, no gradient; 0 where absent and after the last step, and exactly 0 in
+        groups whose step rewards are all equal.
+
+    Raises:
+        ValueError: shapes, labels or options that are not allowed.
+
+    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
+    """
+    _, _, number = _members(reward, step, weight)
+    exists = number > 0
+    usable = (torch.isfinite(reward) | ~exists).all(1, keepdim=True) & exists
+    scores = whiten(reward, usable, group=group, ddof=ddof, eps=eps, eps_inside=False)
+    return discounted_returns(span_rewards(scores, step, place="last", weight=weight), weight)
+
+
+def _members(reward: Tensor, step: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(decisions of a step [B, T] bool, their step or K [B, T], present decisions of each step [B, K])."""
+    if reward.ndim != 2 or step.ndim != 2 or step.shape[0] != reward.shape[0]:
+        raise ValueError(
+            f"reward must be [B, K] and step [B, T]; got {tuple(reward.shape)} and {tuple(step.shape)}."
+        )
+    if step.is_floating_point() or step.dtype == torch.bool:
+        raise ValueError(f"step must hold integers, −1 for no step; got {step.dtype}.")
+    if weight is not None and weight.shape != step.shape:
+        raise ValueError(f"weight {tuple(weight.shape)} and step {tuple(step.shape)} must have one shape.")
+    inside = step >= 0 if weight is None else (step >= 0) & (weight != 0)
+    target = torch.where(inside, step, reward.shape[1]).long()
+    number = target.new_zeros(reward.shape[0], reward.shape[1] + 1).scatter_add(1, target, inside.long())
+    return inside, target, number[:, :-1]

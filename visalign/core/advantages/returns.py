@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Returns and advantages per decision: discounted sums, GAE, ReMax, REINFORCE++.
+
+`weight` [B, T] is 0 where a decision is absent: padding on either side, or tokens a tool wrote. Absent
+decisions are skipped, not stepped over: the present ones of a row are treated as if they stood side by side,
+so neither a discount nor a value leaks through a hole. What stands there (NaN too) is never read, and the
+result there is 0. A row in which a present reward or value is not finite is missing as a whole: it comes back
+as NaN, which `whiten` leaves out and turns into 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visalign.core.groups.labels import Labels
+from visalign.core.groups.moments import present_entries
+
+from .group import group_advantages, whiten
+
+BLOCK = 128
+"""Decisions per matrix product of the backward recursion."""
+
+
+def discounted_returns(reward: Tensor, weight: Tensor | None = None, *, gamma: float = 1.0) -> Tensor:
+    """Sum the rewards from each decision on: G_t = r_t + γ G_{t'}, t' the next present decision.
+
+    Args:
+        reward: [B, T], any unit.
+        weight: [B, T], 0 for absent decisions; None if all are present.
+        gamma: discount γ per present decision, in [0, 1].
+
+    Returns:
+        [B, T] in units of the reward, float32 or better, no gradient; 0 where absent, NaN in missing rows.
+
+    Raises:
+        ValueError: shapes that differ, or a gamma that is not allowed.
+
+    Sutton and Barto, Reinforcement Learning (2018), eq. 3.9.
+    """
+    _check_fraction("gamma", gamma)
+    present = _present("reward", reward, weight)
+    order, (rewards,), missing = _to_front(present, reward)
+    return _back(_discounted_sum(rewards, gamma), order, present, missing, reward.dtype)
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    weight: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    last_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, and the returns that a value function is fitted to.
+
+    δ_t = r_t + γ V_{t'} − V_t;  A_t = δ_t + γλ A_{t'};  R_t = A_t + V_t; t' is the next present decision.
+    λ = 1 gives Σ γ^l r − V_t, λ = 0 gives δ_t. PPO whitens A over all present decisions: `whiten(A, weight !=
+    0)`.
+
+    Args:
+        reward: [B, T] per decision.
+        value: [B, T] V of the state before each decision, in units of the reward; detached here.
+        weight: [B, T], 0 for absent decisions; None if all are present.
+        gamma: discount γ per present decision, in [0, 1].
+        lam: λ in [0, 1].
+        last_value: [B] V after the last present decision, for rows that were cut off; None means 0, the end.
+
+    Returns:
+        (advantages, returns), [B, T] each, float32 or better, no gradient; 0 where absent, NaN in missing
+        rows.
+
+    Raises:
+        ValueError: shapes that differ, or a gamma or lam that is not allowed.
+
+    Schulman et al., GAE, arXiv 1506.02438, eq. 16; λ = 0.95 as in PPO, arXiv 1707.06347, table 3.
+    """
+    _check_fraction("gamma", gamma)
+    _check_fraction("lam", lam)
+    present = _present("reward", reward, weight)
+    if value.shape != reward.shape:
+        raise ValueError(
+            f"value {tuple(value.shape)} and reward {tuple(reward.shape)} must have one shape, [B, T]."
+        )
+    if last_value is not None and last_value.shape != reward.shape[:1]:
+        raise ValueError(
+            f"last_value needs one entry per row, [{reward.shape[0]}]; got shape {tuple(last_value.shape)}."
+        )
+    dtype = torch.promote_types(reward.dtype, value.dtype)
+    order, (rewards, values), missing = _to_front(present, reward, value)
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    if last_value is not None:
+        number = present.sum(1, keepdim=True)
+        is_last = torch.arange(reward.shape[1], device=reward.device) == number - 1
+        following = torch.where(is_last, last_value.detach().double()[:, None], following)
+        missing = missing | (~torch.isfinite(last_value) & (number[:, 0] > 0))
+    advantages = _discounted_sum(rewards + gamma * following - values, gamma * lam)
+    return (
+        _back(advantages, order, present, missing, dtype),
+        _back(advantages + values, order, present, missing, dtype),
+    )
+
+
+def remax_advantages(reward: Tensor, baseline: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Subtract the reward of the greedy answer: A_t = Σ_{s≥t} r_s − R(greedy answer to the same prompt).
+
+    Args:
+        reward: [B, T] per decision.
+        baseline: [B] reward of the greedy (argmax) answer, same unit; NaN makes the row missing.
+        weight: [B, T], 0 for absent decisions; None if all are present.
+
+    Returns:
+        [B, T], float32 or better, no gradient; 0 where absent, NaN in missing rows.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    Li et al., ReMax, arXiv 2310.10505, algorithm 1.
+    """
+    if baseline.shape != reward.shape[:1]:
+        raise ValueError(
+            f"baseline needs one entry per row, [{reward.shape[0]}]; got shape {tuple(baseline.shape)}."
+        )
+    present = _present("reward", reward, weight)
+    returns = discounted_returns(reward.double(), present)
+    known = torch.where(torch.isfinite(baseline), baseline.detach().double(), float("nan"))
+    result = torch.where(present, returns - known[:, None], 0.0)
+    return result.to(torch.promote_types(reward.dtype, torch.float32))
+
+
+def reinforce_pp_advantages(
+    reward: Tensor,
+    weight: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    ddof: int = 1,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Whiten the returns over all decisions of the batch: A = (G − mean)/sqrt(var + eps).
+
+    G as in `discounted_returns`, mean and variance over every present decision that is passed in; the reward
+    holds the KL penalty (`kl_in_reward`). No group is needed. Rewards reach the decisions before a hole (in
+    verl before 0.10 they do not).
+
+    Args:
+        reward: [B, T] per decision.
+        weight: [B, T], 0 for absent decisions; None if all are present.
+        gamma: discount γ per present decision, in [0, 1].
+        ddof: divisor n − ddof of the variance.
+        eps: added to the variance, squared unit of the reward.
+
+    Returns:
+        [B, T], float32 or better, no gradient; 0 where absent or missing, and all 0 if the returns are equal.
+
+    Raises:
+        ValueError: shapes that differ, or an option that is not allowed.
+
+    Hu et al., REINFORCE++, arXiv 2501.03262.
+    """
+    present = _present("reward", reward, weight)
+    returns = discounted_returns(reward.double(), present, gamma=gamma)
+    result = whiten(returns, present, ddof=ddof, eps=eps)
+    return result.to(torch.promote_types(reward.dtype, torch.float32))
+
+
+def reinforce_pp_baseline_advantages(
+    reward: Tensor,
+    group: Labels,
+    weight: Tensor,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Centre rewards in their group, then whiten over all decisions of the batch (REINFORCE++ with baseline).
+
+    C_i = R_i − mean_g, on every present decision of i;  A = (C − mean C)/sqrt(var C + eps). The mean over
+    decisions is not 0 when lengths differ, so that an all-equal group is moved off 0 by it, as published.
+
+    Args:
+        reward: [B], any unit; entries that are not finite count as missing.
+        group: [B] labels.
+        weight: [B, T], 0 for absent decisions.
+        ddof: divisor n − ddof of the variance.
+        eps: added to the variance, squared unit of the reward.
+        valid: bool [B]; False means missing.
+
+    Returns:
+        [B, T], float32 or better, no gradient; 0 where absent or missing.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option that is not allowed.
+
+    Hu et al., REINFORCE++, arXiv 2501.03262, the baseline variant.
+    """
+    if reward.ndim != 1 or weight.ndim != 2 or weight.shape[0] != reward.shape[0]:
+        raise ValueError(
+            f"reward must be [B] and weight [B, T]; got {tuple(reward.shape)} and {tuple(weight.shape)}."
+        )
+    centred = group_advantages(reward.double(), group, scale="none", valid=valid)
+    known = torch.where(present_entries(reward, valid), centred, float("nan"))
+    result = whiten(known[:, None].expand(weight.shape), weight != 0, ddof=ddof, eps=eps)
+    return result.to(torch.promote_types(reward.dtype, torch.float32))
+
+
+def _to_front(present: Tensor, *rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    """(order that puts the present decisions first, the rows in it in float64, rows that are missing [B])."""
+    order = torch.argsort((~present).to(torch.int32), dim=1, stable=True)
+    finite = torch.stack([torch.isfinite(row) for row in rows]).all(0)
+    missing = (present & ~finite).any(1)
+    inside = present & finite
+    moved = [torch.where(inside, row.detach().double(), 0.0).gather(1, order) for row in rows]
+    return order, moved, missing
+
+
+def _back(result: Tensor, order: Tensor, present: Tensor, missing: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `_to_front`, with 0 at absent decisions and NaN in missing rows."""
+    placed = torch.zeros_like(result).scatter(1, order, result)
+    placed = torch.where(missing[:, None], float("nan"), placed)
+    return torch.where(present, placed, 0.0).to(torch.promote_types(dtype, torch.float32))
+
+
+def _discounted_sum(values: Tensor, discount: float) -> Tensor:
+    """Solve y_t = x_t + discount·y_{t+1} from the end.
+
+    Within a block y = x K, K_jt = discount^(j−t) for j ≥ t, plus what the next block hands on. Float64, so
+    that no reduced-precision matrix product is chosen.
+    """
+    if values.shape[1] == 0:
+        return values
+    step = torch.arange(min(BLOCK, values.shape[1]), device=values.device)
+    distance = step[:, None] - step
+    base = values.new_tensor(discount)
+    kernel = torch.where(distance >= 0, base ** distance.clamp(min=0), 0.0)
+    carry = values.new_zeros(values.shape[0], 1)
+    blocks = []
+    for block in reversed(values.split(len(step), dim=1)):
+        size = block.shape[1]
+        total = block @ kernel[:size, :size] + carry * base ** (size - step[:size])
+        carry = total[:, :1]
+        blocks.append(total)
+    return torch.cat(blocks[::-1], 1)
+
+
+def _present(name: str, values: Tensor, weight: Tensor | None) -> Tensor:
+    if values.ndim != 2:
+        raise ValueError(f"{name} must be [B, T]; got shape {tuple(values.shape)}.")
+    if weight is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    if weight.shape != values.shape:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} and {name} {tuple(values.shape)} must have one shape."
+        )
+    return weight != 0
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1]; got {value}.")

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages of recent papers: CANON, PRL and SPEAR. COPO, risk and entropy have files of their own.
+
+As in `advantages`: float64 statistics over all that is passed in, no gradient, a missing reward leaves every
+statistic and gets 0, all-equal rewards give exactly 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from visalign.core.groups.group_statistics import group_centre, group_extremes, group_mean
+from visalign.core.groups.labels import Labels, group_index
+from visalign.core.rewards.steps import next_present
+
+from .returns import discounted_returns
+
+Side = Literal["high", "low"]
+
+
+def conditional_advantages(
+    reward: Tensor,
+    metric: Tensor,
+    group: Labels,
+    *,
+    mu: float = 1.0,
+    alpha: float = 1.0,
+    side: Side = "high",
+) -> Tensor:
+    """CANON: split each group at the median of a second metric and compare each half with the other.
+
+    A_i = μ (a_own R_i − a_other mean_other) + (1 − μ)(R_i − mean_own), the low half being the first ⌊n/2⌋ by
+    the metric, a = α on the named side and 1 on the other. No direction of the metric is preferred: turning
+    its sign changes nothing (even n, no ties, α = 1). μ = 1/2 and α = 1 give R − mean for even n.
+
+    Deviations from the released code: a group of one gives 0, not R; a group whose metric is all equal has
+    no halves and gives R − mean; no division by a length, which is the aggregation's. Equal metrics at the
+    median are split in the order given.
+
+    Args:
+        reward: [B], any unit; what is not finite is missing.
+        metric: [B], any unit (length, entropy, another score); where not finite the sample is missing.
+        group: [B] labels.
+        mu: μ in [0, 1], weight of the comparison between the halves.
+        alpha: α, factor on the rewards of one half; below 1 it holds that half back.
+        side: the half that α belongs to.
+
+    Returns:
+        [B], float32 or better; 0 where missing.
+
+    Raises:
+        ValueError: shapes or labels that do not fit, μ outside [0, 1], α not finite, unknown side.
+
+    CANON, Conditional advantage estimation, arXiv 2509.23962.
+    """
+    _check_vectors(reward=reward, metric=metric)
+    if not 0 <= mu <= 1:
+        raise ValueError(f"mu must lie in [0, 1]; got {mu}.")
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha must be finite; got {alpha}.")
+    if side not in get_args(Side):
+        raise ValueError(f"side must be 'high' or 'low'; got {side!r}.")
+    index, groups = group_index(group, reward.shape[0], reward.device)
+    present = torch.isfinite(reward) & torch.isfinite(metric)
+    lowest, mean, _ = group_centre(reward, present, index, groups)
+    value = torch.where(present, reward.detach().double() - lowest[index], 0.0)
+    high = _high_half(metric, present, index, groups)
+    own, other = 2 * index + high, 2 * index + ~high
+    half = group_mean(value, present, own, 2 * groups)
+
+    factor, one = torch.full_like(value, alpha), torch.ones_like(value)
+    a_own = torch.where(high == (side == "high"), factor, one)
+    a_other = torch.where(high == (side == "high"), one, factor)
+    # The group's lowest reward was taken off; the middle term puts back what α leaves of it.
+    between = a_own * value + (a_own - a_other) * lowest[index] - a_other * half[other]
+    result = mu * between + (1 - mu) * (value - half[own])
+    least, most = group_extremes(metric, present, index, groups)
+    result = torch.where((least < most)[index], result, value - mean[index])
+    return _finish(result, present, reward.dtype)
+
+
+def prl_advantages(
+    advantage: Tensor, log_ratio: Tensor, weight: Tensor | None = None, *, eta: float, block: int = 1
+) -> Tensor:
+    """PRL: the divergence from the reference that is still to come, taken off each step's advantage.
+
+    A_t = A − (1/η) Σ_{s≥t} w_s log(π_old/π_ref)_s. With block > 1 every decision of a block takes the value
+    at the block's last one. With block = 1 and A = R − baseline on fresh samples this is the score-function
+    gradient of E[R] − KL(π‖π_ref)/η, so add no KL loss.
+
+    Blocks count present decisions, from the row's first: padding and holes change nothing, and the last block
+    may be short. Released code marks block ends by non-zero values, and loses an end whose value is 0.
+
+    Args:
+        advantage: [B], from the outcome.
+        log_ratio: [B, T] log π_old − log π_ref in nats, true log-densities (event_norm="sum"); no gradient.
+        weight: [B, T], 0 for absent decisions.
+        eta: η > 0, in nats per unit of advantage; infinity leaves the advantage as it is. Released scripts
+            use 1, 100 and 200.
+        block: decisions per block, ≥ 1; released scripts use 64, 128 and 256.
+
+    Returns:
+        [B, T], float32 or better; 0 where weight is 0, NaN in a row whose advantage or a present log-ratio is
+        not finite.
+
+    Raises:
+        ValueError: shapes that do not fit, η not positive, block < 1.
+
+    Process reward learning, arXiv 2601.10201.
+    """
+    if log_ratio.ndim != 2 or advantage.shape != log_ratio.shape[:1]:
+        raise ValueError(
+            f"advantage must be [B] and log_ratio [B, T]; got {tuple(advantage.shape)} and "
+            f"{tuple(log_ratio.shape)}."
+        )
+    if not eta > 0:
+        raise ValueError(f"eta must be positive; got {eta}. Infinity switches the term off.")
+    if block < 1:
+        raise ValueError(f"block must be at least 1; got {block}.")
+    remaining = discounted_returns(log_ratio, weight)
+    inside = torch.ones_like(log_ratio, dtype=torch.bool) if weight is None else weight != 0
+    if block > 1:
+        length = log_ratio.shape[1]
+        number = inside.cumsum(1)
+        end = inside & ((number % block == 0) | (next_present(inside) == length))
+        here = torch.arange(length, device=end.device)
+        nearest = torch.where(end, here, next_present(end)).clamp(max=length - 1)
+        remaining = remaining.gather(1, nearest)
+    gain = _float32(advantage).detach()[:, None]
+    return torch.where(inside, gain - remaining / eta, 0.0)
+
+
+def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
+    """SPEAR: judge replayed samples by today's standard, A = R − median(history), and keep those with A > 0.
+
+    Args:
+        reward: [B] of stored samples, any unit; what is not finite is missing.
+        history: [H] recent mean rewards of groups, same unit; what is not finite is left out.
+
+    Returns:
+        (advantage [B], float32 or better, 0 where missing; keep [B] bool, the samples to replay). No std.
+
+    Raises:
+        ValueError: not vectors, or an empty history.
+
+    SPEAR, arXiv 2509.22601 (capacity 10240 means, 2048 samples of age ≤ 10 steps).
+    """
+    _check_vectors(reward=reward)
+    if history.ndim != 1 or not len(history):
+        raise ValueError(
+            f"history must be [H] with at least one mean; got shape {tuple(history.shape)}. Skip the replay "
+            "until there is one."
+        )
+    past = history.detach().double()
+    median = torch.where(torch.isfinite(past), past, float("nan")).nanquantile(0.5)
+    centred = reward.detach().double() - median
+    advantage = _finish(centred, torch.isfinite(centred), reward.dtype)
+    return advantage, advantage > 0
+
+
+def replay_weight(step: Tensor | float, *, warmup: float = 200.0, ceiling: float = 1.0) -> Tensor:
+    """SPEAR's weight of the replay loss, c(s) = c₀ (1 − cos(π min(s, T)/T))/2: from 0 to c₀ in T steps.
+
+    Args:
+        step: s ≥ 0, optimiser steps so far, any shape.
+        warmup: T > 0, in steps.
+        ceiling: c₀.
+
+    Returns:
+        The shape of step, float64.
+
+    Raises:
+        ValueError: warmup is not positive.
+
+    SPEAR, arXiv 2509.22601 (T = 200, c₀ = 1 in the released scripts).
+    """
+    if not warmup > 0:
+        raise ValueError(f"warmup must be positive; got {warmup}.")
+    part = torch.as_tensor(step, dtype=torch.float64).clamp(0, warmup) / warmup
+    return ceiling * (1 - torch.cos(math.pi * part)) / 2
+
+
+def _high_half(metric: Tensor, present: Tensor, index: Tensor, groups: int) -> Tensor:
+    """Bool [B]: not among the first ⌊n/2⌋ of its group by the metric; stable, missing samples last."""
+    order = torch.where(present, metric.detach().double(), float("inf")).argsort(stable=True)
+    order = order[index[order].argsort(stable=True)]
+    size = torch.bincount(index, minlength=groups)
+    place = torch.arange(len(index), device=index.device) - (size.cumsum(0) - size)[index[order]]
+    rank = torch.empty_like(order).scatter_(0, order, place)
+    count = torch.zeros_like(size).index_add(0, index, present.to(size.dtype))
+    return rank >= count[index] // 2
+
+
+def _finish(values: Tensor, present: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where missing, float32 or better."""
+    return torch.where(present, values, 0.0).to(torch.promote_types(dtype, torch.float32))
+
+
+def _float32(value: Tensor) -> Tensor:
+    """Float32 or better."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _check_vectors(**given: Tensor) -> None:
+    shapes = {name: tuple(value.shape) for name, value in given.items()}
+    if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
+        text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{' and '.join(shapes)} must be [B], one entry per sample; got {text}.")

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The named algorithms: one row each, with the defaults of its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from .objective import Objective
+from .options import nearest
+
+_CLIP = {"eps_low": 0.2, "eps_high": 0.2}
+_PPO = Objective(
+    source="Schulman et al., arXiv 1707.06347, eq. 7 and 9; KL in the reward: arXiv 2203.02155, eq. 2",
+    advantage="gae",
+    advantage_options={"gamma": 1.0, "lam": 0.95},
+    kl_in_reward=0.02,
+    surrogate_options=_CLIP,
+    aggregation="token_mean",
+    value=1.0,
+    value_clip=0.2,
+)
+_GRPO = Objective(
+    source="Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3 and 4",
+    surrogate_options=_CLIP,
+    kl=0.04,
+    kl_gradient="k3",
+)
+_GROUP = replace(_GRPO, kl=0.0, kl_gradient="k2", source="")
+_FLOW = Objective(
+    source="Liu et al., Flow-GRPO, arXiv 2505.05470; T denoising steps, event_norm='mean', exact Gaussian KL",
+    advantage_options={"scale": "batch", "ddof": 0},
+    advantage_clamp=5.0,
+    surrogate_options={"eps_low": 1e-4, "eps_high": 1e-4},
+    kl=0.04,
+)
+
+NAMED: dict[str, Objective] = {
+    "ppo": _PPO,
+    "ppo_kl": replace(
+        _PPO,
+        source="Schulman et al., arXiv 1707.06347, eq. 8; adapt β with `penalty_kl_coefficient`",
+        surrogate="ppo_kl",
+        surrogate_options={"beta": 1.0},
+    ),
+    "ppo_ptx": replace(
+        _PPO, source="Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2 (γ = 27.8)", ptx=27.8
+    ),
+    "rloo": Objective(
+        source="Ahmadian et al., arXiv 2402.14740, eq. 9: whole answers as single actions",
+        advantage_options={"scale": "none", "baseline": "leave_one_out"},
+        kl_in_reward=0.05,
+        surrogate="reinforce",
+        aggregation="seq_mean_token_sum",
+    ),
+    "remax": Objective(
+        source="Li et al., arXiv 2310.10505, algorithm 1",
+        advantage="remax",
+        surrogate="reinforce",
+        aggregation="seq_mean_token_sum",
+    ),
+    "reinforce_pp": Objective(
+        source="Hu et al., arXiv 2501.03262, version with the KL in the reward",
+        advantage="reinforce_pp",
+        advantage_options={"ddof": 0},
+        kl_in_reward=0.01,
+        surrogate_options=_CLIP,
+        aggregation="token_mean",
+    ),
+    "reinforce_pp_baseline": Objective(
+        source="Hu et al., arXiv 2501.03262, version with the group baseline and k2",
+        advantage="reinforce_pp_baseline",
+        advantage_options={"ddof": 0},
+        surrogate_options=_CLIP,
+        kl=0.01,
+        kl_value="k2",
+        aggregation="token_mean",
+    ),
+    "grpo": _GRPO,
+    "dr_grpo": replace(
+        _GROUP,
+        source="Liu et al., arXiv 2503.20783, section 3.2; give the length L",
+        advantage_options={"scale": "none"},
+        aggregation="dr_grpo",
+    ),
+    "gdpo": replace(
+        _GROUP, source="Liu et al., arXiv 2601.05242", advantage="gdpo", advantage_options={"ddof": 0}
+    ),
+    "opo": replace(
+        _GROUP,
+        source="Hao et al., arXiv 2505.23585: exactly on-policy, no clip",
+        advantage="opo",
+        surrogate="reinforce",
+        surrogate_options={},
+        aggregation="token_mean",
+    ),
+    "gpg": replace(
+        _GROUP,
+        source="Chu et al., arXiv 2504.02546",
+        advantage="gpg",
+        surrogate="reinforce",
+        surrogate_options={},
+        aggregation="token_mean",
+    ),
+    "pass_at_k": replace(
+        _GROUP,
+        source="Walder and Karkhanis, arXiv 2505.15201",
+        advantage="pass_at_k",
+        advantage_options={"k": 2},
+    ),
+    "dapo": replace(
+        _GROUP,
+        source="Yu et al., arXiv 2503.14476, eq. 8 and 10, averaged as its code does",
+        surrogate_options={"eps_low": 0.2, "eps_high": 0.28},
+        drop_zero_signal=True,
+        aggregation="token_mean",
+    ),
+    "dapo_as_written": replace(
+        _GROUP,
+        source="Yu et al., arXiv 2503.14476, eq. 8 to the letter: a token mean per group",
+        surrogate_options={"eps_low": 0.2, "eps_high": 0.28},
+        drop_zero_signal=True,
+        aggregation="group_token_mean",
+    ),
+    "gspo": replace(
+        _GROUP,
+        source="Zheng et al., arXiv 2507.18071, eq. 5 to 7",
+        level="sequence",
+        surrogate_options={"eps_low": 3e-4, "eps_high": 4e-4},
+    ),
+    "gspo_token": replace(
+        _GROUP,
+        source="Zheng et al., arXiv 2507.18071, eq. 13 and 14",
+        level="sequence_token",
+        surrogate_options={"eps_low": 3e-4, "eps_high": 4e-4},
+    ),
+    "cispo": replace(
+        _GROUP,
+        source="MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; upper bound of ScaleRL, arXiv 2510.13786",
+        surrogate="cispo",
+        surrogate_options={"bound_low": 0.0, "bound_high": 5.0},
+        aggregation="token_mean",
+    ),
+    "sapo": replace(_GROUP, source="Gao et al., arXiv 2511.20347", surrogate="sapo", surrogate_options={}),
+    "gmpo": replace(
+        _GROUP,
+        source="Zhao et al., arXiv 2507.20673",
+        surrogate="gmpo",
+        surrogate_options={"eps_low": 0.4, "eps_high": 0.4},
+    ),
+    "luspo": replace(
+        _GROUP,
+        source="Liu et al., arXiv 2602.05261",
+        level="sequence",
+        surrogate_options={"eps_low": 2e-3, "eps_high": 2.5e-3},
+        aggregation="seq_mean_token_sum",
+    ),
+    "vespo": replace(
+        _GROUP,
+        source="Shen et al., arXiv 2602.10693",
+        level="sequence_sum",
+        surrogate="vespo",
+        surrogate_options={},
+        aggregation="token_mean",
+    ),
+    "dppo_tv": replace(
+        _GROUP,
+        source="Qi et al., arXiv 2602.04879, binary total variation",
+        surrogate="dppo",
+        surrogate_options={"divergence": "tv", "limit_low": 0.2, "limit_high": 0.2},
+        aggregation="token_mean",
+    ),
+    "dppo_kl": replace(
+        _GROUP,
+        source="Qi et al., arXiv 2602.04879, binary KL",
+        surrogate="dppo",
+        surrogate_options={"divergence": "kl", "limit_low": 0.05, "limit_high": 0.05},
+        aggregation="token_mean",
+    ),
+    "dro": replace(
+        _GROUP,
+        source="Richemond et al., arXiv 2405.19107, per token as public trainers have it",
+        surrogate="dro",
+        surrogate_options={"beta": 0.1},
+        aggregation="token_mean",
+    ),
+    "aepo_clip": replace(
+        _GROUP,
+        source="Dong et al., arXiv 2510.14545, the gradient-keeping clip",
+        surrogate="gradient_keeping_clip",
+        aggregation="token_mean",
+    ),
+    "top_entropy": replace(
+        _GROUP,
+        source="Wang et al., arXiv 2506.01939: DAPO on a fifth of the tokens",
+        surrogate_options={"eps_low": 0.2, "eps_high": 0.28},
+        selection="top_entropy",
+        selection_options={"fraction": 0.2},
+        aggregation="token_mean",
+    ),
+    "clip_cov": replace(
+        _GROUP,
+        source="Cui et al., arXiv 2505.22617, section 4",
+        selection="clip_cov",
+        selection_options={"ratio": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+        aggregation="token_mean",
+    ),
+    "kl_cov": replace(
+        _GROUP,
+        source="Cui et al., arXiv 2505.22617, section 4: no clip, a penalty on the highest covariances",
+        surrogate_options={"eps_low": 1.0, "eps_high": float("inf")},
+        selection="kl_cov",
+        selection_options={"ratio": 2e-3, "coefficient": 1.0},
+        aggregation="token_mean",
+    ),
+    "deepseek_v3_2": replace(
+        _GRPO,
+        source="DeepSeek-V3.2, arXiv 2512.02556, section 3.1: r-weighted KL, off-policy mask",
+        kl_gradient="k2",
+        kl_weighted=True,
+        off_policy_delta=0.1,
+    ),
+    "flowrl": replace(
+        _GROUP,
+        source="Zhu et al., arXiv 2509.15207; π_ref inside the residual, log Z learned",
+        level="sequence_sum",
+        surrogate="flow_balance",
+        surrogate_options={"beta": 15.0, "eps_low": 0.2, "eps_high": 0.2},
+    ),
+    "flow_grpo": _FLOW,
+    "flow_gspo": replace(_FLOW, source="Flow-GRPO with one ratio for all trained steps", level="sequence"),
+    "grpo_guard": replace(
+        _FLOW,
+        source="Wang et al., arXiv 2510.22319: log_prob is `guard_log_ratio`, old_log_prob 0",
+        surrogate_options={"eps_low": 2e-6, "eps_high": 2e-6},
+        kl=0.0,
+    ),
+    "flow_dppo": replace(
+        _FLOW,
+        source="DPPO, arXiv 2602.04879, with the exact Gaussian KL(π_old‖π) of a step",
+        surrogate="dppo",
+        surrogate_options={"divergence": "exact", "limit_low": 1e-6, "limit_high": 1e-6},
+        kl=0.0,
+    ),
+    "pref_grpo": replace(
+        _FLOW,
+        source="Wang et al., Pref-GRPO, arXiv 2508.20751: the reward is `win_rates` of the group",
+        advantage_options={"scale": "group", "ddof": 0},
+        kl=0.0,
+    ),
+}
+"""Name -> row. The numbers are the papers' defaults; where a paper gives none, they are the usual ones."""
+
+
+def named_objective(name: str, **changes: Any) -> Objective:
+    """A row of `NAMED` with changes.
+
+    Args:
+        name: a key of `NAMED`.
+        changes: fields of `Objective`; a mapping is merged into the row's, unless the choice it belongs to is
+            changed too: then it replaces it.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ValueError: an unknown name or field, with the nearest one, or what `Objective` refuses.
+
+    >>> named_objective("dapo", surrogate_options={"eps_high": 0.3}).surrogate_options
+    {'eps_low': 0.2, 'eps_high': 0.3}
+    """
+    if name not in NAMED:
+        raise ValueError(
+            f"there is no algorithm {name!r}. {nearest(name, NAMED)}Choose one of: {', '.join(NAMED)}."
+        )
+    row = NAMED[name]
+    known = {item.name for item in fields(Objective)}
+    for key in changes:
+        if key not in known:
+            raise ValueError(
+                f"an objective has no field {key!r}. {nearest(key, known)}"
+                f"Its fields: {', '.join(sorted(known))}."
+            )
+    merged = {
+        key: _merge(row, key, value, changes) if isinstance(value, Mapping) else value
+        for key, value in changes.items()
+    }
+    return replace(row, **merged)
+
+
+def _merge(row: Objective, key: str, value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's options with the changed ones; alone if they are for another choice."""
+    choice = key.removesuffix("_options")
+    changed = choice != key and choice in changes and changes[choice] != getattr(row, choice)
+    return {**({} if changed else getattr(row, key) or {}), **value}

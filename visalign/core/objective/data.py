@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into an objective and what comes out: the rollout's tensors, the policy's, the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from visalign.core.groups.labels import Labels
+from visalign.core.surrogates.aggregation import Counts
+
+if TYPE_CHECKING:
+    from visalign.core.tokens.statistics import Decisions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectories:
+    """Every sample of one optimiser step as the rollout left it; B samples of at most T decisions.
+
+    With several devices: of all of them. These tensors are small beside the model; gather them, prepare, and
+    take the rows of the device.
+
+    Raises:
+        ValueError: a tensor whose shape does not fit, named with both shapes.
+    """
+
+    weight: Tensor
+    """[B, T], 0 for absent decisions: padding on either side, holes, steps that are not trained."""
+    old_log_prob: Tensor
+    """[B, T] log π_old, nats."""
+    group: Labels
+    """[B] labels of the prompts."""
+    reward: Tensor | None = None
+    """[B], or [B, M] of M rewards; NaN is missing."""
+    reward_weights: Sequence[float] = ()
+    """M numbers, for rewards [B, M]."""
+    process_reward: Tensor | None = None
+    """[B, T] added to the reward of each decision (`span_rewards` makes it from steps)."""
+    advantage: Tensor | None = None
+    """[B] or [B, T], for advantage="given"."""
+    valid: Tensor | None = None
+    """bool [B]; False: the sample's reward failed. It takes no part in anything."""
+    ref_log_prob: Tensor | None = None
+    """[B, T] log π_ref."""
+    rollout_log_prob: Tensor | None = None
+    """[B, T] log μ of what really sampled (another engine or precision), for the off-policy correction."""
+    value: Tensor | None = None
+    """[B, T] V of the rollout."""
+    entropy: Tensor | None = None
+    """[B, T] nats, under the policy at the beginning of the step."""
+    greedy_reward: Tensor | None = None
+    """[B] reward of the greedy answer to the same prompt, for ReMax."""
+    uniform: Tensor | None = None
+    """[B, T] numbers in [0, 1), drawn once per step, for Clip-Cov."""
+    ptx_weight: Tensor | None = None
+    """[B', T'] weights of the step's pretraining tokens, for PPO-ptx."""
+    decisions: Decisions = "tokens"
+    """What T counts."""
+
+    def __post_init__(self) -> None:
+        shape = self.weight.shape
+        if len(shape) != 2:
+            raise ValueError(f"weight must be [B, T]; got shape {tuple(shape)}.")
+        for name in (
+            "old_log_prob",
+            "process_reward",
+            "ref_log_prob",
+            "rollout_log_prob",
+            "value",
+            "entropy",
+        ):
+            _same(name, getattr(self, name), shape)
+        _same("uniform", self.uniform, shape)
+        for name in ("valid", "greedy_reward"):
+            _same(name, getattr(self, name), shape[:1])
+        if self.reward is not None:
+            if self.reward.ndim not in (1, 2) or self.reward.shape[0] != shape[0]:
+                raise ValueError(
+                    f"reward must be [B] or [B, M] with B = {shape[0]} as in weight {tuple(shape)}; got "
+                    f"shape {tuple(self.reward.shape)}."
+                )
+            rewards = self.reward.shape[1] if self.reward.ndim == 2 else 0
+            if len(self.reward_weights) != rewards:
+                raise ValueError(
+                    f"reward {tuple(self.reward.shape)} needs {rewards} reward_weights; got "
+                    f"{len(self.reward_weights)}."
+                )
+        if self.advantage is not None and self.advantage.shape not in (shape, shape[:1]):
+            raise ValueError(
+                f"advantage must be [B] or [B, T], {tuple(shape[:1])} or {tuple(shape)}; got shape "
+                f"{tuple(self.advantage.shape)}."
+            )
+
+    def rows(self, index: Tensor | slice) -> Trajectories:
+        """The samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
+        rows = torch.arange(self.weight.shape[0])[index.cpu() if isinstance(index, Tensor) else index]
+        whole = ("group", "reward_weights", "ptx_weight", "decisions")
+        held = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
+        picked = {name: value[rows.to(value.device)] for name, value in held.items() if value is not None}
+        labels = self.group
+        group = (
+            labels[rows.to(labels.device)]
+            if isinstance(labels, Tensor)
+            else [labels[i] for i in rows.tolist()]
+        )
+        return replace(self, group=group, **picked)
+
+    def present(self) -> Tensor:
+        """bool [B]: samples whose every number that is needed is there."""
+        known = torch.ones_like(self.weight[:, 0], dtype=torch.bool) if self.valid is None else self.valid
+        if self.reward is not None and self.reward.ndim == 1:
+            known = known & torch.isfinite(self.reward)
+        return known.bool()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOutput:
+    """What the policy under training says of a micro-batch; b of the B samples, in the order of its rows."""
+
+    log_prob: Tensor
+    """[b, T] log π, differentiable."""
+    entropy: Tensor | None = None
+    """[b, T] nats, differentiable, for an entropy term."""
+    value: Tensor | None = None
+    """[b, T] V, differentiable, for a value term."""
+    log_z: Tensor | None = None
+    """[b] learned log-partition of each sample's prompt, for FlowRL."""
+    kl: Tensor | None = None
+    """[b, T] exact KL(π‖π_ref) per decision, differentiable: Gaussian steps have it, see `gaussian_kl`."""
+    divergence: Tensor | None = None
+    """[b, T] exact divergence from the rollout policy, for DPPO and PPO-KL of Gaussian steps."""
+    ptx_log_prob: Tensor | None = None
+    """[b', T'] log π of pretraining tokens, differentiable."""
+    ptx_weight: Tensor | None = None
+    """[b', T'] their weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that is settled before the first micro-batch: advantages, selections, denominators.
+
+    Nothing here has a gradient. `rows` takes the part of a micro-batch.
+    """
+
+    weight: Tensor
+    """[B, T], 0 also for samples without a reward and for what a selection leaves out."""
+    old_log_prob: Tensor
+    advantage: Tensor
+    """[B, T]; 0 where absent."""
+    row_tokens: Tensor
+    """[B] float64: Σ_t w of the row, or of its group for "group_token_mean"."""
+    counts: Counts
+    correction: Tensor | None = None
+    """[B, T] off-policy weights ω."""
+    keep: Tensor | None = None
+    """bool [B, T]: False takes the decision's loss out and leaves the counts."""
+    selected: Tensor | None = None
+    """bool [B, T]: decisions that bear a penalty (KL-Cov)."""
+    returns: Tensor | None = None
+    """[B, T] targets of the value function."""
+    ref_log_prob: Tensor | None = None
+    value: Tensor | None = None
+    ptx_counts: Counts | None = None
+
+    def rows(self, index: Tensor | slice) -> Prepared:
+        """The part that belongs to the samples `index` (integers, booleans, or a slice)."""
+        per_row = (f.name for f in fields(self) if f.name not in ("counts", "ptx_counts"))
+        held = {name: getattr(self, name) for name in per_row}
+        return replace(self, **{name: value[index] for name, value in held.items() if value is not None})
+
+    def to(self, device: torch.device) -> Prepared:
+        """The same on another device."""
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)}
+        counts = {name: value.to(device) for name, value in held.items() if isinstance(value, Counts)}
+        return replace(self, **moved, **counts)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A micro-batch's share of the step's loss; shares add up to the loss of the whole step."""
+
+    total: Tensor
+    """0-dim, to be minimised: Σ coefficient · term."""
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    """Term -> its share, coefficient included: policy, kl, value, entropy, ptx."""
+    decisions: Mapping[str, Tensor] = field(default_factory=dict)
+    """Term -> loss per decision [b, T], not weighted."""
+
+
+def _same(name: str, value: Tensor | None, shape: torch.Size) -> None:
+    if value is not None and value.shape != shape:
+        raise ValueError(
+            f"{name} must have shape {tuple(shape)}, as weight has it; got {tuple(value.shape)}."
+        )
+
+
+def check_finite(name: str, value: Tensor, weight: Tensor) -> None:
+    """Refuse NaN and infinities where a decision is present; this waits for the device once.
+
+    Raises:
+        ValueError: with the rows and the first place.
+    """
+    bad = ~torch.isfinite(value.detach()) & (weight != 0)
+    if bool(bad.any()):
+        places = bad.nonzero().tolist()
+        rows = sorted({row for row, _ in places})
+        shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+        row, column = places[0]
+        raise ValueError(
+            f"{name} is not finite at {len(places)} present decisions of {len(rows)} rows ({shown}); first "
+            f"is row {row}, decision {column}: {float(value[row, column])}. Set their weight to 0, or the "
+            "sample's valid to False."
+        )

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How public trainers' algorithms of the same name differ from the papers', as data: `diff_presets`.
+
+What a peer does otherwise stands in its row where an `Objective` can say it, and in words where it cannot.
+Versions: TRL 1.16.0, verl 0.8.0.dev (and main of August 2026 where said), OpenRLHF 0.10, FlowRL and Flow-GRPO
+as released. A note begins with what happens, not with a verdict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .algorithms import NAMED, named_objective
+from .objective import Objective
+from .options import nearest
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A peer's algorithm: its defaults as a row, and what no row can say."""
+
+    objective: Objective
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PresetDifference:
+    """What two presets do differently."""
+
+    first: str
+    second: str
+    fields: dict[str, tuple[Any, Any]]
+    """Field, or field.option -> (value in the first, value in the second)."""
+    notes: tuple[str, ...]
+    """What the fields do not show."""
+
+    def __str__(self) -> str:
+        rows = [f"{name}: {a!r} -> {b!r}" for name, (a, b) in self.fields.items()]
+        rows += [f"* {note}" for note in self.notes]
+        return "\n".join([f"{self.first} -> {self.second}", *(rows or ["no difference"])])
+
+
+_VERL_GROUP = {"eps": 1e-6, "singleton": "raw"}
+_MICRO_BATCH = (
+    "Means and the top share are taken per micro-batch: with one sample each, Clip-Cov picks nothing."
+)
+_TRL_CORRECTION = (
+    "With vLLM the correction sequence_mask with C = 3 is on by default: the ratio of a whole sequence grows "
+    "with its length, so long answers are the ones that are dropped."
+)
+_TRL_GROUP_EPS = "Rewards of a group that is all equal give rounding noise over eps, not 0."
+
+PEERS: dict[str, Preset] = {
+    "trl:grpo": Preset(
+        replace(
+            named_objective("grpo", kl=0.0), source="TRL 1.16.0, loss_type='dapo'", aggregation="token_mean"
+        ),
+        (_TRL_CORRECTION, _TRL_GROUP_EPS),
+    ),
+    "trl:gspo": Preset(
+        replace(
+            named_objective("gspo", surrogate_options={"eps_low": 0.2, "eps_high": 0.2}),
+            source="TRL 1.16.0, importance_sampling_level='sequence' under its default loss_type",
+            aggregation="token_mean",
+        ),
+        ("Under token_mean every sequence is weighted by its length; the paper's mean is over sequences.",),
+    ),
+    "trl:cispo": Preset(
+        replace(
+            named_objective("cispo", surrogate_options={"bound_low": 0.0, "bound_high": 0.2}),
+            source="TRL 1.16.0, loss_type='cispo' with the default epsilon",
+        ),
+        ("epsilon_high is the bound itself, not its distance from 1: every weight is cut at 0.2.",),
+    ),
+    "trl:dr_grpo": Preset(
+        replace(named_objective("dr_grpo"), source="TRL 1.16.0, loss_type='dr_grpo', scale_rewards='none'"),
+        ("L is max_completion_length.",),
+    ),
+    "trl:rloo": Preset(
+        replace(
+            named_objective("rloo"),
+            source="TRL, RLOOTrainer",
+            level="sequence_sum",
+            surrogate="ppo_clip",
+            surrogate_options={"eps_low": 0.2, "eps_high": 0.2},
+            aggregation="seq_mean_token_mean",
+        ),
+        ("A clipped ratio of the whole sequence stands where the paper has none.",),
+    ),
+    "verl:grpo": Preset(
+        replace(
+            named_objective(
+                "grpo", kl=0.0, advantage_options=_VERL_GROUP, surrogate_options={"dual_clip": 3.0}
+            ),
+            source="verl 0.8.0.dev, adv_estimator=grpo and the vanilla policy loss",
+            aggregation="token_mean",
+        ),
+        (
+            "The vectorised group std is Σx² − (Σx)²/n in float32 with a floor of 1e-6 on the variance: "
+            "rewards 1000 + {0, 1, 2, 3}e-3 give advantages of 0.01 instead of 1.16.",
+            "Without global batch information the token mean is per micro-batch.",
+        ),
+    ),
+    "verl:gspo": Preset(
+        replace(
+            named_objective("gspo", surrogate_options={"eps_low": 0.2, "eps_high": 0.2}),
+            source="verl 0.8.0.dev, policy loss gspo",
+            level="sequence_token",
+            advantage_options=_VERL_GROUP,
+        ),
+        ("The log-ratio is cut at 10.",),
+    ),
+    "verl:cispo": Preset(
+        replace(
+            named_objective("cispo", surrogate_options={"bound_low": 0.8, "bound_high": 1.2}),
+            source="verl 0.8.0.dev, policy loss cispo",
+            advantage_options=_VERL_GROUP,
+        ),
+        ("The bounds are 1 − ε_low and 1 + ε_high with ε = 0.2.",),
+    ),
+    "verl:dr_grpo": Preset(
+        replace(named_objective("dr_grpo"), source="verl 0.8.0.dev, seq-mean-token-sum-norm"),
+        ("1/B is missing: duplicating the batch doubles the loss (mended in verl 0.10).",),
+    ),
+    "verl:gmpo": Preset(
+        replace(named_objective("gmpo"), source="verl, policy loss geo_mean", advantage_options=_VERL_GROUP),
+        ("It ends in a mean over the micro-batch: uneven micro-batches are weighted wrongly.",),
+    ),
+    "verl:gpg": Preset(
+        replace(
+            named_objective("gpg", advantage_options={"counted": "nonzero_reward"}),
+            source="verl 0.8.0.dev, adv_estimator=gpg",
+        ),
+        ("α counts rewards that are not 0, so it depends on where the reward has its zero.",),
+    ),
+    "verl:reinforce_pp": Preset(
+        replace(named_objective("reinforce_pp", advantage_options={"ddof": 1}), source="verl 0.8.0.dev"),
+        ("Rewards do not reach the decisions before a masked span (mended in verl 0.10).",),
+    ),
+    "verl:clip_cov": Preset(
+        replace(named_objective("clip_cov"), source="verl 0.8.0.dev", advantage_options=_VERL_GROUP),
+        (_MICRO_BATCH, "The draw is from an unseeded generator.", "Decisions that PPO clips are not drawn."),
+    ),
+    "verl:kl_cov": Preset(
+        replace(
+            named_objective("kl_cov", selection_options={"coefficient": 0.1}),
+            source="verl 0.8.0.dev, its config's default (the function's own is 1)",
+            advantage_options=_VERL_GROUP,
+        ),
+        (_MICRO_BATCH,),
+    ),
+    "openrlhf:ppo": Preset(
+        replace(named_objective("ppo"), source="OpenRLHF 0.10"),
+        ("GAE decays over masked decisions too: observations of a tool cost discount.",),
+    ),
+    "flowrl:flowrl": Preset(
+        replace(
+            named_objective("flowrl", surrogate_options={"eps_low": 1.0, "eps_high": float("inf")}),
+            source="FlowRL as released",
+        ),
+        (
+            "The clipped importance weight is computed and not used: the product enters unbounded.",
+            "log Z is not detached from the policy.",
+        ),
+    ),
+    "flow_grpo:flow_grpo": Preset(
+        replace(named_objective("flow_grpo"), source="Flow-GRPO as released"),
+        ("The KL's variance leaves −dt out: early denoising steps count too little.",),
+    ),
+    "verl_omni:grpo_guard": Preset(
+        replace(named_objective("grpo_guard"), source="verl-omni 0.2.0"),
+        ("Scale and dt are means over the micro-batch: rows at different noise levels get each other's.",),
+    ),
+}
+"""peer:algorithm -> its defaults."""
+
+
+def diff_presets(first: str, second: str) -> PresetDifference:
+    """Say how two algorithms differ: ours against a public trainer's of the same name, or any two.
+
+    Args:
+        first: a key of `NAMED` or of `PEERS`.
+        second: a key of `NAMED` or of `PEERS`.
+
+    Returns:
+        The fields with different values, and the second's notes (the first's too if it is a peer's).
+
+    Raises:
+        ValueError: an unknown name, with the nearest one.
+
+    >>> print(diff_presets("cispo", "trl:cispo"))
+    cispo -> trl:cispo
+    surrogate_options.bound_high: 5.0 -> 0.2
+    * epsilon_high is the bound itself, not its distance from 1: every weight is cut at 0.2.
+    """
+    a, b = _preset(first), _preset(second)
+    left, right = _flat(a.objective), _flat(b.objective)
+    names = [*left, *(name for name in right if name not in left)]
+    different = {
+        name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)
+    }
+    notes = tuple(dict.fromkeys((*a.notes, *b.notes))) if first != second else ()
+    return PresetDifference(first, second, different, notes)
+
+
+def _preset(name: str) -> Preset:
+    if name in NAMED:
+        return Preset(NAMED[name])
+    if name not in PEERS:
+        known = [*NAMED, *PEERS]
+        raise ValueError(
+            f"there is no preset {name!r}. {nearest(name, known)}Choose one of: {', '.join(known)}."
+        )
+    return PEERS[name]
+
+
+def _flat(objective: Objective) -> dict[str, Any]:
+    """Fields and options; the source is no difference."""
+    flat: dict[str, Any] = {}
+    for item in fields(objective):
+        value = getattr(objective, item.name)
+        if item.name == "source":
+            continue
+        if isinstance(value, dict):
+            flat |= {f"{item.name}.{key}": option for key, option in value.items()}
+        else:
+            flat[item.name] = value
+    return flat

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names that an `Objective` may pick at each stage, and the functions behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core.advantages import baselines, returns
+from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_sum
+from visalign.core.advantages.group import group_advantages, whiten
+from visalign.core.rewards.terms import kl_in_reward, place_terminal
+from visalign.core.surrogates import balance as surrogate_balance
+from visalign.core.surrogates import forms as surrogate_forms
+from visalign.core.surrogates import off_policy
+from visalign.core.surrogates import weighted as surrogate_weighted
+from visalign.core.surrogates.ppo import ppo_clip
+from visalign.core.tokens import selection
+
+from .data import PolicyOutput, Prepared, Trajectories
+from .options import Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurrogateInputs:
+    """What a surrogate may use; [b, T] each."""
+
+    log_ratio: Tensor
+    """At the level of the objective."""
+    policy: PolicyOutput
+    rows: Prepared
+
+
+def sample_reward(t: Trajectories, beta: float) -> Tensor:
+    """[B] reward of each sample: the weighted sum, plus process rewards, minus β Σ_t k1."""
+    if beta == 0 and t.process_reward is None:
+        return _scalar(t)
+    scalar = _scalar(t)  # an answer whose every decision is masked keeps its reward
+    return scalar + (decision_reward(t, beta) - place_terminal(scalar, t.weight)).sum(1)
+
+
+def decision_reward(t: Trajectories, beta: float) -> Tensor:
+    """[B, T]: the reward at the last decision, plus process rewards, minus β k1."""
+    result = place_terminal(_scalar(t), t.weight)
+    if t.process_reward is not None:
+        result = result + torch.where(t.weight != 0, t.process_reward.detach().to(result.dtype), 0.0)
+    if beta:
+        assert t.ref_log_prob is not None
+        result = kl_in_reward(result, t.old_log_prob, t.ref_log_prob, beta=beta, weight=t.weight)
+    return result
+
+
+def _scalar(t: Trajectories) -> Tensor:
+    if t.reward is None:
+        raise ValueError("this advantage needs Trajectories.reward, [B] or [B, M]; got None.")
+    return _known(t, weighted_sum(t.reward, t.reward_weights) if t.reward.ndim == 2 else t.reward)
+
+
+def _matrix(t: Trajectories) -> Tensor:
+    if t.reward is None or t.reward.ndim != 2:
+        given = "None" if t.reward is None else f"shape {tuple(t.reward.shape)}"
+        raise ValueError(f"this advantage needs Trajectories.reward [B, M] of several rewards; got {given}.")
+    return _known(t, t.reward)
+
+
+def _known(t: Trajectories, reward: Tensor) -> Tensor:
+    """NaN, which takes no part in anything, where a sample is not valid."""
+    if t.valid is None:
+        return reward
+    valid = t.valid.to(reward.device).bool()
+    return torch.where(valid if reward.ndim == 1 else valid[:, None], reward, torch.nan)
+
+
+Advantages = tuple[Tensor, Tensor | None]
+"""Advantages [B] or [B, T], and returns [B, T] where a value function is fitted."""
+
+
+def _of_reward(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
+    def apply(t: Trajectories, beta: float, **options: Any) -> Advantages:
+        return function(sample_reward(t, beta), t.group, valid=t.valid, **options), None
+
+    return apply
+
+
+def _opo(t: Trajectories, beta: float, **options: Any) -> Advantages:
+    length = (t.weight != 0).sum(1)
+    return baselines.opo_advantages(sample_reward(t, beta), length, t.group, valid=t.valid, **options), None
+
+
+def _gdpo(t: Trajectories, _beta: float, **options: Any) -> Advantages:
+    return gdpo_advantages(_matrix(t), t.reward_weights, t.group, **options), None
+
+
+def _normalise_then_sum(t: Trajectories, _beta: float, **options: Any) -> Advantages:
+    return normalise_then_sum(_matrix(t), t.reward_weights, t.group, **options), None
+
+
+def _gae(t: Trajectories, beta: float, *, whitened: bool = True, **options: Any) -> Advantages:
+    assert t.value is not None
+    advantage, target = returns.gae(decision_reward(t, beta), t.value, t.weight, **options)
+    return whiten(advantage, t.weight != 0, ddof=0) if whitened else advantage, target
+
+
+def _remax(t: Trajectories, beta: float) -> Advantages:
+    assert t.greedy_reward is not None
+    return returns.remax_advantages(decision_reward(t, beta), t.greedy_reward, t.weight), None
+
+
+def _reinforce_pp(t: Trajectories, beta: float, **options: Any) -> Advantages:
+    return returns.reinforce_pp_advantages(decision_reward(t, beta), t.weight, **options), None
+
+
+def _reinforce_pp_baseline(t: Trajectories, beta: float, **options: Any) -> Advantages:
+    reward = sample_reward(t, beta)
+    made = returns.reinforce_pp_baseline_advantages(reward, t.group, t.weight, valid=t.valid, **options)
+    return made, None
+
+
+def _given(t: Trajectories, _beta: float) -> Advantages:
+    assert t.advantage is not None
+    return t.advantage, None
+
+
+ADVANTAGES = {
+    "group": Stage(group_advantages, _of_reward(group_advantages)),
+    "gdpo": Stage(gdpo_advantages, _gdpo),
+    "normalise_then_sum": Stage(normalise_then_sum, _normalise_then_sum),
+    "opo": Stage(baselines.opo_advantages, _opo),
+    "gpg": Stage(baselines.gpg_advantages, _of_reward(baselines.gpg_advantages)),
+    "pass_at_k": Stage(baselines.pass_at_k_advantages, _of_reward(baselines.pass_at_k_advantages)),
+    "best_of_group": Stage(
+        baselines.best_of_group_advantages, _of_reward(baselines.best_of_group_advantages)
+    ),
+    "gae": Stage(returns.gae, _gae, ("value",)),
+    "remax": Stage(_remax, _remax, ("greedy_reward",)),
+    "reinforce_pp": Stage(returns.reinforce_pp_advantages, _reinforce_pp),
+    "reinforce_pp_baseline": Stage(returns.reinforce_pp_baseline_advantages, _reinforce_pp_baseline),
+    "given": Stage(_given, _given, ("advantage",)),
+}
+"""Name -> how rewards become advantages."""
+
+
+def _of_ratio(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda i, **options: function(i.log_ratio, i.rows.advantage, **options)
+
+
+def _of_log_prob(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def apply(i: SurrogateInputs, **options: Any) -> Tensor:
+        return function(i.policy.log_prob, i.log_ratio, i.rows.advantage, weight=i.rows.weight, **options)
+
+    return apply
+
+
+def _ppo_kl(i: SurrogateInputs, **options: Any) -> Tensor:
+    return surrogate_forms.ppo_kl(i.log_ratio, i.rows.advantage, kl=i.policy.divergence, **options)
+
+
+def _gmpo(i: SurrogateInputs, **options: Any) -> Tensor:
+    return surrogate_forms.gmpo(i.log_ratio, i.rows.advantage, i.rows.weight, **options)
+
+
+def _policy_gradient(i: SurrogateInputs) -> Tensor:
+    return surrogate_weighted.reinforce(i.policy.log_prob, i.rows.advantage, weight=i.rows.weight)
+
+
+def _weighted_policy_gradient(i: SurrogateInputs) -> Tensor:
+    return surrogate_weighted.reinforce(
+        i.policy.log_prob, i.rows.advantage, i.log_ratio, weight=i.rows.weight
+    )
+
+
+def _dppo(i: SurrogateInputs, *, divergence: str = "tv", **options: Any) -> Tensor:
+    measures = {"tv": surrogate_weighted.binary_tv, "kl": surrogate_weighted.binary_kl}
+    if divergence == "exact":
+        if i.policy.divergence is None:
+            raise ValueError("divergence='exact' needs PolicyOutput.divergence, [b, T]; got None.")
+        measured = i.policy.divergence
+    elif divergence in measures:
+        measured = measures[divergence](i.policy.log_prob, i.rows.old_log_prob)
+    else:
+        raise ValueError(f"divergence must be one of tv, kl, exact; got {divergence!r}.")
+    return surrogate_weighted.dppo(i.log_ratio, i.rows.advantage, measured, weight=i.rows.weight, **options)
+
+
+def _flow_balance(i: SurrogateInputs, *, weighted: bool = True, **options: Any) -> Tensor:
+    assert i.policy.log_z is not None and i.rows.ref_log_prob is not None
+    present = i.rows.weight != 0
+    reward = torch.where(present, i.rows.advantage, 0.0).sum(1) / present.sum(1).clamp(min=1)
+    return surrogate_balance.flow_balance(
+        i.policy.log_prob,
+        i.rows.ref_log_prob,
+        i.policy.log_z,
+        reward,
+        i.rows.weight,
+        log_ratio=i.log_ratio if weighted else None,
+        **options,
+    )
+
+
+SURROGATES = {
+    "ppo_clip": Stage(ppo_clip, _of_ratio(ppo_clip)),
+    "ppo_kl": Stage(surrogate_forms.ppo_kl, _ppo_kl),
+    "gradient_keeping_clip": Stage(
+        surrogate_forms.gradient_keeping_clip, _of_ratio(surrogate_forms.gradient_keeping_clip)
+    ),
+    "sapo": Stage(surrogate_forms.sapo, _of_ratio(surrogate_forms.sapo)),
+    "gmpo": Stage(surrogate_forms.gmpo, _gmpo),
+    "reinforce": Stage(_policy_gradient, _policy_gradient),
+    "weighted_reinforce": Stage(_weighted_policy_gradient, _weighted_policy_gradient),
+    "cispo": Stage(surrogate_weighted.cispo, _of_log_prob(surrogate_weighted.cispo)),
+    "vespo": Stage(surrogate_weighted.vespo, _of_log_prob(surrogate_weighted.vespo)),
+    "dppo": Stage(surrogate_weighted.dppo, _dppo),
+    "dro": Stage(surrogate_balance.dro, _of_log_prob(surrogate_balance.dro)),
+    "flow_balance": Stage(surrogate_balance.flow_balance, _flow_balance, ("log_z", "ref_log_prob")),
+}
+"""Name -> loss per decision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selected:
+    """What a selection changes; None: nothing."""
+
+    weight: Tensor | None = None
+    keep: Tensor | None = None
+    penalised: Tensor | None = None
+
+
+def _top_entropy(t: Trajectories, _advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
+    assert t.entropy is not None
+    found = selection.top_entropy_thresholds(t.entropy, weight, decisions=t.decisions, **options)
+    return Selected(weight=weight * selection.top_entropy_keep(t.entropy, weight, found))
+
+
+def _clip_cov(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
+    assert t.uniform is not None
+    given = (t.old_log_prob, advantage, weight, t.uniform)
+    found = selection.clip_cov_thresholds(*given, decisions=t.decisions, **options)
+    return Selected(keep=selection.clip_cov_keep(*given, found))
+
+
+def _kl_cov(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
+    given = (t.old_log_prob, advantage, weight)
+    found = selection.kl_cov_thresholds(*given, decisions=t.decisions, **options)
+    return Selected(penalised=selection.kl_cov_select(*given, found))
+
+
+SELECTIONS = {
+    "top_entropy": Stage(selection.top_entropy_thresholds, _top_entropy, ("entropy",)),
+    "clip_cov": Stage(selection.clip_cov_thresholds, _clip_cov, ("uniform",)),
+    "kl_cov": Stage(selection.kl_cov_thresholds, _kl_cov),
+}
+"""Name -> which decisions are left out of the mean, lose their loss, or bear a penalty."""
+
+CORRECTIONS = {"importance_weights": Stage(off_policy.importance_weights, off_policy.importance_weights)}
+"""The off-policy correction; `Objective.correction` holds its options."""
+
+PENALTIES = {"kl_cov": Stage(selection.kl_cov_penalty, selection.kl_cov_penalty)}
+"""Name -> the penalty of what a selection picks."""

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of CLIP-type judges: PickScore's, and HPSv2's over the several images of a prompt.
+
+HPSv2's pair loss is `bradley_terry_loss` on logit_scale × cosine, summed; it needs nothing of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
+
+from .bradley_terry import average_pairs, margin_ranking_loss, paired_scores
+
+
+def paired_cosine(first: Tensor, second: Tensor) -> Tensor:
+    """Cosine of rows, [*] of two [*, D], float32 or better whatever the dtype of the towers.
+
+    ICT's score is this between image and prompt, without logit scale (arXiv 2507.19002, released code).
+
+    Args:
+        first: [*, D] embeddings, any length but 0.
+        second: [*, D].
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    one, other, _, _ = paired_scores(first, second, None)
+    return (F.normalize(one, dim=-1) * F.normalize(other, dim=-1)).sum(-1)
+
+
+def pickscore_loss(
+    text: Tensor,
+    left: Tensor,
+    right: Tensor,
+    label: Tensor,
+    pairs_per_prompt: Tensor | None = None,
+    *,
+    logit_scale: Tensor | float,
+    in_batch_negatives: bool = False,
+) -> Tensor:
+    """Soft cross-entropy between the two images of a prompt, each prompt weighing alike.
+
+    ℓ = −p ln softmax(s)_l − (1 − p) ln softmax(s)_r, s = scale × cosine; from a tie (p = ½) its own entropy
+    ln 2 is taken off, so that 0 is best there too. Weights (1/n_i)/Σ_j (1/n_j). With in-batch negatives the
+    softmax runs over all 2N images, and is averaged with the one over the N prompts per image.
+
+    Args:
+        text: [N, D] normalised embeddings of the prompts.
+        left: [N, D] normalised embeddings of the left images.
+        right: [N, D].
+        label: [N] p, no gradient; 1, ½ or 0 in Pick-a-Pic.
+        pairs_per_prompt: [N] n_i ≥ 1, how many pairs the data set has of the pair's prompt; None means 1.
+        logit_scale: factor of the cosine, exp of the learned parameter (about 100).
+        in_batch_negatives: as released, off by default.
+
+    Returns:
+        A number, float32 or better.
+
+    Raises:
+        ValueError: shapes that differ, a label outside [0, 1] or NaN, an n below 1.
+
+    Kirstain et al., PickScore, arXiv 2305.01569, section 4; released code.
+    """
+    size = text.shape[0]
+    if text.ndim != 2 or left.shape != text.shape or right.shape != text.shape or label.shape != (size,):
+        raise ValueError(
+            "text, left and right must be [N, D] and label [N]; got "
+            f"{tuple(text.shape)}, {tuple(left.shape)}, {tuple(right.shape)}, {tuple(label.shape)}."
+        )
+    many = torch.ones_like(label) if pairs_per_prompt is None else pairs_per_prompt
+    if many.shape != label.shape or not bool(((many >= 1) & (label >= 0) & (label <= 1)).all()):
+        raise ValueError("Each label must lie in [0, 1] and each pairs_per_prompt [N] be at least 1.")
+    words, images, _, _ = paired_scores(torch.cat([text, text]), torch.cat([left, right]), None)
+    prob = label.detach().to(words.dtype)
+    shares = torch.stack([prob, 1 - prob])
+    if in_batch_negatives:
+        logits = logit_scale * images @ words[:size].T
+        own = torch.arange(size, device=text.device)
+        by_image = -(shares * logits.log_softmax(1).reshape(2, size, size)[:, own, own]).sum(0)
+        by_text = -(shares * logits.T.log_softmax(1).reshape(size, 2, size)[own, :, own].T).sum(0)
+    else:
+        logits = logit_scale * (images * words).sum(1).reshape(2, size)
+        by_image, by_text = None, -(shares * logits.log_softmax(0)).sum(0)
+    by_text = by_text - math.log(2) * (prob == 0.5).to(prob.dtype)
+    loss = by_text if by_image is None else (by_image + by_text) / 2
+    return average_pairs(loss, 1 / many)
+
+
+def listwise_choice_loss(score: Tensor, share: Tensor, group: Labels) -> Tensor:
+    """Cross-entropy of which image of a prompt was chosen: −Σ_i q_i ln softmax over the prompt's images.
+
+    Args:
+        score: [N] scores, logit_scale × cosine; prompts may have different numbers of images.
+        share: [N] q, no gradient: 1 for the chosen image, or the share of the votes; sums to 1 per prompt.
+        group: [N] labels of the prompts.
+
+    Returns:
+        Loss per prompt [P], float32 or better; its mean is HPSv2's `PreferenceLoss`.
+
+    Raises:
+        ValueError: shapes that differ, or shares of a prompt that do not sum to 1.
+
+    Wu et al., HPS v2, arXiv 2306.09341, released code.
+    """
+    value, target, _, _ = paired_scores(score, share, None)
+    if value.ndim != 1:
+        raise ValueError(f"score must be [N]; got {tuple(score.shape)}.")
+    index, groups = group_index(group, value.shape[0], value.device)
+    target = target.detach()[:, None]
+    total = group_sum(target, index, groups)
+    if not bool(torch.isclose(total, torch.ones_like(total), atol=1e-4).all()):
+        raise ValueError(
+            f"The shares of each prompt must sum to 1; got {total[:, 0].tolist()[:8]} (prompts in the order "
+            "of their labels)."
+        )
+    top = -group_min(-value.detach()[:, None], index, groups)
+    shifted = value[:, None] - top[index]
+    normaliser = group_sum(shifted.exp(), index, groups).log()
+    return (normaliser * total - group_sum(target * shifted, index, groups))[:, 0]
+
+
+def rank_margin_loss(
+    score: Tensor,
+    rank: Tensor,
+    group: Labels,
+    *,
+    margin: float = 1.0,
+    mode: Literal["paper", "upstream"] = "paper",
+) -> Tensor:
+    """Hinge over the pairs of a prompt, whose lead must grow with the difference of their ranks.
+
+    Mean over pairs i, j of one prompt of max(0, m − (s_j − s_i)(rank_i − rank_j)). "paper": the pairs of two
+    different ranks. "upstream", for comparison with the released code alone: every prompt is padded to the
+    largest number of images with score −1 and rank 10, and all i ≥ j count, the diagonal and padding with m.
+
+    Args:
+        score: [N] scores.
+        rank: [N] ranks, 0 is best, no gradient; equal ranks are ties.
+        group: [N] labels of the prompts.
+        margin: m.
+        mode: one of the two.
+
+    Returns:
+        Loss per prompt [P], in the order of `group_index`, float32 or better; 0 where there is no pair.
+
+    Raises:
+        ValueError: shapes that differ, or an unknown mode.
+
+    Released code of HPS v2 (arXiv 2306.09341), `RankingLoss`.
+    """
+    if mode not in ("paper", "upstream"):
+        raise ValueError(f'mode must be "paper" or "upstream"; got {mode!r}.')
+    value, place, _, _ = paired_scores(score, rank, None)
+    if value.ndim != 1:
+        raise ValueError(f"score must be [N]; got {tuple(score.shape)}.")
+    index, groups = group_index(group, value.shape[0], value.device)
+    losses = []
+    for number in range(groups):
+        own = index == number
+        s, r = value[own], place[own].detach()
+        if mode == "upstream":
+            short = int(torch.bincount(index).max()) - s.shape[0]
+            s, r = F.pad(s, (0, short), value=-1.0), F.pad(r, (0, short), value=10.0)
+        later, earlier = torch.tril_indices(s.shape[0], s.shape[0], device=s.device)
+        apart = r[later] - r[earlier]
+        lead = (s[earlier] - s[later]) * apart
+        counted = apart != 0 if mode == "paper" else torch.ones_like(apart, dtype=torch.bool)
+        losses.append(
+            average_pairs(margin_ranking_loss(lead, torch.zeros_like(lead), margin=margin), counted)
+        )
+    return torch.stack(losses) if losses else value.new_zeros(0)

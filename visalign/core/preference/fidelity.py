@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranking by several answers per image: Thurstone's probability and the fidelity between two probabilities.
+
+A judge that rates an image K times has a mean and a variance; two images compare by Φ of the lead over its
+deviation. VisualQuality-R1 rewards each single answer by how well it orders its image among the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from visalign.core.groups.labels import Labels, group_index
+from visalign.core.groups.moments import present_entries
+
+FidelityMode = Literal["paper", "upstream"]
+FLOOR = 0.05**2
+"""Added to a difference's variance, in squared units of a 1 to 5 scale; the released code has 1e-6."""
+UPSTREAM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class AnswerStatistics:
+    """What K answers say of each of B images."""
+
+    mean: Tensor
+    """[B], NaN without a valid answer."""
+    variance: Tensor
+    """[B], over the valid answers; 0 for a single one, NaN without any."""
+    count: Tensor
+    """[B] int64, valid answers."""
+
+
+def answer_statistics(answers: Tensor, *, valid: Tensor | None = None, ddof: int = 1) -> AnswerStatistics:
+    """Mean and variance of the valid answers of each image.
+
+    Args:
+        answers: [B, K]; what is not finite is no answer.
+        valid: bool [B, K], False for an answer that could not be read.
+        ddof: 1 (unbiased, as released) or 0.
+
+    Returns:
+        The statistics, float32 or better, differentiable in answers.
+
+    Raises:
+        ValueError: answers is not [B, K], valid of another shape, ddof neither 0 nor 1.
+    """
+    if answers.ndim != 2:
+        raise ValueError(f"answers must be [B, K]; got {tuple(answers.shape)}.")
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
+    present = present_entries(answers, valid)
+    value = torch.where(present, answers, 0.0).to(torch.promote_types(answers.dtype, torch.float32))
+    count = present.sum(1)
+    mean = value.sum(1) / count.clamp(min=1)
+    centred = torch.where(present, value - mean[:, None], 0.0)
+    variance = centred.square().sum(1) / (count - ddof).clamp(min=1)
+    answered = count > 0
+    return AnswerStatistics(
+        torch.where(answered, mean, torch.nan), torch.where(answered, variance, torch.nan), count
+    )
+
+
+def thurstone_score(
+    left: Tensor, right: Tensor, left_variance: Tensor, right_variance: Tensor, *, floor: float = FLOOR
+) -> Tensor:
+    """How many deviations the left one leads by: t = (x_l − x_r)/√(v_l + v_r + γ); P(left better) = Φ(t).
+
+    Args:
+        left: [*] means, or single answers.
+        right: [*] means; the four shapes broadcast.
+        left_variance: [*] ≥ 0, squared units of the means.
+        right_variance: [*] ≥ 0.
+        floor: γ > 0; with it a pair of single or identical answers has a probability, too.
+
+    Returns:
+        [*] t, float32 or better; `torch.special.ndtr` makes a probability of it, `log_ndtr` its logarithm.
+
+    Raises:
+        ValueError: a floor that is not positive and finite.
+
+    Thurstone 1927, case V; VisualQuality-R1, arXiv 2505.14460.
+    """
+    if not 0 < floor < float("inf"):
+        raise ValueError(f"floor must be positive and finite; got {floor}.")
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    return (left - right).to(dtype) / (left_variance + right_variance + floor).to(dtype).sqrt()
+
+
+def thurstone_probability(
+    left: Tensor, right: Tensor, left_variance: Tensor, right_variance: Tensor, *, floor: float = FLOOR
+) -> Tensor:
+    """P(left better) = Φ((x_l − x_r)/√(v_l + v_r + γ)), [*]; arguments as `thurstone_score`."""
+    return torch.special.ndtr(thurstone_score(left, right, left_variance, right_variance, floor=floor))
+
+
+def fidelity(first: Tensor, second: Tensor, *, mode: FidelityMode = "paper") -> Tensor:
+    """Likeness of two probabilities of the same event: √(pq) + √((1 − p)(1 − q)), in [0, 1].
+
+    Args:
+        first: [*] p in [0, 1].
+        second: [*] q in [0, 1].
+        mode: "upstream" adds 1e-6 inside each root: a perfect match is worth 1.001, a perfect miss 0.002.
+
+    Returns:
+        [*]. As a reward only: where p or q is 0 or 1 its slope is infinite; train on `fidelity_loss`.
+
+    Raises:
+        ValueError: an unknown mode.
+
+    Tsai et al., FRank, 2007; VisualQuality-R1, arXiv 2505.14460; released code, `grpo_jsonl.py`.
+    """
+    if mode not in ("paper", "upstream"):
+        raise ValueError(f'mode must be "paper" or "upstream"; got {mode!r}.')
+    eps = UPSTREAM_EPS if mode == "upstream" else 0.0
+    return (first * second + eps).sqrt() + ((1 - first) * (1 - second) + eps).sqrt()
+
+
+def fidelity_loss(score: Tensor, label: Tensor) -> Tensor:
+    """1 − √(p Φ(t)) − √((1 − p) Φ(−t)), per pair, with a finite slope everywhere.
+
+    The roots are taken as e^(ln Φ/2): d√Φ/dt = φ/(2√Φ) vanishes in the tail, while √ of a rounded Φ has no
+    slope there or an infinite one.
+
+    Args:
+        score: [*] t of `thurstone_score`, differentiable.
+        label: [*] probability p that the left one is better, no gradient; NaN gives a loss of 0.
+
+    Returns:
+        [*] in [0, 1], float32 or better.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    if score.shape != label.shape:
+        raise ValueError(f"score {tuple(score.shape)} and label {tuple(label.shape)} must have one shape.")
+    known = ~torch.isnan(label)
+    t = torch.where(known, score, 0.0).to(torch.promote_types(score.dtype, torch.float32))
+    prob = torch.where(known, label, 0.5).detach().to(t.dtype)
+    won, lost = (torch.exp(torch.special.log_ndtr(side * t) / 2) for side in (1, -1))
+    return torch.where(known, 1 - prob.sqrt() * won - (1 - prob).sqrt() * lost, 0.0)
+
+
+def quality_preferences(quality: Tensor, *, tie: float = 0.0) -> Tensor:
+    """Which of two images has the higher quality label: [B, B] of 1, ½ (|difference| ≤ tie) and 0.
+
+    Args:
+        quality: [B] labels of one scale, e.g. mean opinion scores; NaN where there is none.
+        tie: ≥ 0, the difference up to which two labels are a tie.
+
+    Returns:
+        [B, B], entry (i, j) for i over j; NaN where a label is missing.
+    """
+    difference = quality[:, None] - quality[None, :]
+    won = torch.where(difference.abs() <= tie, 0.5, (difference > 0).to(difference.dtype))
+    return torch.where(torch.isnan(difference), torch.nan, won)
+
+
+def fidelity_rewards(
+    answers: Tensor,
+    target: Tensor,
+    *,
+    valid: Tensor | None = None,
+    within: Labels | None = None,
+    ddof: int = 1,
+    floor: float = FLOOR,
+    mode: FidelityMode = "paper",
+) -> Tensor:
+    """Reward each answer by how well it orders its image among the others of the batch.
+
+    p_k(i, j) = Φ((q_ik − mean_j)/√(v_i + v_j + γ)); r_ik = mean over j ≠ i of fidelity(p_ij, p_k(i, j)).
+    An answer that could not be read takes no part in the mean and variance of its image and has no reward.
+
+    Args:
+        answers: [B, K], K ≥ 1 answers per image; what is not finite is no answer.
+        target: [B] quality labels (higher is better, equal is a tie), or [B, B] probabilities that i is
+            better than j; NaN where unknown: such a pair is left out.
+        valid: bool [B, K].
+        within: [B] labels of the data sets: only images of one of them are compared. None: all.
+        ddof: of the variance; 1 as released.
+        floor: γ > 0, in squared units of the answers.
+        mode: of `fidelity`.
+
+    Returns:
+        [B, K] float32 or better, no gradient; NaN for invalid answers and where there was nothing to compare
+        with.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option out of range.
+
+    Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; released code, `grpo_jsonl.py`.
+    """
+    found = answer_statistics(answers.detach(), valid=valid, ddof=ddof)
+    size = answers.shape[0]
+    if target.shape not in ((size,), (size, size)):
+        raise ValueError(f"target must be [B] or [B, B], B = {size}; got {tuple(target.shape)}.")
+    truth = quality_preferences(target) if target.ndim == 1 else target
+    compared = ~torch.eye(size, dtype=torch.bool, device=answers.device) & ~torch.isnan(truth)
+    compared &= (found.count > 0)[None, :]
+    if within is not None:
+        index, _ = group_index(within, size, answers.device)
+        compared &= index[:, None] == index[None, :]
+    variance = found.variance.nan_to_num(0.0)
+    prob = thurstone_probability(
+        answers.detach()[:, :, None],
+        found.mean.nan_to_num(0.0)[None, None, :],
+        variance[:, None, None],
+        variance[None, None, :],
+        floor=floor,
+    )
+    alike = fidelity(truth.nan_to_num(0.5).to(prob)[:, None, :], prob, mode=mode)
+    total = torch.where(compared[:, None, :], alike, 0.0).sum(2)
+    mean = total / compared.sum(1).clamp(min=1)[:, None]
+    known = present_entries(answers, valid) & compared.any(1)[:, None]
+    return torch.where(known, mean, torch.nan)

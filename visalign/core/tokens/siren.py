@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIREN: entropy inside the nucleus only, at peak tokens only, anchored at a reference value.
+
+Order of use: `nucleus_entropy` of the logits; `siren_keep` for the peak tokens (a row needs no other row);
+once per optimiser step their aggregate over all micro-batches; then `anchored_entropy_loss` on each of them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .statistics import Decisions, check_share, masked_quantile, present_decisions, require_tokens
+
+Boundary = Literal["inside", "crossing"]
+
+
+def nucleus_mask(logits: Tensor, *, p: float, boundary: Boundary = "inside") -> Tensor:
+    """Tokens of the nucleus: the most probable ones whose probabilities add up to p.
+
+    Args:
+        logits: [..., V].
+        p: in [0, 1]; 1 keeps the whole vocabulary.
+        boundary: "inside" keeps what fits into p, Σ ≤ p, and always the first (SIREN as released); "crossing"
+            also keeps the token with which the sum passes p (nucleus sampling).
+
+    Returns:
+        bool, the shape of logits.
+
+    Raises:
+        ValueError: p outside [0, 1], or an unknown boundary.
+
+    SIREN, Rethinking Entropy Regularization in Large Reasoning Models, arXiv 2509.25133; Holtzman et al.,
+    arXiv 1904.09751 (crossing).
+    """
+    check_share("p", p)
+    if boundary not in ("inside", "crossing"):
+        raise ValueError(f"boundary must be 'inside' or 'crossing'; got {boundary!r}.")
+    if p == 1:
+        return torch.ones_like(logits, dtype=torch.bool)
+    probability, order = _lifted(logits.detach()).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    total = probability.cumsum(-1)
+    keep = total <= p if boundary == "inside" else total - probability < p
+    keep[..., :1] = True
+    return torch.zeros_like(keep).scatter(-1, order, keep)
+
+
+def nucleus_entropy(logits: Tensor, *, p: float = 0.8, boundary: Boundary = "inside") -> Tensor:
+    """Entropy of the policy renormalised to its nucleus: H = −Σ_{i ∈ nucleus} q_i log q_i, q_i = p_i/Σ p.
+
+    Differentiable in the logits of the nucleus; the choice of the nucleus is not. p = 1 gives the entropy.
+
+    Args:
+        logits: [..., V]; float16 and bfloat16 are computed in float32.
+        p: as in `nucleus_mask`; 0.8 in the paper.
+        boundary: as in `nucleus_mask`.
+
+    Returns:
+        [...], in nats, float32 or better.
+
+    Raises:
+        ValueError: as in `nucleus_mask`.
+
+    SIREN, arXiv 2509.25133.
+    """
+    value = _lifted(logits)
+    keep = nucleus_mask(value, p=p, boundary=boundary) & (value.detach() > float("-inf"))
+    log_q = torch.where(keep, value, float("-inf")).log_softmax(-1)
+    log_q = torch.where(keep, log_q, 0.0)
+    return -torch.where(keep, log_q.exp() * log_q, 0.0).sum(-1)
+
+
+def siren_keep(entropy: Tensor, weight: Tensor, *, decisions: Decisions, quantile: float = 0.8) -> Tensor:
+    """Peak tokens of each answer: nucleus entropy above the row's own quantile, and present.
+
+    Args:
+        entropy: [B, T] from `nucleus_entropy`; rows are whole sequences.
+        weight: the same shape; 0 for absent decisions.
+        decisions: "tokens"; "denoising_steps" are refused.
+        quantile: τ in [0, 1].
+
+    Returns:
+        bool, the shape of entropy; nothing in a row whose entropies are all equal.
+
+    Raises:
+        ValueError: shapes that are not one [B, T], a quantile outside [0, 1], or denoising steps.
+
+    SIREN, arXiv 2509.25133. Deviation from the released code: there, padding above the quantile is kept too.
+    """
+    require_tokens("SIREN", decisions)
+    if entropy.ndim != 2:
+        raise ValueError(f"entropy must be [B, T], a row per sequence; got shape {tuple(entropy.shape)}.")
+    threshold = masked_quantile(entropy, weight, quantile, per_row=True)
+    return present_decisions(entropy, weight) & (entropy.detach().double() > threshold)
+
+
+def anchored_entropy_loss(
+    entropy: Tensor,
+    measured: float | Tensor,
+    anchor: float | Tensor,
+    *,
+    decisions: Decisions,
+    coefficient: float = 0.005,
+) -> Tensor:
+    """Hold an aggregated entropy at its anchor: L = β (H_agg − H_anchor)², exact over micro-batches.
+
+    The square of a mean does not add up over micro-batches. Its derivative 2β (H_agg − H_anchor) ∂H_agg does,
+    once H_agg is known: returned is the loss per decision whose aggregate has the value and gradient of L,
+
+        ℓ_t = β (H_agg − H_anchor) [(H_t − H_anchor) + (H_t − sg H_t)].
+
+    Args:
+        entropy: H_t [B, T] of a micro-batch, differentiable.
+        measured: H_agg of the whole step, without gradient: the shares of
+            `aggregate(entropy, weight * keep, "seq_mean_token_mean", counts)` added up.
+        anchor: H_anchor; the H_agg of the first step, to be stored in the checkpoint.
+        decisions: "tokens"; "denoising_steps" are refused.
+        coefficient: β ≥ 0.
+
+    Returns:
+        The shape of entropy, float32 or better; aggregate it with the weight, mode and counts of `measured`.
+
+    Raises:
+        ValueError: denoising steps.
+
+    SIREN, arXiv 2509.25133. Deviation from the released code: its H_agg and its anchor are a micro-batch's.
+    """
+    require_tokens("SIREN's anchored entropy", decisions)
+    value = _lifted(entropy)
+    mean, goal = (torch.as_tensor(number, dtype=value.dtype).detach() for number in (measured, anchor))
+    return coefficient * (mean - goal) * (2 * value - value.detach() - goal)
+
+
+def _lifted(value: Tensor) -> Tensor:
+    """Float32 or better."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""References to images: a path, a picture inside a Parquet file, a picture of the shapes world."""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from visalign.errors import UserError
+
+PARQUET = "parquet://"
+SHAPES = "shapes://"
+
+
+def parquet_reference(path: str | Path, column: str, row: int) -> str:
+    """The reference of a picture that stands as bytes in a Parquet file.
+
+    Args:
+        path: The file.
+        column: Its column; values are bytes, or {"bytes": ..., "path": ...} as the datasets library has them.
+        row: 0-based number over the whole file.
+    """
+    return f"{PARQUET}{path}#{column}#{row}"
+
+
+def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = "") -> str:
+    """The reference of a picture of `ShapesPreferences(seed, split=split)`.
+
+    Args:
+        split: "train" or "heldout".
+        seed: Of the draws.
+        kind: "pair" or "quality".
+        number: Of the pair or of the rated picture.
+        side: "left" or "right" for a pair.
+    """
+    return f"{SHAPES}{split}/{seed}/{kind}/{number}/{side}".rstrip("/")
+
+
+def resolve_image(reference: str) -> Any:
+    """What a reward takes for a reference: the path itself, or the picture.
+
+    Args:
+        reference: A path, or what `parquet_reference` or `shapes_reference` made.
+
+    Returns:
+        A path (not opened: an unreadable file is the reward's to report), a PIL image, or uint8 [H, W, 3].
+
+    Raises:
+        UserError: The reference is broken, or the Parquet file has no such column, row or picture.
+    """
+    if reference.startswith(PARQUET):
+        return _from_parquet(reference)
+    if reference.startswith(SHAPES):
+        return _from_shapes(reference)
+    return reference
+
+
+def missing_files(references: list[str]) -> list[str]:
+    """The files among these references that do not exist, each once, in the order given."""
+    places = dict.fromkeys(_file_of(reference) for reference in references)
+    return [place for place in places if place and not Path(place).is_file()]
+
+
+def _file_of(reference: str) -> str:
+    if reference.startswith(SHAPES):
+        return ""
+    if reference.startswith(PARQUET):
+        return reference.removeprefix(PARQUET).rsplit("#", 2)[0]
+    return reference
+
+
+def _from_parquet(reference: str) -> Image.Image:
+    try:
+        path, column, row = reference.removeprefix(PARQUET).rsplit("#", 2)
+        number = int(row)
+    except ValueError:
+        raise UserError(
+            f"The reference '{reference}' is broken; needed is {PARQUET}FILE#COLUMN#ROW."
+        ) from None
+    file, starts = _open_parquet(path)
+    if column not in file.schema_arrow.names or not 0 <= number < starts[-1]:
+        raise UserError(
+            f"'{path}' has {starts[-1]} rows and the columns {', '.join(file.schema_arrow.names)}; the "
+            f"reference asks for row {number} of '{column}'."
+        )
+    group = next(i for i in range(len(starts) - 1) if number < starts[i + 1])
+    value = _row_group(path, column, group)[number - starts[group]].as_py()
+    content = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(content, bytes):
+        raise UserError(f"Row {number} of '{column}' in '{path}' holds no picture.")
+    return Image.open(io.BytesIO(content))
+
+
+@lru_cache(maxsize=8)
+def _open_parquet(path: str) -> tuple[Any, list[int]]:
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    starts = [0]
+    for group in range(file.num_row_groups):
+        starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
+    return file, starts
+
+
+@lru_cache(maxsize=4)
+def _row_group(path: str, column: str, group: int) -> Any:
+    """One column of one row group: pairs are read in order, so a few of them serve all that follow."""
+    file, _ = _open_parquet(path)
+    return file.read_row_group(group, columns=[column]).column(0)
+
+
+@lru_cache(maxsize=4)
+def _shapes(split: str, seed: int) -> Any:
+    from visalign.data.shapes.preferences import ShapesPreferences
+
+    return ShapesPreferences(seed, split=split)
+
+
+def _from_shapes(reference: str) -> Any:
+    from visalign.data.shapes.render import render
+
+    parts = reference.removeprefix(SHAPES).split("/")
+    try:
+        split, seed, kind, number = parts[0], int(parts[1]), parts[2], int(parts[3])
+        source = _shapes(split, seed)
+        if kind == "quality":
+            return render(source.quality(number).scene)
+        return source.pair(number).pictures()[("left", "right").index(parts[4])]
+    except (IndexError, ValueError) as error:
+        raise UserError(
+            f"The reference '{reference}' is broken; needed is {SHAPES}SPLIT/SEED/pair/NUMBER/left|right or "
+            f"{SHAPES}SPLIT/SEED/quality/NUMBER."
+        ) from error

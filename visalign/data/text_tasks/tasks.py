@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text tasks for a very small language model: arithmetic and lists, with an exact checker.
+
+A solution is a short visible working and the answer in `\\boxed{…}`. The box, not "Answer: …", because it is
+closed on both sides: what is inside is the answer whatever follows, an unfinished completion is recognised
+as such, and it is the form that verifiers of mathematical answers read, so rewards written for large models
+work on these tasks unchanged.
+
+A record is `{"task", "level", "prompt", "answer", "solution", "problem"}`, all plain JSON. Kinds with several
+right answers (`MANY_ANSWERS`) have one of them as "answer"; `check_answer` takes every right one and
+`canonical_answer` says which of them are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from visalign.errors import UserError, suggestion
+
+from .kinds import KINDS, LEVELS, MANY_ANSWERS, Kind
+from .workings import Problem, listed
+
+__all__ = [
+    "HELDOUT_SHARE",
+    "MANY_ANSWERS",
+    "TASKS",
+    "canonical_answer",
+    "check_answer",
+    "heldout_tasks",
+    "is_heldout",
+    "make_record",
+    "problem_key",
+    "task_record",
+    "text_tasks",
+]
+
+Record = dict[str, Any]
+Split = Literal["train", "heldout"]
+
+TASKS = tuple(KINDS)
+"""The names of the kinds."""
+
+HELDOUT_SHARE = 0.2
+"""Share of the problems of each kind that no training record contains."""
+
+HELDOUT_PER_TASK = 15
+
+_OPEN = "\\boxed{"
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+_PATIENCE = 20_000
+"""Draws in a row without a new problem after which there is taken to be none."""
+
+
+def problem_key(task: str, problem: Problem) -> str:
+    """What is asked, the same for every wording and for operands in any order where order has no meaning."""
+    if KINDS[task].unordered_problem:
+        problem = [sorted(problem[0])] if isinstance(problem[0], list) else sorted(problem)
+    return f"{task} {json.dumps(problem)}"
+
+
+def is_heldout(task: str, problem: Problem) -> bool:
+    """Whether the problem belongs to the held-out split: a fixed function of `problem_key`."""
+    digest = hashlib.sha256(problem_key(task, problem).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < HELDOUT_SHARE
+
+
+def make_record(task: str, problem: Problem, level: int, rng: np.random.Generator) -> Record:
+    """The record of a problem; wording, working and, among several right ones, the answer are drawn."""
+    kind = KINDS[task]
+    wording = kind.wordings[int(rng.integers(len(kind.wordings)))]
+    if task == "two_step":
+        form, a, b, c = problem
+        parts = [form.format(a=a, b=b, c=c)]
+    else:
+        parts = [listed(entry) if isinstance(entry, list) else str(entry) for entry in problem]
+    working, answer = kind.work(problem, rng)
+    return {
+        "task": task,
+        "level": level,
+        "prompt": wording.format(*parts),
+        "answer": answer,
+        "solution": f"{working} {_OPEN}{answer}}}",
+        "problem": problem,
+    }
+
+
+def task_record(
+    number: int,
+    *,
+    seed: int,
+    split: Split = "train",
+    tasks: Sequence[str] = TASKS,
+    levels: Sequence[int] = LEVELS,
+) -> Record:
+    """Record `number` of an endless feed: a function of its arguments alone; the kinds take turns.
+
+    Args:
+        number: 0, 1, 2, …
+        seed: of the feed.
+        split: "train" or "heldout".
+        tasks: kinds to draw from, all by default.
+        levels: difficulties to draw from.
+
+    Raises:
+        UserError: an unknown kind, level or split, or a negative number or seed.
+    """
+    _check(split, tasks, levels)
+    if number < 0 or seed < 0:
+        raise UserError(f"number is {number} and seed is {seed}; both must be 0 or more.")
+    rng = np.random.default_rng([seed, number])
+    task = tasks[number % len(tasks)]
+    for _ in range(_PATIENCE):
+        level = int(levels[int(rng.integers(len(levels)))])
+        problem = KINDS[task].draw(rng, level)
+        if KINDS[task].valid(problem) and is_heldout(task, problem) == (split == "heldout"):
+            return make_record(task, problem, level, rng)
+    raise UserError(f"task {task!r} has no {split} problem of levels {list(levels)}; allow more levels.")
+
+
+def text_tasks(
+    count: int,
+    *,
+    seed: int = 0,
+    split: Split = "train",
+    tasks: Sequence[str] = TASKS,
+    levels: Sequence[int] = LEVELS,
+) -> list[Record]:
+    """`count` records with `count` different problems, the kinds in turn.
+
+    Args:
+        count: number of records.
+        seed: of the feed that they are taken from.
+        split: "train" or "heldout"; no problem is in both.
+        tasks: kinds to draw from.
+        levels: difficulties to draw from.
+
+    Returns:
+        The records in a fixed order.
+
+    Raises:
+        UserError: as `task_record`, or a kind has too few different problems.
+    """
+    _check(split, tasks, levels)
+    found: list[Record] = []
+    seen: set[str] = set()
+    number = 0
+    for place in range(count):
+        task = tasks[place % len(tasks)]
+        for _ in range(_PATIENCE // 10):
+            record = task_record(number, seed=seed, split=split, tasks=[task], levels=levels)
+            number += 1
+            key = problem_key(task, record["problem"])
+            if key not in seen:
+                seen.add(key)
+                found.append(record)
+                break
+        else:
+            raise UserError(
+                f"task {task!r} has too few {split} problems of levels {list(levels)} for {count} records "
+                f"without repeats; {len(found)} were found. Ask for fewer, or allow more levels or tasks."
+            )
+    return found
+
+
+def heldout_tasks(
+    per_task: int = HELDOUT_PER_TASK, *, tasks: Sequence[str] = TASKS, levels: Sequence[int] = LEVELS
+) -> list[Record]:
+    """A fixed selection of held-out problems, `per_task` different ones of each kind."""
+    return text_tasks(per_task * len(tasks), seed=0, split="heldout", tasks=tasks, levels=levels)
+
+
+def check_answer(completion: str, record: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether a completion answers a record's problem.
+
+    The completion must hold `\\boxed{…}` exactly once, with whole numbers written plainly ("7", "-3", no
+    leading zeros or signs), lists separated by commas. What stands around the box does not count.
+
+    Args:
+        completion: what the model wrote, special tokens removed.
+        record: of this module.
+
+    Returns:
+        (correct, reason): the reason says what is wrong, "correct" when nothing is.
+
+    Raises:
+        UserError: the record is none of this module.
+
+    >>> check_answer("2 + 3 = 5. \\\\boxed{5}", {"task": "add", "problem": [2, 3], "answer": "5"})
+    (True, 'correct')
+    """
+    _, reason = _judge(completion, record)
+    return reason == "correct", reason
+
+
+def canonical_answer(completion: str, record: Mapping[str, Any]) -> str | None:
+    """The answer in one fixed writing if it is right, else None; equal answers have equal writings.
+
+    "5, 7" and "7,5" split 12 into the same two numbers; two orders of a list are two answers to "shuffle".
+    Counting the different values over many completions measures the diversity of right answers (as FlowRL,
+    arXiv 2509.15207, claims to keep it).
+
+    Args:
+        completion: what the model wrote.
+        record: of this module.
+
+    Raises:
+        UserError: the record is none of this module.
+    """
+    return _judge(completion, record)[0]
+
+
+def _judge(completion: str, record: Mapping[str, Any]) -> tuple[str | None, str]:
+    """(the canonical answer or None, reason)."""
+    kind = _kind_of(record)
+    content, reason = _boxed(completion)
+    if content is None:
+        return None, reason
+    if kind.answer == "symbol":
+        if content not in ("<", "=", ">"):
+            return None, f"the box holds {content!r}; one of <, =, > is wanted"
+        return _compared(content, content == record["answer"], record)
+    pieces = [piece.strip() for piece in content.split(",")]
+    if odd := [piece for piece in pieces if not _INTEGER.fullmatch(piece)]:
+        return None, f"the box holds {odd[0]!r}, which is not a plainly written whole number"
+    if kind.answer == "integer" and len(pieces) > 1:
+        return None, f"the box holds {len(pieces)} numbers; one is wanted"
+    numbers = [int(piece) for piece in pieces]
+    if kind.accepts is not None:
+        right = kind.accepts(record["problem"], numbers)
+    else:
+        right = listed(numbers) == record["answer"]
+    return _compared(listed(sorted(numbers) if kind.unordered_answer else numbers), right, record)
+
+
+def _compared(given: str, right: bool, record: Mapping[str, Any]) -> tuple[str | None, str]:
+    if right:
+        return given, "correct"
+    if KINDS[record["task"]].accepts is not None:
+        return None, f"{given} is not right; {record['answer']} would be, for example"
+    return None, f"{given} is not the answer {record['answer']}"
+
+
+def _boxed(completion: str) -> tuple[str | None, str]:
+    """What stands in the only box, and why there is none."""
+    boxes = completion.count(_OPEN)
+    if boxes != 1:
+        return None, f"{boxes or 'no'} \\boxed{{…}} in the completion; exactly one is wanted"
+    inside, closed, _ = completion.split(_OPEN)[1].partition("}")
+    return (inside.strip(), "") if closed else (None, "the \\boxed{ is not closed")
+
+
+def _kind_of(record: Mapping[str, Any]) -> Kind:
+    if missing := [name for name in ("task", "problem", "answer") if name not in record]:
+        raise UserError(
+            f"the record has no {missing[0]!r}; a record of visalign.data.text_tasks.tasks is wanted, with "
+            f"'task', 'problem' and 'answer'."
+        )
+    _check("train", [record["task"]], LEVELS)
+    return KINDS[record["task"]]
+
+
+def _check(split: str, tasks: Sequence[str], levels: Sequence[int]) -> None:
+    if split not in ("train", "heldout"):
+        raise UserError(f"split is {split!r}; it must be 'train' or 'heldout'.")
+    if isinstance(tasks, str) or not tasks:
+        raise UserError(f"tasks is {tasks!r}; give a list of at least one of {', '.join(TASKS)}.")
+    for task in tasks:
+        if task not in KINDS:
+            raise UserError(
+                f"There is no task {task!r}. {suggestion(str(task), TASKS)}Tasks: {', '.join(TASKS)}."
+            )
+    if not levels or not set(levels) <= set(LEVELS):
+        raise UserError(f"levels is {list(levels)}; give at least one of {', '.join(map(str, LEVELS))}.")

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before against after on the same samples: every change with its interval, for page, table and file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from visalign.errors import UserError
+from visalign.evaluation.statistics.intervals import Interval, paired_bootstrap
+
+from .result import HeldoutResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyRow:
+    """One category, or all samples."""
+
+    name: str
+    before: Interval
+    """Share correct with its Wilson interval."""
+    after: Interval
+    change: Interval
+    """after - before with its paired interval over prompts."""
+    correct: tuple[int, int]
+    """Correct before, after."""
+    judged: tuple[int, int]
+    """Judged before, after."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRow:
+    """One reward over all samples."""
+
+    name: str
+    unit: str
+    before: float
+    after: float
+    change: Interval
+    """after - before over the samples valid on both sides, in `unit`, paired by prompt."""
+    invalid: tuple[int, int]
+    """Samples without a score before, after."""
+    higher_is_better: bool
+    repeats_accuracy: bool
+    """True where its scores are the verdicts themselves, so that it says nothing new."""
+
+    @property
+    def verdict(self) -> str:
+        """ "rose", "fell", "no clear change" or "not measured": the value's movement beyond its interval."""
+        if not np.isfinite([self.change.low, self.change.high]).all():
+            return "not measured"
+        if not self.change.excludes_zero:
+            return "no clear change"
+        return "rose" if self.change.estimate > 0 else "fell"
+
+    @property
+    def worse(self) -> bool:
+        """True where it moved against its direction beyond its interval."""
+        return self.verdict == ("fell" if self.higher_is_better else "rose")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All rows, and how single samples moved."""
+
+    overall: AccuracyRow
+    categories: tuple[AccuracyRow, ...]
+    rewards: tuple[RewardRow, ...]
+    right: NDArray[np.int64]
+    """Samples correct before and after."""
+    improved: NDArray[np.int64]
+    """Wrong before, correct after."""
+    worsened: NDArray[np.int64]
+    """Correct before, wrong after."""
+    wrong: NDArray[np.int64]
+    """Wrong before and after."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The changes with their intervals, JSON-able."""
+        return {
+            "accuracy": self.overall.change.to_dict(),
+            "by_category": {row.name: row.change.to_dict() for row in self.categories},
+            "rewards": {row.name: row.change.to_dict() | {"verdict": row.verdict} for row in self.rewards},
+            "improved": len(self.improved),
+            "worsened": len(self.worsened),
+        }
+
+
+def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level: float = 0.95) -> Comparison:
+    """Pair two evaluations of the same prompts and seeds.
+
+    Args:
+        before: The model as it was.
+        after: The model as it is.
+        seed: Of the bootstrap's generator; each row has a fresh one, so a row does not depend on the others.
+        level: Nominal coverage of all intervals.
+
+    Returns:
+        The rows; categories in the order of the records.
+
+    Raises:
+        UserError: If the samples differ: prompts, categories or seeds.
+    """
+    _check_pairs(before, after)
+    everything = np.ones(len(before), dtype=bool)
+    pair = before.outcome(), after.outcome()
+    return Comparison(
+        overall=_accuracy("all", before, after, everything, seed, level),
+        categories=tuple(
+            _accuracy(tag, before, after, before.rows(tag), seed, level) for tag in dict.fromkeys(before.tags)
+        ),
+        rewards=tuple(
+            _reward(name, before, after, seed, level) for name in before.scores if name in after.scores
+        ),
+        right=np.flatnonzero((pair[0] == 1) & (pair[1] == 1)),
+        improved=np.flatnonzero((pair[0] == 0) & (pair[1] == 1)),
+        worsened=np.flatnonzero((pair[0] == 1) & (pair[1] == 0)),
+        wrong=np.flatnonzero((pair[0] == 0) & (pair[1] == 0)),
+    )
+
+
+def _accuracy(
+    name: str, before: HeldoutResult, after: HeldoutResult, rows: NDArray[np.bool_], seed: int, level: float
+) -> AccuracyRow:
+    tag = None if rows.all() else name
+    return AccuracyRow(
+        name=name,
+        before=before.interval(tag, level=level),
+        after=after.interval(tag, level=level),
+        change=_change(before, before.outcome(), after.outcome(), rows, seed, level),
+        correct=(int(before.correct[rows].sum()), int(after.correct[rows].sum())),
+        judged=(int(before.judged[rows].sum()), int(after.judged[rows].sum())),
+    )
+
+
+def _reward(name: str, before: HeldoutResult, after: HeldoutResult, seed: int, level: float) -> RewardRow:
+    rows = np.ones(len(before), dtype=bool)
+    return RewardRow(
+        name=name,
+        unit=after.units[name],
+        before=before.mean(name),
+        after=after.mean(name),
+        change=_change(before, before.score(name), after.score(name), rows, seed, level),
+        invalid=(before.invalid(name), after.invalid(name)),
+        higher_is_better=after.higher_is_better[name],
+        repeats_accuracy=all(
+            result.judged.any() and np.array_equal(result.score(name), result.outcome(), equal_nan=True)
+            for result in (before, after)
+        ),
+    )
+
+
+def _change(
+    result: HeldoutResult, first: NDArray, second: NDArray, rows: NDArray[np.bool_], seed: int, level: float
+) -> Interval:
+    prompts: Sequence[str] = [result.prompts[row] for row in np.flatnonzero(rows)]
+    generator = torch.Generator().manual_seed(seed)
+    return paired_bootstrap(first[rows], second[rows], prompts, generator=generator, level=level)
+
+
+def _check_pairs(before: HeldoutResult, after: HeldoutResult) -> None:
+    same = (
+        before.prompts == after.prompts
+        and before.tags == after.tags
+        and np.array_equal(before.seeds, after.seeds)
+    )
+    if same:
+        return
+    raise UserError(
+        "Before and after were evaluated on different samples and cannot be paired: "
+        f"{len(before)} samples of {len(set(before.prompts))} prompts before, {len(after)} of "
+        f"{len(set(after.prompts))} after, or other prompts, categories or seeds. Evaluate both with the "
+        "same records and seeds."
+    )

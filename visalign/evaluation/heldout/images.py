@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out evaluation: the same prompts, seeds and ODE sampling, so that before and after can be paired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from visalign.errors import UserError, suggestion
+from visalign.flow.rollout import rollout
+from visalign.interfaces import DiffusionPolicy, PointwiseReward, Scores
+from visalign.seeds import sample_seed
+
+from .correctness import verdict
+from .result import HeldoutResult
+
+Progress = Callable[[int, int], None]
+
+
+def evaluate(
+    policy: DiffusionPolicy,
+    rewards: Mapping[str, PointwiseReward],
+    records: Sequence[Mapping[str, Any]],
+    *,
+    seeds: Sequence[int],
+    sigmas: Tensor,
+    batch_size: int,
+    correctness: str | None = "shapes_verifier",
+    max_images: int = 1024,
+    image_side: int = 256,
+    progress: Progress | None = None,
+) -> HeldoutResult:
+    """Sample every record once per seed without noise on the way (Euler steps of the ODE) and judge them.
+
+    The starting noise is a function of (prompt, seed) alone: neither the batch size, the order of the records
+    nor the weights change it. No random state outside is read or moved.
+
+    Args:
+        policy: The model, with the weights it has now.
+        rewards: name -> reward; each scores every picture.
+        records: Prompt records with `prompt` and, for categories, `tag`; the rewards' metadata.
+        seeds: Pictures per prompt, one per seed.
+        sigmas: [T + 1] time grid from 1 to 0.
+        batch_size: Samples denoised, decoded and scored at once.
+        correctness: The reward that says correct or wrong: its part `correct` where it has one, else its best
+            possible value; None where no reward does.
+        max_images: Pictures kept, evenly spaced over the samples.
+        image_side: Kept pictures whose longer side is larger are reduced to it.
+        progress: Called with (samples done, samples in all) after each batch.
+
+    Returns:
+        The result, records in the given order, the seeds of a record side by side.
+
+    Raises:
+        UserError: For no records, no or repeated seeds, a batch size below 1, an unknown `correctness`, one
+            whose scores do not tell correct from wrong, or a reward that returns another number of scores.
+    """
+    _check(rewards, records, seeds, batch_size, correctness)
+    _check_pictures(max_images, image_side)
+    prompts = [str(record["prompt"]) for record in records for _ in seeds]
+    metadata = [record for record in records for _ in seeds]
+    noise_seeds = [sample_seed("heldout", str(record["prompt"]), int(s)) for record in records for s in seeds]
+    total = len(prompts)
+    tally = _Tally(correctness, _evenly(total, max_images), image_side)
+    with _inference(policy):
+        condition = policy.encode(prompts)
+        for start in range(0, total, batch_size):
+            rows = slice(start, min(start + batch_size, total))
+            part = condition.select(torch.arange(rows.start, rows.stop))
+            images = _pictures(policy, part, noise_seeds[rows], sigmas)
+            tally.keep(start, images)
+            for name, reward in rewards.items():
+                tally.add(name, reward, reward.score(images, prompts[rows], metadata[rows]), len(images))
+            if progress is not None:
+                progress(rows.stop, total)
+    return tally.result(rewards, metadata, np.tile(np.array(seeds, dtype=np.int64), len(records)))
+
+
+@dataclass
+class _Tally:
+    """What the batches have said so far."""
+
+    correctness: str | None
+    kept: NDArray[np.int64]
+    image_side: int
+    correct: list[bool] = field(default_factory=list)
+    judged: list[bool] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    values: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
+    images: list[NDArray[np.uint8]] = field(default_factory=list)
+
+    def keep(self, start: int, images: Tensor) -> None:
+        """Store the pictures of this batch that belong to the evenly spaced sample."""
+        rows = self.kept[(self.kept >= start) & (self.kept < start + len(images))] - start
+        if len(rows):
+            self.images.extend(_as_bytes(images[rows], self.image_side))
+
+    def add(self, name: str, reward: PointwiseReward, scores: Scores, size: int) -> None:
+        """Store one reward's scores of this batch, and the verdicts if it is the judge of correctness."""
+        if len(scores) != size:
+            raise UserError(
+                f"Reward '{name}' returned {len(scores)} scores for {size} images; it must return one each."
+            )
+        value = scores.value.detach().cpu().to(torch.float32)
+        valid = scores.valid.cpu() & torch.isfinite(value)
+        masked = torch.where(valid, value, torch.tensor(torch.nan))
+        self.values.setdefault(name, []).append(masked.numpy())
+        if name == self.correctness:
+            correct = verdict(name, reward, scores) & valid
+            self.correct.extend(correct.tolist())
+            self.judged.extend(valid.tolist())
+            self.reasons.extend(_reasons(scores, valid))
+
+    def result(
+        self,
+        rewards: Mapping[str, PointwiseReward],
+        metadata: Sequence[Mapping[str, Any]],
+        seeds: NDArray[np.int64],
+    ) -> HeldoutResult:
+        """The finished record; without a judge of correctness nothing has a verdict."""
+        total = len(metadata)
+        return HeldoutResult(
+            prompts=tuple(str(record["prompt"]) for record in metadata),
+            tags=tuple(str(record.get("tag", "untagged")) for record in metadata),
+            seeds=seeds,
+            correct=np.array(self.correct or [False] * total, dtype=bool),
+            judged=np.array(self.judged or [False] * total, dtype=bool),
+            reasons=tuple(self.reasons or [""] * total),
+            scores={name: np.concatenate(self.values[name]) for name in rewards},
+            units={name: reward.unit for name, reward in rewards.items()},
+            higher_is_better={name: reward.higher_is_better for name, reward in rewards.items()},
+            images=np.stack(self.images),
+            image_index=self.kept,
+        )
+
+
+def _reasons(scores: Scores, valid: Tensor) -> list[str]:
+    """Per sample: why there is no verdict, else what the judge wrote, else nothing."""
+    size = len(scores)
+    failed = scores.reason or [None] * size
+    said = scores.text or [""] * size
+    return [(said[row] or "") if valid[row] else (failed[row] or "no finite value") for row in range(size)]
+
+
+def _pictures(policy: DiffusionPolicy, condition: Any, noise_seeds: Sequence[int], sigmas: Tensor) -> Tensor:
+    """[B, 3, H, W] float32 in [0, 1] on the CPU."""
+    latents = rollout(policy, condition, sigmas=sigmas, seeds=noise_seeds).latents
+    return policy.decode(latents).detach().to("cpu", torch.float32)
+
+
+def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:
+    """[B, H, W, 3], the longer side at most `side` (area averaging)."""
+    height, width = images.shape[-2:]
+    scale = side / max(height, width)
+    if scale < 1:
+        size = [max(1, round(height * scale)), max(1, round(width * scale))]
+        images = interpolate(images, size=size, mode="area")
+    levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
+    return levels.permute(0, 2, 3, 1).contiguous().numpy()
+
+
+def _evenly(total: int, most: int) -> NDArray[np.int64]:
+    """At most `most` of range(total), ascending and evenly spaced, the first always among them."""
+    count = min(total, most)
+    return (np.arange(count, dtype=np.int64) * total) // count
+
+
+@contextmanager
+def _inference(policy: DiffusionPolicy) -> Iterator[None]:
+    """No gradients, and the network in evaluation mode (LoRA dropout off), as it was afterwards."""
+    training = policy.module.training
+    policy.module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        policy.module.train(training)
+
+
+def _check(
+    rewards: Mapping[str, PointwiseReward],
+    records: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
+    batch_size: int,
+    correctness: str | None,
+) -> None:
+    if not records:
+        raise UserError("Held-out evaluation needs at least one prompt record; got none.")
+    for number, record in enumerate(records):
+        if not str(record.get("prompt", "")).strip():
+            raise UserError(
+                f"Held-out record {number} has no prompt; each record needs a non-empty 'prompt'. "
+                f"Keys: {sorted(record)}."
+            )
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise UserError(
+            f"Held-out evaluation needs one or more different seeds; got {list(seeds)}. Write e.g. [0, 1]."
+        )
+    if batch_size < 1:
+        raise UserError(f"batch_size is the number of samples at once, at least 1; got {batch_size}.")
+    if correctness is not None and correctness not in rewards:
+        known = ", ".join(rewards) or "none"
+        raise UserError(
+            f"The judge of correctness '{correctness}' is not among the rewards. "
+            f"{suggestion(correctness, rewards)}Rewards: {known}. Add it, or give None."
+        )
+
+
+def _check_pictures(max_images: int, image_side: int) -> None:
+    if max_images < 1 or image_side < 1:
+        raise UserError(
+            "The report needs at least 1 picture of at least 1 pixel; "
+            f"got max_images {max_images} and image_side {image_side}."
+        )

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one held-out evaluation found, sample by sample, and its numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from visalign.atomic import write_atomic
+from visalign.errors import UserError, suggestion
+from visalign.evaluation.statistics.intervals import Interval, wilson_interval
+
+_FORMAT = "visalign held-out result 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldoutResult:
+    """N = records × seeds samples, the seeds of a record side by side; a sample that has no score is NaN.
+
+    Nothing here turns a failure into a number: means and accuracies are over the judged samples, and the rest
+    is counted.
+    """
+
+    prompts: tuple[str, ...]
+    """[N]."""
+    tags: tuple[str, ...]
+    """[N] category of each prompt."""
+    seeds: NDArray[np.int64]
+    """[N] the seed asked for; with the prompt it fixes the starting noise."""
+    correct: NDArray[np.bool_]
+    """[N] the verdict; False where `judged` is False."""
+    judged: NDArray[np.bool_]
+    """[N] whether there is a verdict at all."""
+    reasons: tuple[str, ...]
+    """[N] what the judge of correctness said: why wrong, or why there is no verdict; may be empty."""
+    scores: Mapping[str, NDArray[np.float32]]
+    """reward name -> [N], NaN where invalid."""
+    units: Mapping[str, str]
+    """reward name -> unit."""
+    higher_is_better: Mapping[str, bool]
+    """reward name -> direction."""
+    images: NDArray[np.uint8]
+    """[M, H, W, 3] pictures of the samples `image_index`, reduced when they are large."""
+    image_index: NDArray[np.int64]
+    """[M] ascending sample numbers."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the judged samples that are correct; NaN when none was judged."""
+        return _share(int(self.correct.sum()), int(self.judged.sum()))
+
+    @property
+    def by_category(self) -> dict[str, float]:
+        """Accuracy per tag, in order of appearance."""
+        return {tag: _share(*pair) for tag, pair in self.counts.items()}
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """tag -> (correct, judged), in order of appearance."""
+        found = {}
+        for tag in dict.fromkeys(self.tags):
+            rows = self.rows(tag)
+            found[tag] = (int(self.correct[rows].sum()), int(self.judged[rows].sum()))
+        return found
+
+    def rows(self, tag: str) -> NDArray[np.bool_]:
+        """[N] mask of the samples of one category."""
+        return np.array([entry == tag for entry in self.tags], dtype=bool)
+
+    def interval(self, tag: str | None = None, *, level: float = 0.95) -> Interval:
+        """Wilson interval of the accuracy, over all or in one category (NaN where it is absent)."""
+        rows = np.ones(len(self), dtype=bool) if tag is None else self.rows(tag)
+        return wilson_interval(int(self.correct[rows].sum()), int(self.judged[rows].sum()), level=level)
+
+    def accuracy_of(self, prompts: Collection[str], seeds: Collection[int]) -> float:
+        """Share of the judged samples of some prompts and seeds that are correct; NaN where none was."""
+        chosen = [p in prompts and int(s) in seeds for p, s in zip(self.prompts, self.seeds, strict=True)]
+        rows = np.array(chosen, dtype=bool)
+        return _share(int(self.correct[rows].sum()), int(self.judged[rows].sum()))
+
+    def outcome(self) -> NDArray[np.float64]:
+        """[N] 1 correct, 0 wrong, NaN without a verdict."""
+        return np.where(self.judged, self.correct.astype(np.float64), np.nan)
+
+    def mean(self, name: str) -> float:
+        """Mean of a reward over its valid samples; NaN when there is none.
+
+        Raises:
+            UserError: If no reward of that name was evaluated.
+        """
+        values = self.score(name)
+        valid = np.isfinite(values)
+        return float(values[valid].mean(dtype=np.float64)) if valid.any() else math.nan
+
+    def invalid(self, name: str) -> int:
+        """How many samples a reward could not score."""
+        return int((~np.isfinite(self.score(name))).sum())
+
+    def score(self, name: str) -> NDArray[np.float32]:
+        """[N] the scores of a reward, NaN where invalid."""
+        if name not in self.scores:
+            known = ", ".join(self.scores) or "none"
+            raise UserError(
+                f"No reward '{name}' was evaluated. {suggestion(name, self.scores)}Evaluated: {known}."
+            )
+        return self.scores[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers without the samples, JSON-able; what does not exist is None."""
+        rewards = {
+            name: {
+                "mean": _finite(self.mean(name)),
+                "unit": self.units[name],
+                "higher_is_better": self.higher_is_better[name],
+                "valid": len(self) - self.invalid(name),
+                "invalid": self.invalid(name),
+            }
+            for name in self.scores
+        }
+        return {
+            "accuracy": _finite(self.accuracy),
+            "accuracy_interval": self.interval().to_dict(),
+            "by_category": {tag: _finite(value) for tag, value in self.by_category.items()},
+            "counts": {tag: {"correct": k, "judged": n} for tag, (k, n) in self.counts.items()},
+            "rewards": rewards,
+            "samples": len(self),
+            "prompts": len(set(self.prompts)),
+            "seeds": sorted({int(seed) for seed in self.seeds}),
+            "without_verdict": int((~self.judged).sum()),
+        }
+
+    def save(self, path: Path) -> Path:
+        """Write everything to one `.npz` file (no pickle), atomically; `load_heldout` reads it back equal."""
+        header = {
+            "format": _FORMAT,
+            "prompts": self.prompts,
+            "tags": self.tags,
+            "reasons": self.reasons,
+            "names": list(self.scores),
+            "units": dict(self.units),
+            "higher_is_better": dict(self.higher_is_better),
+        }
+        arrays = {f"score{number}": values for number, values in enumerate(self.scores.values())}
+        arrays |= {name: getattr(self, name) for name in _ARRAYS}
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, allow_pickle=False, header=np.array(json.dumps(header)), **arrays)
+        return write_atomic(path, buffer.getvalue())
+
+
+_ARRAYS = ("seeds", "correct", "judged", "images", "image_index")
+
+
+def load_heldout(path: Path) -> HeldoutResult:
+    """Read what `HeldoutResult.save` wrote.
+
+    Raises:
+        UserError: If the file is missing, cut short, or no such result.
+    """
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            header = json.loads(str(file["header"]))
+            arrays = {name: file[name] for name in _ARRAYS}
+            scores = {name: file[f"score{number}"] for number, name in enumerate(header["names"])}
+    except FileNotFoundError as error:
+        raise UserError(f"There is no held-out result at {path}; evaluate first.") from error
+    except (ValueError, KeyError, EOFError, OSError, TypeError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{path} is no held-out result, or was cut short ({error}); delete it and evaluate again."
+        ) from error
+    return HeldoutResult(
+        prompts=tuple(header["prompts"]),
+        tags=tuple(header["tags"]),
+        reasons=tuple(header["reasons"]),
+        scores=scores,
+        units=header["units"],
+        higher_is_better=header["higher_is_better"],
+        **arrays,
+    )
+
+
+def _share(correct: int, judged: int) -> float:
+    return correct / judged if judged else math.nan
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

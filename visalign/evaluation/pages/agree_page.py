@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of several rewards on one set: their correlations, and the images on which they part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from visalign.evaluation.rewards.agreement import FEWEST_PROMPTS
+
+from .base import render_page
+
+REDUNDANT = 0.9
+"""Rank correlation from which two rewards say much the same."""
+
+
+def agree_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """The whole page.
+
+    Args:
+        result: From `visalign.pipelines.compare.agree_rewards.agree_rewards`.
+        pictures: Image reference -> picture as `embedded` gives it, None where it cannot be read.
+
+    Returns:
+        HTML.
+    """
+    labels = [reward["label"] for reward in result["rewards"]]
+    return render_page(
+        "agree_page.html.j2",
+        title="Where rewards part company",
+        command="visalign agree",
+        about=result["set"],
+        fewest=FEWEST_PROMPTS,
+        rewards=result["rewards"],
+        pairs=result["pairs"],
+        labels=labels,
+        overall=matrix(result, "overall"),
+        within=matrix(result, "within"),
+        pictures=pictures,
+        sentences=sentences(result),
+        seconds=result["seconds"],
+    )
+
+
+def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] | None]]:
+    """The correlations as a square table; None on the diagonal.
+
+    Args:
+        result: From `agree_rewards`.
+        kind: "overall" or "within".
+    """
+    labels = [reward["label"] for reward in result["rewards"]]
+    found = {frozenset((pair["first"], pair["second"])): pair[kind] for pair in result["pairs"]}
+    return [[None if a == b else found[frozenset((a, b))] for b in labels] for a in labels]
+
+
+def sentences(result: Mapping[str, Any]) -> list[str]:
+    """What the numbers mean for a mixture, as far as they tell.
+
+    Args:
+        result: From `agree_rewards`.
+    """
+    said = []
+    for pair in result["pairs"]:
+        names = f"{pair['first']} and {pair['second']}"
+        number = pair["within"] if pair["within"]["estimate"] is not None else pair["overall"]
+        where = "within prompts" if number is pair["within"] else "over all images"
+        if pair["note"]:
+            said.append(f"{names}: {pair['note']}.")
+        if number["low"] is None:
+            continue
+        if number["low"] > REDUNDANT:
+            said.append(f"{names} say much the same {where}: one of them adds little to a mixture.")
+        elif number["high"] < 0:
+            said.append(f"{names} pull in opposite directions {where}: a mixture pays for their compromise.")
+        elif number["low"] <= 0 <= number["high"]:
+            said.append(f"{names} show no clear agreement {where}.")
+    return said

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of two compared images: the pictures side by side, then every judge with its numbers and words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .base import embedded, plain, render_page, signed
+
+WINNERS = {
+    "A": "A is better",
+    "B": "B is better",
+    "tie": "a tie",
+    "undecided": "undecided",
+    "failed": "could not judge",
+}
+
+
+def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Sequence[str]) -> str:
+    """The whole page.
+
+    Args:
+        result: From `visalign.pipelines.compare.compare.compare_images`.
+        images: A and B, [3, H, W] in [0, 1].
+        names: Of their files.
+
+    Returns:
+        HTML.
+    """
+    return render_page(
+        "compare_page.html.j2",
+        title="A or B",
+        command="visalign compare",
+        prompt=result["prompt"],
+        summary=result["summary"],
+        judges=[
+            {**judge, "in_words": in_words(judge), "margin": margin(judge)} for judge in result["judges"]
+        ],
+        winners=WINNERS,
+        shots=[
+            {"side": side, "name": name} | embedded(image)
+            for side, name, image in zip("AB", names, images, strict=True)
+        ],
+    )
+
+
+def margin(judge: Mapping[str, Any]) -> str:
+    """By how much, from A's side.
+
+    Args:
+        judge: One of the result's judges.
+    """
+    if judge["difference"] is None:
+        return "–"
+    number = plain(judge["difference"])
+    number = number if number.startswith("−") or judge["difference"] == 0 else f"+{number}"
+    unit = judge["unit"]
+    if judge["difference_std"]:
+        in_stds = signed(judge["difference"] / judge["difference_std"], 1)
+        return f"{number} ({unit}), {in_stds} standard deviations"
+    return f"{number} ({unit})"
+
+
+def in_words(judge: Mapping[str, Any]) -> str:
+    """Which and how sure.
+
+    Args:
+        judge: One of the result's judges.
+    """
+    said = WINNERS[judge["winner"]]
+    if judge["prob"] is None:
+        return said
+    sure = max(judge["prob"], 1 - judge["prob"])
+    which = "A" if judge["prob"] >= 0.5 else "B"
+    if judge["winner"] in ("tie", "undecided"):
+        return f"{said}, {100 * judge['prob']:.0f} % for A"
+    return f"{said}, {100 * sure:.0f} % sure" if which == judge["winner"] else said

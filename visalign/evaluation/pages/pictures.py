@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pictures the report shows, by a stated rule, and how they get into the page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from visalign.evaluation.heldout.comparison import Comparison
+from visalign.evaluation.heldout.result import HeldoutResult
+
+PIXELATED_SIDE = 128
+"""Pictures up to this side are stored losslessly and enlarged as squares; larger ones are photographs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shot:
+    """One picture with what the judge said."""
+
+    source: str
+    """data: URI."""
+    verdict: str
+    """"correct", "wrong" or "no verdict"."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One prompt and seed before and after."""
+
+    prompt: str
+    tag: str
+    seed: int
+    before: Shot
+    after: Shot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gallery:
+    """A heading's worth of pairs."""
+
+    anchor: str
+    title: str
+    rule: str
+    """How these were chosen, and from how many."""
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Pictures of one category that are wrong after training."""
+
+    tag: str
+    total: int
+    judged: int
+    shots: tuple[tuple[str, int, Shot], ...]
+    """(prompt, seed, picture)."""
+
+
+def galleries(
+    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, each: int = 12
+) -> tuple[Gallery, ...]:
+    """Fixed, improved and worsened pairs, at most `each` of a kind.
+
+    The rule is the same for all: in the order of evaluation, one of each category in turn, a prompt once.
+    """
+    kinds = [
+        (
+            "fixed",
+            "The same pictures in every report",
+            "chosen before looking: the first prompts of each category",
+            np.arange(len(before)),
+        ),
+        ("improved", "Wrong before, correct after", "the first that improved", comparison.improved),
+        ("worse", "Correct before, wrong after", "the first that got worse", comparison.worsened),
+    ]
+    found = []
+    for anchor, title, rule, candidates in kinds:
+        rows = take_in_turn(_with_picture(candidates, before, after), before, each)
+        said = f"{len(rows)} of {len(candidates)}: {rule}, one category after the other, each prompt once."
+        pairs = tuple(_pair(row, before, after) for row in rows)
+        found.append(Gallery(anchor=anchor, title=title, rule=said, pairs=pairs))
+    return tuple(found)
+
+
+def failures(after: HeldoutResult, *, each: int = 6) -> tuple[Failures, ...]:
+    """Per category the first wrong pictures after training, each prompt once; none where all are right."""
+    found = []
+    for tag in dict.fromkeys(after.tags):
+        wrong = np.flatnonzero(after.rows(tag) & after.judged & ~after.correct)
+        if len(wrong) == 0:
+            continue
+        rows = take_in_turn(_with_picture(wrong, after), after, each)
+        shots = tuple((after.prompts[row], int(after.seeds[row]), shot(row, after)) for row in rows)
+        judged = int((after.rows(tag) & after.judged).sum())
+        found.append(Failures(tag=tag, total=len(wrong), judged=judged, shots=shots))
+    return tuple(found)
+
+
+def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) -> list[int]:
+    """At most `most` candidates: one of each category in turn, in their order, no prompt twice."""
+    queues: dict[str, list[int]] = {tag: [] for tag in dict.fromkeys(result.tags)}
+    seen: set[str] = set()
+    for row in candidates:
+        if result.prompts[row] not in seen:
+            seen.add(result.prompts[row])
+            queues[result.tags[row]].append(int(row))
+    taken: list[int] = []
+    for depth in range(max(map(len, queues.values()), default=0)):
+        taken += [queue[depth] for queue in queues.values() if depth < len(queue)]
+    return sorted(taken[:most], key=lambda row: list(queues).index(result.tags[row]))
+
+
+def shot(row: int, result: HeldoutResult) -> Shot:
+    """The picture of one sample; `row` must be among `image_index`."""
+    place = int(np.searchsorted(result.image_index, row))
+    verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
+    reason = "" if verdict == "correct" else result.reasons[row]
+    return Shot(source=data_uri(result.images[place]), verdict=verdict, reason=reason)
+
+
+def data_uri(image: NDArray[np.uint8]) -> str:
+    """A picture [H, W, 3] as a data: URI: PNG when small, JPEG when larger than `PIXELATED_SIDE`."""
+    small = max(image.shape[:2]) <= PIXELATED_SIDE
+    buffer = io.BytesIO()
+    if small:
+        Image.fromarray(image).save(buffer, format="PNG", optimize=True)
+    else:
+        Image.fromarray(image).save(buffer, format="JPEG", quality=88)
+    kind = "png" if small else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def _pair(row: int, before: HeldoutResult, after: HeldoutResult) -> Pair:
+    return Pair(
+        prompt=before.prompts[row],
+        tag=before.tags[row],
+        seed=int(before.seeds[row]),
+        before=shot(row, before),
+        after=shot(row, after),
+    )
+
+
+def _with_picture(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:
+    for result in results:
+        candidates = candidates[np.isin(candidates, result.image_index)]
+    return candidates

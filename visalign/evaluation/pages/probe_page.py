@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a probed reward: what failed first, then every probe with its responses and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from visalign.evaluation.probes.catalogue import WANTED, WANTED_OF_PAIRS
+from visalign.evaluation.probes.response import ORDER
+
+from .base import plain, render_page, share, signed, span
+from .plots import Frame
+
+VERDICTS = {
+    "fails": ("bad", "fails"),
+    "unclear": ("flat", "unclear"),
+    "not judged": ("flat", "too few judged"),
+    "holds": ("good", "holds"),
+    "shown": ("flat", "for information"),
+}
+"""Verdict -> (colour, words)."""
+
+
+def probe_page(
+    result: Mapping[str, Any],
+    original: Mapping[str, Any],
+    pictures: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> str:
+    """The whole page.
+
+    Args:
+        result: From `visalign.pipelines.probe.job.probe_reward`.
+        original: The example picture as `embedded` gives it, with its `prompt`.
+        pictures: Probe's name -> changed pictures as `embedded` gives them, with `label`.
+
+    Returns:
+        HTML.
+    """
+    probes = sorted(result["probes"], key=lambda probe: ORDER.index(probe["verdict"]))
+    means = [abs(level["mean"]) for probe in probes for level in probe["levels"] if level["mean"] is not None]
+    judge, reference = result["judge"], result["reference"]
+    return render_page(
+        "probe_page.html.j2",
+        title=f"What moves {judge['name']}",
+        command="visalign probe-reward",
+        judge=judge,
+        reference=reference,
+        limits=result["limits"],
+        level=result["level"],
+        counts=result["summary"],
+        probes=[{**probe, "plot": response_plot(probe), "worst": worst_level(probe)} for probe in probes],
+        original=original,
+        pictures=pictures,
+        verdicts=VERDICTS,
+        wanted=WANTED_OF_PAIRS if judge["kind"] == "comparisons" else WANTED,
+        in_words=in_words,
+        unit=unit_in_words(result),
+        limit=min(max([1.0, *means]), 4.0),
+        seconds=result["seconds"],
+        headline=headline(result),
+        best=best_paid(result),
+    )
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """How many probes move the judge that should not, and how many could not tell."""
+    tried = [probe for probe in result["probes"] if probe["verdict"] != "shown"]
+    failed = [probe["title"] for probe in tried if probe["verdict"] == "fails"]
+    unclear = sum(probe["verdict"] == "unclear" for probe in tried)
+    silent = sum(probe["verdict"] == "not judged" for probe in tried)
+    if failed:
+        said = f"{len(failed)} of {len(tried)} probes move it: {', '.join(t.lower() for t in failed)}."
+    else:
+        said = f"None of {len(tried)} probes moves it beyond its limit."
+    said += f" Not decided by so few pictures: {unclear}." if unclear else ""
+    return said + (f" Too few answers to say anything: {silent}." if silent else "")
+
+
+def unit_in_words(result: Mapping[str, Any]) -> str:
+    """What a response of 1 is."""
+    reference, judge = result["reference"], result["judge"]
+    size = f"{plain(reference['spread'])} {judge['unit']}"
+    if judge["kind"] == "comparisons":
+        return (
+            f"A response of 1 is {size} for the changed picture: one standard deviation of the strengths "
+            f"that would explain its answers to {reference['judged']} of {reference['size']} pairs of "
+            f"reference pictures ({reference['source']})."
+        )
+    return (
+        f"A response of 1 is {size}: one standard deviation of its scores of {reference['judged']} of "
+        f"{reference['size']} reference pictures ({reference['source']})."
+    )
+
+
+def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
+    """The answer of one level: the number with its interval, what the verdict goes by where that is another
+    one, then what else is known.
+
+    Args:
+        level: One of a probe's levels.
+        wanted: Of the probe.
+    """
+    if "share" in level:
+        if level["share"] is None:
+            return ("–",)
+        ends = f"{share(level['share_low'])} to {share(level['share_high'])}"
+        return f"{share(level['share'])} ({ends})", f"by chance {share(level['chance'])}"
+    found = [f"{signed(level['mean'])} ({span(level)})"]
+    if wanted == "steady" and level["size"] is not None:
+        found.append(f"mean size {plain(level['size'])}")
+    if wanted == "same" and level["largest"] is not None:
+        found.append(f"largest {plain(level['largest'])}")
+    if level.get("win") is not None:
+        ends = f"{share(level['win_low'])} to {share(level['win_high'])}"
+        found.append(f"wins {share(level['win'])}" + ("" if level["win_low"] is None else f" ({ends})"))
+    if level.get("win_before") is not None:
+        found.append(f"unchanged {share(level['win_before'])}")
+    if level.get("turned") is not None:
+        found.append(f"another winner in {share(level['turned'])}")
+    return tuple(found)
+
+
+def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The level of the probe's verdict that is furthest on the wrong side.
+
+    Args:
+        probe: One of the result's probes.
+    """
+    by = {"steady": "size", "same": "largest", "consistent": "share", "acyclic": "share"}.get(
+        probe["wanted"], "mean"
+    )
+    judged = [level for level in probe["levels"] if level.get(by) is not None]
+    same = [level for level in judged if level["verdict"] == probe["verdict"]]
+    return max(
+        same or judged or probe["levels"],
+        key=lambda level: level[by] if level.get(by) is not None else 0.0,
+    )
+
+
+def best_paid(result: Mapping[str, Any]) -> str | None:
+    """What an optimiser would be paid most for, or None where no change is paid beyond the limit."""
+    found = [
+        (level["mean"], probe["title"], level["label"], level.get("win"))
+        for probe in result["probes"]
+        if probe["wanted"] in ("no gain", "falling", "loss")
+        for level in probe["levels"]
+        if level["mean"] is not None and level["verdict"] == "fails"
+    ]
+    if not found or max(entry[0] for entry in found) <= result["limits"]["gain"]:
+        return None
+    mean, title, label, win = max(found, key=lambda entry: entry[0])
+    wins = "" if win is None else f" It wins {share(win)} of its comparisons."
+    return f"The best paid change is {title.lower()}, {label}: {signed(mean)} spreads on average.{wins}"
+
+
+def response_plot(probe: Mapping[str, Any]) -> Markup | None:
+    """Mean response with its interval against the strength of the change; None for kinds without an order.
+
+    Args:
+        probe: One of the result's probes.
+    """
+    points = [
+        (float(level["x"]), level["mean"], level["low"], level["high"])
+        for level in probe["levels"]
+        if level["x"] is not None and level["mean"] is not None
+    ]
+    if len(points) < 2:
+        return None
+    if probe["neutral"] is not None:
+        points.append((float(probe["neutral"]), 0.0, 0.0, 0.0))
+    points.sort()
+    lows = [mean if low is None else low for _, mean, low, _ in points]
+    highs = [mean if high is None else high for _, mean, _, high in points]
+    bottom, top = min([*lows, -0.2]), max([*highs, 0.2])
+    pad = (top - bottom) / 20
+    frame = Frame(
+        x=(points[0][0], points[-1][0]),
+        y=(bottom - pad, top + pad),
+        x_name=probe["x_name"],
+        y_name="response, spreads",
+    )
+    xs = [x for x, *_ in points]
+    outline = [frame.place(x, y) for x, y in zip(xs, lows, strict=True)]
+    outline += [frame.place(x, y) for x, y in zip(xs[::-1], highs[::-1], strict=True)]
+    band = " ".join(f"{a:.1f},{b:.1f}" for a, b in outline)
+    line = [frame.place(x, mean) for x, mean, *_ in points]
+    zero = [frame.place(frame.x[0], 0.0), frame.place(frame.x[1], 0.0)]
+    said = f"{probe['title']}: mean response from {plain(min(m for _, m, *_ in points))} to "
+    said += f"{plain(max(m for _, m, *_ in points))} spreads over {len(points)} strengths."
+    parts = [
+        *frame.draw(),
+        f'<polygon class="band" points="{band}"/>',
+        _path("zero", zero),
+        _path("line", line),
+    ]
+    parts += [f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in line]
+    inner = "".join(parts)
+    return Markup(f'<svg viewBox="0 0 360 300" role="img" aria-label="{escape(said)}">{inner}</svg>')
+
+
+def _path(name: str, points: Sequence[tuple[float, float]]) -> str:
+    steps = " ".join(f"{'L' if k else 'M'}{x:.1f} {y:.1f}" for k, (x, y) in enumerate(points))
+    return f'<path class="{name}" d="{steps}"/>'

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a ranking: the pictures in order with their intervals, what was asked, and what failed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scipy import special, stats
+
+from .base import render_page, share, short_names, signed
+
+SHOWN = 60
+"""Pictures that the page shows; the table goes on without."""
+LARGEST_MATRIX = 30
+"""Images up to which every call stands in a square table."""
+MOST_AGAINST = 10
+"""Answers against the order that are listed."""
+CERTAIN = 1e-6
+"""Answers are taken as no surer than this."""
+HALF_PLACES = 1e-9
+"""Half of a scale on which all ends are one number."""
+
+
+def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """The whole page.
+
+    Args:
+        result: From `visalign.pipelines.compare.rank_images.ranking_record`.
+        pictures: Image -> picture as `embedded` gives it, None where it cannot be read; those that are
+            missing are not shown.
+
+    Returns:
+        HTML.
+    """
+    placed = [row for row in result["images"] if row["place"] is not None]
+    low, high = _ends(placed)
+    middle, half = (low + high) / 2, max((high - low) / 2, HALF_PLACES)
+    return render_page(
+        "rank_page.html.j2",
+        title="Best first",
+        command="visalign rank",
+        result=result,
+        placed=[row | {"on_track": _shifted(row, middle)} for row in placed],
+        failed=[row for row in result["images"] if row["place"] is None],
+        failed_calls=Counter(call["reason"] for call in result["asked"] or () if call["prob"] is None),
+        ends=(low, high),
+        half=half,
+        has_intervals=any(row["low"] is not None for row in placed),
+        pictures=pictures,
+        shown=SHOWN,
+        names=short_names(row["image"] for row in result["images"]),
+        matrix=matrix(result),
+        largest_matrix=LARGEST_MATRIX,
+        against=against_the_order(result),
+        sentences=sentences(result),
+    )
+
+
+def sentences(result: Mapping[str, Any]) -> list[str]:
+    """What the numbers say, for the page and the terminal.
+
+    Args:
+        result: From `visalign.pipelines.compare.rank_images.ranking_record`.
+    """
+    placed = [row for row in result["images"] if row["place"] is not None]
+    return [_calls(result), *_bias(result), *_best(result, placed)]
+
+
+def _calls(result: Mapping[str, Any]) -> str:
+    count, pairs, name = result["calls"], result["all_pairs"], result["judge"]
+    if result["asked"] is None:
+        direction = "" if result["higher_is_better"] else ", of which lower is better"
+        return f"{name} scored {_number(count, 'image')}; scores in {result['unit']}{direction}."
+    of_all = f", as many as {share(count / pairs)} of the {_number(pairs, 'pair')} of images" if pairs else ""
+    both = _both_orders(result["asked"])
+    orders = f"; asked in both orders: {_number(both, 'pair')}" if both else ""
+    return f"{name}: {_number(count, 'call')}{of_all}{orders}."
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _both_orders(asked: Sequence[Mapping[str, Any]]) -> int:
+    orders = {(call["left"], call["right"]) for call in asked}
+    return sum((right, left) in orders for left, right in orders) // 2
+
+
+def _bias(result: Mapping[str, Any]) -> list[str]:
+    """What the place on the left is worth, with its interval, and what that means between equals."""
+    bias, std = result["position_bias"], result["position_bias_std"]
+    if bias is None or not any(call["prob"] is not None for call in result["asked"] or ()):
+        return []
+    reach = float(stats.norm.ppf((1 + result["level"]) / 2)) * std
+    link = special.ndtr if "normal" in result["unit"] else special.expit
+    said = (
+        f"Standing on the left is worth {signed(bias)} {result['unit']} "
+        f"({signed(bias - reach)} to {signed(bias + reach)}): of two equals the left one wins "
+        f"{share(float(link(bias)))}."
+    )
+    clear = abs(bias) > reach
+    return [said if clear else f"{said} That interval holds 0: no clear position bias."]
+
+
+def _best(result: Mapping[str, Any], placed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether the first place is settled."""
+    if len(placed) < 2 or any(row["low"] is None for row in placed):
+        return []
+    sign = 1 if result["higher_is_better"] else -1
+    near, far = ("low", "high") if sign > 0 else ("high", "low")
+    rivals = sum(sign * row[far] >= sign * placed[0][near] for row in placed[1:])
+    if not rivals:
+        best = placed[0]["image"]
+        name = short_names(row["image"] for row in result["images"])[best]
+        return [f"The interval of {name} lies apart from all others: it is the best."]
+    number = "interval" if rivals == 1 else "intervals"
+    return [f"The first place is open: {rivals} other {number} overlap with that of the first."]
+
+
+def matrix(result: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Every call in a square table, images in their order; None where there were no pairs or too many.
+
+    Args:
+        result: From `ranking_record`.
+
+    Returns:
+        A row for each image on the left: `image`, `place` and `cells`, one for each image on the right:
+        (kind, text), both empty where not asked; kind is "won", "lost", "even", "failed" or "itself", the
+        text how likely the left one is better, in percent.
+    """
+    rows = result["images"]
+    if not result["asked"] or len(rows) > LARGEST_MATRIX:
+        return None
+    calls = {(call["left"], call["right"]): call for call in result["asked"]}
+    return [
+        {
+            "image": left["image"],
+            "place": left["place"],
+            "cells": [
+                ("itself", "") if left is right else _cell(calls.get((left["image"], right["image"])))
+                for right in rows
+            ],
+        }
+        for left in rows
+    ]
+
+
+def _cell(call: Mapping[str, Any] | None) -> tuple[str, str]:
+    if call is None:
+        return "", ""
+    if call["prob"] is None:
+        return "failed", "×"
+    kind = "won" if call["prob"] > 0.5 else "lost" if call["prob"] < 0.5 else "even"
+    return kind, f"{100 * call['prob']:.0f}"
+
+
+def against_the_order(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Answers that speak against the order even without the position bias, the surest first.
+
+    Args:
+        result: From `ranking_record`.
+
+    Returns:
+        `left`, `right`, their places, `prob` as the judge gave it for the left one.
+    """
+    place = {row["image"]: row["place"] for row in result["images"]}
+    bias, found = result["position_bias"] or 0.0, []
+    for call in result["asked"] or ():
+        first, second = place[call["left"]], place[call["right"]]
+        if call["prob"] is None or first is None or second is None:
+            continue
+        prob = min(max(call["prob"], CERTAIN), 1 - CERTAIN)
+        odds = math.log(prob / (1 - prob)) - bias
+        if odds * (second - first) < 0:
+            found.append((abs(odds), call | {"left_place": first, "right_place": second}))
+    found.sort(key=lambda entry: -entry[0])
+    return [call for _, call in found[:MOST_AGAINST]]
+
+
+def _ends(placed: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The smallest and largest number that the tracks must hold."""
+    values = [row[key] for row in placed for key in ("low", "score", "high") if row[key] is not None]
+    return (min(values), max(values)) if values else (0.0, 0.0)
+
+
+def _shifted(row: Mapping[str, Any], middle: float) -> dict[str, float | None]:
+    """Score and interval as distances from the middle of the scale, for `rail`."""
+    return {key: None if row[key] is None else row[key] - middle for key in ("score", "low", "high")}

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run: one HTML file that opens from disk, and the numbers as JSON, written atomically."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from visalign.atomic import write_atomic
+from visalign.config import flatten
+from visalign.evaluation.heldout.comparison import compare
+from visalign.evaluation.heldout.result import HeldoutResult
+
+from . import wording
+from .curves import CURVES, Curve, panels
+from .pictures import PIXELATED_SIDE, failures, galleries
+
+
+def write_report(
+    run_folder: Path,
+    *,
+    before: HeldoutResult,
+    after: HeldoutResult,
+    metrics: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any] | Any,
+    versions: Mapping[str, str],
+    costs: Mapping[str, Any],
+    title: str,
+    load_code: str,
+    resume_command: str,
+    start: Mapping[str, float] | None = None,
+    seen: int | None = None,
+    curves: Sequence[Curve] = CURVES,
+) -> Path:
+    """Write `report.html` into a run's folder: no network, no script, pictures inside, light or dark.
+
+    Args:
+        run_folder: Where it shall stand; made if missing.
+        before: Held-out evaluation of the model as it was.
+        after: The same prompts and seeds after training.
+        metrics: Rows of metrics.jsonl; may be empty.
+        config: The run's configuration, nested mappings or a dataclass.
+        versions: Package -> version.
+        costs: What the run spent, each entry optional: `seconds` (in all), `phases` {name: seconds},
+            `forward_equivalents_per_image`, `images` (generated for training), `peak_memory_bytes` (one
+            number, or {"host": ..., "cuda": ...}); others are shown under their names.
+        title: The page's title.
+        load_code: Python that loads the result.
+        resume_command: The command that continues the run.
+        start: Metric -> value before training, measured on the same samples as in `metrics`: the first points
+            of the curves.
+        seen: How many of the held-out prompts were trained on, which the page then says; None where that is
+            not known.
+        curves: Panels of the training section.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UserError: If before and after are not of the same samples.
+        OSError: If it cannot be written; an older report survives.
+    """
+    template = environment().get_template("report.html.j2")
+    page = template.render(
+        **_results(before, after, seen),
+        title=title,
+        panels=panels(metrics, curves, start=start or {}),
+        config=flatten(config),
+        versions=versions,
+        costs=wording.cost_rows(costs),
+        phases=_phases(costs),
+        load_code=load_code,
+        resume_command=resume_command,
+    )
+    return write_atomic(run_folder / "report.html", page.encode("utf-8"))
+
+
+def _results(before: HeldoutResult, after: HeldoutResult, seen: int | None) -> dict[str, Any]:
+    """What the two evaluations give to the page."""
+    comparison = compare(before, after)
+    others = [row for row in comparison.rewards if not row.repeats_accuracy]
+    height, width = after.images.shape[1:3]
+    return {
+        "before": before,
+        "comparison": comparison,
+        "summary": wording.headline(before, after, comparison, seen=seen),
+        "rows": (comparison.overall, *comparison.categories),
+        "others": others,
+        "reward_note": wording.reward_note(others),
+        "galleries": galleries(before, after, comparison),
+        "failures": failures(after),
+        "pixelated": max(height, width) <= PIXELATED_SIDE,
+        "picture_height": round(256 * height / width),
+    }
+
+
+def write_summary(
+    path: Path,
+    *,
+    before: HeldoutResult,
+    after: HeldoutResult,
+    costs: Mapping[str, Any],
+    config: Mapping[str, Any] | Any,
+    versions: Mapping[str, str],
+) -> Path:
+    """Write `summary.json`, atomically.
+
+    Keys: `before` and `after` (`accuracy`, `by_category`, `rewards` ..., see `HeldoutResult.to_dict`);
+    `gain`, the change of the accuracy with its paired interval; `changes` per category and reward; all of
+    `costs`, where `seconds`, `forward_equivalents_per_image` and `peak_memory_bytes` are null if not given;
+    `config`; `versions`. What is not a finite number is null.
+
+    Raises:
+        UserError: If before and after are not of the same samples.
+        OSError: If it cannot be written; an older file survives.
+    """
+    comparison = compare(before, after)
+    known = dict.fromkeys(("seconds", "forward_equivalents_per_image", "peak_memory_bytes"))
+    content = {
+        "before": before.to_dict(),
+        "after": after.to_dict(),
+        "gain": comparison.overall.change.to_dict(),
+        "changes": comparison.to_dict(),
+        **known,
+        **costs,
+        "config": config,
+        "versions": versions,
+    }
+    text = json.dumps(_plain(content), indent=2, allow_nan=False, ensure_ascii=False)
+    return write_atomic(path, (text + "\n").encode("utf-8"))
+
+
+def environment() -> Environment:
+    """The templates with everything escaped and no undefined name."""
+    found = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters |= {
+        "percent": wording.percent,
+        "span": wording.percent_span,
+        "points": wording.points,
+        "points_span": wording.points_span,
+        "number": wording.number,
+        "change": wording.change,
+        "words": wording.words,
+        "duration": wording.duration,
+        "setting": wording.setting,
+        "finite": lambda value: math.isfinite(value),
+    }
+    found.globals["track"] = _track
+    return found
+
+
+def _track(row: Any, side: str) -> Markup:
+    """One interval on a 0 to 100 % track, positioned in percent, so that it is legible at any width."""
+    interval = getattr(row, side)
+    if not math.isfinite(interval.low):
+        return Markup("")
+    low, width, dot = (
+        100 * value for value in (interval.low, interval.high - interval.low, interval.estimate)
+    )
+    return Markup(
+        '<span class="ci {0}" style="left:{1:.2f}%;width:{2:.2f}%"></span>'
+        '<span class="dot {0}" style="left:{3:.2f}%"></span>'
+    ).format(side, low, width, dot)
+
+
+def _phases(costs: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """(name, seconds, share of the longest) in falling order."""
+    phases = costs.get("phases") or {}
+    longest = max(phases.values(), default=0.0) or 1.0
+    return [(name, s, s / longest) for name, s in sorted(phases.items(), key=lambda pair: -pair[1])]
+
+
+def _plain(value: Any) -> Any:
+    """Plain JSON values; paths and other objects as text, NaN and infinities as None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of scores: how each reward's values are spread, the best and worst pictures, what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .base import render_page, short_names
+from .plots import histogram_plot
+
+
+def score_page(summary: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """The whole page.
+
+    Args:
+        summary: From `visalign.pipelines.score.report.score_summary`.
+        pictures: Image -> picture as `embedded` gives it, None where it cannot be read.
+
+    Returns:
+        HTML.
+    """
+    rewards = [dict(reward) | {"plot": _plot(reward)} for reward in summary["rewards"]]
+    shown = [row["image"] for reward in rewards for side in ("best", "worst") for row in reward[side]]
+    failed = [name for reward in rewards for entry in reward["failures"] for name in entry["images"]]
+    return render_page(
+        "score_page.html.j2",
+        title="Scores",
+        command="visalign score",
+        summary=summary,
+        rewards=rewards,
+        pictures=pictures,
+        names=short_names([*shown, *failed]),
+        any_failed=any(reward["failed"] for reward in rewards),
+        one_prompt=shown and summary["prompts"] == 1,
+    )
+
+
+def _plot(reward: Mapping[str, Any]) -> Any:
+    if reward["histogram"] is None:
+        return None
+    return histogram_plot(reward["histogram"], reward["unit"], reward["quantiles"]["50"])

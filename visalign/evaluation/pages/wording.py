@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's words and number formats: every sentence follows from the numbers, good or bad."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from visalign.evaluation.heldout.comparison import Comparison, RewardRow
+from visalign.evaluation.heldout.result import HeldoutResult
+from visalign.evaluation.statistics.intervals import Interval
+
+MISSING = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """The top of the page."""
+
+    label: str
+    before: str
+    after: str
+    change: str
+    interval: str
+    """Interval of the change in words, e.g. "95 % interval +9.9 to +17.6"."""
+    direction: str
+    """"up", "down" or "flat"."""
+    sentences: tuple[str, ...]
+
+
+def headline(
+    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, seen: int | None = None
+) -> Headline:
+    """What the run did, in one line and two or three sentences.
+
+    Args:
+        before: held-out evaluation before training.
+        after: the same samples after it.
+        comparison: of the two.
+        seen: how many of the prompts were trained on; None where that is not known.
+    """
+    row = comparison.overall
+    if not math.isfinite(row.change.estimate):
+        return _reward_headline(before, comparison, seen)
+    n_prompts, n_seeds = len(set(before.prompts)), len(set(before.seeds.tolist()))
+    times = {1: "once", 2: "twice"}.get(n_seeds, f"{n_seeds} times")
+    counted = (
+        f"{_prompts(n_prompts, seen)}, each drawn {times} from the same noise before and after: "
+        f"{row.correct[0]} of {row.judged[0]} pictures were correct before training, "
+        f"{row.correct[1]} of {row.judged[1]} after it."
+    )
+    sentences = [counted, _judgement(row.change)]
+    missing = len(before) - row.judged[0], len(after) - row.judged[1]
+    if any(missing):
+        sentences.append(
+            f"{missing[0]} pictures before and {missing[1]} after could not be judged; they are left out, "
+            "not counted as wrong."
+        )
+    return Headline(
+        label="Held-out accuracy",
+        before=percent(row.before.estimate, 1),
+        after=percent(row.after.estimate, 1),
+        change=f"{points(row.change.estimate)} points",
+        interval=f"{_level(row.change)} interval {points_span(row.change)}",
+        direction=_direction(row.change),
+        sentences=tuple(sentences),
+    )
+
+
+def _prompts(count: int, seen: int | None) -> str:
+    """So many prompts, and whether the model knows them from training."""
+    if seen is None:
+        return f"{count} prompts"
+    if seen == 0:
+        return f"{count} prompts the model was not trained on"
+    return f"{count} prompts, {'all' if seen >= count else seen} of which the model was also trained on"
+
+
+def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | None) -> Headline:
+    """Without verdicts the first reward is the headline."""
+    if not comparison.rewards:
+        return Headline(
+            label="Held-out evaluation",
+            before=MISSING,
+            after=MISSING,
+            change="nothing to compare",
+            interval="no interval",
+            direction="flat",
+            sentences=("No picture has a verdict and no reward was evaluated.",),
+        )
+    row = comparison.rewards[0]
+    return Headline(
+        label=f"{words(row.name)} ({row.unit}), held-out mean",
+        before=number(row.before),
+        after=number(row.after),
+        change=change(row.change.estimate),
+        interval=f"{_level(row.change)} interval {_span(row.change)}",
+        direction=_direction(row.change),
+        sentences=(
+            f"{len(before)} pictures of {_prompts(len(set(before.prompts)), seen)}, from the same noise "
+            "before and after. No reward of this run says correct or wrong, so there is no accuracy.",
+            _judgement(row.change),
+        ),
+    )
+
+
+def _judgement(interval: Interval) -> str:
+    if not math.isfinite(interval.low):
+        return "There are too few prompts for an interval of the change."
+    if interval.low > 0:
+        return "The whole interval lies above zero: other such prompts would very likely show a gain too."
+    if interval.high < 0:
+        return "The whole interval lies below zero: the model became worse."
+    return "The interval contains zero: this evaluation shows no change. Use more prompts, or train longer."
+
+
+def reward_note(rows: Sequence[RewardRow]) -> str:
+    """Whether anything else moved the wrong way."""
+    worse = [words(row.name) for row in rows if row.worse]
+    unclear = [words(row.name) for row in rows if row.verdict == "not measured"]
+    parts = []
+    if worse:
+        parts.append(
+            f"{', '.join(worse)} moved in the wrong direction, beyond the interval. Look at the pictures."
+        )
+    elif len(unclear) < len(rows):
+        parts.append("No reward moved in the wrong direction beyond its interval.")
+    if unclear:
+        parts.append(f"Not measured on both sides: {', '.join(unclear)}.")
+    return " ".join(parts)
+
+
+def cost_rows(costs: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(what, how much) of everything in `costs` but the phases."""
+    rows: list[tuple[str, str]] = []
+    for name, value in costs.items():
+        if name == "phases" or value is None:
+            continue
+        rows += _cost(name, value)
+    return rows
+
+
+def _cost(name: str, value: Any) -> list[tuple[str, str]]:
+    if name == "peak_memory_bytes":
+        parts = value.items() if isinstance(value, Mapping) else [("", value)]
+        return [(f"Peak memory {kind}".strip(), f"{size / 1e9:.2f} GB") for kind, size in parts]
+    if name == "seconds":
+        return [("Time in all", duration(value))]
+    if name == "forward_equivalents_per_image":
+        return [("Forward-equivalents per training image", number(value))]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [(words(name).capitalize(), f"{value:,}".replace(",", "\u202f"))]
+    return [(words(name).capitalize(), number(value) if isinstance(value, float) else setting(value))]
+
+
+def percent(value: float, decimals: int = 0) -> str:
+    """A share in percent; a dash for NaN."""
+    return f"{100 * value:.{decimals}f}\u00a0%" if math.isfinite(value) else MISSING
+
+
+def percent_span(interval: Interval) -> str:
+    """The ends in percent without the sign, e.g. 46–61."""
+    if not math.isfinite(interval.low):
+        return MISSING
+    return f"{100 * interval.low:.0f}–{100 * interval.high:.0f}"
+
+
+def points(value: float) -> str:
+    """A difference of shares in signed percentage points."""
+    return _signed(f"{100 * value:+.1f}") if math.isfinite(value) else MISSING
+
+
+def points_span(interval: Interval) -> str:
+    """The ends in signed points, e.g. +9.9 to +17.6."""
+    return (
+        f"{points(interval.low)} to {points(interval.high)}"
+        if math.isfinite(interval.low)
+        else "not available"
+    )
+
+
+def number(value: float, digits: int = 4) -> str:
+    """So many significant digits, without an exponent for ordinary sizes; a dash for NaN."""
+    if not math.isfinite(value):
+        return MISSING
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+        return f"{value:.{min(decimals, 5)}f}".replace("-", "−")
+    return f"{value:.3g}".replace("-", "−")
+
+
+def change(value: float) -> str:
+    """A signed number of three significant digits."""
+    if not math.isfinite(value):
+        return MISSING
+    return ("+" if value > 0 else "") + number(value, 3)
+
+
+def words(name: str) -> str:
+    """A key as words."""
+    return name.replace("_", " ")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 41 s, 5 min 12 s or 1 h 04 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def setting(value: Any) -> str:
+    """A configuration value as YAML would show it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _span(interval: Interval) -> str:
+    if not math.isfinite(interval.low):
+        return "not available"
+    return f"{change(interval.low)} to {change(interval.high)}"
+
+
+def _level(interval: Interval) -> str:
+    return f"{100 * interval.level:g}\u00a0%"
+
+
+def _direction(interval: Interval) -> str:
+    if not interval.excludes_zero:
+        return "flat"
+    return "up" if interval.low > 0 else "down"
+
+
+def _signed(text: str) -> str:
+    return "0.0" if float(text) == 0 else text.replace("-", "−")

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far rewards agree on one set: rank correlations over all and within prompts, and where they part.
+
+Over all images a correlation may come from prompts that every reward finds easy; an optimiser that compares
+answers to one prompt sees only what is left within prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+from visalign.evaluation.statistics.bootstrap import cluster_index, resample_weights
+from visalign.evaluation.statistics.correlations import kendall, srcc, weighted_srcc
+
+RESAMPLES = 400
+LEVEL = 0.95
+FEWEST_PROMPTS = 8
+"""With fewer prompts, images are resampled instead, and nothing is said of how sure the number within is."""
+MOST_IMAGES = 4_000
+"""More images than this are thinned out, evenly, for the bootstrap of the overall correlation."""
+
+Array = NDArray[np.float64]
+
+
+def agreement(
+    names: Sequence[str],
+    values: ArrayLike,
+    prompts: Sequence[Hashable],
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> list[dict[str, Any]]:
+    """Every two rewards.
+
+    Args:
+        names: M rewards.
+        values: [M, N] scores, higher better, NaN where a reward did not judge.
+        prompts: [N], what groups the images.
+        seed: Of the bootstrap over prompts.
+        resamples: Its draws.
+
+    Returns:
+        Per pair: `first`, `second`, `images` (judged by both), `overall` and `within` (Spearman with the ends
+        of its interval), `kendall_b`, `same_choice` (share of the pairs of one prompt that both put in the
+        same order), `pairs`, `note` where something is not defined.
+
+    Raises:
+        ValueError: Shapes differ, or fewer than two rewards.
+    """
+    table = np.asarray(values, dtype=np.float64)
+    if table.shape != (len(names), len(prompts)):
+        raise ValueError(
+            f"values are {table.shape}; needed are {len(names)} rewards × {len(prompts)} images."
+        )
+    if len(names) < 2:
+        raise ValueError("agreement takes two rewards or more.")
+    groups, _ = cluster_index(prompts)
+    return [
+        {"first": names[a], "second": names[b], **_two(table[a], table[b], groups, seed, resamples)}
+        for a, b in combinations(range(len(names)), 2)
+    ]
+
+
+def _two(x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int) -> dict[str, Any]:
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y, groups = x[known], y[known], cluster_index(groups[known])[0]
+    nothing = {"estimate": None, "low": None, "high": None}
+    report: dict[str, Any] = {"images": len(x), "overall": nothing, "within": nothing, "kendall_b": None}
+    report |= {"same_choice": None, "pairs": 0, "note": None}
+    if len(x) < 3:
+        return report | {"note": f"{len(x)} images were judged by both; 3 are needed"}
+    flat = [side for side, values in (("first", x), ("second", y)) if np.ptp(values) == 0]
+    if flat:
+        return report | {"note": f"the {flat[0]} gives all {len(x)} images the same score"}
+    report["overall"] = _interval(srcc(x, y), _overall_draws(x, y, groups, seed, resamples))
+    report["kendall_b"] = kendall(x, y)
+    ranks = [within_ranks(values, groups) for values in (x, y)]
+    report["within"] = _interval(*_within(ranks[0], ranks[1], groups, seed, resamples))
+    same, report["pairs"] = same_order(x, y, groups)
+    report["same_choice"] = same
+    if report["within"]["estimate"] is None:
+        report["note"] = (
+            "no prompt has two images that both rewards tell apart, so nothing is said within prompts"
+        )
+    return report
+
+
+def within_ranks(values: ArrayLike, groups: NDArray[np.int64]) -> Array:
+    """Average ranks within each group, centred and divided by the group's size: a group of one gives 0.
+
+    Args:
+        values: [N] finite.
+        groups: [N] numbers from zero.
+    """
+    table = np.asarray(values, dtype=np.float64)
+    found = np.zeros(len(table))
+    order = np.argsort(groups, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+        found[rows] = (stats.rankdata(table[rows]) - (len(rows) + 1) / 2) / len(rows)
+    return found
+
+
+def same_order(x: Array, y: Array, groups: NDArray[np.int64]) -> tuple[float | None, int]:
+    """Share of the pairs of images of one group that both sides order alike, and how many pairs there are.
+
+    Pairs that a side finds equal are left out.
+
+    Args:
+        x: [N].
+        y: [N].
+        groups: [N] numbers from zero.
+    """
+    same = decided = 0
+    order = np.argsort(groups, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+        signs = [np.sign(side[rows][:, None] - side[rows][None]) for side in (x, y)]
+        product = np.triu(signs[0] * signs[1], 1)
+        same += int((product > 0).sum())
+        decided += int((product != 0).sum())
+    return (same / decided if decided else None), decided
+
+
+def _overall_draws(x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int) -> Array:
+    if groups.max() + 1 < FEWEST_PROMPTS:
+        groups = np.arange(len(x))
+    if len(x) > MOST_IMAGES:
+        rows = np.linspace(0, len(x) - 1, MOST_IMAGES).astype(int)
+        x, y, groups = x[rows], y[rows], cluster_index(groups[rows])[0]
+    generator = torch.Generator().manual_seed(seed)
+    blocks = resample_weights(int(groups.max()) + 1, generator=generator, resamples=resamples)
+    draws = [weighted_srcc(x, y, block[:, groups]) for block in blocks]
+    return np.concatenate(draws)
+
+
+def _within(
+    x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int
+) -> tuple[float | None, Array]:
+    """Pearson's r of the centred ranks, pooled over the groups, and its bootstrap over groups."""
+    count = int(groups.max()) + 1
+    sums = [np.bincount(groups, weights=product, minlength=count) for product in (x * y, x * x, y * y)]
+    total = [part.sum() for part in sums]
+    if total[1] <= 0 or total[2] <= 0:
+        return None, np.zeros(0)
+    estimate = float(total[0] / math.sqrt(total[1] * total[2]))
+    if count < FEWEST_PROMPTS:
+        return estimate, np.zeros(0)
+    generator = torch.Generator().manual_seed(seed)
+    draws = []
+    for block in resample_weights(count, generator=generator, resamples=resamples):
+        cross, xx, yy = (block @ part for part in sums)
+        scale = np.sqrt(xx * yy)
+        draws.append(np.divide(cross, scale, out=np.full(len(scale), np.nan), where=scale > 0))
+    return estimate, np.concatenate(draws)
+
+
+def _interval(estimate: float | None, draws: Array) -> dict[str, float | None]:
+    known = draws[np.isfinite(draws)]
+    if estimate is None or len(known) < 100:
+        return {"estimate": estimate, "low": None, "high": None}
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {"estimate": estimate, "low": float(low), "high": float(high)}
+
+
+def percentiles(values: ArrayLike) -> Array:
+    """Where each image stands among the judged, from 0 (worst) to 1 (best); ties share the middle, NaN stays.
+
+    Args:
+        values: [N], higher better.
+    """
+    table = np.asarray(values, dtype=np.float64)
+    known = np.isfinite(table)
+    found = np.full(len(table), np.nan)
+    if known.sum() > 1:
+        found[known] = (stats.rankdata(table[known]) - 1) / (known.sum() - 1)
+    elif known.any():
+        found[known] = 0.5
+    return found
+
+
+def parted(x: ArrayLike, y: ArrayLike, *, most: int = 12) -> list[tuple[int, float, float]]:
+    """Images on which two rewards part most: (row, percentile by the first, by the second), widest first.
+
+    The two directions take turns, so that both are seen.
+
+    Args:
+        x: [N] scores of the first, higher better.
+        y: [N] of the second.
+        most: How many.
+    """
+    known = np.isfinite(np.asarray(x, dtype=float)) & np.isfinite(np.asarray(y, dtype=float))
+    first, second = (percentiles(np.where(known, side, np.nan)) for side in (x, y))
+    gap = np.where(known, first - second, 0.0)
+    up = [row for row in np.argsort(-gap, kind="stable") if gap[row] > 0]
+    down = [row for row in np.argsort(gap, kind="stable") if gap[row] < 0]
+    turns = [row for pair in zip(up, down, strict=False) for row in pair]
+    turns += up[len(down) :] + down[len(up) :]
+    return [(int(row), float(first[row]), float(second[row])) for row in turns[:most]]
+
+
+def prompts_apart(
+    x: ArrayLike, y: ArrayLike, prompts: Sequence[str], *, most: int = 10
+) -> list[dict[str, Any]]:
+    """Prompts within which two rewards order the images least alike.
+
+    Args:
+        x: [N] scores of the first.
+        y: [N] of the second.
+        prompts: [N].
+        most: How many.
+
+    Returns:
+        `prompt`, `same_choice` (share of its pairs in the same order), `pairs`; the least alike first.
+    """
+    sides = [np.asarray(side, dtype=np.float64) for side in (x, y)]
+    known = np.isfinite(sides[0]) & np.isfinite(sides[1])
+    rows_of: dict[str, list[int]] = {}
+    for row in np.flatnonzero(known):
+        rows_of.setdefault(prompts[int(row)], []).append(int(row))
+    found = []
+    for prompt, rows in rows_of.items():
+        same, pairs = same_order(sides[0][rows], sides[1][rows], np.zeros(len(rows), dtype=np.int64))
+        if same is not None and same < 1:
+            found.append({"prompt": prompt, "same_choice": same, "pairs": pairs})
+    return sorted(found, key=lambda row: (row["same_choice"], -row["pairs"]))[:most]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two judges on one set: who agrees with people more, by how much, and where they part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from visalign.data.sets.records import PreferenceSet, QualitySet
+from visalign.evaluation.statistics.agreement import HEADLINE, credits_of
+from visalign.evaluation.statistics.bootstrap import cluster_index, interval, resample_samples
+from visalign.evaluation.statistics.correlations import srcc, weighted_srcc
+from visalign.evaluation.statistics.paired import accuracy_difference, mcnemar
+
+from .judged_pairs import IntervalSettings, labels_of
+from .pair_scores import PairScores
+from .quality import QualityScores
+
+Array = NDArray[np.float64]
+
+
+def compare_on_preferences(
+    pairs: PreferenceSet, first: PairScores, second: PairScores, settings: IntervalSettings | None = None
+) -> dict[str, Any]:
+    """The pairs that both judged and people did not tie, prompt by prompt.
+
+    Args:
+        pairs: The set.
+        first: One judge.
+        second: Another, on the same pairs.
+        settings: Of intervals.
+
+    Returns:
+        JSON-able: `difference` (first − second, with its interval), `mcnemar` (on the pairs
+        that neither judge ties), `pairs`, `same_choice` (share
+        of the pairs where both prefer one image), `parted` (at most 20 pairs on which they prefer different
+        images, clearest first).
+
+    Raises:
+        ValueError: Lengths differ, or no pair was judged by both.
+    """
+    settings = settings or IntervalSettings()
+    if not len(pairs) == len(first) == len(second):
+        raise ValueError(f"{len(first)} and {len(second)} scores for {len(pairs)} pairs; give one per pair.")
+    label = labels_of(pairs)
+    known = first.judged & second.judged & (label != 0.5)
+    if not known.any():
+        raise ValueError(f"{first.name} and {second.name} have no judged pair in common that people decided.")
+    credit = {}
+    for scores in (first, second):
+        credit[scores is second] = np.full(len(pairs), np.nan)
+        credit[scores is second][known] = credits_of(HEADLINE, scores.margin[known], label[known])[0]
+    index, _ = cluster_index([pair.group for pair in pairs.pairs])
+    difference = accuracy_difference(
+        credit[False],
+        credit[True],
+        index,
+        generator=settings.generator(),
+        resamples=settings.resamples,
+        level=settings.level,
+    )
+    decided = known & (first.margin != 0) & (second.margin != 0)
+    test = mcnemar(credit[False][decided] == 1, credit[True][decided] == 1)
+    same = np.sign(first.margin[known]) == np.sign(second.margin[known])
+    return {
+        "first": first.name,
+        "second": second.name,
+        "pairs": int(known.sum()),
+        "difference": difference.to_dict(),
+        "mcnemar": {
+            "pairs": int(decided.sum()),
+            "first_only": test.first_only,
+            "second_only": test.second_only,
+            "both": test.both,
+            "neither": test.neither,
+            "p_value": test.p_value,
+        },
+        "same_choice": float(np.mean(same)),
+        "parted": _parted(pairs, first, second, known, label),
+    }
+
+
+def compare_on_quality(
+    records: QualitySet, first: QualityScores, second: QualityScores, settings: IntervalSettings | None = None
+) -> dict[str, Any]:
+    """The images that both judged.
+
+    Args:
+        records: The set.
+        first: One judge.
+        second: Another, on the same images.
+        settings: Of intervals.
+
+    Returns:
+        JSON-able: `difference` of the SRCC (first − second) with its paired interval, `images`, `agreement`
+        (SRCC of the two judges with one another).
+
+    Raises:
+        ValueError: Lengths differ, fewer than two images were judged by both, or a side is constant.
+    """
+    settings = settings or IntervalSettings()
+    known = first.judged & second.judged
+    a, b = (s.value[known] * (1 if s.higher_is_better else -1) for s in (first, second))
+    sign = 1 if records.higher_is_better else -1
+    y = np.array([record.mos for record in records.records])[known] * sign
+    kept = [record.group for record, ok in zip(records.records, known, strict=True) if ok]
+    index, clusters = cluster_index(kept)
+    blocks = resample_samples(index, clusters, generator=settings.generator(), resamples=settings.resamples)
+    draws = np.concatenate([weighted_srcc(a, y, w) - weighted_srcc(b, y, w) for w in blocks])
+    estimate = srcc(a, y) - srcc(b, y)
+    return {
+        "first": first.name,
+        "second": second.name,
+        "images": int(known.sum()),
+        "difference": interval(estimate, draws, clusters, level=settings.level).to_dict(),
+        "agreement": srcc(a, b),
+    }
+
+
+def _parted(
+    pairs: PreferenceSet, first: PairScores, second: PairScores, known: NDArray[np.bool_], label: Array
+) -> list[dict[str, Any]]:
+    """Pairs on which the judges prefer different images, those first where both margins are large."""
+    apart = known & (np.sign(first.margin) * np.sign(second.margin) < 0)
+    size = np.zeros(len(pairs))
+    for scores in (first, second):
+        spread = float(np.std(scores.margin[known])) or 1.0
+        size += np.abs(np.nan_to_num(scores.margin)) / spread
+    rows = [int(k) for k in np.argsort(-np.where(apart, size, -1.0), kind="stable")[:20] if apart[k]]
+    return [
+        {
+            "pair": row,
+            "prompt": pairs.pairs[row].prompt,
+            "image_left": pairs.pairs[row].image_left,
+            "image_right": pairs.pairs[row].image_right,
+            "label": float(label[row]),
+            "first": float(first.margin[row]),
+            "second": float(second.margin[row]),
+        }
+        for row in rows
+    ]

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A judge on a quality set: correlations with mean opinion scores, with intervals, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from visalign.data.sets.records import QualitySet
+from visalign.evaluation.statistics.bootstrap import cluster_index, interval, resample_samples
+from visalign.evaluation.statistics.correlations import (
+    fit_logistic,
+    kendall,
+    plcc,
+    srcc,
+    weighted_pearson,
+    weighted_srcc,
+)
+from visalign.evaluation.statistics.kendall import WeightedKendall
+from visalign.evaluation.statistics.selective import risk_coverage
+
+from .certainty import finite
+from .judged_pairs import IntervalSettings
+from .pair_scores import counted_reasons
+from .slices import quality_slices
+
+Array = NDArray[np.float64]
+
+SMALLEST_SLICE = 10
+"""Images below which a slice gets no correlation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityScores:
+    """One judge on N images; what it could not judge is NaN and has a reason."""
+
+    name: str
+    unit: str
+    value: Array
+    """[N]."""
+    reasons: tuple[str | None, ...]
+    std: Array | None = None
+    """[N] in the same unit."""
+    higher_is_better: bool = True
+
+    @property
+    def judged(self) -> NDArray[np.bool_]:
+        """[N] where there is a value."""
+        return np.isfinite(self.value)
+
+    def failures(self) -> dict[str, int]:
+        """reason -> how many images, most frequent first."""
+        return counted_reasons(self.reasons, self.judged)
+
+
+def from_values(
+    name: str,
+    unit: str,
+    value: ArrayLike,
+    *,
+    std: ArrayLike | None = None,
+    reasons: Sequence[str | None] | None = None,
+    higher_is_better: bool = True,
+) -> QualityScores:
+    """A judge's scores of the images of a quality set.
+
+    Args:
+        name: Of the judge.
+        unit: Of its scores.
+        value: [N]; NaN where it failed.
+        std: [N], or None.
+        reasons: [N] why an image was not judged.
+        higher_is_better: Direction of the scores.
+    """
+    values = np.asarray(value, dtype=np.float64)
+    given = reasons if reasons is not None else [None] * len(values)
+    ok = np.isfinite(values)
+    return QualityScores(
+        name=name,
+        unit=unit,
+        value=np.where(ok, values, np.nan),
+        reasons=tuple(None if k else (why or "no score") for k, why in zip(ok, given, strict=True)),
+        std=None if std is None else np.asarray(std, dtype=np.float64),
+        higher_is_better=higher_is_better,
+    )
+
+
+def evaluate_quality(
+    records: QualitySet, scores: QualityScores, settings: IntervalSettings | None = None
+) -> dict[str, Any]:
+    """All numbers of one judge on one quality set; what it could not judge is left out, and counted.
+
+    Scores and opinions are turned so that higher is better on both sides.
+
+    Args:
+        records: The set, N images.
+        scores: What the judge said of them, in the same order.
+        settings: Of intervals.
+
+    Returns:
+        JSON-able: `judge`, `counts`, `correlations`, `fit` (the logistic maps), `certainty`, `slices`,
+        `points` (a sample of score and opinion for a plot), `notes`. What the data do not allow is None.
+
+    Raises:
+        ValueError: Lengths differ, fewer than two images were judged, or one side is constant.
+    """
+    settings = settings or IntervalSettings()
+    if len(scores.value) != len(records):
+        raise ValueError(f"{len(scores.value)} scores for {len(records)} images; one each is needed.")
+    rows = scores.judged
+    if rows.sum() < 2:
+        why = next(iter(scores.failures()), "no reason given")
+        raise ValueError(
+            f"{scores.name} judged {rows.sum()} of {len(records)} images, at least 2 are needed; most often "
+            f"because: {why}."
+        )
+    x = scores.value[rows] * (1 if scores.higher_is_better else -1)
+    if np.ptp(x) == 0:
+        raise ValueError(
+            f"{scores.name} gave all {len(x)} images the score {scores.value[rows][0]:g}: no correlation is "
+            "defined. Leave it out, or look why it does not tell them apart."
+        )
+    y = np.array([record.mos for record in records.records])[rows] * (1 if records.higher_is_better else -1)
+    kept = [record for record, ok in zip(records.records, rows, strict=True) if ok]
+    index, clusters = cluster_index([record.group for record in kept])
+    fits = {number: _fit(x, y, number) for number in (4, 5)}
+    report = {
+        "kind": "quality",
+        "judge": {"name": scores.name, "unit": scores.unit, "gives_std": scores.std is not None},
+        "counts": {
+            "images": len(records),
+            "judged": int(rows.sum()),
+            "failed": int((~rows).sum()),
+            "failures": scores.failures(),
+            "clusters": clusters,
+        },
+        "correlations": _correlations(x, y, fits, index, clusters, settings),
+        "fit": {
+            str(number): {key: value for key, value in fit.items() if key != "fitted"}
+            for number, fit in fits.items()
+        },
+        "certainty": _certainty(x, y, fits[5], scores, rows),
+        "slices": _slices(x, y, records, rows, index, settings),
+        "points": _points(x, y, fits[5], settings),
+        "level": settings.level,
+    }
+    return report | {"notes": _notes(report)}
+
+
+def _fit(x: Array, y: Array, parameters: int) -> dict[str, Any]:
+    try:
+        fit = fit_logistic(x, y, parameters)
+    except ValueError as error:
+        return {"plcc": None, "rmse": None, "parameters": None, "reason": str(error), "fitted": None}
+    return {
+        "plcc": finite(fit.plcc),
+        "rmse": fit.rmse,
+        "parameters": list(fit.parameters),
+        "reason": None,
+        "fitted": fit.fitted,
+    }
+
+
+def _correlations(
+    x: Array,
+    y: Array,
+    fits: dict[int, dict[str, Any]],
+    index: NDArray[np.int64],
+    clusters: int,
+    settings: IntervalSettings,
+) -> dict[str, Any]:
+    """Intervals hold the logistic map fixed."""
+    fitted = {number: fit["fitted"] for number, fit in fits.items() if fit["plcc"] is not None}
+    statistics: dict[str, Callable[[Array], Array]] = {
+        "srcc": lambda weights: weighted_srcc(x, y, weights),
+        "plcc": lambda weights: weighted_pearson(x, y, weights),
+    }
+    estimates = {"srcc": srcc(x, y), "plcc": plcc(x, y)}
+    for number, values in fitted.items():
+        estimates[f"plcc_logistic{number}"] = plcc(values, y)
+        statistics[f"plcc_logistic{number}"] = lambda weights, v=values: weighted_pearson(v, y, weights)
+    draws = _draws(statistics | {"kendall": WeightedKendall(x, y).taus}, index, clusters, settings)
+    for place, variant in enumerate("bc"):
+        estimates[f"kendall_{variant}"] = kendall(x, y, variant)
+        draws[f"kendall_{variant}"] = draws["kendall"][:, place]
+    return {
+        name: interval(estimate, draws[name], clusters, level=settings.level).to_dict()
+        for name, estimate in estimates.items()
+    }
+
+
+def _draws(
+    statistics: dict[str, Callable[[Array], Array]],
+    index: NDArray[np.int64],
+    clusters: int,
+    settings: IntervalSettings,
+) -> dict[str, Array]:
+    parts: dict[str, list[Array]] = {name: [] for name in statistics}
+    generator = settings.generator()
+    for weights in resample_samples(index, clusters, generator=generator, resamples=settings.resamples):
+        for name, statistic in statistics.items():
+            parts[name].append(statistic(weights))
+    return {name: np.concatenate(found) for name, found in parts.items()}
+
+
+def _certainty(
+    x: Array, y: Array, fit: dict[str, Any], scores: QualityScores, rows: NDArray[np.bool_]
+) -> dict[str, Any] | None:
+    """Is the judge less sure where it is further off: SRCC of its std with the error of the fit."""
+    if scores.std is None or fit["fitted"] is None or not np.isfinite(scores.std[rows]).all():
+        return None
+    std, error = scores.std[rows], np.abs(fit["fitted"] - y)
+    if np.ptp(std) == 0 or np.ptp(error) == 0:
+        return None
+    curve = risk_coverage(std, np.minimum(error / error.max(), 1.0))
+    return {
+        "srcc_std_error": srcc(std, error),
+        "error_at": {f"{c:.0%}": curve.at(c) * float(error.max()) for c in (0.25, 0.5, 0.75, 1.0)},
+    }
+
+
+def _slices(
+    x: Array,
+    y: Array,
+    records: QualitySet,
+    rows: NDArray[np.bool_],
+    index: NDArray[np.int64],
+    settings: IntervalSettings,
+) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part in quality_slices(records):
+        inside = part.rows[rows]
+        entry: dict[str, Any] = {"name": part.name, "images": int(inside.sum()), "srcc": None}
+        few = inside.sum() < SMALLEST_SLICE or np.ptp(x[inside]) == 0 or np.ptp(y[inside]) == 0
+        if not few:
+            _, numbers = np.unique(index[inside], return_inverse=True)
+            clusters = int(numbers.max()) + 1
+            a, b = x[inside], y[inside]
+            statistics = {"srcc": lambda weights, a=a, b=b: weighted_srcc(a, b, weights)}
+            draws = _draws(statistics, numbers, clusters, settings)["srcc"]
+            entry["srcc"] = interval(srcc(a, b), draws, clusters, level=settings.level).to_dict()
+        found.setdefault(part.kind, []).append(entry)
+    return found
+
+
+def _points(x: Array, y: Array, fit: dict[str, Any], settings: IntervalSettings) -> dict[str, Any]:
+    """At most 600 images and the fitted curve, for a plot."""
+    chosen = np.random.default_rng(settings.seed).permutation(len(x))[:600]
+    line = []
+    if fit["fitted"] is not None:
+        order = np.argsort(x)
+        places = order[np.linspace(0, len(x) - 1, min(len(x), 60)).astype(int)]
+        line = [[float(x[k]), float(fit["fitted"][k])] for k in places]
+    return {"sample": [[float(x[k]), float(y[k])] for k in sorted(chosen)], "line": line}
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    found = []
+    counts = report["counts"]
+    if counts["failed"]:
+        share = counts["failed"] / counts["images"]
+        found.append(
+            f"{counts['failed']} of {counts['images']} images ({share:.1%}) could not be judged; they count "
+            "nowhere."
+        )
+    high = report["correlations"]["srcc"]["high"]
+    if high is not None and high < 0:
+        found.append(
+            "The judge runs against the opinions: if lower is better for its scores, say so "
+            "(--lower-is-better)."
+        )
+    reasons = {fit["reason"] for fit in report["fit"].values() if fit["reason"]}
+    return found + [f"No logistic fit: {reason}" for reason in sorted(reasons)]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a set whose numbers are looked at one by one: category, generator, resolution, prompt length."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from visalign.data.sets.records import PreferenceSet, QualitySet
+
+LARGEST = 24
+"""Values of one kind that are shown; the most frequent are."""
+
+WORDS = (5, 10, 20, 40)
+"""Upper ends of the prompt lengths, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """One part."""
+
+    kind: str
+    """ "category", "generator", "resolution", "prompt_length", or "split"."""
+    name: str
+    rows: NDArray[np.bool_]
+    """[N]."""
+
+
+def pair_slices(pairs: PreferenceSet) -> list[Slice]:
+    """Parts of a preference set; a kind with a single value is left out.
+
+    Args:
+        pairs: The set. A pair belongs to the slice of each of its generators.
+    """
+    columns: dict[str, list[tuple[str | None, ...]]] = {
+        "category": [(pair.category,) for pair in pairs.pairs],
+        "generator": [(pair.generator_left, pair.generator_right) for pair in pairs.pairs],
+        "resolution": [(pair.resolution,) for pair in pairs.pairs],
+        "prompt_length": [(length_name(pair.prompt),) for pair in pairs.pairs],
+        "split": [(pair.split,) for pair in pairs.pairs],
+    }
+    return _slices(columns)
+
+
+def quality_slices(records: QualitySet) -> list[Slice]:
+    """Parts of a quality set.
+
+    Args:
+        records: The set.
+    """
+    columns: dict[str, list[tuple[str | None, ...]]] = {
+        "category": [(record.category,) for record in records.records],
+        "generator": [(record.generator,) for record in records.records],
+        "resolution": [(record.resolution,) for record in records.records],
+        "prompt_length": [(length_name(r.prompt) if r.prompt else None,) for r in records.records],
+        "split": [(record.split,) for record in records.records],
+    }
+    return _slices(columns)
+
+
+def length_name(prompt: str) -> str:
+    """The slice of a prompt's length.
+
+    >>> length_name("a red circle"), length_name("word " * 41)
+    ('1 to 5 words', 'over 40 words')
+    """
+    count = len(prompt.split())
+    low = 1
+    for high in WORDS:
+        if count <= high:
+            return f"{low} to {high} words"
+        low = high + 1
+    return f"over {WORDS[-1]} words"
+
+
+def _slices(columns: dict[str, list[tuple[str | None, ...]]]) -> list[Slice]:
+    found = []
+    for kind, column in columns.items():
+        names = Counter(name for entry in column for name in set(entry) if name is not None)
+        if len(names) < 2:
+            continue
+        chosen = [name for name, _ in names.most_common(LARGEST)]
+        order = [length for length in _LENGTHS if length in chosen] if kind == "prompt_length" else chosen
+        number = {name: place for place, name in enumerate(order)}
+        table = np.zeros((len(order), len(column)), dtype=bool)
+        for row, entry in enumerate(column):
+            for name in entry:
+                if name in number:
+                    table[number[name], row] = True
+        found += [Slice(kind=kind, name=name, rows=table[place]) for name, place in number.items()]
+    return found
+
+
+_LENGTHS = tuple(length_name("word " * count) for count in (*WORDS, WORDS[-1] + 1))

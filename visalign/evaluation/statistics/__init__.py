@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of numbers: intervals, correlations, calibration, agreement, diversity.
+
+It needs arrays and scipy; it never sees a judge, a picture of ours or a file.
+"""

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every run stands on: the loop, checkpoints, counters, EMA, metrics, progress, prompt sampling,
+judging.
+
+It needs torch and accelerate; no algorithm and no kind of sample comes in.
+"""

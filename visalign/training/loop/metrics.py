@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric a run logs: one table of keys and meanings, and the JSON-lines file that accepts no other
+key."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS: dict[str, str] = {
+    "iteration": "iterations finished; the first line says 1",
+    "updates": "optimiser updates done so far in the run",
+    "updates_skipped": "updates skipped so far because a gradient was not finite",
+    "images": "images generated for training so far, all processes",
+    "samples": "answers generated for training so far, those of groups that were dropped included; of "
+    "supervised fine-tuning, given answers read so far, repeats included; of the training of a judge, "
+    "labelled examples (pairs, triples, pictures)",
+    "tokens": "tokens of these answers so far",
+    "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit",
+    "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
+    "reward_group_std": "mean over groups of the standard deviation within a group, in the reward's unit",
+    "reward_part/*": "mean of one named part of the reward over the samples that have it",
+    "valid_share": "share of samples that the reward could judge, 0 to 1",
+    "signal_share": "share of samples with an advantage other than zero, 0 to 1",
+    "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is "
+    "above zero",
+    "advantage_abs": "mean absolute advantage over the valid samples; of a text policy over its tokens",
+    "length_mean": "mean length of the iteration's answers, tokens",
+    "truncated_share": "share of answers that met the length limit, 0 to 1",
+    "entropy": "mean entropy of the distribution that each token was drawn from, nats",
+    "engine_gap": "mean |log π_old - log μ| per token between the policy and who wrote the answers, nats",
+    "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
+    "wrong or without spread, and surplus",
+    "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "
+    "entropy, ptx",
+    "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens as they were trained, nats; with a "
+    "target, over all tokens after the last step",
+    "penalty": "coefficient of PPO-KL's penalty in the iteration",
+    "value_explained": "share of the returns' variance that the value function explained before the update",
+    "loss": "loss of the iteration's updates, mean over updates; includes the KL term",
+    "perplexity": "exp of the mean −log π of the iteration's given tokens, before each update",
+    "ratio_mean": "mean of the probability ratio r over trained (image, step) pairs; near 1",
+    "ratio_std": "root mean square of r - 1 over trained pairs: how far the updates moved the policy",
+    "ratio_max": "largest |log r| over trained pairs",
+    "ratio_floor": "largest |log r| at the iteration's first update, where r should be 1: the "
+    "numerical floor",
+    "clip_range": "the smaller of the two clip bounds; the floor must lie well below it",
+    "clip_low": "share of trained pairs whose ratio was cut at 1 - eps_low with a negative advantage; of a "
+    "text policy, of tokens with a negative advantage and no gradient, whatever rule took it",
+    "clip_high": "share of trained pairs whose ratio was cut at 1 + eps_high with a positive advantage; of a "
+    "text policy, of tokens with a positive advantage and no gradient, whatever rule took it",
+    "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
+    "event_norm mean); of a text policy the k3 estimate per token",
+    "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
+    "lr": "learning rate of the iteration's last update",
+    "forward_equivalents_per_image": "transformer forwards per image counted as they ran; a backward "
+    "counts two",
+    "seconds": "wall-clock seconds of the iteration",
+    "seconds/*": "wall-clock seconds of one phase: rollout, decode, reward, replay (log-probs before the "
+    "update), update, sync, evaluation, checkpoint, other",
+    "samples_per_second": "training samples per second of the iteration, evaluation and checkpoint "
+    "not counted",
+    "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling; "
+    "of a judge on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
+    "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; of ratings mae, srcc and "
+    "mass_low",
+}
+"""Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
+
+TEXT_ONLY = (
+    "samples",
+    "tokens",
+    "length_mean",
+    "truncated_share",
+    "entropy",
+    "engine_gap",
+    "groups/*",
+    "loss/*",
+    "kl_old",
+    "penalty",
+    "value_explained",
+    "perplexity",
+)
+"""Keys that only trainers of text policies log."""
+
+TIMES = ("seconds", "samples_per_second")
+"""Families that differ between two runs of the same seed; every other value is reproducible on CPU."""
+
+
+def check_keys(record: Mapping[str, Any]) -> None:
+    """Refuse keys that the table does not list.
+
+    Raises:
+        KeyError: an unlisted key.
+    """
+    for key in record:
+        family = key.split("/", 1)[0] + "/*" if "/" in key else key
+        if family not in METRICS:
+            raise KeyError(
+                f"metric {key!r} is not in visalign.training.loop.metrics.METRICS; add it there with its "
+                f"meaning and unit."
+            )
+
+
+def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The reproducible part of a record."""
+    return {key: value for key, value in record.items() if key.split("/", 1)[0] not in TIMES}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a last line that a killed run left half-written is ignored.
+
+    Raises:
+        ValueError: a line before the last is not JSON.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path} line {number} is not JSON ({error}); the file was edited or damaged."
+                ) from error
+    return records
+
+
+class MetricsFile:
+    """Appends one JSON line per iteration.
+
+    Args:
+        path: of the file; created when missing.
+        after: lines of later iterations are cut off, so that a resumed run leaves the file that an
+            uninterrupted one would have left. 0 starts over.
+    """
+
+    def __init__(self, path: Path, *, after: int = 0) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [record for record in read_metrics(path) if record["iteration"] <= after]
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record; values that are not finite become null.
+
+        Raises:
+            KeyError: a key that `METRICS` does not list.
+        """
+        check_keys(record)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"

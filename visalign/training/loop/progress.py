@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run shows while it runs: a live table in a terminal, a line per iteration anywhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+SHOWN = (
+    ("reward", "reward_mean", "{:.3f}"),
+    ("held-out", "heldout/accuracy", "{:.3f}"),
+    ("signal", "signal_share", "{:.0%}"),
+    ("ratio spread", "ratio_std", "{:.1e}"),
+    ("floor", "ratio_floor", "{:.0e}"),
+    ("clipped", "clip", "{:.1%}"),
+    ("KL", "kl", "{:.1e}"),
+    ("grad", "grad_norm", "{:.2g}"),
+    ("samples/s", "samples_per_second", "{:.1f}"),
+)
+"""Column title, metric, format; a metric that an iteration lacks shows its last value."""
+
+SHOWN_OF_A_JUDGE = (
+    ("loss", "loss", "{:.4f}"),
+    ("held-out", "heldout/accuracy", "{:.3f}"),
+    ("ECE", "heldout/ece", "{:.3f}"),
+    ("SRCC", "heldout/srcc", "{:.3f}"),
+    ("MAE", "heldout/mae", "{:.3f}"),
+    ("grad", "grad_norm", "{:.2g}"),
+    ("lr", "lr", "{:.1e}"),
+    ("samples/s", "samples_per_second", "{:.1f}"),
+)
+"""The same for the training of a judge, where a metric that no iteration had has no column."""
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03.
+
+    Example:
+        >>> clock_text(123.4)
+        '2:03'
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _cell(form: str, value: float) -> str:
+    """A dash for what an iteration has no value of, such as the ratios of one without a signal."""
+    return form.format(value) if math.isfinite(value) else "–"
+
+
+class TrainingProgress:
+    """Shows records of `visalign.training.loop.metrics` as they come.
+
+    Args:
+        total: iterations of the run.
+        max_seconds: training stops after this time even if iterations are left; None for no such limit.
+        console: where to write; None for the standard output.
+        enabled: False shows nothing (all processes but the first).
+        every: iterations between two lines when the output is no terminal.
+        rows: iterations kept in the live table.
+        shown: columns, as `SHOWN`.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        max_seconds: float | None = None,
+        console: Console | None = None,
+        enabled: bool = True,
+        every: int = 1,
+        rows: int = 8,
+        shown: Sequence[tuple[str, str, str]] = SHOWN,
+    ) -> None:
+        self.console, self._shown = console or Console(), shown
+        self.enabled, self.every, self.rows = enabled, every, rows
+        self._total, self._done, self._begun_at = total, 0, 0
+        self._seconds, self._seconds_left = 0.0, math.inf if max_seconds is None else max_seconds
+        self._recent: list[dict[str, Any]] = []
+        self._last: dict[str, Any] = {}
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("training", total=total, left="")
+        self._live: Live | None = None
+
+    def __enter__(self) -> TrainingProgress:
+        if self.enabled and self.console.is_terminal:
+            self._live = Live(self._view(), console=self.console, refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.update(self._view())
+            self._live.stop()
+            self._live = None
+
+    def go_on(self, done: int, seconds: float) -> None:
+        """Start from a resumed run, of which `done` iterations took `seconds`."""
+        self._done = self._begun_at = done
+        self._seconds_left -= seconds
+        self._bar.update(self._task, completed=done)
+
+    def note(self, text: str) -> None:
+        """One line that stays: a checkpoint passed over, a stop asked for."""
+        if self.enabled:
+            self.console.print(text, highlight=False, markup=False)
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show the record of a finished iteration."""
+        self._done = int(record["iteration"])
+        seconds = float(record.get("seconds") or 0.0)
+        self._seconds, self._seconds_left = self._seconds + seconds, self._seconds_left - seconds
+        known = {key: value for key, value in record.items() if value is not None}
+        if "clip_low" in record or "clip_high" in record:
+            known["clip"] = known.get("clip_low", 0.0) + known.get("clip_high", 0.0)
+        self._last = {**self._last, **known}
+        self._recent = [*self._recent, dict(self._last)][-self.rows :]
+        self._bar.update(self._task, completed=self._done, left=f"{clock_text(self.seconds_left())} left")
+        if self._live is not None:
+            self._live.update(self._view())
+        elif self.enabled and (self._done % self.every == 0 or self._done == self._total):
+            cells = ", ".join(f"{title} {text}" for title, text in self._cells(self._last) if text)
+            left = clock_text(self.seconds_left())
+            self.console.print(
+                f"iteration {self._done}/{self._total}: {cells}, {left} left",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+    def seconds_left(self) -> float:
+        """Expected seconds to the end, from the mean iteration seen and `max_seconds`; 0 before the first."""
+        seen = self._done - self._begun_at
+        left = self._seconds / seen * (self._total - self._done) if seen else 0.0
+        return max(min(left, self._seconds_left), 0.0)
+
+    def _cells(self, record: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return [
+            (title, _cell(form, record[key]) if key in record else "") for title, key, form in self._shown
+        ]
+
+    def _view(self) -> Group:
+        table = Table(expand=True, box=None, pad_edge=False)
+        table.add_column("iteration", justify="right")
+        is_all = self._shown is SHOWN or not self._recent
+        kept = [n for n, (_, key, _) in enumerate(self._shown) if is_all or key in self._last]
+        for number in kept:
+            table.add_column(self._shown[number][0], justify="right")
+        for record in self._recent:
+            cells = self._cells(record)
+            table.add_row(str(record["iteration"]), *(cells[number][1] for number in kept))
+        return Group(table, self._bar)

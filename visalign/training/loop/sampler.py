@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prompts an iteration trains on: a pure function of the iteration, right for any world size and any
+resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visalign.errors import UserError
+from visalign.seeds import sample_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The share of one iteration that one process works on: b of the P·G samples."""
+
+    prompt_index: Tensor
+    """[b] int64, index into the prompt set."""
+    group_id: Tensor
+    """[b] int64, unique in the whole run; the samples of one group share one prompt."""
+    sample_id: Tensor
+    """[b] int64, unique in the whole run; seeds the noise of the sample."""
+
+    def __len__(self) -> int:
+        return self.prompt_index.shape[0]
+
+
+def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size: int = 1) -> None:
+    """Refuse batch sizes that cannot work, naming the nearest that do.
+
+    Args:
+        prompts_per_iteration: P, groups per iteration.
+        group_size: G, samples per group.
+        world_size: number of processes; each takes P·G / world_size samples.
+
+    Raises:
+        UserError: P < 1, G < 2 (a group of one has no group advantage), or P·G not divisible by the world
+            size.
+    """
+    if group_size < 2:
+        raise UserError(
+            f"group_size is {group_size}; a group is compared with itself, so it needs at least 2 samples. "
+            f"Set rollout.group_size to 2 or more (Flow-GRPO uses 24)."
+        )
+    if prompts_per_iteration < 1:
+        raise UserError(
+            f"prompts_per_iteration is {prompts_per_iteration}; it must be at least 1. "
+            f"Set rollout.prompts_per_iteration to 1 or more."
+        )
+    if world_size < 1:
+        raise UserError(f"world_size is {world_size}; it must be at least 1.")
+    if prompts_per_iteration * group_size % world_size:
+        step = world_size // int(np.gcd(world_size, group_size))
+        lower = prompts_per_iteration // step * step
+        works = [str(p) for p in (lower, lower + step) if p > 0]
+        raise UserError(
+            f"prompts_per_iteration × group_size = {prompts_per_iteration} × {group_size} = "
+            f"{prompts_per_iteration * group_size} samples cannot be divided among {world_size} processes. "
+            f"With group_size {group_size}, prompts_per_iteration {' or '.join(works)} would work."
+        )
+
+
+class PromptSampler:
+    """P prompts with G samples each per iteration.
+
+    The prompts are visited in one random order per epoch, none twice within an epoch. Nothing is stored
+    between calls, so a loader may prefetch, skip or repeat iterations, and a resumed run sees what it would
+    have seen. The ranks' batches are consecutive slices of the iteration's P·G samples: their union does not
+    depend on the world size.
+
+    With `strata` the groups take the labels of `cycle` in turn, and each stratum has its own epochs: a
+    category of ten prompts gets as many groups as one of a thousand, or more where `cycle` names it more
+    often.
+
+    Args:
+        num_prompts: size of the prompt set.
+        prompts_per_iteration: P.
+        group_size: G.
+        seed: of the run.
+        strata: one label per prompt (for example its tag), or None to treat all prompts alike.
+        cycle: the labels in the order in which groups take them, repeats allowed; by default each once,
+            sorted.
+
+    Raises:
+        UserError: an empty prompt set, labels that do not fit, or sizes that `check_batch_algebra` refuses.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int,
+        prompts_per_iteration: int,
+        group_size: int,
+        seed: int,
+        *,
+        strata: Sequence[str] | None = None,
+        cycle: Sequence[str] | None = None,
+    ) -> None:
+        if num_prompts < 1:
+            raise UserError(f"num_prompts is {num_prompts}; training needs at least one prompt.")
+        check_batch_algebra(prompts_per_iteration, group_size)
+        self.num_prompts = num_prompts
+        self.prompts_per_iteration = prompts_per_iteration
+        self.group_size = group_size
+        self.seed = seed
+        labels = [""] * num_prompts if strata is None else list(strata)
+        if len(labels) != num_prompts:
+            raise UserError(
+                f"strata has {len(labels)} labels for {num_prompts} prompts; give one per prompt."
+            )
+        self._members = {label: np.flatnonzero(np.array(labels) == label) for label in sorted(set(labels))}
+        self._cycle = list(cycle) if cycle else list(self._members)
+        if unknown := sorted(set(self._cycle) - set(self._members)):
+            raise UserError(
+                f"cycle names {unknown}, which no prompt is labelled with; the labels are "
+                f"{list(self._members)}."
+            )
+
+    def batch(self, iteration: int, rank: int = 0, world: int = 1) -> Batch:
+        """The samples of process `rank` of `world` in iteration 0, 1, 2, ...
+
+        Raises:
+            UserError: a negative iteration, a rank outside the world, or P·G not divisible by `world`.
+        """
+        if iteration < 0:
+            raise UserError(f"iteration is {iteration}; iterations are counted from 0.")
+        check_batch_algebra(self.prompts_per_iteration, self.group_size, world)
+        if not 0 <= rank < world:
+            raise UserError(f"rank is {rank}; with world size {world} it must be 0 to {world - 1}.")
+        groups = iteration * self.prompts_per_iteration + np.arange(self.prompts_per_iteration)
+        orders: dict[tuple[str, int], np.ndarray] = {}
+        prompts = np.array([self._prompt(int(group), orders) for group in groups], dtype=np.int64)
+        samples = self.prompts_per_iteration * self.group_size
+        size = samples // world
+        mine = slice(rank * size, (rank + 1) * size)
+        return Batch(
+            prompt_index=torch.from_numpy(np.repeat(prompts, self.group_size)[mine].copy()),
+            group_id=torch.from_numpy(np.repeat(groups, self.group_size)[mine].copy()),
+            sample_id=iteration * samples + torch.arange(samples, dtype=torch.int64)[mine],
+        )
+
+    def _prompt(self, group: int, orders: dict[tuple[str, int], np.ndarray]) -> int:
+        """The prompt of a group; `orders` keeps the permutations already drawn for this batch."""
+        turn, place = divmod(group, len(self._cycle))
+        label = self._cycle[place]
+        visit = turn * self._cycle.count(label) + self._cycle[:place].count(label)
+        members = self._members[label]
+        epoch, position = divmod(visit, len(members))
+        if (label, epoch) not in orders:
+            seed = sample_seed(self.seed, "prompts", label, epoch)
+            orders[label, epoch] = np.random.default_rng(seed).permutation(len(members))
+        return int(members[orders[label, epoch][position]])

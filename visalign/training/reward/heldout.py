@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good a judge is on held-out labels: accuracy, likelihood, calibration, use of its deviation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from visalign.core.preference.uncertainty import pair_deviation
+
+from .batch import Outputs, RewardBatch, TrainableJudge
+from .tasks import Task
+
+BINS = 10
+"""Of the calibration error, equally wide over [0, 1]."""
+LOW = 0.01
+"""Quantile of the answers' mass that is reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldoutPairs:
+    """What a judge says of N held-out pairs, [N] each, float64."""
+
+    difference: Tensor
+    """Score of the left minus that of the right one."""
+    prob: Tensor | None
+    """P(left better), None where the task gives none."""
+    std: Tensor | None
+    """Standard deviation of the difference, None where the judge gives none."""
+    truth: Tensor
+    """Probability that the left one is truly better: 1, 0 or, where only votes are known, their majority; NaN
+    or ½ where there is none."""
+    share: Tensor
+    """Share of the votes for the left one, ties half; NaN where there are none."""
+    weight: Tensor
+    """Votes behind `share`."""
+    clear: Tensor
+    """Bool: whether the truth is clear."""
+    mass: Tensor | None = None
+    """Probability of all answers that are read, the smaller of the pair's two; None where none is read."""
+
+
+@torch.no_grad()
+def judge_pairs(judge: TrainableJudge, batches: Iterable[RewardBatch], task: Task) -> HeldoutPairs:
+    """Ask a judge about held-out pairs; dropout is off meanwhile.
+
+    Args:
+        judge: as it is.
+        batches: pairs, with label (the truth), votes, or both.
+        task: whose probability of a win is used.
+
+    Raises:
+        ValueError: a batch without pairs.
+    """
+    judge.train(False)
+    found: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        if batch.left is None or batch.right is None or batch.label is None:
+            raise ValueError("held-out accuracy needs pairs.")
+        outputs = judge(batch.inputs)
+        for name, value in _columns(outputs, batch, task).items():
+            kept = value.detach().cpu()
+            found.setdefault(name, []).append(kept if kept.dtype == torch.bool else kept.double())
+    columns = {name: torch.cat(parts) for name, parts in found.items()}
+    return HeldoutPairs(
+        prob=columns.pop("prob", None),
+        std=columns.pop("std", None),
+        mass=columns.pop("mass", None),
+        **columns,
+    )
+
+
+def join_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
+    """Pairs of one judge and task that were asked about in parts, in the order of the parts.
+
+    Args:
+        parts: one at least.
+    """
+
+    def joined(name: str) -> Tensor | None:
+        found = [getattr(part, name) for part in parts]
+        return None if found[0] is None else torch.cat(found)
+
+    return HeldoutPairs(**{field.name: joined(field.name) for field in fields(HeldoutPairs)})  # type: ignore[arg-type]
+
+
+def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tensor]:
+    assert batch.left is not None and batch.right is not None and batch.label is not None
+    value = outputs["value"].cpu()
+    columns = {"difference": value[batch.left] - value[batch.right], "truth": batch.label}
+    columns["clear"] = torch.ones(len(batch.label), dtype=torch.bool) if batch.clear is None else batch.clear
+    votes = batch.votes
+    if votes is None:
+        columns |= {"share": batch.label, "weight": torch.ones_like(batch.label)}
+    else:
+        total = votes.sum(1)
+        columns |= {"share": (votes[:, 0] + votes[:, 2] / 2) / total, "weight": total}
+    if task.log_prob is not None:
+        columns["prob"] = task.log_prob(outputs, batch)[0].exp()
+    if "log_mass" in outputs:
+        mass = outputs["log_mass"].cpu().exp()
+        columns["mass"] = torch.minimum(mass[batch.left], mass[batch.right])
+    if "log_std" in outputs:
+        log_std = outputs["log_std"].cpu().float()
+        columns["std"] = pair_deviation(log_std[batch.left].exp(), log_std[batch.right].exp())
+    return columns
+
+
+def pair_measures(pairs: HeldoutPairs, *, bins: int = BINS) -> dict[str, float]:
+    """accuracy, accuracy_all, and where the judge offers them nll, ece, std_mean, std_auroc*, and mass_low.
+
+    Accuracy: pairs whose truth is clear (accuracy_all: is known) and not ½; an equal score counts half. NLL
+    and ECE: against the votes, each with its number as weight; nll in nats per vote. std_auroc: whether the
+    deviation of a pair is larger where its sign is wrong; std_auroc_votes: where it is against the majority
+    of the votes; std_auroc_lead: the latter among pairs of equal lead. NaN where all are right or all wrong.
+    mass_low: the LOW quantile of the answers' mass, whose rest the judge gives to other words.
+
+    Args:
+        pairs: of `judge_pairs`.
+        bins: of the ECE.
+    """
+    decided = torch.isfinite(pairs.truth) & (pairs.truth != 0.5)
+    sign = torch.sign(pairs.difference[decided]) * torch.sign(pairs.truth[decided] - 0.5)
+    hit = (sign + 1) / 2
+    measures = {"accuracy": _mean(hit[pairs.clear[decided]]), "accuracy_all": _mean(hit)}
+    voted = torch.isfinite(pairs.share) & (pairs.weight > 0)
+    if pairs.prob is not None:
+        prob, share, weight = pairs.prob[voted], pairs.share[voted], pairs.weight[voted]
+        chance = prob.clamp(1e-12, 1 - 1e-12)
+        loss = -(share * chance.log() + (1 - share) * (1 - chance).log())
+        measures["nll"] = float((loss * weight).sum() / weight.sum()) if len(weight) else math.nan
+        measures["ece"] = calibration_error(prob, share, weight, bins=bins)
+    if pairs.std is not None:
+        measures["std_mean"] = _mean(pairs.std)
+        measures["std_auroc"] = auroc(pairs.std[decided], sign < 0)
+        split = voted & (pairs.share != 0.5)
+        against = torch.sign(pairs.difference[split]) * torch.sign(pairs.share[split] - 0.5)
+        measures["std_auroc_votes"] = auroc(pairs.std[split], against < 0)
+        lead = lead_stratum(pairs.difference[split])
+        measures["std_auroc_lead"] = auroc(pairs.std[split], against < 0, lead)
+    if pairs.mass is not None and len(pairs.mass):
+        measures["mass_low"] = float(pairs.mass.quantile(LOW))
+    return measures
+
+
+def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int = BINS) -> float:
+    """Expected calibration error Σ_b W_b/W |mean p − mean share| of P(left better) over equally wide bins.
+
+    Both orders of each pair count, so the error does not depend on which one stands left.
+
+    Args:
+        prob: [N] predicted probabilities.
+        share: [N] shares that were observed, 0 and 1 for single outcomes.
+        weight: [N] ≥ 0.
+        bins: over [0, 1].
+
+    Guo et al., "On calibration of modern neural networks", arXiv 1706.04599, eq. 3.
+    """
+    both = torch.cat([prob, 1 - prob]), torch.cat([share, 1 - share]), torch.cat([weight, weight])
+    place = (both[0] * bins).long().clamp(0, bins - 1)
+    gap = torch.zeros(bins, dtype=prob.dtype).index_add_(0, place, both[2] * (both[0] - both[1]))
+    total = both[2].sum()
+    return float(gap.abs().sum() / total) if total > 0 else math.nan
+
+
+def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> float:
+    """Probability that a positive has the larger score than a negative, ties half; NaN with one class alone.
+
+    Args:
+        score: [N].
+        positive: bool [N].
+        stratum: [N] labels; only positives and negatives of one stratum are compared. None: one for all.
+    """
+    above, compared = 0.0, 0
+    for label in [None] if stratum is None else stratum.unique().tolist():
+        kept = slice(None) if stratum is None else stratum == label
+        own, mine = score[kept], positive[kept]
+        count = int(mine.sum())
+        _, inverse, sizes = own.unique(return_inverse=True, return_counts=True)
+        rank = (sizes.cumsum(0).double() - (sizes.double() - 1) / 2)[inverse]
+        above += float(rank[mine].sum()) - count * (count + 1) / 2
+        compared += count * (len(own) - count)
+    return above / compared if compared else math.nan
+
+
+def lead_stratum(difference: Tensor, *, strata: int = 10) -> Tensor:
+    """[N] which of equally large groups of alike lead |l − r| a pair belongs to.
+
+    A deviation and a lead go together where hard pictures are also far apart, so that a deviation shows its
+    own worth among pairs of equal lead.
+
+    Args:
+        difference: [N].
+        strata: how many groups.
+    """
+    order = difference.abs().argsort(stable=True).argsort(stable=True)
+    return order * strata // max(len(difference), 1)
+
+
+def _mean(value: Tensor) -> float:
+    return float(value.mean()) if len(value) else math.nan

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One iteration's answers: sample, judge, keep the groups with signal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visalign.core import Objective, Trajectories
+from visalign.interfaces import Scores
+from visalign.seeds import sample_seed
+from visalign.text import TextRollout, join_rollouts
+from visalign.training.loop.judging import check_failures, judge
+from visalign.training.loop.sampler import PromptSampler
+
+from .dynamic_groups import DynamicGroups
+from .settings import TextRolloutSettings
+from .team import Records, TextTeam
+from .trajectories import engine_gap, trajectories_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextExperience:
+    """What an iteration learns from."""
+
+    rollout: TextRollout
+    trajectories: Trajectories
+    features: Tensor | None
+    """[B, H] of the prompts, for a log-partition head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """All answers of an iteration, those of dropped groups included."""
+
+    samples: int
+    tokens: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    rollout: TextRollout
+    scores: Scores
+    records: Records
+
+
+def collect(
+    team: TextTeam,
+    sampler: PromptSampler,
+    groups: DynamicGroups | None,
+    iteration: int,
+    settings: TextRolloutSettings,
+    objective: Objective,
+) -> tuple[TextExperience | None, Made]:
+    """Make, judge and prepare the answers of an iteration.
+
+    Args:
+        team: policy, reward and the rest.
+        sampler: prompts of a round.
+        groups: dynamic sampling, or None to take every group.
+        iteration: iterations finished; the number of the round without dynamic sampling.
+        settings: how answers are made.
+        objective: says what has to be asked for.
+
+    Returns:
+        The experience, None where dynamic sampling found no group with signal; and what was made for it.
+
+    Raises:
+        RewardFailure: the reward returned something else than scores, or failed too often.
+        UserError: who wrote the answers is too far from the policy.
+        BudgetSpent: dynamic sampling with when_spent "stop".
+    """
+    if groups is None:
+        rounds = [_round(team, sampler, iteration, settings)]
+        kept = rounds[0].rollout, rounds[0].scores.value.float(), _valid(rounds[0])
+    else:
+        rounds = []
+        while groups.wants_more:
+            rounds.append(_round(team, sampler, groups.round, settings))
+            _feed(groups, rounds[-1], len(rounds) - 1)
+        kept = _taken(groups, rounds)
+    metrics = _metrics(rounds)
+    if groups is not None:
+        metrics |= {f"groups/{key}": float(getattr(groups.last, key)) for key in GROUP_COUNTS}
+    tokens = sum(float(r.rollout.weight.sum()) for r in rounds)
+    made = Made(samples=sum(len(r.rollout) for r in rounds), tokens=int(tokens), metrics=metrics)
+    if kept is None:
+        return None, made
+    rollout, reward, valid = kept
+    with team.clock.phase("replay"), torch.no_grad():
+        asked = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
+        trajectories = trajectories_of(team, rollout, reward, valid, iteration, settings, objective, asked)
+        features = None if team.log_partition is None else team.log_partition.features(rollout)
+    if trajectories.rollout_log_prob is not None:
+        made.metrics["engine_gap"] = engine_gap(trajectories, settings.allowed_gap)
+        made.metrics["entropy"] = _mean_entropy(trajectories)  # the policy's: another engine may not say
+    return TextExperience(rollout=rollout, trajectories=trajectories, features=features), made
+
+
+GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
+"""Counts of `DynamicGroups` that are logged."""
+
+
+def _round(team: TextTeam, sampler: PromptSampler, number: int, settings: TextRolloutSettings) -> _Round:
+    """P prompts, G answers each, judged."""
+    batch, size = sampler.batch(number), settings.group_size
+    chosen = [team.records[i] for i in batch.prompt_index[::size].tolist()]
+    with team.clock.phase("rollout"), torch.no_grad():
+        rollout = team.generator.generate(
+            [record["prompt"] for record in chosen],
+            seeds=[sample_seed(team.seed, "sample", i) for i in batch.sample_id.tolist()],
+            num_generations=size,
+            sampling=settings.sampling,
+            stop=settings.stopping(),
+            group=batch.group_id[::size].tolist(),
+        )
+    records = [record for record in chosen for _ in range(size)]
+    with team.clock.phase("reward"):
+        scores = judge(team.reward, list(rollout.text), records, what="answers")
+    made = _Round(rollout=rollout, scores=scores, records=records)
+    skipped = ~rollout.generated  # a prompt that was too long is no failure of the reward
+    check_failures(scores, _valid(made) | skipped, settings.max_failure_rate, team.reward.name)
+    return made
+
+
+def _valid(made: _Round) -> Tensor:
+    return made.scores.valid.cpu() & made.scores.value.isfinite().cpu() & made.rollout.generated
+
+
+def _feed(groups: DynamicGroups, made: _Round, place: int) -> None:
+    labels = list(made.rollout.group)
+    payload = dict.fromkeys(labels, place)
+    groups.feed(labels, made.scores.value.float().cpu(), _valid(made), payload=payload)
+
+
+def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> tuple[TextRollout, Tensor, Tensor] | None:
+    """The samples of the groups that the step trains on, in the order of the groups."""
+    taken = groups.take()
+    if not taken:
+        return None
+    parts = [rounds[group.payload].rollout.rows(group.index) for group in taken]
+    return (
+        join_rollouts(parts),
+        torch.cat([group.rewards for group in taken]),
+        torch.cat([group.valid for group in taken]),
+    )
+
+
+def _mean_entropy(trajectories: Trajectories) -> float:
+    entropy, weight = trajectories.entropy, trajectories.weight
+    return math.nan if entropy is None else float((entropy * weight).sum() / weight.sum().clamp(min=1))
+
+
+def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
+    """Statistics of all answers that were made, those of dropped groups included."""
+    value = torch.cat([r.scores.value.double().cpu() for r in rounds])
+    valid = torch.cat([_valid(r) for r in rounds])
+    length = torch.cat([r.rollout.weight.sum(1) for r in rounds])
+    entropy = sum(float((r.rollout.entropy * r.rollout.weight).sum()) for r in rounds)
+    parts = {
+        f"reward_part/{name}": float(torch.cat([r.scores.parts[name].double() for r in rounds]).nanmean())
+        for name in rounds[0].scores.parts
+    }
+    return {
+        "reward_mean": float(value[valid].mean()),
+        "reward_std": float(value[valid].std(correction=0)),
+        "valid_share": float(valid.double().mean()),
+        "length_mean": float(length.mean()),
+        "truncated_share": float(torch.cat([r.rollout.truncated for r in rounds]).double().mean()),
+        "entropy": entropy / max(float(length.sum()), 1.0),
+        **parts,
+    }

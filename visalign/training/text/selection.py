@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sampled answers become training data: all, the best of n, or those that are good enough.
+
+Lots are drawn per group with a generator of (seed, group), so that the choice within a group does not depend
+on what else is in the batch. An answer that could not be judged is never chosen.
+
+Sources: best-of-n, arXiv 2112.09332, section 3.2; rejection sampling that keeps several distinct answers per
+prompt, arXiv 2308.01825, section 3.3 (there at most one of each reasoning path; here repeats fill up what
+distinct answers leave free).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visalign.errors import UserError
+from visalign.seeds import sample_seed
+
+
+def every_valid(valid: Tensor) -> list[int]:
+    """All answers that may be chosen.
+
+    Args:
+        valid: bool [B].
+
+    Returns:
+        Their places, ascending.
+    """
+    return valid.nonzero()[:, 0].tolist()
+
+
+def best_of_group(
+    reward: Tensor, group: Sequence[Hashable], *, seed: int, valid: Tensor | None = None
+) -> list[int]:
+    """The answer of the highest reward in each group; ties are drawn by lot.
+
+    Args:
+        reward: [B], higher is better; what is not finite cannot be chosen.
+        group: B labels of the prompts.
+        seed: of the lots.
+        valid: bool [B], False for answers that may not be chosen.
+
+    Returns:
+        One place for each group that has an answer to choose, ascending.
+
+    Raises:
+        ValueError: lengths that differ.
+    """
+    present = _present(reward, group, valid)
+    chosen = []
+    for label, places in _groups(group, present).items():
+        highest = max(float(reward[i]) for i in places)
+        ties = [i for i in places if float(reward[i]) == highest]
+        chosen.append(ties[int(_lots(seed, "best", label).integers(len(ties)))])
+    return sorted(chosen)
+
+
+def accepted_answers(
+    reward: Tensor,
+    group: Sequence[Hashable],
+    text: Sequence[str],
+    *,
+    threshold: float,
+    per_group: int | None = None,
+    seed: int,
+    valid: Tensor | None = None,
+) -> list[int]:
+    """Rejection sampling: answers of at least a reward, a limited number of each group.
+
+    Where more are good enough than wanted, the lot decides and the reward does not: what is chosen is a
+    sample of the policy's own good answers. Answers that differ go before repeats (texts that differ in
+    blanks alone are the same).
+
+    Args:
+        reward: [B], higher is better; what is not finite is rejected.
+        group: B labels of the prompts.
+        text: B answers.
+        threshold: smallest reward that is accepted.
+        per_group: answers of one group at most; None for no limit.
+        seed: of the lots.
+        valid: bool [B], False for answers that may not be chosen.
+
+    Returns:
+        Places, ascending; none where no answer is good enough.
+
+    Raises:
+        UserError: a limit below 1, or a threshold that is not a number.
+        ValueError: lengths that differ.
+    """
+    if per_group is not None and per_group < 1:
+        raise UserError(f"per_group is {per_group}; it must be at least 1, or None for no limit.")
+    if threshold != threshold:
+        raise UserError("threshold is not a number; give the smallest reward that is accepted.")
+    if len(text) != len(group):
+        raise ValueError(f"text needs one entry per answer, {len(group)} as in group; got {len(text)}.")
+    present = _present(reward, group, valid) & (reward >= threshold).cpu()
+    chosen: list[int] = []
+    for label, places in _groups(group, present).items():
+        order = [places[i] for i in _lots(seed, "accepted", label).permutation(len(places)).tolist()]
+        ranked = _distinct_first(order, text)
+        chosen += ranked if per_group is None else ranked[:per_group]
+    return sorted(chosen)
+
+
+def same_answer(text: str) -> str:
+    """What two answers have in common that count as one: the text without differences in blanks.
+
+    Args:
+        text: an answer.
+
+    >>> same_answer(" 1 + 1\\n= 2 ") == same_answer("1 + 1 = 2")
+    True
+    """
+    return " ".join(text.split())
+
+
+def _distinct_first(places: Sequence[int], text: Sequence[str]) -> list[int]:
+    """In the given order, the first of each answer, then the second of each, and so on."""
+    seen: dict[str, int] = {}
+    turn = {}
+    for place in places:
+        key = same_answer(text[place])
+        turn[place] = seen[key] = seen.get(key, -1) + 1
+    return sorted(places, key=lambda place: turn[place])
+
+
+def _present(reward: Tensor, group: Sequence[Hashable], valid: Tensor | None) -> Tensor:
+    shape = tuple(reward.shape)
+    if shape != (len(group),) or (valid is not None and tuple(valid.shape) != shape):
+        given = "none" if valid is None else str(tuple(valid.shape))
+        raise ValueError(
+            f"reward must be [B] with a label and a valid flag for each; got reward {shape}, {len(group)} "
+            f"labels and valid {given}."
+        )
+    known = torch.isfinite(reward).cpu()
+    return known if valid is None else known & valid.cpu().bool()
+
+
+def _groups(group: Sequence[Hashable], present: Tensor) -> dict[Hashable, list[int]]:
+    found: dict[Hashable, list[int]] = {}
+    for place in present.nonzero()[:, 0].tolist():
+        found.setdefault(group[place], []).append(place)
+    return found
+
+
+def _lots(seed: int, rule: str, label: Hashable) -> np.random.Generator:
+    return np.random.default_rng(sample_seed(seed, rule, str(label)))

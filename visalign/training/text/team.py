@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in the training of a text policy: the policy, who writes, who judges, the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from visalign.core import Objective
+from visalign.errors import UserError
+from visalign.interfaces import TextReward
+from visalign.text import Prompt, Sampling, Stop, TextPolicy, TextRollout
+from visalign.training.loop.runtime import PhaseClock
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class Generates(Protocol):
+    """Who writes the answers: the policy itself, or a server with its weights."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        num_generations: int = 1,
+        sampling: Sampling | None = None,
+        stop: Stop | None = None,
+        group: Sequence[Hashable] | None = None,
+    ) -> TextRollout:
+        """Answer P prompts G times each, as `TextPolicy.generate`."""
+        ...
+
+
+class ValueFunction(Protocol):
+    """A value network of its own (`visalign.adapters.causal_lm.value_head.ValueModel`)."""
+
+    def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
+        """V before each token, [b, T], differentiable."""
+        ...
+
+    def named_parameters(self) -> Any:
+        """Names and parameters."""
+        ...
+
+
+class LogPartition(Protocol):
+    """FlowRL's learned log Z of a prompt."""
+
+    def features(self, rollout: TextRollout) -> Tensor:
+        """[B, H] of the prompts, without gradient."""
+        ...
+
+    @property
+    def head(self) -> nn.Module:
+        """[b, H] -> [b] log Z."""
+        ...
+
+
+class StepScores(Protocol):
+    """Judgements of the steps of B answers (`visalign.text.steps.StepRewards`)."""
+
+    valid: Tensor
+    """[B] bool."""
+
+    def tokens(self, place: Any = "last") -> Tensor:
+        """[B, T] rewards, on the last token of each step; 0 elsewhere and in invalid answers."""
+        ...
+
+
+class ProcessJudge(Protocol):
+    """A process reward model for the policy's rollouts."""
+
+    def score_rollout(self, rollout: TextRollout) -> StepScores:
+        """Judge the steps of every answer."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTeam:
+    """What all phases of a run work with."""
+
+    policy: TextPolicy
+    generator: Generates
+    """Writes the answers; the policy itself unless a server does."""
+    reward: TextReward
+    """Higher is better."""
+    records: Records
+    """Each has "prompt"; they are handed to the reward as metadata."""
+    value_model: ValueFunction | None
+    log_partition: LogPartition | None
+    process: ProcessJudge | None
+    clock: PhaseClock
+    seed: int
+
+
+PER_DECISION = ("gae", "remax", "reinforce_pp")
+"""Advantages that take rewards of single tokens."""
+
+
+def check_parts(
+    team: TextTeam, objective: Objective, *, name: str, recomputed: bool, has_written: bool
+) -> None:
+    """Refuse an algorithm whose parts were not given.
+
+    Args:
+        team: what was given.
+        objective: what is optimised.
+        name: the algorithm's, for messages.
+        recomputed: whether old log-probs are computed anew.
+        has_written: whether there are given answers.
+
+    Raises:
+        UserError: with what is missing.
+    """
+    has_value = team.value_model is not None or getattr(team.policy, "value_head", None) is not None
+    if objective.advantage == "gae" and not has_value:
+        raise UserError(
+            f"objective.algorithm={name} needs a value function: give the policy a value head, or a value "
+            "model (model.value in a configuration)."
+        )
+    if objective.surrogate == "flow_balance" and team.log_partition is None:
+        raise UserError(f"objective.algorithm={name} needs a log-partition head, and none was given.")
+    if team.process is not None and objective.advantage not in PER_DECISION:
+        raise UserError(
+            f"objective.algorithm={name} has one advantage per answer (advantage {objective.advantage}), so "
+            f"rewards of single steps have no place in it. Use an advantage of {', '.join(PER_DECISION)}, or "
+            "the process reward model as a reward of the whole answer (process_reward in rewards.terms)."
+        )
+    if objective.ptx and not has_written:
+        raise UserError(
+            f"objective.algorithm={name} has a ptx term (γ = {objective.ptx:g}) and no text for it. Give "
+            "records with prompt and completion (data.written in a configuration), or set ptx to 0."
+        )
+    if team.generator is not team.policy and not recomputed:
+        raise UserError(
+            "Another engine writes the answers, so its log-probs are not the policy's. Set "
+            "rollout.recompute=true, and a correction in objective.changes for what is left between the two."
+        )

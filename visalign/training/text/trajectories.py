@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A judged rollout as the core takes it: what policy, reference and value function say before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core import Objective, Trajectories, filter_overlong
+from visalign.errors import UserError
+from visalign.seeds import sample_seed
+from visalign.text import Sampling, TextRollout
+from visalign.training.loop.judging import judge
+
+from .settings import TextRolloutSettings
+from .team import TextTeam
+
+
+def needs_reference(objective: Objective) -> bool:
+    """Whether a loss asks for the policy before training."""
+    return bool(objective.kl or objective.kl_in_reward or objective.surrogate == "flow_balance")
+
+
+def trajectories_of(
+    team: TextTeam,
+    rollout: TextRollout,
+    reward: Tensor,
+    valid: Tensor,
+    iteration: int,
+    settings: TextRolloutSettings,
+    objective: Objective,
+    records: Mapping[Hashable, Mapping[str, Any]],
+) -> Trajectories:
+    """The rollout as the core takes it, with whatever the objective asks for.
+
+    Args:
+        team: who is asked.
+        rollout: B answers.
+        reward: [B].
+        valid: [B] bool, False where the reward failed.
+        iteration: iterations finished, for the draws of Clip-Cov.
+        settings: how the answers were made.
+        objective: says what is needed.
+        records: group label -> prompt record, for ReMax's greedy answers.
+
+    Raises:
+        RewardFailure: ReMax's greedy answers came back with another number of scores.
+    """
+    policy, more = team.policy, {}
+    if needs_reference(objective):
+        with policy.reference():
+            more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
+    has_value = bool(objective.value) or objective.advantage == "gae"
+    recompute = settings.recompute or objective.correction is not None
+    if recompute or (has_value and team.value_model is None):
+        now = policy.log_probs(rollout)
+        if recompute:
+            more["old_log_prob"] = now.log_prob.cpu()
+            more["entropy"] = now.entropy.cpu()
+        if has_value and now.value is not None:
+            more["value"] = now.value.cpu()
+    if has_value and team.value_model is not None:
+        more["value"] = team.value_model.values(rollout).cpu()
+    if objective.advantage == "remax":
+        more["greedy_reward"] = _greedy_reward(team, rollout, records, settings)
+    if objective.selection == "clip_cov":
+        generator = torch.Generator().manual_seed(sample_seed(team.seed, "uniform", iteration))
+        more["uniform"] = torch.rand(rollout.weight.shape, generator=generator)
+    if team.process is not None:
+        made = team.process.score_rollout(rollout)
+        more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
+    if settings.truncated == "mask":
+        more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
+    return rollout.trajectories(reward, valid=valid, **more)
+
+
+def engine_gap(trajectories: Trajectories, allowed: float) -> float:
+    """Mean |log π_old − log μ| per token, in nats, between the policy and who wrote the answers.
+
+    Args:
+        trajectories: with recomputed log-probs; 0 without.
+        allowed: largest mean.
+
+    Raises:
+        UserError: more than that.
+    """
+    written, present = trajectories.rollout_log_prob, trajectories.weight != 0
+    if written is None or not bool(present.any()):
+        return 0.0
+    gap = float((trajectories.old_log_prob - written)[present].abs().mean())
+    if not gap <= allowed:
+        raise UserError(
+            f"The log-probs of who wrote the answers are {gap:.3g} nats per token away from the policy's, "
+            f"allowed {allowed:.3g} (rollout.allowed_gap). Likely causes: the server still has other "
+            "weights, other log-probs are reported (start it with processed_logprobs), or another tokenizer."
+        )
+    return gap
+
+
+def _greedy_reward(
+    team: TextTeam,
+    rollout: TextRollout,
+    records: Mapping[Hashable, Mapping[str, Any]],
+    settings: TextRolloutSettings,
+) -> Tensor:
+    """[B] reward of the likeliest answer to each sample's prompt; NaN where it could not be judged."""
+    first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
+    places = list(first.values())
+    asked = [records[label] for label in first]
+    greedy = team.generator.generate(
+        [rollout.prompt[i] for i in places],
+        seeds=[0] * len(places),
+        num_generations=1,
+        sampling=Sampling(temperature=0.0),
+        stop=settings.stopping(),
+        group=list(first),
+    )
+    scores = judge(team.reward, list(greedy.text), asked, what="answers")
+    value = torch.where(scores.valid, scores.value, torch.nan).float().cpu()
+    found = dict(zip(first, value.tolist(), strict=True))
+    return torch.tensor([found[label] for label in rollout.group])
