@@ -36,7 +36,8 @@ class Scores:
     """What one step of `value` means, e.g. "cosine × 100"."""
     std: Tensor | None = None
     """[B] float32 standard deviation in the same unit, or None when the judge gives none; NaN where it is not
-    known, which is no certainty. `visalign.rewards.scorers.units.DEVIATIONS` says what it is in each judge."""
+    known, which is no certainty. `visalign.rewards.scorers.units.DEVIATIONS` says what it is in each
+    judge."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> [B] float32, the terms that `value` was made of."""
     text: Sequence[str] | None = None

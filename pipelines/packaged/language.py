@@ -237,8 +237,8 @@ def language_card(
             "## Training",
             "",
             f"{steps} steps of {batch} fresh records of `visalign.data.text_tasks.tasks`, next-token loss on "
-            f"the solutions. {MISREAD_SHARE:.0%} of the solutions answer a misread problem, with one number of "
-            "it changed: sampling at temperature 1 errs about that often, which leaves reinforcement "
+            f"the solutions. {MISREAD_SHARE:.0%} of the solutions answer a misread problem, with one number "
+            "of it changed: sampling at temperature 1 errs about that often, which leaves reinforcement "
             f"learning room. {seconds / 60:.0f} minutes on {machine()}. Made by `visalign build-assets`.",
             "",
             "## Data",

@@ -85,8 +85,8 @@ def image_rows(items: Sequence[Path], prompt: str | None = None) -> list[ImageRo
     Args:
         items: Image files; folders, whose images may have their prompts beside them (`cat.png`, `cat.txt`);
             tables (`visalign.data.sets.tables.READERS`) with the columns image, prompt and, if wanted,
-            metadata (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold the
-            pictures.
+            metadata (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold
+            the pictures.
         prompt: Of all images of files and folders, and of table rows that have none.
 
     Returns:

@@ -78,9 +78,9 @@ def rank(
 
     A pointwise judge (one with `score`) orders by its mean, with mean ± z std as interval. A pairwise judge
     (`compare` alone) is asked in rounds of at most n/2 calls (`visalign.core.preference.pairing`), and the
-    scores, the position bias and the intervals come from one fit (`visalign.core.preference.ranking`); a failed
-    call counts as a call and says nothing. A judge that offers both is asked for scores; wrap it to have it
-    compare.
+    scores, the position bias and the intervals come from one fit (`visalign.core.preference.ranking`); a
+    failed call counts as a call and says nothing. A judge that offers both is asked for scores; wrap it to
+    have it compare.
 
     Args:
         images: n images in any accepted form.

@@ -37,8 +37,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.reward_servers import serving  # noqa: E402
-from visalign.rewards import load_judge  # noqa: E402
+from tests.support.reward_servers import serving
+from visalign.rewards import load_judge
 from visalign.rewards.serve.client import RemoteReward, read_pictures
 from visalign.rewards.serve.server import judge_server
 from visalign.rewards.serve.wire import JudgeRequest, pack_request, unpack_request

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from visalign.data.shapes.preferences import ShapesPreferences
-from visalign.rewards import load_reward  # noqa: E402
+from visalign.rewards import load_reward
 from visalign.rewards.cache.reward import CachedReward
 from visalign.rewards.cache.store import ScoreCache
 

@@ -41,6 +41,7 @@ from visalign.rewards.serve.worker import JudgeWorker, WorkerDied, WorkerTimeout
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
+ROOT = Path(__file__).resolve().parents[3]
 HOME = f"{ROOT / 'tests/support/reward_servers.py'}:Habits"
 WIDE = torch.zeros(3, 20, 30, dtype=torch.uint8)
 LEVELS = torch.randint(0, 256, (6, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

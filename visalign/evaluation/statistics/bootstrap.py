@@ -143,7 +143,7 @@ def ratio_draws(
 
 
 def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
-    """Percentile interval of one number, widened for few clusters as in `visalign.evaluation.statistics.intervals`.
+    """Percentile interval of one number, widened for few clusters as in `intervals`.
 
     Args:
         estimate: The number on the whole sample.

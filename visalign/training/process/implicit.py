@@ -2,8 +2,9 @@
 """Training an implicit process reward model: outcome labels alone, through the log-ratio to the reference.
 
 q = β Σ_t (log π_φ − log π_ref)(y_t) is the log-odds that an answer is right; cross-entropy on it moves π_φ,
-and the terms of the sum become rewards of tokens (`visalign.rewards.text.implicit_process_reward`). PRIME does so
-once per RL step on the rollout of the policy, with the same optimiser throughout: give `optimizer`, epochs=1.
+and the terms of the sum become rewards of tokens (`visalign.rewards.text.implicit_process_reward`). PRIME
+does so once per RL step on the rollout of the policy, with the same optimizer throughout: give `optimizer`,
+epochs=1.
 
 Sources: Yuan et al., "Free process rewards without process labels", arXiv 2412.01981, section 3; Cui et al.,
     PRIME, arXiv 2502.01456.
