@@ -240,9 +240,9 @@ def _sde_step() -> str:
     x, v, noise = torch.randn(3, 4, 8, 8, 8, generator=generator)
     step = sde_step(x, v, 0.8, 0.7, schedule="flow", level=0.7)
     x_next = step.sample(noise).bfloat16()
-    old = step.log_prob(x_next, event_norm="sum")
+    old = step.log_prob(x_next, log_prob_reduction="sum")
     rows = [sde_step(x[i : i + 1], v[i : i + 1], 0.8, 0.7, schedule="flow", level=0.7) for i in range(4)]
-    new = torch.cat([row.log_prob(x_next[i : i + 1], event_norm="sum") for i, row in enumerate(rows)])
+    new = torch.cat([row.log_prob(x_next[i : i + 1], log_prob_reduction="sum") for i, row in enumerate(rows)])
     worst = float((new - old).exp().sub(1).abs().max())
     if not worst < 1e-3:
         raise UserError(f"replayed one by one, a step's ratio is off 1 by {worst:.1e}. Report this.")

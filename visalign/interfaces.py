@@ -171,7 +171,7 @@ class DiffusionPolicy(Protocol):
         """Images [B, 3, H, W] float32 in [0, 1]."""
         ...
 
-    def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
+    def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
         """The time grid [steps + 1], float32, from 1 down to 0."""
         ...
 
@@ -180,7 +180,7 @@ class DiffusionPolicy(Protocol):
         ...
 
     def trainable_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Names and parameters that the optimiser moves, in a fixed order."""
+        """Names and parameters that the optimizer moves, in a fixed order."""
         ...
 
     def save(self, folder: Path) -> None:

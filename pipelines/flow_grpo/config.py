@@ -16,7 +16,7 @@ from visalign.pipelines.shared.sections import (
     check_dtype,
 )
 from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 
 from .win_rates import ComparisonConfig
@@ -110,14 +110,14 @@ class FlowGRPOConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """The prompts."""
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
-    """What is optimised."""
+    """What is optimized."""
     comparison: ComparisonConfig | None = None
-    """Optimise win rates inside each group instead of scores (the pipeline pref_grpo); null: the scores."""
+    """Optimize win rates inside each group instead of scores (the pipeline pref_grpo); null: the scores."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """How samples are made."""
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     """The loss."""
-    optimiser: OptimiserSettings = field(default_factory=OptimiserSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     """How the weights move."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """What is measured before, on the way, and after."""

@@ -31,7 +31,7 @@ class Inputs:
     rewards: Mapping[str, PointwiseReward]
     """label -> reward to report on held-out pictures: all that can judge one picture by itself."""
     reward: PointwiseReward
-    """The sum that is optimised."""
+    """The sum that is optimized."""
     strata: list[str] | None
     """Label per training record, with data.balance."""
     seen: int

@@ -122,7 +122,11 @@ def _build(config: FlowGRPOConfig, output: Path) -> _Job:
     inputs = prepare(config, accelerator.num_processes)
     policy = build_policy(config.model, accelerator.device, config.seed)
     measure = build_evaluator(
-        config.evaluation, policy, inputs.rewards, steps=config.rollout.steps, grid=config.rollout.grid
+        config.evaluation,
+        policy,
+        inputs.rewards,
+        steps=config.rollout.steps,
+        timestep_schedule=config.rollout.timestep_schedule,
     )
     some = evenly(inputs.heldout, config.evaluation.prompts_on_the_way)
     trainer = FlowGRPOTrainer(
@@ -131,7 +135,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> _Job:
         inputs.records,
         rollout=config.rollout,
         objective=config.objective,
-        optimiser=config.optimiser,
+        optimizer=config.optimizer,
         keeping=Keeping(
             folder=output,
             iterations=config.run.iterations,

@@ -53,7 +53,7 @@ def build_evaluator(
     rewards: Mapping[str, PointwiseReward],
     *,
     steps: int,
-    grid: str,
+    timestep_schedule: str,
 ) -> Callable[..., HeldoutResult]:
     """A function of (records, seeds) that evaluates the policy with the weights it has."""
 
@@ -65,7 +65,7 @@ def build_evaluator(
             rewards,
             records,
             seeds=seeds,
-            sigmas=policy.sigmas(config.steps or steps, grid=grid),
+            sigmas=policy.sigmas(config.steps or steps, timestep_schedule=timestep_schedule),
             batch_size=config.batch_size,
             correctness=config.correctness,
         )

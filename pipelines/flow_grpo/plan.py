@@ -35,7 +35,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     """
     import os
 
-    rollout, optimiser = config.rollout, config.optimiser
+    rollout, optimizer = config.rollout, config.optimizer
     world = int(os.environ.get("WORLD_SIZE", "1"))
     inputs = prepare(config, world)
     heldout = inputs.heldout
@@ -50,14 +50,14 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
             "training_prompts": len(inputs.records),
             "images_per_iteration": images,
             "pairs_per_iteration": pairs,
-            "updates_per_iteration": optimiser.updates_per_iteration,
-            "pairs_per_update": pairs / optimiser.updates_per_iteration,
+            "updates_per_iteration": optimizer.updates_per_iteration,
+            "pairs_per_update": pairs / optimizer.updates_per_iteration,
             "micro_batches_per_update": math.ceil(
-                pairs / world / optimiser.updates_per_iteration / optimiser.micro_batch
+                pairs / world / optimizer.updates_per_iteration / optimizer.micro_batch
             ),
             "iterations": config.run.iterations,
             "images": images * config.run.iterations,
-            "updates": optimiser.updates_per_iteration * config.run.iterations,
+            "updates": optimizer.updates_per_iteration * config.run.iterations,
         },
         "cost": {"forward_equivalents_per_image": planned_cost(config)},
         "evaluation": {

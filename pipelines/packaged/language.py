@@ -95,7 +95,7 @@ def train_language(
 
     Args:
         work: folder of the resumable state, `language.pt`.
-        steps: optimiser steps.
+        steps: optimizer steps.
         batch: records per step; record n of the corpus is the same in every run of a seed.
         seed: of weights and corpus.
         resume: go on from a saved state.

@@ -100,7 +100,7 @@ class Average:
 
 @dataclass(kw_only=True)
 class Stage:
-    """One training loop: module, optimisers, schedule, saved state."""
+    """One training loop: module, optimizers, schedule, saved state."""
 
     name: str
     module: nn.Module

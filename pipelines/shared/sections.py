@@ -54,7 +54,7 @@ class RewardTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardsConfig:
-    """The sum that is optimised."""
+    """The sum that is optimized."""
 
     terms: dict[str, RewardTerm] = field(default_factory=lambda: {"shapes_verifier": RewardTerm()})
     """label -> term."""

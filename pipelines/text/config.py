@@ -16,7 +16,7 @@ from visalign.pipelines.shared.sections import (
     check_correctness,
     check_dtype,
 )
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 
@@ -172,7 +172,7 @@ class TextConfig:
     data: TextDataConfig = field(default_factory=TextDataConfig)
     """The prompts."""
     rewards: RewardsConfig = field(default_factory=lambda: RewardsConfig(terms={"task_answer": RewardTerm()}))
-    """What is optimised."""
+    """What is optimized."""
     rollout: TextRolloutSettings = field(default_factory=TextRolloutSettings)
     """How answers are made."""
     process: ProcessConfig | None = None
@@ -183,8 +183,8 @@ class TextConfig:
     """Dynamic sampling."""
     objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
     """The loss."""
-    optimiser: OptimiserSettings = field(
-        default_factory=lambda: OptimiserSettings(
+    optimizer: OptimizerSettings = field(
+        default_factory=lambda: OptimizerSettings(
             lr=1e-5, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
         )
     )

@@ -48,7 +48,7 @@ def _build(config: TextConfig, output: Path) -> TextJob:
         inputs.records,
         rollout=config.rollout,
         objective=config.objective,
-        optimiser=config.optimiser,
+        optimizer=config.optimizer,
         dynamic=config.dynamic,
         keeping=keeping_of(config, output),
         seed=config.seed,
@@ -80,7 +80,7 @@ def plan(config: TextConfig) -> dict[str, Any]:
     Raises:
         UserError: something in the configuration cannot be used.
     """
-    inputs, rollout, pace = prepare(config), config.rollout, config.optimiser
+    inputs, rollout, pace = prepare(config), config.rollout, config.optimizer
     answers = rollout.prompts_per_iteration * rollout.group_size
     updates = config.objective.epochs * pace.updates_per_iteration
     objective = config.objective.build(max_new_tokens=rollout.max_new_tokens)

@@ -40,7 +40,7 @@ class TextInputs:
     rewards: Mapping[str, Any]
     """label -> reward, those that are trained on and those that are only reported."""
     reward: Any
-    """The sum that is optimised."""
+    """The sum that is optimized."""
     written: Records | None
     """Given answers for the ptx term, each with prompt and completion."""
 

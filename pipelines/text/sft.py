@@ -41,7 +41,7 @@ def _build(config: TextSFTConfig, output: Path) -> TextJob:
     trainer = SFTTrainer(
         policy,
         WrittenBatches(policy, fitting, size=config.data.batch, seed=config.seed),
-        optimiser=config.optimiser,
+        optimizer=config.optimizer,
         keeping=keeping_of(config, output),
         accelerator=accelerator,
         evaluate=lambda _: heldout_metrics(measure(inputs.some, config.evaluation.seeds[:1])),
@@ -74,7 +74,7 @@ def plan(config: TextSFTConfig) -> dict[str, Any]:
     Raises:
         UserError: something in the configuration cannot be used.
     """
-    inputs, pace, length = prepare_sft(config), config.optimiser, config.run.iterations
+    inputs, pace, length = prepare_sft(config), config.optimizer, config.run.iterations
     updates = length * pace.updates_per_iteration
     visits = length // config.evaluation.every if config.evaluation.every else 0
     first = len(config.evaluation.seeds) + 1  # one more is greedy

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from visalign.errors import UserError, suggestion
 from visalign.pipelines.shared.sections import RunConfig, at_least
 from visalign.text import Sampling, Stop
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 
 from .config import TextEvaluationConfig, TextModelConfig
 
@@ -92,8 +92,8 @@ class TextSFTConfig:
     """The language model."""
     data: AnswersDataConfig = field(default_factory=AnswersDataConfig)
     """The answers."""
-    optimiser: OptimiserSettings = field(
-        default_factory=lambda: OptimiserSettings(
+    optimizer: OptimizerSettings = field(
+        default_factory=lambda: OptimizerSettings(
             lr=1e-4, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
         )
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from visalign.data.shapes.preferences import KINDS
 from visalign.errors import UserError, suggestion
 from visalign.pipelines.shared.sections import LoraConfig, RunConfig, at_least, check_dtype
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
 
 from .unused_settings import refuse_unused
@@ -188,7 +188,7 @@ class TrainRewardConfig:
     """The labels."""
     objective: RewardObjectiveSettings = field(default_factory=RewardObjectiveSettings)
     """The loss."""
-    optimiser: RewardOptimiserSettings = field(default_factory=RewardOptimiserSettings)
+    optimizer: RewardOptimizerSettings = field(default_factory=RewardOptimizerSettings)
     """How the weights move."""
     evaluation: RewardEvaluationConfig = field(default_factory=RewardEvaluationConfig)
     """What is measured."""

@@ -104,7 +104,7 @@ def _trainer(
         judge,
         ExampleBatches(inputs.train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed),
         objective=config.objective,
-        optimiser=config.optimiser,
+        optimizer=config.optimizer,
         keeping=keeping,
         accelerator=accelerator,
         seed=config.seed,
@@ -207,7 +207,7 @@ def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
         UserError: something in the configuration or the data cannot be used.
     """
     inputs = prepare_reward(config)
-    updates = config.run.iterations * config.optimiser.updates_per_iteration
+    updates = config.run.iterations * config.optimizer.updates_per_iteration
     seen = updates * config.data.batch
     return {
         "examples": {

@@ -25,7 +25,7 @@ class Ensemble:
     """value = mean | min | mean − λ s | mean − λ s² over the members, s their standard deviation.
 
     "min" is the most careful member, "lower_bound" the lower confidence bound, "uwo" the uncertainty-weighted
-    optimisation of Coste et al.; all as seen by one for whom higher is better (where lower is better, "min"
+    optimization of Coste et al.; all as seen by one for whom higher is better (where lower is better, "min"
     is the largest and the penalty is added).
 
     `Scores.std` is the total by the law of total variance: √(mean of the members' own variances (aleatoric)

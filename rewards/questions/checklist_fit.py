@@ -57,7 +57,7 @@ def fit_weights(
 
     Raises:
         ValueError: shapes that do not fit, a label outside [0, 1], a negative weight or penalty, no pair that
-            can be used, or an optimiser that did not arrive.
+            can be used, or an optimizer that did not arrive.
 
     VisionReward, arXiv 2412.21059, section 3; the solver is L-BFGS-B (Byrd et al. 1995).
     """

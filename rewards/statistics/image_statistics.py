@@ -100,7 +100,7 @@ class Contrast:
 
 
 class Saturation:
-    """Mean saturation; rises with CLIP-type rewards that are over-optimised."""
+    """Mean saturation; rises with CLIP-type rewards that are over-optimized."""
 
     name = "saturation"
     unit = "mean HSV saturation"

@@ -17,7 +17,7 @@ _BLOCK = 1 << 18
 def weight_state(module: nn.Module) -> int:
     """A number that is another one after a weight was changed in place, replaced, added or moved.
 
-    Every change in place, an optimiser's step too, counts up the version of its tensor. Tensors that were
+    Every change in place, an optimizer's step too, counts up the version of its tensor. Tensors that were
     made in inference mode have none, and a change that `.data` hides is not seen either.
 
     Args:

@@ -50,13 +50,13 @@ class IntegerStorage(SD3Policy):
 
 
 class ShortGrid(SD3Policy):
-    def sigmas(self, steps, *, grid="diffusers"):
-        return super().sigmas(steps, grid=grid)[:-1]
+    def sigmas(self, steps, *, timestep_schedule="diffusers"):
+        return super().sigmas(steps, timestep_schedule=timestep_schedule)[:-1]
 
 
 class RisingGrid(SD3Policy):
-    def sigmas(self, steps, *, grid="diffusers"):
-        return super().sigmas(steps, grid=grid).flip(0)
+    def sigmas(self, steps, *, timestep_schedule="diffusers"):
+        return super().sigmas(steps, timestep_schedule=timestep_schedule).flip(0)
 
 
 class DoubleVelocity(SD3Policy):

@@ -45,8 +45,8 @@ COMMON = (
     "rollout.prompts_per_iteration=32",
     "rollout.group_size=8",
     "rollout.max_new_tokens=96",
-    "optimiser.lr=1e-4",
-    "optimiser.micro_batch=64",
+    "optimizer.lr=1e-4",
+    "optimizer.micro_batch=64",
     "run.device=cpu",
 )
 ENTROPY = {
@@ -80,7 +80,7 @@ def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
     for name, overrides in ENTROPY.items():
         runs = []
         for seed in seeds:
-            more = (f"seed={seed}", f"run.iterations={iterations}", "optimiser.updates_per_iteration=4")
+            more = (f"seed={seed}", f"run.iterations={iterations}", "optimizer.updates_per_iteration=4")
             summary, records = train([*overrides, *more], folder / f"{name}_{seed}")
             runs.append((summary, records))
         first = [r[0]["entropy"] for _, r in runs]
@@ -108,7 +108,7 @@ def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int 
         found = []
         for seed in seeds:
             more = (f"seed={seed}", f"run.iterations={iterations}", tasks, "data.size=640")
-            more += ("optimiser.updates_per_iteration=2",)
+            more += ("optimizer.updates_per_iteration=2",)
             train([*overrides, *more], folder / f"{name}_{seed}")
             found.append(_distinct(folder / f"{name}_{seed}" / "model", records, samples))
         keys = found[0]
@@ -145,7 +145,7 @@ def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str,
     """Spread of log-ratios by length of the answer, after GRPO steps away from the policy that sampled."""
     collected: list[tuple[float, float, float]] = []
     for seed in seeds:
-        more = (f"seed={seed}", f"run.iterations={iterations}", "optimiser.updates_per_iteration=4")
+        more = (f"seed={seed}", f"run.iterations={iterations}", "optimizer.updates_per_iteration=4")
         train(["objective.algorithm=grpo", *more], folder / f"ratio_{seed}")
         base = build_text_policy(TextModelConfig(), torch.device("cpu"), 0)
         moved_to = TextModelConfig(path=str(folder / f"ratio_{seed}" / "model"))

@@ -7,7 +7,7 @@
 
 TRL is optional: pip install trl==1.16.0. Without it our own numbers are printed alone.
 
-A step is P prompts answered G times, judged, and the optimiser updates on these answers. Both sides run in
+A step is P prompts answered G times, judged, and the optimizer updates on these answers. Both sides run in
 one command, each in a process of its own that waits while the other works; steps alternate, so that both see
 the same machine. The same for both: model folder in float32, prompts of each step (their token ids are
 compared), G, length limit, end tokens, temperature 1 without top-k and top-p, reward, answers per generation
@@ -184,7 +184,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, help="G, answers per prompt (default 8)")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="tokens of an answer at most")
     parser.add_argument("--micro", type=int, default=32, help="answers per backward pass (default 32)")
-    parser.add_argument("--updates", type=int, default=1, help="optimiser updates per step (default 1)")
+    parser.add_argument("--updates", type=int, default=1, help="optimizer updates per step (default 1)")
     parser.add_argument("--beta", type=float, default=0.0, help="KL to the reference (default 0: none)")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate; small, so that lengths stay")
     parser.add_argument(

@@ -30,7 +30,7 @@ from visalign.data.text_tasks.tasks import text_tasks
 from visalign.interfaces import Scores
 from visalign.rewards.text.tasks import TaskAnswer
 from visalign.training.loop.loop import Keeping
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.text.settings import TextObjectiveSettings, TextRolloutSettings
 from visalign.training.text.trainer import TextTrainer
@@ -137,7 +137,7 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
             max_new_tokens=options.max_new_tokens,
         ),
         objective=TextObjectiveSettings(algorithm="grpo", changes={"kl": options.beta}),
-        optimiser=OptimiserSettings(
+        optimizer=OptimizerSettings(
             lr=options.lr,
             weight_decay=0.0,
             updates_per_iteration=options.updates,

@@ -9,7 +9,7 @@ Transformer work is what the algorithm cannot do without, and nothing else:
   rollout, with gradient in the update;
 * in the backward pass, the time from the gradient's arrival at the transformer's output to the pass's end.
 All the rest of an iteration's wall-clock time is outside: text encoders, noise, the steps' arithmetic,
-decoding, reward, advantages, the loss and its own backward, optimiser, averages, metrics. Evaluation and
+decoding, reward, advantages, the loss and its own backward, optimizer, averages, metrics. Evaluation and
 checkpoints are no part of a step and are left out. Shares are taken within each iteration and the median over
 the iterations is printed, so that a busy machine moves the seconds more than the shares.
 """
@@ -57,7 +57,7 @@ class Stopwatch:
             (trainer.ema, "update"),
             (nn.utils, "clip_grad_norm_"),
         ):
-            self._watch(owner, method, "optimiser")
+            self._watch(owner, method, "optimizer")
 
     @staticmethod
     def now() -> float:
@@ -100,15 +100,15 @@ class Stopwatch:
 def phases(record: Mapping[str, Any], watched: Mapping[str, float]) -> dict[str, float]:
     """Seconds per row of the table; they add up to those of the iteration."""
     forward, both = (watched.get(name, 0.0) for name in WORK)
-    optimiser = watched.get("optimiser", 0.0)
+    optimizer = watched.get("optimizer", 0.0)
     return {
         WORK[0]: forward,
         WORK[1]: both,
         "decode": record["seconds/decode"],
         "reward": record["seconds/reward"],
-        "optimiser, clipping, averages": optimiser,
+        "optimizer, clipping, averages": optimizer,
         "rest of the rollout: prompts, noise, steps": record["seconds/rollout"] - forward,
-        "rest of the update: pairs, loss, statistics": record["seconds/update"] - both - optimiser,
+        "rest of the update: pairs, loss, statistics": record["seconds/update"] - both - optimizer,
         "rest: sampler, advantages, metrics": record["seconds/other"],
     }
 

@@ -34,7 +34,7 @@ from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
 from visalign.training.loop.loop import Keeping
 from visalign.training.reward.batch import Outputs, RewardBatch
 from visalign.training.reward.heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
 from visalign.training.reward.trainer import RewardTrainer
 
@@ -194,7 +194,7 @@ def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: i
             judge,
             train,
             objective=RewardObjectiveSettings(task=task, smoothing=0.0, samples=1000),
-            optimiser=RewardOptimiserSettings(
+            optimizer=RewardOptimizerSettings(
                 lr=lr,
                 warmup_updates=50,
                 decay_updates=updates,

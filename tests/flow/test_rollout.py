@@ -39,7 +39,7 @@ KERNELS = [
 
 
 def run(policy: DiffusionPolicy, **settings) -> Trajectory:
-    settings = {"sigmas": GRID, "noise_steps": (0, 2, 3), "seeds": SEEDS} | settings
+    settings = {"sigmas": GRID, "sde_steps": (0, 2, 3), "seeds": SEEDS} | settings
     return rollout(policy, CONDITION, **settings)
 
 
@@ -62,14 +62,14 @@ def test_the_test_policies_satisfy_the_protocol():
     assert isinstance(GaussianPolicy(), DiffusionPolicy) and isinstance(LinearPolicy(), DiffusionPolicy)
 
 
-@pytest.mark.parametrize(("schedule", "level", "form"), KERNELS)
-def test_trajectory_is_consistent(schedule, level, form):
+@pytest.mark.parametrize(("schedule", "noise_level", "form"), KERNELS)
+def test_trajectory_is_consistent(schedule, noise_level, form):
     policy = LinearPolicy(storage_dtype=torch.bfloat16)
-    found = run(policy, schedule=schedule, level=level, log_prob=form)
+    found = run(policy, schedule=schedule, noise_level=noise_level, log_prob=form)
     assert found.x.shape == found.x_next.shape == found.mean.shape == (5, 3, 2, 3, 3)
     assert found.x.dtype == found.x_next.dtype == found.latents.dtype == torch.bfloat16
     assert found.log_prob.dtype == found.mean.dtype == found.std.dtype == found.sigma.dtype == torch.float32
-    assert found.log_prob.shape == found.std.shape == (5, 3) and found.noise_steps == (0, 2, 3)
+    assert found.log_prob.shape == found.std.shape == (5, 3) and found.sde_steps == (0, 2, 3)
     assert torch.equal(found.sigma, GRID[[0, 2, 3]]) and torch.equal(found.sigma_next, GRID[[1, 3, 4]])
     assert torch.equal(found.x[:, 2], found.x_next[:, 1])  # steps 2 and 3 are neighbours
     assert torch.equal(found.x[:, 0], initial_noise(SEEDS, (2, 3, 3)).bfloat16())
@@ -95,11 +95,17 @@ def test_steps_between_noise_steps_are_euler_steps():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("event_norm", ["mean", "sum"])
-@pytest.mark.parametrize(("schedule", "level", "form"), KERNELS)
-def test_replay_under_unchanged_weights_has_ratio_one(dtype, event_norm, schedule, level, form):
+@pytest.mark.parametrize("log_prob_reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("schedule", "noise_level", "form"), KERNELS)
+def test_replay_under_unchanged_weights_has_ratio_one(dtype, log_prob_reduction, schedule, noise_level, form):
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=dtype)
-    found = run(policy, schedule=schedule, level=level, log_prob=form, event_norm=event_norm)
+    found = run(
+        policy,
+        schedule=schedule,
+        noise_level=noise_level,
+        log_prob=form,
+        log_prob_reduction=log_prob_reduction,
+    )
     pairs, stats = replay_all(policy, found)
     assert torch.equal(
         stats.log_prob, pairs.log_prob
@@ -112,7 +118,7 @@ def test_replay_under_unchanged_weights_has_ratio_one(dtype, event_norm, schedul
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_network_ratio_is_one_within_the_bound_in_other_batches(dtype):
     policy = LinearPolicy(storage_dtype=dtype)
-    found = run(policy, batch_size=2, noise_steps=range(5))
+    found = run(policy, batch_size=2, sde_steps=range(5))
     for batch_size in (1, 7, None):
         check = ratio_check(policy, CONDITION, found, batch_size=batch_size)
         assert check.max_abs_log_ratio <= 2e-6 < check.bound == 1e-5
@@ -120,7 +126,7 @@ def test_network_ratio_is_one_within_the_bound_in_other_batches(dtype):
 
 def test_last_flow_step_can_be_replayed():
     policy = LinearPolicy()
-    found = run(policy, noise_steps=[5])
+    found = run(policy, sde_steps=[5])
     assert bool(torch.isfinite(found.log_prob).all()) and found.sigma_next.tolist() == [0.0]
     assert torch.equal(found.latents, found.x_next[:, 0])
 
@@ -151,21 +157,21 @@ def test_check_log_ratio():
 
 def test_default_bound_is_per_dimension():
     policy = LinearPolicy()
-    assert ratio_check(policy, CONDITION, run(policy, event_norm="sum")).bound == pytest.approx(18e-5)
+    assert ratio_check(policy, CONDITION, run(policy, log_prob_reduction="sum")).bound == pytest.approx(18e-5)
 
 
 def test_ratio_check_refuses_what_it_cannot_check():
     policy = LinearPolicy()
     with pytest.raises(ValueError, match="at least one stochastic step"):
-        ratio_check(policy, CONDITION, run(policy, noise_steps=()))
+        ratio_check(policy, CONDITION, run(policy, sde_steps=()))
     with pytest.raises(ValueError, match="rollout's condition, 5 samples; got 2"):
         ratio_check(policy, CONDITION.select(torch.arange(2)), run(policy))
 
 
-@pytest.mark.parametrize(("schedule", "level", "form"), KERNELS)
-def test_replay_gradient_equals_finite_differences(schedule, level, form):
+@pytest.mark.parametrize(("schedule", "noise_level", "form"), KERNELS)
+def test_replay_gradient_equals_finite_differences(schedule, noise_level, form):
     policy = LinearPolicy(storage_dtype=torch.float64, shape=(1, 2, 2))
-    found = run(policy, schedule=schedule, level=level, log_prob=form)
+    found = run(policy, schedule=schedule, noise_level=noise_level, log_prob=form)
     weight = policy.network.weight
     weight.data += 0.05 * torch.randn(
         weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype
@@ -197,7 +203,7 @@ def test_a_sample_does_not_depend_on_its_batch(schedule):
         policy,
         CONDITION.select(order),
         sigmas=GRID,
-        noise_steps=(0, 2, 3),
+        sde_steps=(0, 2, 3),
         schedule=schedule,
         seeds=torch.tensor(SEEDS)[order],
     )
@@ -207,14 +213,14 @@ def test_a_sample_does_not_depend_on_its_batch(schedule):
 @pytest.mark.parametrize("window", [(2,), (0, 2), (1, 2, 4)])
 def test_the_noise_of_a_step_does_not_depend_on_the_window(window):
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float64)
-    found = run(policy, noise_steps=window)
+    found = run(policy, sde_steps=window)
     s = window.index(2)
     noise = (found.x_next[:, s] - found.mean[:, s]) / found.std[:, s].view(-1, 1, 1, 1)
     torch.testing.assert_close(noise.float(), step_noise(SEEDS, 2, (2, 3, 3)), rtol=1e-5, atol=1e-5)
 
 
 def test_quadratic_log_prob_is_stored_under_its_name():
-    found = run(LinearPolicy(), schedule="cps", level=0.8, log_prob="quadratic")
+    found = run(LinearPolicy(), schedule="cps", noise_level=0.8, log_prob="quadratic")
     expected = -(found.x_next - found.mean).square().flatten(2).mean(2)
     torch.testing.assert_close(found.log_prob, expected)
     assert found.kernel.log_prob == "quadratic"
@@ -228,7 +234,7 @@ def test_same_seeds_same_run_and_other_seeds_another():
 
 def test_deterministic_rollout_needs_no_noise_and_counts_its_forwards():
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
-    ode = run(policy, noise_steps=())
+    ode = run(policy, sde_steps=())
     assert ode.x.shape == (5, 0, 2, 3, 3) and ode.log_prob.shape == (5, 0) and ode.kernel.schedule == "none"
     assert policy.forward_count.forward == 5 * 6
     noise = initial_noise(SEEDS, (2, 3, 3))
@@ -248,8 +254,8 @@ def test_initial_noise_can_be_shared_while_step_noise_differs():
 def test_rollout_samples_the_data_distribution():
     policy = GaussianPolicy(latent_shape=(1, 8, 8), storage_dtype=torch.float32)
     condition = Shift(torch.zeros(100))
-    for noise_steps in ((), range(40)):
-        found = rollout(policy, condition, sigmas=time_grid(40), noise_steps=noise_steps, seeds=range(100))
+    for sde_steps in ((), range(40)):
+        found = rollout(policy, condition, sigmas=time_grid(40), sde_steps=sde_steps, seeds=range(100))
         assert (
             abs(found.latents.mean() - policy.mean) < 0.02 and abs(found.latents.std() - policy.scale) < 0.02
         )
@@ -259,7 +265,7 @@ def test_sigma_max_is_the_second_level_unless_given():
     policy = LinearPolicy()
     assert run(policy).kernel.sigma_max == GRID[1].item()
     chosen = run(policy, sigma_max=0.99)
-    assert chosen.kernel == Kernel(schedule="flow", level=0.7, sigma_max=0.99)
+    assert chosen.kernel == Kernel(schedule="flow", noise_level=0.7, sigma_max=0.99)
     assert chosen.std[0, 0] == pytest.approx(0.7 * 10 * math.sqrt(1 - GRID[1].item()), rel=1e-4)
 
 
@@ -272,7 +278,7 @@ def test_any_window_replays_with_ratio_one(data, steps, schedule):
     found = run(
         policy,
         sigmas=time_grid(steps, shift=2.0),
-        noise_steps=window,
+        sde_steps=window,
         schedule=schedule,
         batch_size=batch_size,
     )
@@ -282,14 +288,14 @@ def test_any_window_replays_with_ratio_one(data, steps, schedule):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise_steps": (0, 6)}, r"noise_steps \[0, 6\] leave the range.*6 steps, 0 to 5"),
-        ({"noise_steps": (-1, 2)}, r"noise_steps \[-1, 2\] leave the range"),
-        ({"noise_steps": (1, 1)}, r"noise_steps \[1, 1\] name a step twice"),
-        ({"noise_steps": (2, 1)}, r"noise_steps \[2, 1\] are not sorted"),
-        ({"schedule": "cps", "noise_steps": (5,)}, "CPS adds no noise in the last step .step 5"),
-        ({"schedule": "cps", "level": 0.0}, 'Schedule "cps" at level 0.0 adds no noise in step 0'),
+        ({"sde_steps": (0, 6)}, r"sde_steps \[0, 6\] leave the range.*6 steps, 0 to 5"),
+        ({"sde_steps": (-1, 2)}, r"sde_steps \[-1, 2\] leave the range"),
+        ({"sde_steps": (1, 1)}, r"sde_steps \[1, 1\] name a step twice"),
+        ({"sde_steps": (2, 1)}, r"sde_steps \[2, 1\] are not sorted"),
+        ({"schedule": "cps", "sde_steps": (5,)}, "CPS adds no noise in the last step .step 5"),
+        ({"schedule": "cps", "noise_level": 0.0}, 'Schedule "cps" at level 0.0 adds no noise in step 0'),
         ({"schedule": "none"}, 'Schedule "none" .* adds no noise'),
-        ({"level": 0.0}, 'Schedule "flow" at level 0.0 adds no noise in step 0'),
+        ({"noise_level": 0.0}, 'Schedule "flow" at level 0.0 adds no noise in step 0'),
         ({"schedule": "edm"}, 'Unknown noise schedule "edm"'),
         ({"sigmas": torch.tensor([1.0, 0.5])}, "fall strictly from at most 1 down to 0; got .1.0, 0.5"),
         ({"sigmas": torch.tensor([1.0, 0.5, 0.5, 0.0])}, "fall strictly"),
@@ -312,7 +318,7 @@ def test_an_empty_condition_and_fractional_steps_are_refused():
     with pytest.raises(ValueError, match="at least one sample"):
         rollout(LinearPolicy(), Shift(torch.zeros(0)), sigmas=GRID, seeds=[])
     with pytest.raises(TypeError, match="integer"):
-        run(LinearPolicy(), noise_steps=(0.5,))
+        run(LinearPolicy(), sde_steps=(0.5,))
 
 
 def test_a_rollout_that_diverges_is_refused():

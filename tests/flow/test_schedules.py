@@ -59,9 +59,9 @@ def test_grids_refuse_bad_arguments(make):
 def test_noise_rate_by_hand():
     sigma = torch.tensor([1.0, 0.8, 0.5], dtype=torch.float64)
     expected = 0.7 * torch.tensor([math.sqrt(1 / 0.1), 2.0, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(noise_rate(sigma, 0.9, schedule="flow", level=0.7), expected)
-    assert noise_rate(sigma, 0.9, schedule="dance", level=0.3).tolist() == [0.3, 0.3, 0.3]
-    assert noise_rate(sigma, 0.9, schedule="none", level=0.3).tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(noise_rate(sigma, 0.9, schedule="flow", noise_level=0.7), expected)
+    assert noise_rate(sigma, 0.9, schedule="dance", noise_level=0.3).tolist() == [0.3, 0.3, 0.3]
+    assert noise_rate(sigma, 0.9, schedule="none", noise_level=0.3).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_noise_rate_refuses_bad_arguments():
@@ -69,11 +69,11 @@ def test_noise_rate_refuses_bad_arguments():
     with pytest.raises(
         ValueError, match='Unknown noise schedule "cps": the SDE kernel has flow, dance, none'
     ):
-        noise_rate(sigma, 0.9, schedule="cps", level=0.5)
+        noise_rate(sigma, 0.9, schedule="cps", noise_level=0.5)
     with pytest.raises(ValueError, match=r"noise level must be finite and not negative; got -0.1"):
-        noise_rate(sigma, 0.9, schedule="dance", level=-0.1)
+        noise_rate(sigma, 0.9, schedule="dance", noise_level=-0.1)
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\); got 1.0"):
-        noise_rate(sigma, 1.0, schedule="flow", level=0.7)
+        noise_rate(sigma, 1.0, schedule="flow", noise_level=0.7)
 
 
 def test_sample_seed_is_frozen_and_separates():

@@ -35,7 +35,7 @@ def latents(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> t
 
 def test_flow_step_by_hand():
     x, v = torch.tensor([[2.0]]), torch.tensor([[-1.0]])
-    step = sde_step(x, v, 0.5, 0.25, schedule="flow", level=1.0, sigma_max=0.9)
+    step = sde_step(x, v, 0.5, 0.25, schedule="flow", noise_level=1.0, sigma_max=0.9)
     # s² = 0.5/0.5 = 1, s²/(2σ) = 1, dt = −1/4: μ = 2(1 − 1/4) − (1 + 1/2)(−1/4), std = √(1/4)
     assert step.mean.item() == 1.875 and step.std.tolist() == [0.5]
     assert step.mean.dtype == step.std.dtype == torch.float32
@@ -43,7 +43,7 @@ def test_flow_step_by_hand():
 
 def test_cps_step_by_hand():
     x, v = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[-1.0]], dtype=torch.float64)
-    step = cps_step(x, v, 0.5, 0.25, level=1 / 3)
+    step = cps_step(x, v, 0.5, 0.25, noise_level=1 / 3)
     # x̂0 = 2.5, x̂1 = 1.5; std = sin(30°)/4, kept noise cos(30°)/4
     assert step.mean.item() == pytest.approx(0.75 * 2.5 + 1.5 * math.sqrt(3) / 8, rel=1e-12)
     assert step.std.item() == pytest.approx(0.125, rel=1e-12)
@@ -53,19 +53,19 @@ def test_cps_step_by_hand():
 def test_dance_is_flow_with_equal_noise_rate():
     x, v = latents(3, 4), latents(3, 4, seed=1)
     sigma = torch.tensor([1.0, 0.6, 0.2], dtype=torch.float64)
-    rate = noise_rate(sigma, 0.9, schedule="flow", level=0.7)
-    flow = sde_step(x, v, sigma, sigma - 0.1, schedule="flow", level=0.7, sigma_max=0.9)
+    rate = noise_rate(sigma, 0.9, schedule="flow", noise_level=0.7)
+    flow = sde_step(x, v, sigma, sigma - 0.1, schedule="flow", noise_level=0.7, sigma_max=0.9)
     for row in range(3):
         one = slice(row, row + 1)
         args = (x[one], v[one], sigma[one], sigma[one] - 0.1)
-        dance = sde_step(*args, schedule="dance", level=rate[row].item())
+        dance = sde_step(*args, schedule="dance", noise_level=rate[row].item())
         torch.testing.assert_close(dance.mean, flow.mean[one], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(dance.std, flow.std[one], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["flow", "dance", "cps"])
 def test_rows_of_different_sigma_are_separate_steps(schedule):
-    kernel = Kernel(schedule=schedule, level=LEVELS[schedule], sigma_max=0.95)
+    kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
     x, v, x_next = (latents(3, 2, 2, seed=seed) for seed in range(3))
     sigma = torch.tensor([1.0, 0.6, 0.2], dtype=torch.float64)
     sigma_next = torch.tensor([0.9, 0.3, 0.1], dtype=torch.float64)
@@ -97,13 +97,13 @@ def test_schedule_none_is_the_diffusers_euler_step(steps):
 def test_cps_at_level_zero_and_flow_at_level_zero_are_the_ode():
     x, v = latents(2, 5), latents(2, 5, seed=1)
     ode = sde_step(x, v, 0.7, 0.4, schedule="none").mean
-    torch.testing.assert_close(cps_step(x, v, 0.7, 0.4, level=0.0).mean, ode, rtol=1e-12, atol=1e-12)
-    assert torch.equal(sde_step(x, v, 0.7, 0.4, schedule="flow", level=0.0, sigma_max=0.9).mean, ode)
+    torch.testing.assert_close(cps_step(x, v, 0.7, 0.4, noise_level=0.0).mean, ode, rtol=1e-12, atol=1e-12)
+    assert torch.equal(sde_step(x, v, 0.7, 0.4, schedule="flow", noise_level=0.0, sigma_max=0.9).mean, ode)
 
 
 @pytest.mark.parametrize("schedule", ["flow", "dance", "cps"])
 def test_log_prob_is_torch_distributions(schedule):
-    kernel = Kernel(schedule=schedule, level=LEVELS[schedule], sigma_max=0.95)
+    kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
     step = kernel.step(latents(3, 2, 4), latents(3, 2, 4, seed=1), 0.6, 0.5)
     x_next = latents(3, 2, 4, seed=2)
     expected = torch.distributions.Normal(step.mean, step.std[:, None, None]).log_prob(x_next).flatten(1)
@@ -116,7 +116,7 @@ def test_log_prob_is_torch_distributions(schedule):
 
 @pytest.mark.parametrize("schedule", ["flow", "dance", "cps"])
 def test_mean_ratio_is_one_and_kl_is_the_mean_log_ratio(schedule):
-    kernel = Kernel(schedule=schedule, level=LEVELS[schedule], sigma_max=0.95, event_norm="sum")
+    kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95, log_prob_reduction="sum")
     x, v = latents(1, 3).expand(200_000, 3), latents(1, 3, seed=1).expand(200_000, 3)
     old = kernel.step(x, v, 0.6, 0.5)
     new = kernel.step(x, v + 0.3 * latents(1, 3, seed=2), 0.6, 0.5)
@@ -125,12 +125,12 @@ def test_mean_ratio_is_one_and_kl_is_the_mean_log_ratio(schedule):
     assert log_ratio.std() > 0.05
     error = log_ratio.exp().std() / math.sqrt(200_000)
     assert abs(log_ratio.exp().mean() - 1) < 4 * error
-    kl = gaussian_kl(old.mean[:1], new.mean[:1], old.std[:1], event_norm="sum").item()
+    kl = gaussian_kl(old.mean[:1], new.mean[:1], old.std[:1], log_prob_reduction="sum").item()
     assert abs(-log_ratio.mean() - kl) < 4 * log_ratio.std() / math.sqrt(200_000)
 
 
-@pytest.mark.parametrize(("schedule", "level"), [("none", 0.0), ("flow", 0.7), ("dance", 0.5)])
-def test_sde_and_ode_have_the_marginals_of_the_flow(schedule, level):
+@pytest.mark.parametrize(("schedule", "noise_level"), [("none", 0.0), ("flow", 0.7), ("dance", 0.5)])
+def test_sde_and_ode_have_the_marginals_of_the_flow(schedule, noise_level):
     """Gaussian data with exact velocity: x at every σ is N((1 − σ)m, (1 − σ)²c² + σ²), whatever the noise."""
     policy, samples, steps = GaussianPolicy(), 20_000, 100
     grid, nobody = time_grid(steps), Shift(torch.zeros(samples))
@@ -138,7 +138,9 @@ def test_sde_and_ode_have_the_marginals_of_the_flow(schedule, level):
     generator = torch.Generator().manual_seed(7)
     for k in range(steps):
         v = policy.velocity(x, grid[k].expand(samples), nobody)
-        step = sde_step(x, v, grid[k], grid[k + 1], schedule=schedule, level=level, sigma_max=0.99)
+        step = sde_step(
+            x, v, grid[k], grid[k + 1], schedule=schedule, noise_level=noise_level, sigma_max=0.99
+        )
         x = step.sample(torch.randn(x.shape, generator=generator, dtype=x.dtype))
         if k + 1 in (50, 80, 100):
             sigma = grid[k + 1].item()
@@ -152,16 +154,16 @@ def test_cps_keeps_the_coefficients_of_the_flow():
     samples, sigma, sigma_next = 100_000, 0.7, 0.4
     noise = latents(samples, 1)
     x = (1 - sigma) * 0.5 + sigma * noise
-    x_next = cps_step(x, noise - 0.5, sigma, sigma_next, level=0.8).sample(latents(samples, 1, seed=1))
+    x_next = cps_step(x, noise - 0.5, sigma, sigma_next, noise_level=0.8).sample(latents(samples, 1, seed=1))
     assert abs(x_next.mean() - (1 - sigma_next) * 0.5) < 0.006
     assert abs(x_next.std() / sigma_next - 1) < 0.01
 
 
 def test_last_step_flow_std_is_finite_and_cps_log_prob_is_refused():
     x, v = latents(2, 3), latents(2, 3, seed=1)
-    flow = sde_step(x, v, 0.01, 0.0, schedule="flow", level=0.7, sigma_max=0.9)
+    flow = sde_step(x, v, 0.01, 0.0, schedule="flow", noise_level=0.7, sigma_max=0.9)
     assert bool(torch.isfinite(flow.log_prob(x, "mean")).all()) and bool((flow.std > 0).all())
-    cps = cps_step(x, v, 0.01, 0.0, level=0.8)
+    cps = cps_step(x, v, 0.01, 0.0, noise_level=0.8)
     with pytest.raises(ValueError, match=r"smallest std is 0, allowed > 0.*last step of CPS"):
         cps.log_prob(x, "mean")
     ode = sde_step(x, v, 0.5, 0.4, schedule="none")
@@ -171,15 +173,15 @@ def test_last_step_flow_std_is_finite_and_cps_log_prob_is_refused():
 
 def test_half_precision_inputs_are_computed_in_float32():
     x, v = latents(2, 8, dtype=torch.bfloat16), latents(2, 8, seed=1, dtype=torch.float32)
-    step = sde_step(x, v, 0.5, 0.4, schedule="flow", level=0.7, sigma_max=0.9)
+    step = sde_step(x, v, 0.5, 0.4, schedule="flow", noise_level=0.7, sigma_max=0.9)
     assert step.mean.dtype == step.std.dtype == step.log_prob(x).dtype == torch.float32
-    exact = sde_step(x.double(), v.double(), 0.5, 0.4, schedule="flow", level=0.7, sigma_max=0.9)
+    exact = sde_step(x.double(), v.double(), 0.5, 0.4, schedule="flow", noise_level=0.7, sigma_max=0.9)
     torch.testing.assert_close(step.mean.double(), exact.mean, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["flow", "dance", "cps"])
 def test_log_prob_gradient(schedule):
-    kernel = Kernel(schedule=schedule, level=LEVELS[schedule], sigma_max=0.95)
+    kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
     x, x_next = latents(2, 3), latents(2, 3, seed=2)
     sigma, sigma_next = torch.tensor([1.0, 0.5]), torch.tensor([0.9, 0.3])
     assert torch.autograd.gradcheck(
@@ -191,12 +193,12 @@ def test_log_prob_gradient(schedule):
 @settings(deadline=None, max_examples=60)
 @given(
     schedule=st.sampled_from(["flow", "dance", "cps"]),
-    level=st.floats(0.05, 1.0),
+    noise_level=st.floats(0.05, 1.0),
     sigma=st.floats(0.02, 1.0),
     fraction=st.floats(0.01, 0.99),
 )
-def test_sample_and_log_prob_agree_everywhere(schedule, level, sigma, fraction):
-    kernel = Kernel(schedule=schedule, level=level, sigma_max=0.98)
+def test_sample_and_log_prob_agree_everywhere(schedule, noise_level, sigma, fraction):
+    kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=0.98)
     noise = step_noise([1, 2], 0, (6,)).double()
     x = initial_noise([1, 2], (6,)).double()
     step = kernel.step(x, -x, sigma, sigma * fraction)
@@ -215,9 +217,9 @@ def test_transitions_refuse_bad_arguments():
     ):
         sde_step(x, v, 0.5, torch.zeros(3), schedule="none")
     with pytest.raises(ValueError, match=r"noise level of CPS must lie in \[0, 1\]; got 1.2"):
-        cps_step(x, v, 0.5, 0.4, level=1.2)
+        cps_step(x, v, 0.5, 0.4, noise_level=1.2)
     step = Transition(x, torch.ones(2))
-    with pytest.raises(ValueError, match="event_norm must be 'mean'"):
+    with pytest.raises(ValueError, match="log_prob_reduction must be 'mean'"):
         step.log_prob(x, "max")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match='Unknown log_prob form "laplace"; allowed: gaussian, quadratic'):
         step.log_prob(x, "mean", form="laplace")  # pyright: ignore[reportArgumentType]
@@ -226,16 +228,19 @@ def test_transitions_refuse_bad_arguments():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"schedule": "edm", "level": 1.0}, 'Unknown noise schedule "edm"; allowed: flow, dance, none, cps'),
-        ({"schedule": "cps", "level": 1.5}, "noise level of CPS"),
-        ({"schedule": "flow", "level": 0.7, "sigma_max": 1.0}, "sigma_max stands in for σ = 1"),
-        ({"schedule": "dance", "level": -1.0}, "not negative"),
         (
-            {"schedule": "flow", "level": 0.7, "event_norm": "max"},
-            'Unknown event_norm "max"; allowed: mean, sum',
+            {"schedule": "edm", "noise_level": 1.0},
+            'Unknown noise schedule "edm"; allowed: flow, dance, none, cps',
         ),
-        ({"schedule": "flow", "level": 0.7, "log_prob": "exact"}, 'Unknown log_prob form "exact"'),
-        ({"schedule": "flow", "level": 0.7, "log_prob": "quadratic"}, "is the form of CPS"),
+        ({"schedule": "cps", "noise_level": 1.5}, "noise level of CPS"),
+        ({"schedule": "flow", "noise_level": 0.7, "sigma_max": 1.0}, "sigma_max stands in for σ = 1"),
+        ({"schedule": "dance", "noise_level": -1.0}, "not negative"),
+        (
+            {"schedule": "flow", "noise_level": 0.7, "log_prob_reduction": "max"},
+            'Unknown log_prob_reduction "max"; allowed: mean, sum',
+        ),
+        ({"schedule": "flow", "noise_level": 0.7, "log_prob": "exact"}, 'Unknown log_prob form "exact"'),
+        ({"schedule": "flow", "noise_level": 0.7, "log_prob": "quadratic"}, "is the form of CPS"),
     ],
 )
 def test_kernel_refuses_bad_settings(arguments, message):

@@ -169,7 +169,7 @@ def _flow_grpo(case: Any) -> Outputs:
     if "beta" not in case.params:
         return {"loss": loss, "grad_log_prob": gradient}
     std = case.tensor("s") * (-case.tensor("dt")).sqrt()
-    kl = gaussian_kl(case.tensor("mean"), case.tensor("mean_ref"), std, event_norm="mean")
+    kl = gaussian_kl(case.tensor("mean"), case.tensor("mean_ref"), std, log_prob_reduction="mean")
     total = loss + case.params["beta"] * _mean(kl)
     peer = {"policy_loss": loss, "grad_log_prob": gradient}
     return {"kl_per_sample": kl, "kl_loss": _mean(kl), "loss": total, "outputs_peer": peer}
@@ -178,7 +178,7 @@ def _flow_grpo(case: Any) -> Outputs:
 def _kl(case: Any) -> Outputs:
     mean = case.tensor("mean").requires_grad_()
     std = case.tensor("std" if "std" in case.inputs else "s").expand(mean.shape[0])
-    loss = _mean(gaussian_kl(mean, case.tensor("mean_ref"), std, event_norm="mean"))
+    loss = _mean(gaussian_kl(mean, case.tensor("mean_ref"), std, log_prob_reduction="mean"))
     (gradient,) = torch.autograd.grad(loss, mean)
     return {"loss": loss, "grad_mean": gradient}
 

@@ -274,9 +274,9 @@ def _flow_dppo(case: Any) -> Outputs | None:
     if case.variant != "flow_dppo" or not _has(case, ("kl_threshold",), needed):
         return None
     mean, std, limit = case.tensor("mean").requires_grad_(), case.tensor("std"), case.params["kl_threshold"]
-    new = gaussian_log_prob(case.tensor("x_next"), mean, std, event_norm="mean")
+    new = gaussian_log_prob(case.tensor("x_next"), mean, std, log_prob_reduction="mean")
     ratio = log_ratio(new, case.tensor("old_log_prob"))
-    kl = gaussian_kl(mean, case.tensor("mean_old"), std, event_norm="mean")
+    kl = gaussian_kl(mean, case.tensor("mean_old"), std, log_prob_reduction="mean")
     limits = {"limit_low": limit, "limit_high": limit, "cap": float("inf")}
     losses = dppo(ratio, case.tensor("advantages"), kl, **limits)
     loss = aggregate(losses, torch.ones_like(losses), "token_mean", count_step(torch.ones_like(losses)))

@@ -46,9 +46,9 @@ def sde_steps(case: Any) -> dict[str, Any] | None:
         return None
     kernel = Kernel(
         schedule=schedule,
-        level=params["noise_level"],
+        noise_level=params["noise_level"],
         sigma_max=params.get("sigma_max", 0.0),
-        event_norm="mean",
+        log_prob_reduction="mean",
     )
     dtype = torch.float64 if params.get("dtype") == "float64" else torch.float32
     names = ("sample", "prev_sample", "sigma", "sigma_next")

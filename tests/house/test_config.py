@@ -32,7 +32,7 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimiser:
+class Optimizer:
     learning_rate: float = 1e-4
     weight_decay: float = 0.0
     scales: dict[str, float] = field(default_factory=lambda: {"all": 1.0})
@@ -48,8 +48,8 @@ class Job:
     shift: tuple[float, ...] = (1.0,)
     amp: bool = False
     rewards: dict[str, Term] = field(default_factory=lambda: {"shapes": Term()})
-    optimiser: Optimiser = field(default_factory=Optimiser)
-    second: Optimiser | None = None
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    second: Optimizer | None = None
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -77,18 +77,18 @@ def test_defaults_alone_are_the_dataclass_itself() -> None:
 
 
 def test_file_then_overrides(write) -> None:
-    path = write("pipeline: flow_grpo\nseed: 3\noptimiser:\n  learning_rate: 1e-3\nshift: [1, 2.5]\n")
+    path = write("pipeline: flow_grpo\nseed: 3\noptimizer:\n  learning_rate: 1e-3\nshift: [1, 2.5]\n")
     loaded = load_config(
-        Job, path, ["seed=4", "optimiser.weight_decay=.1", "second.learning_rate=2", "note='7'"]
+        Job, path, ["seed=4", "optimizer.weight_decay=.1", "second.learning_rate=2", "note='7'"]
     )
     assert loaded == Job(
         seed=4,
         note="7",
         shift=(1.0, 2.5),
-        optimiser=Optimiser(learning_rate=1e-3, weight_decay=0.1),
-        second=Optimiser(learning_rate=2.0),
+        optimizer=Optimizer(learning_rate=1e-3, weight_decay=0.1),
+        second=Optimizer(learning_rate=2.0),
     )
-    assert isinstance(loaded.optimiser.learning_rate, float) and isinstance(loaded.shift, tuple)
+    assert isinstance(loaded.optimizer.learning_rate, float) and isinstance(loaded.shift, tuple)
     with pytest.raises(dataclasses.FrozenInstanceError):
         loaded.seed = 5  # pyright: ignore[reportAttributeAccessIssue]  # the test is that this fails
 
@@ -104,8 +104,8 @@ def test_a_dict_in_the_file_replaces_the_default_one_and_an_override_edits_it(wr
 
 
 def test_a_section_of_the_file_keeps_the_other_defaults_of_the_section(write) -> None:
-    loaded = load_config(Job, write("optimiser: {weight_decay: 1}"))
-    assert loaded.optimiser == Optimiser(weight_decay=1.0, scales={"all": 1.0})
+    loaded = load_config(Job, write("optimizer: {weight_decay: 1}"))
+    assert loaded.optimizer == Optimizer(weight_decay=1.0, scales={"all": 1.0})
 
 
 def test_null_is_allowed_only_where_the_type_says_so(write) -> None:
@@ -125,11 +125,11 @@ def test_null_is_allowed_only_where_the_type_says_so(write) -> None:
             r"Unknown key 'grup_size' in '.*job.yaml'. Did you mean 'group_size'\? Allowed at the top",
         ),
         (
-            "optimiser: {learning_rat: 1}",
-            r"Unknown key 'optimiser.learning_rat'.* mean 'optimiser.learning_rate'\?",
+            "optimizer: {learning_rat: 1}",
+            r"Unknown key 'optimizer.learning_rat'.* mean 'optimizer.learning_rate'\?",
         ),
-        ("optimiser: {lr: 1}", r"Allowed under 'optimiser': learning_rate, weight_decay, scales\."),
-        ("weight_decai: 1", r"mean 'optimiser.weight_decay' or 'second.weight_decay'\?"),
+        ("optimizer: {lr: 1}", r"Allowed under 'optimizer': learning_rate, weight_decay, scales\."),
+        ("weight_decai: 1", r"mean 'optimizer.weight_decay' or 'second.weight_decay'\?"),
         (
             "rewards: {clip: {weigth: 1}}",
             r"Unknown key 'rewards.clip.weigth' .* mean 'rewards.clip.weight'\?",
@@ -141,8 +141,8 @@ def test_null_is_allowed_only_where_the_type_says_so(write) -> None:
         ("seeds: [1, b]", r"Key 'seeds\[1\]' in .* expected list\[int\]"),
         ("shift: [a]", r"Key 'shift.*' in .* expected tuple\[float, ...\]"),
         (
-            "optimiser: 3",
-            r"Key 'optimiser' .* got 3 \(int\), expected a mapping with the keys learning_rate, weight",
+            "optimizer: 3",
+            r"Key 'optimizer' .* got 3 \(int\), expected a mapping with the keys learning_rate, weight",
         ),
         (
             "rewards: clip",
@@ -174,9 +174,9 @@ def test_a_bad_file_is_refused_by_name(write, text: str, message: str) -> None:
     [
         ("seed", r"Override 'seed' is not of the form key.sub=value"),
         ("=3", r"Override '=3' is not of the form"),
-        ("optimiser..x=3", r"is not of the form key.sub=value"),
+        ("optimizer..x=3", r"is not of the form key.sub=value"),
         ("seeds=[1,", r"Override 'seeds=\[1,': its value '\[1,' is not valid YAML"),
-        ("optimiser.lr=1", r"Unknown key 'optimiser.lr' in the override 'optimiser.lr=1'"),
+        ("optimizer.lr=1", r"Unknown key 'optimizer.lr' in the override 'optimizer.lr=1'"),
         ("seed.x=1", r"Key 'seed' in the override 'seed.x=1': got \{'x': 1\} \(dict\), expected int"),
         ("amp=perhaps", r"Key 'amp' in the override 'amp=perhaps': got 'perhaps' \(str\), expected bool"),
     ],
@@ -247,7 +247,7 @@ def test_the_real_folder_is_found() -> None:
 
 def test_yaml_round_trip(write) -> None:
     job = Job(
-        seed=5, note="x: y", second=Optimiser(), rewards={"clip": Term(weight=0.25, options={"a": "b"})}
+        seed=5, note="x: y", second=Optimizer(), rewards={"clip": Term(weight=0.25, options={"a": "b"})}
     )
     assert load_config(Job, write(config_to_yaml(job))) == job
     assert to_plain(job) == read_config(write(config_to_yaml(job)))
@@ -255,9 +255,9 @@ def test_yaml_round_trip(write) -> None:
 
 
 def test_flatten_and_the_allowed_keys_agree() -> None:
-    flat = flatten(Job(second=Optimiser(scales={}), optimiser=Optimiser(scales={})))
-    assert flat["optimiser.scales"] == {}
-    assert flat["optimiser.learning_rate"] == 1e-4 and flat["rewards.shapes.weight"] == 1.0
+    flat = flatten(Job(second=Optimizer(scales={}), optimizer=Optimizer(scales={})))
+    assert flat["optimizer.scales"] == {}
+    assert flat["optimizer.learning_rate"] == 1e-4 and flat["rewards.shapes.weight"] == 1.0
     allowed = set(allowed_keys(Job))
     assert {key.replace(".shapes.", ".*.") for key in flat} <= allowed
     assert "rewards.*.weight" in allowed

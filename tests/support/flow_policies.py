@@ -57,7 +57,7 @@ class GaussianPolicy:
     def decode(self, latents: Tensor) -> Tensor:
         return latents.float().clamp(0, 1).expand(-1, 3, -1, -1)
 
-    def sigmas(self, steps: int, *, grid: str = "plain") -> Tensor:
+    def sigmas(self, steps: int, *, timestep_schedule: str = "plain") -> Tensor:
         return time_grid(steps)
 
     @contextmanager

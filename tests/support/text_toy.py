@@ -18,7 +18,7 @@ from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
 from visalign.adapters.causal_lm.written_answers import WrittenBatches
 from visalign.interfaces import Metadata, Scores
 from visalign.training.loop.loop import Keeping
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 from visalign.training.text.trainer import TextTrainer
 
@@ -76,7 +76,7 @@ def toy_text_trainer(
     reward: Any = None,
     rollout: dict[str, Any] | None = None,
     objective: dict[str, Any] | None = None,
-    optimiser: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
     keeping: dict[str, Any] | None = None,
     dynamic: dict[str, Any] | None = None,
     separate_value: bool = False,
@@ -102,7 +102,7 @@ def toy_text_trainer(
         RECORDS,
         rollout=TextRolloutSettings(**{**ROLLOUT, **(rollout or {})}),
         objective=settings,
-        optimiser=OptimiserSettings(**{**OPTIMISER, **(optimiser or {})}),
+        optimizer=OptimizerSettings(**{**OPTIMISER, **(optimizer or {})}),
         dynamic=None if dynamic is None else DynamicSettings(**{"enabled": True, **dynamic}),
         keeping=Keeping(**{"folder": folder, "iterations": 3, "config": {"seed": 0}, **(keeping or {})}),
         accelerator=arguments.pop("accelerator", None) or Accelerator(cpu=True),

@@ -16,7 +16,7 @@ from visalign.interfaces import DiffusionPolicy, ForwardCount, Scores
 from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
 from visalign.training.diffusion.trainer import FlowGRPOTrainer
 from visalign.training.loop.loop import Keeping
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 
 RECORDS = [
     {"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]
@@ -102,7 +102,7 @@ class ToyPolicy:
     def decode(self, latents: Tensor) -> Tensor:
         return torch.sigmoid(latents[:, :3].float()).repeat_interleave(2, 2).repeat_interleave(2, 3)
 
-    def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
+    def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
         return torch.linspace(1, 0, steps + 1)
 
     @contextmanager
@@ -139,7 +139,7 @@ class Brightness:
         )
 
 
-ROLLOUT = {"prompts_per_iteration": 6, "group_size": 8, "steps": 4, "batch_size": 48, "level": 0.5}
+ROLLOUT = {"prompts_per_iteration": 6, "group_size": 8, "steps": 4, "batch_size": 48, "noise_level": 0.5}
 OBJECTIVE = {"eps_low": 0.1, "eps_high": 0.1, "advantage_scale": "group"}
 OPTIMISER = {"lr": 0.05, "updates_per_iteration": 2, "micro_batch": 64, "ema_decay": 0.5, "ema_every": 1}
 
@@ -151,7 +151,7 @@ def toy_trainer(
     reward: Any = None,
     rollout: dict[str, Any] | None = None,
     objective: dict[str, Any] | None = None,
-    optimiser: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
     keeping: dict[str, Any] | None = None,
     accelerator: Accelerator | None = None,
     **arguments: Any,
@@ -163,7 +163,7 @@ def toy_trainer(
         RECORDS,
         rollout=RolloutSettings(**{**ROLLOUT, **(rollout or {})}),
         objective=ObjectiveSettings(**{**OBJECTIVE, **(objective or {})}),
-        optimiser=OptimiserSettings(**{**OPTIMISER, **(optimiser or {})}),
+        optimizer=OptimizerSettings(**{**OPTIMISER, **(optimizer or {})}),
         keeping=Keeping(**{"folder": folder, "iterations": 3, "config": {"seed": 0}, **(keeping or {})}),
         accelerator=accelerator or Accelerator(cpu=True),
         **{"seed": 0, **arguments},

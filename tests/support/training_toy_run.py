@@ -38,7 +38,7 @@ def main() -> int:
         folder,
         reward=SlowBrightness(pause),
         objective={"beta": 0.01},
-        rollout={"noise_count": 2},
+        rollout={"sde_window": 2},
         keeping={"iterations": iterations, "checkpoint_every": 2},
         accelerator=accelerator,
     )

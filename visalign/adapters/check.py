@@ -89,17 +89,18 @@ def _check_latents(policy: DiffusionPolicy) -> None:
 
 
 def _check_sigmas(probe: Probe) -> str | None:
-    for grid in ("diffusers", "plain"):
+    for timestep_schedule in ("diffusers", "plain"):
         for steps in (1, 4):
-            sigmas = probe.policy.sigmas(steps, grid=grid)
+            sigmas = probe.policy.sigmas(steps, timestep_schedule=timestep_schedule)
             if sigmas.shape != (steps + 1,) or sigmas.dtype != torch.float32:
                 return (
-                    f"sigmas({steps}, grid={grid!r}) is {sigmas.dtype} {tuple(sigmas.shape)}. Return float32 "
-                    "[steps + 1], the final 0 included."
+                    f"sigmas({steps}, timestep_schedule={timestep_schedule!r}) is {sigmas.dtype} "
+                    f"{tuple(sigmas.shape)}. Return float32 [steps + 1], the final 0 included."
                 )
             if sigmas[0] != 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
                 return (
-                    f"sigmas({steps}, grid={grid!r}) is {sigmas.tolist()}. It must fall strictly from 1 to 0."
+                    f"sigmas({steps}, timestep_schedule={timestep_schedule!r}) is {sigmas.tolist()}. It must "
+                    "fall strictly from 1 to 0."
                 )
     return None
 

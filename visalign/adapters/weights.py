@@ -35,7 +35,7 @@ def swapped_weights(parameters: Sequence[nn.Parameter], stored: Sequence[Tensor]
 
 
 class TrainedWeights:
-    """The parameters that the optimiser moves, and the model before it did.
+    """The parameters that the optimizer moves, and the model before it did.
 
     Args:
         model: with `requires_grad` set where it is trained.

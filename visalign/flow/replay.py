@@ -107,7 +107,7 @@ def ratio_check(
         )
     sample, step = trajectory.all_pairs()
     if max_samples is not None:
-        sample, step = (index[: max_samples * len(trajectory.noise_steps)] for index in (sample, step))
+        sample, step = (index[: max_samples * len(trajectory.sde_steps)] for index in (sample, step))
     if len(sample) == 0:
         raise ValueError(
             "ratio_check needs at least one stochastic step and sample; the trajectory has none."
@@ -125,7 +125,7 @@ def ratio_check(
             kernel=trajectory.kernel,
         )
         differences.append(stats.log_prob - pairs.log_prob)
-    dimensions = trajectory.dimensions if trajectory.kernel.event_norm == "sum" else 1
+    dimensions = trajectory.dimensions if trajectory.kernel.log_prob_reduction == "sum" else 1
     return check_log_ratio(
         torch.cat(differences), bound=RATIO_BOUND * dimensions if bound is None else bound, strict=strict
     )

@@ -23,17 +23,17 @@ def rollout(
     condition: Condition,
     *,
     sigmas: Tensor,
-    noise_steps: Sequence[int] = (),
+    sde_steps: Sequence[int] = (),
     schedule: str = "flow",
-    level: float = 0.7,
+    noise_level: float = 0.7,
     seeds: Sequence[int] | Tensor | None = None,
     noise: Tensor | None = None,
-    event_norm: EventNorm = "mean",
+    log_prob_reduction: EventNorm = "mean",
     log_prob: LogProbForm = "gaussian",
     sigma_max: float | None = None,
     batch_size: int | None = None,
 ) -> Trajectory:
-    """Denoise B samples; steps in `noise_steps` are stochastic, the others Euler steps of the ODE.
+    """Denoise B samples; steps in `sde_steps` are stochastic, the others Euler steps of the ODE.
 
     After every step the latent is rounded to the policy's storage dtype; that is what the next forward sees.
     The log-probability is taken of the rounded latent, so a replay under unchanged weights finds it again.
@@ -42,14 +42,14 @@ def rollout(
         policy: Offers `velocity`, `latent_shape`, `storage_dtype` and `device`.
         condition: Encoded prompts of the B samples.
         sigmas: [T + 1] strictly falling noise levels that end at 0 (`policy.sigmas`, `time_grid`).
-        noise_steps: Indices in [0, T), rising; empty for a deterministic rollout (evaluation). With bfloat16
+        sde_steps: Indices in [0, T), rising; empty for a deterministic rollout (evaluation). With bfloat16
             storage leave out steps of tiny std (0.006 in the last of diffusers' grid), the size of rounding.
         schedule: "flow", "dance" or "cps".
-        level: a or η of the schedule.
+        noise_level: a or η of the schedule.
         seeds: [B] integers, one per sample (`sample_seed`): initial noise and step noise come from them, so a
             sample does not depend on its batch. Not needed with `noise` and no stochastic step.
         noise: [B, C, H, W] initial latents, instead of `initial_noise(seeds)` (e.g. shared in a group).
-        event_norm: "mean" or "sum", see `Transition.log_prob`.
+        log_prob_reduction: "mean" or "sum", see `Transition.log_prob`.
         log_prob: "gaussian" or (schedule "cps") "quadratic".
         sigma_max: Flow-SDE's stand-in for σ = 1; by default sigmas[1], as in the published code.
         batch_size: Samples per forward; all B by default. It changes no noise.
@@ -62,12 +62,12 @@ def rollout(
         FloatingPointError: When a final latent is not finite.
     """
     grid = _checked_grid(sigmas)
-    steps = _checked_noise_steps(noise_steps, len(grid) - 1)
+    steps = _checked_sde_steps(sde_steps, len(grid) - 1)
     kernel = Kernel(
         schedule=schedule if steps else "none",
-        level=level,
+        noise_level=noise_level,
         sigma_max=grid[1].item() if sigma_max is None else sigma_max,
-        event_norm=event_norm,
+        log_prob_reduction=log_prob_reduction,
         log_prob=log_prob if steps else "gaussian",
     )
     _check_stochastic(kernel, grid, steps)
@@ -119,12 +119,12 @@ def _denoise(
     for k in range(len(grid) - 1):
         sigma, sigma_next = levels[k].expand(len(x)), levels[k + 1].expand(len(x))
         v = velocity_of(policy, x, sigma, condition)
-        if k not in trajectory.noise_steps:
+        if k not in trajectory.sde_steps:
             x = sde_step(x, v, sigma, sigma_next, schedule="none").mean.to(x.dtype)
             continue
         transition = kernel.step(x, v, sigma, sigma_next)
         x_next = transition.sample(step_noise(seeds, k, x.shape[1:])).to(x.dtype)
-        s = trajectory.noise_steps.index(k)
+        s = trajectory.sde_steps.index(k)
         trajectory.x[chunk, s] = x
         trajectory.x_next[chunk, s] = x_next
         trajectory.mean[chunk, s] = transition.mean
@@ -151,7 +151,7 @@ def _empty(
         std=torch.empty(count, dtype=working, device=device),
         sigma=grid[:-1][index].to(device),
         sigma_next=grid[1:][index].to(device),
-        noise_steps=steps,
+        sde_steps=steps,
         kernel=kernel,
     )
 
@@ -194,15 +194,15 @@ def _checked_grid(sigmas: Tensor) -> Tensor:
     return grid
 
 
-def _checked_noise_steps(noise_steps: Sequence[int], total: int) -> tuple[int, ...]:
-    steps = tuple(operator.index(step) for step in noise_steps)
+def _checked_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
+    steps = tuple(operator.index(step) for step in sde_steps)
     given, mend = list(steps), f"Give rising indices of the {total} steps, 0 to {total - 1}, each once."
     if any(step < 0 or step >= total for step in steps):
-        raise ValueError(f"noise_steps {given} leave the range of the grid. {mend}")
+        raise ValueError(f"sde_steps {given} leave the range of the grid. {mend}")
     if len(set(steps)) < len(steps):
-        raise ValueError(f"noise_steps {given} name a step twice. {mend}")
+        raise ValueError(f"sde_steps {given} name a step twice. {mend}")
     if list(steps) != sorted(steps):
-        raise ValueError(f"noise_steps {given} are not sorted. {mend}")
+        raise ValueError(f"sde_steps {given} are not sorted. {mend}")
     return steps
 
 
@@ -211,14 +211,14 @@ def _check_stochastic(kernel: Kernel, grid: Tensor, steps: tuple[int, ...]) -> N
     for step in steps:
         if kernel.std(grid[step], grid[step + 1]) > 0:
             continue
-        if kernel.schedule == "cps" and kernel.level > 0:
+        if kernel.schedule == "cps" and kernel.noise_level > 0:
             raise ValueError(
                 f"CPS adds no noise in the last step (step {step}, σ' = 0, std = σ' sin(aπ/2) = 0), so its "
-                f"log-probability is undefined. Take {step} out of noise_steps, or use flow or dance."
+                f"log-probability is undefined. Take {step} out of sde_steps, or use flow or dance."
             )
         raise ValueError(
-            f'Schedule "{kernel.schedule}" at level {kernel.level} adds no noise in step {step}, so its '
-            "log-probability is undefined. Raise the level, or leave noise_steps empty (deterministic)."
+            f'Schedule "{kernel.schedule}" at level {kernel.noise_level} adds no noise in step {step}, so '
+            "its log-probability is undefined. Raise the level, or leave sde_steps empty (deterministic)."
         )
 
 

@@ -66,7 +66,7 @@ def diffusers_time_grid(steps: int, *, shift: float, num_train_timesteps: int = 
     return torch.cat([_shifted(u, shift).float(), torch.zeros(1)])
 
 
-def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, level: float) -> Tensor:
+def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: float) -> Tensor:
     """Noise rate s(σ) of dx = [v + s²/(2σ)·(x + (1 − σ)v)] dσ + s dw, per √σ.
 
     flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; none: s = 0.
@@ -76,7 +76,7 @@ def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, level: float) 
         sigma_max: Stand-in for σ = 1, in [0, 1): the published code takes the second level of the grid, so
             the noise of the first step depends on the number of steps. Only "flow" uses it.
         schedule: "flow", "dance" or "none".
-        level: a or η, not negative; ignored by "none".
+        noise_level: a or η, not negative; ignored by "none".
 
     Returns:
         s, in shape and dtype of `sigma`. The total std of the next sample is s·√(−dt).
@@ -93,17 +93,17 @@ def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, level: float) 
         )
     if schedule == "none":
         return torch.zeros_like(sigma)
-    if not (math.isfinite(level) and level >= 0):
-        raise ValueError(f"The noise level must be finite and not negative; got {level}.")
+    if not (math.isfinite(noise_level) and noise_level >= 0):
+        raise ValueError(f"The noise level must be finite and not negative; got {noise_level}.")
     if schedule == "dance":
-        return torch.full_like(sigma, level)
+        return torch.full_like(sigma, noise_level)
     if not 0 <= sigma_max < 1:
         raise ValueError(
             f"sigma_max stands in for σ = 1 under the root of 1 − σ and must lie in [0, 1); got {sigma_max}. "
             "Give the second level of the grid, as Flow-GRPO does."
         )
     sigma_hat = torch.where(sigma == 1, sigma_max, sigma)
-    return level * torch.sqrt(sigma / (1 - sigma_hat))
+    return noise_level * torch.sqrt(sigma / (1 - sigma_hat))
 
 
 def _shifted(u: Tensor, shift: float) -> Tensor:

@@ -54,7 +54,7 @@ class Trajectory:
     """[S] float32."""
     sigma_next: Tensor
     """[S] float32."""
-    noise_steps: tuple[int, ...]
+    sde_steps: tuple[int, ...]
     """The S stochastic steps, as indices into the grid."""
     kernel: Kernel
     """The kernel of the stochastic steps; `replay` needs the same."""
@@ -94,5 +94,5 @@ class Trajectory:
 
     def all_pairs(self) -> tuple[Tensor, Tensor]:
         """Every (sample, step): two index tensors [B·S], the steps of a sample side by side."""
-        samples, steps = torch.arange(len(self)), torch.arange(len(self.noise_steps))
+        samples, steps = torch.arange(len(self)), torch.arange(len(self.sde_steps))
         return samples.repeat_interleave(len(steps)), steps.repeat(len(samples))

@@ -35,7 +35,7 @@ class Transition:
         return self.mean + _rows(self.std, self.mean) * noise.to(self.mean)
 
     def log_prob(
-        self, x_next: Tensor, event_norm: EventNorm = "mean", *, form: LogProbForm = "gaussian"
+        self, x_next: Tensor, log_prob_reduction: EventNorm = "mean", *, form: LogProbForm = "gaussian"
     ) -> Tensor:
         """Log-probability of x' per row, reduced over the latent's dimensions.
 
@@ -44,18 +44,19 @@ class Transition:
 
         Args:
             x_next: [B, ...], already rounded to the dtype in which it is stored.
-            event_norm: "mean" (Flow-GRPO: per latent dimension) or "sum" (log-density of the whole latent).
+            log_prob_reduction: "mean" (Flow-GRPO: per latent dimension) or "sum" (log-density of the whole
+                latent).
             form: "gaussian" or "quadratic".
 
         Returns:
             [B], differentiable with respect to the mean.
 
         Raises:
-            ValueError: For an unknown form or event_norm, or (gaussian) a std that is not positive.
+            ValueError: For an unknown form or log_prob_reduction, or (gaussian) a std that is not positive.
         """
         x_next = x_next.to(self.mean)
         if form == "quadratic":
-            return reduce_event(-(x_next - self.mean).square(), 1, event_norm)
+            return reduce_event(-(x_next - self.mean).square(), 1, log_prob_reduction)
         _check_known(form, get_args(LogProbForm), "log_prob form")
         if not bool((self.std > 0).all()):
             raise ValueError(
@@ -63,7 +64,7 @@ class Transition:
                 "> 0. A step has std 0 or NaN under the ODE, at noise level 0, where σ' is not below σ, and "
                 "in the last step of CPS (σ' = 0). Leave such steps out of the noise steps."
             )
-        return gaussian_log_prob(x_next, self.mean, self.std, event_norm=event_norm)
+        return gaussian_log_prob(x_next, self.mean, self.std, log_prob_reduction=log_prob_reduction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +73,18 @@ class Kernel:
 
     schedule: str
     """"flow", "dance", "none" (noise schedules of the SDE kernel) or "cps"."""
-    level: float
+    noise_level: float
     """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS in [0, 1] (0.8); ignored by "none"."""
     sigma_max: float = 0.0
     """Flow-SDE's stand-in for σ = 1, in [0, 1); the others ignore it."""
-    event_norm: EventNorm = "mean"
+    log_prob_reduction: EventNorm = "mean"
     """How the latent's dimensions enter the log-prob: "mean" or "sum"."""
     log_prob: LogProbForm = "gaussian"
     """"gaussian", or "quadratic" (CPS as published)."""
 
     def __post_init__(self) -> None:
         _check_known(self.schedule, KERNELS, "noise schedule")
-        _check_known(self.event_norm, get_args(EventNorm), "event_norm")
+        _check_known(self.log_prob_reduction, get_args(EventNorm), "log_prob_reduction")
         _check_known(self.log_prob, get_args(LogProbForm), "log_prob form")
         if self.log_prob == "quadratic" and self.schedule != "cps":
             raise ValueError(
@@ -94,21 +95,27 @@ class Kernel:
     def std(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
         """Total std of x' for noise levels σ, σ' of equal shape, in their shape and dtype."""
         if self.schedule == "cps":
-            return _cps_std(sigma_next, self.level)
-        rate = noise_rate(sigma, self.sigma_max, schedule=self.schedule, level=self.level)
+            return _cps_std(sigma_next, self.noise_level)
+        rate = noise_rate(sigma, self.sigma_max, schedule=self.schedule, noise_level=self.noise_level)
         return rate * torch.sqrt(sigma - sigma_next)
 
     def step(self, x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Transition:
         """The transition out of x [B, ...] along v [B, ...]; σ and σ' are scalars or [B]."""
         if self.schedule == "cps":
-            return cps_step(x, v, sigma, sigma_next, level=self.level)
+            return cps_step(x, v, sigma, sigma_next, noise_level=self.noise_level)
         return sde_step(
-            x, v, sigma, sigma_next, schedule=self.schedule, level=self.level, sigma_max=self.sigma_max
+            x,
+            v,
+            sigma,
+            sigma_next,
+            schedule=self.schedule,
+            noise_level=self.noise_level,
+            sigma_max=self.sigma_max,
         )
 
     def log_prob_of(self, transition: Transition, x_next: Tensor) -> Tensor:
         """[B] log-probability of x_next [B, ...] under this kernel's convention."""
-        return transition.log_prob(x_next, self.event_norm, form=self.log_prob)
+        return transition.log_prob(x_next, self.log_prob_reduction, form=self.log_prob)
 
 
 def sde_step(
@@ -118,7 +125,7 @@ def sde_step(
     sigma_next: Tensor | float,
     *,
     schedule: str,
-    level: float = 0.0,
+    noise_level: float = 0.0,
     sigma_max: float = 0.0,
 ) -> Transition:
     """Euler–Maruyama step of the reverse SDE with the marginals of the flow.
@@ -132,7 +139,7 @@ def sde_step(
         sigma: Scalar or [B] noise levels in (0, 1]; rows may differ.
         sigma_next: Scalar or [B], below sigma.
         schedule: "flow", "dance" or "none".
-        level: a or η.
+        noise_level: a or η.
         sigma_max: See `noise_rate`.
 
     Returns:
@@ -145,7 +152,7 @@ def sde_step(
     (the same mean with s = η).
     """
     x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
-    rate = noise_rate(sigma, sigma_max, schedule=schedule, level=level)
+    rate = noise_rate(sigma, sigma_max, schedule=schedule, noise_level=noise_level)
     dt = sigma_next - sigma
     drift = rate**2 / (2 * sigma)
     mean = x * _rows(1 + drift * dt, x) + v * _rows((1 + drift * (1 - sigma)) * dt, x)
@@ -153,7 +160,7 @@ def sde_step(
 
 
 def cps_step(
-    x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, level: float
+    x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, noise_level: float
 ) -> Transition:
     """Coefficients-Preserving Sampling: part of the predicted noise is replaced by fresh noise.
 
@@ -165,7 +172,7 @@ def cps_step(
         v: [B, ...] velocity dx/dσ.
         sigma: Scalar or [B] noise levels in [0, 1].
         sigma_next: Scalar or [B].
-        level: a in [0, 1]: 0 is the ODE, 1 replaces all of the noise.
+        noise_level: a in [0, 1]: 0 is the ODE, 1 replaces all of the noise.
 
     Returns:
         Transition in float32, or float64 if x or v is float64.
@@ -176,16 +183,16 @@ def cps_step(
     Source: Wang and Yu, Coefficients-Preserving Sampling, arXiv 2509.05952.
     """
     x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
-    std = _cps_std(sigma_next, level)
-    kept = sigma_next * torch.cos(torch.full_like(sigma_next, level * torch.pi / 2))
+    std = _cps_std(sigma_next, noise_level)
+    kept = sigma_next * torch.cos(torch.full_like(sigma_next, noise_level * torch.pi / 2))
     clean, noise = x - _rows(sigma, x) * v, x + _rows(1 - sigma, x) * v
     return Transition(_rows(1 - sigma_next, x) * clean + _rows(kept, x) * noise, std)
 
 
-def _cps_std(sigma_next: Tensor, level: float) -> Tensor:
-    if not 0 <= level <= 1:
-        raise ValueError(f"The noise level of CPS must lie in [0, 1]; got {level}.")
-    return sigma_next * torch.sin(torch.full_like(sigma_next, level * torch.pi / 2))
+def _cps_std(sigma_next: Tensor, noise_level: float) -> Tensor:
+    if not 0 <= noise_level <= 1:
+        raise ValueError(f"The noise level of CPS must lie in [0, 1]; got {noise_level}.")
+    return sigma_next * torch.sin(torch.full_like(sigma_next, noise_level * torch.pi / 2))
 
 
 def _prepared(

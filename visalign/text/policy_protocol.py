@@ -90,7 +90,7 @@ class TextPolicy(Protocol):
         ...
 
     def trainable_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Names and parameters that the optimiser moves, in a fixed order."""
+        """Names and parameters that the optimizer moves, in a fixed order."""
         ...
 
     def save(self, folder: Path) -> None:

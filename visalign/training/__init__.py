@@ -9,7 +9,7 @@ from visalign.training.loop.ema import EMA
 from visalign.training.loop.judging import RewardFailure
 from visalign.training.loop.loop import Keeping, Loop, TrainResult
 from visalign.training.loop.metrics import METRICS, MetricsFile, read_metrics
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import TrainingProgress
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.training.loop.sampler import Batch, PromptSampler, check_batch_algebra
@@ -24,7 +24,7 @@ __all__ = [
     "Loop",
     "MetricsFile",
     "ObjectiveSettings",
-    "OptimiserSettings",
+    "OptimizerSettings",
     "PromptSampler",
     "RewardFailure",
     "RolloutSettings",

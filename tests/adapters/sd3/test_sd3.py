@@ -216,7 +216,7 @@ def test_grids(shift, steps):
     scheduler.set_timesteps(steps)
     assert torch.equal(policy.sigmas(steps), torch.as_tensor(scheduler.sigmas))
     torch.testing.assert_close(policy.sigmas(steps), diffusers_time_grid(steps, shift=shift))
-    assert torch.equal(policy.sigmas(steps, grid="plain"), time_grid(steps, shift=shift))
+    assert torch.equal(policy.sigmas(steps, timestep_schedule="plain"), time_grid(steps, shift=shift))
 
 
 def test_grid_of_a_scheduler_that_shifts_by_size():
@@ -224,7 +224,7 @@ def test_grid_of_a_scheduler_that_shifts_by_size():
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_image_seq_len=4)
     policy = SD3Policy(pipe)
     torch.testing.assert_close(sample(policy), sample_pipe(pipe, 1.0), rtol=0, atol=1e-4)
-    plain = policy.sigmas(4, grid="plain")
+    plain = policy.sigmas(4, timestep_schedule="plain")
     assert plain[0] == 1 and plain[-1] == 0 and plain[2] > 0.5
 
 
@@ -269,8 +269,8 @@ def test_messages_of_the_policy(tmp_path):
         policy.velocity(noise(), torch.tensor([0.5]), policy.encode(PROMPTS))
     with pytest.raises(TypeError, match="velocity got a list; give what encode"):
         policy.velocity(noise(), torch.ones(3), PROMPTS)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="grid one of"):
-        policy.sigmas(4, grid="karras")
+    with pytest.raises(UserError, match="timestep_schedule one of"):
+        policy.sigmas(4, timestep_schedule="karras")
     with pytest.raises(UserError, match="steps must be at least 1"):
         policy.sigmas(0)
     policy.pipe.scheduler = DDIMScheduler()

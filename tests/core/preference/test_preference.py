@@ -138,17 +138,17 @@ class TestTies:
     def test_a_learned_strength_finds_the_share_of_ties(self, model: str) -> None:
         share = vote_shares(f64(3), f64(3), f64(4))
         raw = f64(0.0).requires_grad_()
-        optimiser = torch.optim.LBFGS([raw], line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS([raw], line_search_fn="strong_wolfe")
 
         def closure() -> float:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             strength = 1 + raw.exp() if model == "rao_kupper" else raw.exp()
             log_prob = tie_log_prob(f64(0), f64(0), strength, model=model)  # pyright: ignore[reportArgumentType]
             loss = outcome_loss(log_prob, share).sum()
             loss.backward()
             return loss.item()
 
-        optimiser.step(closure)
+        optimizer.step(closure)
         wanted = 7 / 3 if model == "rao_kupper" else 4 / 3  # (θ − 1)/(θ + 1) = 0.4; ν/(2 + ν) = 0.4
         found = raw.exp().item() + (model == "rao_kupper")
         assert found == pytest.approx(wanted, rel=1e-4)

@@ -29,7 +29,7 @@ def _answers(size: int, seed: int, *, spread: float, bias: float, noise: float) 
 
 
 @pytest.mark.parametrize("model", ["bradley_terry", "thurstone"])
-def test_the_mode_is_that_of_another_optimiser(model: Any) -> None:
+def test_the_mode_is_that_of_another_optimizer(model: Any) -> None:
     generator = torch.Generator().manual_seed(3)
     pairs = group_pairs([0] * 5, 5)
     prob = torch.randint(0, 3, (len(pairs),), generator=generator).double() / 2

@@ -163,7 +163,7 @@ def _fit(mode: str, steps: int) -> Tensor:
     label = log_win_probability(truth[first] - truth[second], spread).exp()
     score = torch.zeros(12, dtype=torch.float64, requires_grad=True)
     raw = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [score, raw],
         max_iter=steps,
         tolerance_grad=1e-13,
@@ -172,7 +172,7 @@ def _fit(mode: str, steps: int) -> Tensor:
     )
 
     def closure() -> float:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         std = soft_clamp(raw).exp()[disputed]
         loss = uncertain_preference_loss(
             score[first],
@@ -185,7 +185,7 @@ def _fit(mode: str, steps: int) -> Tensor:
         loss.backward()
         return loss.item()
 
-    optimiser.step(closure)
+    optimizer.step(closure)
     return soft_clamp(raw).exp().detach()
 
 

@@ -107,9 +107,10 @@ def test_ppo_kl_takes_the_exact_divergence_of_a_denoising_step() -> None:
     mean = (mean_old + 0.1 * change).requires_grad_()
     std = torch.full((4,), 0.5, **DOUBLE)
     new, old = (
-        gaussian_log_prob(mean_old + std[:, None] * noise, m, std, event_norm="sum") for m in (mean, mean_old)
+        gaussian_log_prob(mean_old + std[:, None] * noise, m, std, log_prob_reduction="sum")
+        for m in (mean, mean_old)
     )
-    kl = gaussian_kl(mean, mean_old, std, event_norm="sum")
+    kl = gaussian_kl(mean, mean_old, std, log_prob_reduction="sum")
     loss = ppo_kl(log_ratio(new, old), torch.zeros(4), beta=2.0, kl=kl)
     torch.testing.assert_close(loss, 2 * kl)
     (grad,) = torch.autograd.grad(loss.sum(), mean)

@@ -45,9 +45,9 @@ def test_log_prob_by_hand() -> None:
         torch.tensor([2.0], **DOUBLE),
     )
     constant = math.log(2) + math.log(2 * math.pi) / 2
-    total = gaussian_log_prob(x, mean, std, event_norm="sum")
+    total = gaussian_log_prob(x, mean, std, log_prob_reduction="sum")
     torch.testing.assert_close(total, torch.tensor([-1 / 8 - 4 / 8 - 2 * constant], **DOUBLE))
-    torch.testing.assert_close(gaussian_log_prob(x, mean, std, event_norm="mean"), total / 2)
+    torch.testing.assert_close(gaussian_log_prob(x, mean, std, log_prob_reduction="mean"), total / 2)
 
 
 @pytest.mark.parametrize("batch", [(5,), (5, 3)])
@@ -59,7 +59,7 @@ def test_log_prob_and_kl_equal_torch_distributions(batch: tuple[int, ...]) -> No
     axes = (-1, -2, -3)
     log_prob, kl = normal.log_prob(x), torch.distributions.kl_divergence(normal, other)
     for norm, size in (("sum", 1), ("mean", 24)):
-        options: Any = {"event_norm": norm}
+        options: Any = {"log_prob_reduction": norm}
         torch.testing.assert_close(gaussian_log_prob(x, mean, std, **options), log_prob.sum(axes) / size)
         torch.testing.assert_close(gaussian_kl(mean, mean_ref, std, **options), kl.sum(axes) / size)
 
@@ -68,7 +68,7 @@ def test_gradients() -> None:
     x, mean, mean_ref, std = step((2,), (2, 2))
     mean.requires_grad_()
     for norm in ("sum", "mean"):
-        options: Any = {"event_norm": norm}
+        options: Any = {"log_prob_reduction": norm}
         assert torch.autograd.gradcheck(lambda m, o=options: gaussian_log_prob(x, m, std, **o), (mean,))
         assert torch.autograd.gradcheck(lambda m, o=options: gaussian_kl(m, mean_ref, std, **o), (mean,))
     assert torch.autograd.gradcheck(lambda m: guard_log_ratio(x, m, mean_ref), (mean,))
@@ -81,19 +81,19 @@ def test_gradients() -> None:
 
 def test_kl_is_zero_at_home_and_moves_only_the_policy() -> None:
     _, mean, mean_ref, std = (t.requires_grad_() for t in step())
-    kl = gaussian_kl(mean, mean_ref, std, event_norm="mean")
+    kl = gaussian_kl(mean, mean_ref, std, log_prob_reduction="mean")
     assert (kl > 0).all()
     kl.sum().backward()
     assert mean.grad is not None and mean_ref.grad is None and std.grad is None
-    assert gaussian_kl(mean, mean, std, event_norm="mean").eq(0).all()
+    assert gaussian_kl(mean, mean, std, log_prob_reduction="mean").eq(0).all()
 
 
 def test_guard_log_ratio_identity() -> None:
     """mean(ε Δμ) = (Δ log p + mean(Δμ²)/(2 std²))·std for each row, whatever its own std."""
     x, mean, mean_old, std = step()
     noise = (x - mean_old) / std.reshape(-1, 1, 1, 1)
-    new = gaussian_log_prob(x, mean, std, event_norm="mean")
-    old = gaussian_log_prob(x, mean_old, std, event_norm="mean")
+    new = gaussian_log_prob(x, mean, std, log_prob_reduction="mean")
+    old = gaussian_log_prob(x, mean_old, std, log_prob_reduction="mean")
     drift = (mean - mean_old).square().mean((1, 2, 3)) / (2 * std.square())
     torch.testing.assert_close(guard_log_ratio(noise, mean, mean_old), (new - old + drift) * std)
 
@@ -132,7 +132,7 @@ def test_half_precision_is_subtracted_in_float32() -> None:
     new, old = torch.tensor([-10.0625]).bfloat16(), torch.tensor([-10.001])
     torch.testing.assert_close(log_ratio(new, old), torch.tensor([-0.0615]), rtol=1e-4, atol=0)
     x = torch.full((1, 2), 1.0078125).bfloat16()
-    result = gaussian_log_prob(x, torch.zeros(1, 2).bfloat16(), torch.ones(1), event_norm="mean")
+    result = gaussian_log_prob(x, torch.zeros(1, 2).bfloat16(), torch.ones(1), log_prob_reduction="mean")
     torch.testing.assert_close(result.item(), -(1.0078125**2) / 2 - math.log(2 * math.pi) / 2)
 
 
@@ -211,8 +211,8 @@ def test_gspo_token_is_gspo_where_the_advantage_is_constant() -> None:
 def test_sequence_level_of_denoising_steps_is_flow_gspo() -> None:
     """The mean over steps of the step's log-density differences, each over the elements of the latent."""
     x, mean, mean_old, std = step((3, 4))
-    new = gaussian_log_prob(x, mean, std, event_norm="mean")
-    old = gaussian_log_prob(x, mean_old, std, event_norm="mean")
+    new = gaussian_log_prob(x, mean, std, log_prob_reduction="mean")
+    old = gaussian_log_prob(x, mean_old, std, log_prob_reduction="mean")
     result = ratio_level(log_ratio(new, old), torch.ones(3, 4), "sequence")
     scale = std.reshape(3, 4, 1, 1, 1)
     change = ((x - mean_old).square() - (x - mean).square()) / (2 * scale.square())
@@ -231,28 +231,31 @@ def test_levels_of_half_precision_are_summed_in_float32() -> None:
     ("call", "message"),
     [
         (
-            lambda x, s: gaussian_log_prob(x, x[:1], s, event_norm="mean"),
+            lambda x, s: gaussian_log_prob(x, x[:1], s, log_prob_reduction="mean"),
             r"one shape are needed; got \(2, 3\), \(1, 3\)",
         ),
         (
-            lambda x, s: gaussian_log_prob(x, x, s[:1], event_norm="mean"),
+            lambda x, s: gaussian_log_prob(x, x, s[:1], log_prob_reduction="mean"),
             r"std must have the leading .*\(2, 3\).*\(1,\)",
         ),
         (
-            lambda x, s: gaussian_log_prob(x, x, s.sum(), event_norm="mean"),
+            lambda x, s: gaussian_log_prob(x, x, s.sum(), log_prob_reduction="mean"),
             r"at least one and not all; got shape \(\)",
         ),
         (
-            lambda x, s: gaussian_log_prob(x, x, x, event_norm="mean"),
+            lambda x, s: gaussian_log_prob(x, x, x, log_prob_reduction="mean"),
             r"at least one and not all; got shape \(2, 3\)",
         ),
         (
-            lambda x, s: gaussian_log_prob(x, x, s, event_norm=WRONG),
-            "event_norm must be 'mean' .* got 'wrong'",
+            lambda x, s: gaussian_log_prob(x, x, s, log_prob_reduction=WRONG),
+            "log_prob_reduction must be 'mean' .* got 'wrong'",
         ),
-        (lambda x, s: gaussian_kl(x, x, s, event_norm=WRONG), "event_norm must be 'mean' .* got 'wrong'"),
         (
-            lambda x, s: gaussian_kl(x, x[:, :1], s, event_norm="sum"),
+            lambda x, s: gaussian_kl(x, x, s, log_prob_reduction=WRONG),
+            "log_prob_reduction must be 'mean' .* got 'wrong'",
+        ),
+        (
+            lambda x, s: gaussian_kl(x, x[:, :1], s, log_prob_reduction="sum"),
             r"one shape are needed; got \(2, 3\), \(2, 1\)",
         ),
         (lambda x, s: guard_log_ratio(x, x, x[0]), r"mean \(2, 3\) and mean_old \(3,\) must have one shape"),

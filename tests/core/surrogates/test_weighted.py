@@ -200,8 +200,8 @@ def test_dppo_of_denoising_steps_takes_the_gaussian_divergence() -> None:
     mean_old, change, noise = torch.randn(3, 40, 6, generator=generator, **DOUBLE)
     std = torch.full((40,), 0.5, **DOUBLE)
     mean, x = mean_old + 0.2 * change, mean_old + 0.5 * noise
-    ratio = log_ratio(*(gaussian_log_prob(x, m, std, event_norm="mean") for m in (mean, mean_old)))
-    kl = gaussian_kl(mean, mean_old, std, event_norm="mean")
+    ratio = log_ratio(*(gaussian_log_prob(x, m, std, log_prob_reduction="mean") for m in (mean, mean_old)))
+    kl = gaussian_kl(mean, mean_old, std, log_prob_reduction="mean")
     advantage = torch.randn(40, generator=generator, **DOUBLE)
     limit = kl.median().item()
     losses = dppo(ratio, advantage, kl, limit_low=limit, limit_high=limit, cap=math.inf)

@@ -61,7 +61,7 @@ class ToyPolicy:
         self.modes.append((self.module.training, torch.is_grad_enabled()))
         return torch.sigmoid(latents).repeat(1, 1, self.side // 4, self.side // 4)
 
-    def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
+    def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
         return torch.linspace(1, 0, steps + 1)
 
     @contextmanager

@@ -71,7 +71,7 @@ class Page(HTMLParser):
 def report(folder: Path, before: HeldoutResult, after: HeldoutResult, **changes: Any) -> Page:
     options: dict[str, Any] = {
         "metrics": METRICS,
-        "config": {"model": "shapes-sd3", "optimiser": {"lr": 2e-4, "betas": [0.9, 0.99]}, "kl": None},
+        "config": {"model": "shapes-sd3", "optimizer": {"lr": 2e-4, "betas": [0.9, 0.99]}, "kl": None},
         "versions": {"torch": "2.9.1"},
         "costs": COSTS,
         "title": "Quickstart",
@@ -119,7 +119,7 @@ def test_costs_config_versions_and_how_to_go_on(tmp_path: Path) -> None:
         "2.40 GB",
         "23\u202f040",
         "2 min 28 s",
-        "optimiser.lr",
+        "optimizer.lr",
         "0.0002",
         "2.9.1",
     ):

@@ -32,7 +32,7 @@ BASE = (
     "rewards.terms={jpeg_size: {weight: 1.0}, sharpness: {weight: 0.0}}",
     "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3, batch_size: 12}",
     "objective={eps_low: 0.01, eps_high: 0.01, beta: 0.01}",
-    "optimiser={lr: 1e-3, updates_per_iteration: 2, micro_batch: 7, ema_every: 1}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 2, micro_batch: 7, ema_every: 1}",
     "evaluation={seeds: [0, 1], every: 1, prompts_on_the_way: 2, rewards: {shapes_verifier: {}}}",
     "run={iterations: 2, checkpoint_every: 1, device: cpu}",
 )
@@ -81,7 +81,7 @@ def test_a_run_leaves_everything(finished, inputs):
     assert summary["before"]["by_category"].keys() == {"colors", "counting"}
     assert {"jpeg_size", "shapes_verifier", "sharpness"} <= summary["after"]["rewards"].keys()
     assert summary["seconds"] > 0 and summary["peak_memory_bytes"] > 50e6
-    assert summary["config"]["optimiser"]["lr"] == 1e-3 and "torch" in summary["versions"]
+    assert summary["config"]["optimizer"]["lr"] == 1e-3 and "torch" in summary["versions"]
     assert load_config(FlowGRPOConfig, output / "config.yaml") == _config(inputs)
 
 
@@ -214,8 +214,8 @@ def test_a_folder_with_something_in_it_is_refused(inputs, tmp_path):
 def test_resume_under_another_configuration_is_refused(finished, inputs):
     output, _ = finished
     before = sorted((p, p.stat().st_mtime_ns) for p in output.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"optimiser\.lr: 0\.001 there, 0\.002 now"):
-        run(_config(inputs, "optimiser.lr=2e-3", "run.iterations=9"), output, resume=True)
+    with pytest.raises(CheckpointError, match=r"optimizer\.lr: 0\.001 there, 0\.002 now"):
+        run(_config(inputs, "optimizer.lr=2e-3", "run.iterations=9"), output, resume=True)
     assert before == sorted((p, p.stat().st_mtime_ns) for p in output.rglob("*"))
 
 

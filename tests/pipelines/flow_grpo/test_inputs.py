@@ -53,9 +53,9 @@ def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, me
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.grid=nope", r"rollout\.grid is 'nope'"),
-        ("rollout={steps: 4, schedule: cps, level: 1.5}", r"rollout\.level is 1\.5"),
-        ("optimiser.lr=.inf", r"optimiser\.lr is inf"),
+        ("rollout.timestep_schedule=nope", r"rollout\.timestep_schedule is 'nope'"),
+        ("rollout={steps: 4, schedule: cps, noise_level: 1.5}", r"rollout\.noise_level is 1\.5"),
+        ("optimizer.lr=.inf", r"optimizer\.lr is inf"),
         ("model.guidance=.inf", r"model\.guidance is inf"),
     ],
 )

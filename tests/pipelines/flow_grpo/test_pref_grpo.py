@@ -58,7 +58,7 @@ BASE = (
     "model.lora.rank=4",
     "rollout={prompts_per_iteration: 2, group_size: 4, steps: 3, batch_size: 8}",
     "objective={eps_low: 0.01, eps_high: 0.01}",
-    "optimiser={lr: 1e-3, updates_per_iteration: 1, micro_batch: 8, ema_every: 1}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 1, micro_batch: 8, ema_every: 1}",
     "evaluation={seeds: [0], rewards: {shapes_verifier: {}}}",
     "run={iterations: 2, checkpoint_every: 1, device: cpu}",
 )

@@ -25,7 +25,7 @@ from visalign.training.loop.metrics import read_metrics, without_times
 BASE = (
     "data={batch: 8}",
     "generation={max_new_tokens: 4}",
-    "optimiser={lr: 1e-2, updates_per_iteration: 8, micro_batch: 3, ema_decay: 0.0}",
+    "optimizer={lr: 1e-2, updates_per_iteration: 8, micro_batch: 3, ema_decay: 0.0}",
     "evaluation={seeds: [0, 1], every: 2, prompts_on_the_way: 4, rewards: {exact_answer: {}}}",
     "evaluation.correctness=exact_answer",
     "run={iterations: 4, checkpoint_every: 2, device: cpu}",

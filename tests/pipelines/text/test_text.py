@@ -37,7 +37,7 @@ SMALL = [
     "rollout.group_size=4",
     "rollout.max_new_tokens=48",
     "evaluation.seeds=[0, 1]",
-    "optimiser.lr=1e-4",
+    "optimizer.lr=1e-4",
     "run.iterations=2",
     "run.device=cpu",
 ]

@@ -28,7 +28,7 @@ from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.loop import Keeping
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.reward.batch import RewardBatch
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.trainer import RewardTrainer
 
 CHECKLIST: dict[str, Any] = {
@@ -61,7 +61,7 @@ def _config(model: Path, folder: Path, *more: str, train: str = "head") -> Train
         "model": {"kind": "checklist", "path": str(model), "train": train, "checklist": str(file)},
         "data": {"size": 8, "heldout_size": 4, "batch": 4},
         "objective": {"task": "checklist"},
-        "optimiser": {"lr": 1e-2, "updates_per_iteration": 3},
+        "optimizer": {"lr": 1e-2, "updates_per_iteration": 3},
         "evaluation": {"every": 1},
         "run": {"iterations": 3, "checkpoint_every": 1, "device": "cpu"},
     }
@@ -106,7 +106,7 @@ def test_updates_of_the_trainer_go_to_the_closed_form_fit(tmp_path, penalty):
         judge,
         All(),
         objective=RewardObjectiveSettings(task="checklist", penalty=penalty, smoothing=0.0),
-        optimiser=RewardOptimiserSettings(lr=0.05, updates_per_iteration=200, decay_updates=600),
+        optimizer=RewardOptimizerSettings(lr=0.05, updates_per_iteration=200, decay_updates=600),
         keeping=Keeping(folder=tmp_path, iterations=3, config={}),
         accelerator=Accelerator(cpu=True),
     )
@@ -121,7 +121,7 @@ def test_updates_of_the_trainer_go_to_the_closed_form_fit(tmp_path, penalty):
 
 
 def test_a_run_saves_what_the_judge_reads(model, tmp_path):
-    config = _config(model, tmp_path, "optimiser.lr=0.3")
+    config = _config(model, tmp_path, "optimizer.lr=0.3")
     summary = run(config, tmp_path / "run")
     assert summary["trainable_parameters"] == 4 and set(summary["after"]) == {
         "accuracy",

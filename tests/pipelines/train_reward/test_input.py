@@ -25,7 +25,7 @@ from visalign.pipelines.train_reward.vlm_judges import refuse
 from visalign.rewards.clip.open_clip_folder import save_open_clip
 from visalign.training.loop.loop import Keeping
 from visalign.training.loop.metrics import read_metrics, without_times
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.trainer import RewardTrainer
 
 
@@ -91,7 +91,7 @@ def test_a_run_whose_gradients_are_not_finite_stops(tmp_path):
         Broken(),
         ToyPairs(),
         objective=RewardObjectiveSettings(task="bradley_terry"),
-        optimiser=RewardOptimiserSettings(updates_per_iteration=3),
+        optimizer=RewardOptimizerSettings(updates_per_iteration=3),
         keeping=Keeping(folder=tmp_path, iterations=2, config={}),
         accelerator=Accelerator(cpu=True),
     )
@@ -123,7 +123,7 @@ def test_batch_statistics_stay_and_a_resumed_run_is_the_run(residual, tmp_path, 
     def go(name: str, iterations: int, resume: bool = False) -> Any:
         given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}", "run.device=cpu"]
         given += [f"model.path={residual}", f"run.iterations={iterations}", "run.checkpoint_every=1"]
-        given += ["data.size=8", "data.heldout_size=4", "data.batch=4", "optimiser.updates_per_iteration=2"]
+        given += ["data.size=8", "data.heldout_size=4", "data.batch=4", "optimizer.updates_per_iteration=2"]
         given += [] if kind == "ict" else ["model.head=[8,4,4,4]"]
         return run(load_config(TrainRewardConfig, None, given), tmp_path / name, resume)
 

@@ -36,7 +36,7 @@ def _settings(model: Path) -> dict[str, Any]:
         "model": {"kind": "yes_no", "path": str(model), "train": "lora", "lora": {"rank": 2, "alpha": 4.0}},
         "data": {"size": 12, "heldout_size": 7, "batch": 5, "micro_batch": 2},
         "objective": {"task": "yes_no"},
-        "optimiser": {"lr": 1e-3, "updates_per_iteration": 2, "decay_updates": 8},
+        "optimizer": {"lr": 1e-3, "updates_per_iteration": 2, "decay_updates": 8},
         "evaluation": {"every": 1, "batch": 2},
         "run": {"checkpoint_every": 1, "device": "cpu", "threads": 1},
     }

@@ -111,7 +111,7 @@ def _config(models: Path, kind: str, train: str = "", task: str = "", **more: An
             "micro_batch": 2,
         },
         "objective": {"task": task or known[kind][1]},
-        "optimiser": {"lr": 1e-3, "updates_per_iteration": 2},
+        "optimizer": {"lr": 1e-3, "updates_per_iteration": 2},
         "evaluation": {"every": 1},
         "run": {"iterations": 2, "checkpoint_every": 1, "device": "cpu"},
     }
@@ -383,7 +383,7 @@ def test_the_packaged_configurations_are_planned(name):
     config = load_config(TrainRewardConfig, resolve_config(name))
     planned = plan(config)
     assert planned["length"]["epochs"] > 0.5
-    assert config.optimiser.decay_updates == planned["length"]["updates"]
+    assert config.optimizer.decay_updates == planned["length"]["updates"]
 
 
 def test_the_command_plans_and_refuses_other_jobs():

@@ -137,11 +137,11 @@ def test_untrained_judges_train_save_and_load(tmp_path, images):
     before = ict.score(images, PROMPTS).value.mean(), hp.score(images, PROMPTS).value.mean()
     pixels, tokens = ict.towers.pixels(list(images)), ict.towers.tokens(PROMPTS)
     modules = ict.module.requires_grad_(True).train(), hp.module.requires_grad_(True).train()
-    optimiser = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.05)
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.05)
     for _ in range(5):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-modules[0](pixels, tokens).mean() - modules[1](pixels).mean()).backward()
-        optimiser.step()
+        optimizer.step()
     after = ict.score(images, PROMPTS).value, hp.score(images, PROMPTS).value
     assert after[0].mean() > before[0] and after[1].mean() > before[1]
     assert modules[0].training, "scoring leaves the trainer's mode alone"

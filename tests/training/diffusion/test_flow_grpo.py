@@ -55,7 +55,7 @@ def _gradient(tmp_path, micro_batch: int, objective: dict, drop: bool = True) ->
     with torch.no_grad():
         policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.01)
     trainer = toy_trainer(
-        tmp_path, policy=policy, objective=objective, optimiser={"micro_batch": micro_batch}
+        tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": micro_batch}
     )
     batch = trainer.sampler.batch(0)
     experience = collect(trainer.team, batch, 0, trainer.rollout, trainer.objective)
@@ -72,7 +72,7 @@ def _gradient(tmp_path, micro_batch: int, objective: dict, drop: bool = True) ->
             chunk,
             trainer.weight,
             trainer.objective,
-            trainer.optimiser,
+            trainer.optimizer_settings,
         )
         total += float(sums[0])
     assert total == int(experience.live.sum()) * 3
@@ -104,7 +104,7 @@ def test_leaving_out_samples_without_signal_changes_nothing_but_the_cost(tmp_pat
     gradients = []
     for drop in (True, False):
         policy = ToyPolicy(torch.float64)
-        trainer = toy_trainer(tmp_path, policy=policy, reward=_Constant(), optimiser=one_update)
+        trainer = toy_trainer(tmp_path, policy=policy, reward=_Constant(), optimizer=one_update)
         experience = collect(trainer.team, trainer.sampler.batch(0), 0, trainer.rollout, trainer.objective)
         assert experience.metrics["trained_share"] == pytest.approx(2 / 3)
         if not drop:
@@ -117,7 +117,7 @@ def test_leaving_out_samples_without_signal_changes_nothing_but_the_cost(tmp_pat
             chunk,
             trainer.weight,
             trainer.objective,
-            trainer.optimiser,
+            trainer.optimizer_settings,
         )
         gradients.append(_gradients(policy))
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-14)
@@ -125,7 +125,7 @@ def test_leaving_out_samples_without_signal_changes_nothing_but_the_cost(tmp_pat
 
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("steps", [{"noise_count": 2}, {"train_steps": [1]}, {}])
+@pytest.mark.parametrize("steps", [{"sde_window": 2}, {"train_steps": [1]}, {}])
 def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
     trainer = toy_trainer(
         tmp_path,
@@ -231,7 +231,7 @@ def test_the_bound_of_the_first_ratio_grows_with_a_sum_only(ratio, passes):
     """Latents of 64 numbers: 64 × 1e-5 for the sum, 1e-5 for the guard, whose log-ratio is always a mean."""
     floor = {"gaussian": 2e-4, "guard": 2e-5}[ratio]
     experience = SimpleNamespace(
-        trajectory=SimpleNamespace(dimensions=64, kernel=SimpleNamespace(event_norm="sum"))
+        trajectory=SimpleNamespace(dimensions=64, kernel=SimpleNamespace(log_prob_reduction="sum"))
     )
     settings = ObjectiveSettings(ratio=ratio)
     if passes:
@@ -303,11 +303,11 @@ def test_time_budget_stops_at_the_end_of_an_iteration(tmp_path):
 def test_step_draws_are_reproducible_and_vary():
     from visalign.training.diffusion.collect import choose_steps
 
-    settings = RolloutSettings(steps=10, noise_steps=[1, 2, 3, 4, 5], noise_count=2)
+    settings = RolloutSettings(steps=10, sde_steps=[1, 2, 3, 4, 5], sde_window=2)
     draws = [tuple(choose_steps(settings, 0, i)[0]) for i in range(20)]
     assert draws == [tuple(choose_steps(settings, 0, i)[0]) for i in range(20)]
     assert len(set(draws)) > 4 and all(len(set(d)) == 2 and set(d) <= {1, 2, 3, 4, 5} for d in draws)
-    fixed = RolloutSettings(steps=10, noise_steps=[1, 3, 5], train_steps=[5, 1])
+    fixed = RolloutSettings(steps=10, sde_steps=[1, 3, 5], train_steps=[5, 1])
     assert choose_steps(fixed, 0, 7) == ([1, 3, 5], (0, 2))
 
 

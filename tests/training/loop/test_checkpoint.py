@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from visalign.training.loop import checkpoint
 from visalign.training.loop.checkpoint import CheckpointError, load, newest_intact, save, step_folder, verify
 
-CONFIG = {"seed": 0, "optimiser": {"lr": 1e-3}, "run": {"iterations": 10}}
+CONFIG = {"seed": 0, "optimizer": {"lr": 1e-3}, "run": {"iterations": 10}}
 
 
 def _save(root, step, value=1.0, **arguments):
@@ -113,11 +113,11 @@ def test_another_format_is_refused(tmp_path):
 
 def test_another_configuration_is_refused_key_by_key(tmp_path):
     folder = _save(tmp_path, 1)
-    other = {"seed": 0, "optimiser": {"lr": 1e-2}, "run": {"iterations": 20}, "new": 1}
+    other = {"seed": 0, "optimizer": {"lr": 1e-2}, "run": {"iterations": 20}, "new": 1}
     with pytest.raises(CheckpointError) as caught:
         load(folder, other, free=["run.iterations"])
     text = str(caught.value)
-    assert "optimiser.lr: 0.001 there, 0.01 now" in text and "new: '(absent)' there, 1 now" in text
+    assert "optimizer.lr: 0.001 there, 0.01 now" in text and "new: '(absent)' there, 1 now" in text
     assert "run.iterations" not in text and "Set them back to resume, or start a new run" in text
     assert load(folder, {**CONFIG, "run": {"iterations": 99}}, free=["run.iterations"]).step == 1
 

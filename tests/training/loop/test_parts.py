@@ -18,7 +18,7 @@ from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSetti
 from visalign.training.loop import runtime
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.metrics import METRICS, MetricsFile, check_keys, read_metrics, without_times
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import SHOWN, TrainingProgress, clock_text
 from visalign.versions import versions
 
@@ -86,7 +86,7 @@ def test_ema_refuses():
 def test_unlisted_metrics_are_refused(tmp_path):
     check_keys({"reward_mean": 1.0, "reward_part/anything.at/all": 0.0, "heldout/accuracy": 1})
     for key in ("reward", "gain/extra", "heldout"):
-        with pytest.raises(KeyError, match=r"is not in visalign\.training\.metrics\.METRICS"):
+        with pytest.raises(KeyError, match=r"is not in visalign\.training\.loop\.metrics\.METRICS"):
             MetricsFile(tmp_path / "m.jsonl").write({"iteration": 1, key: 0.0})
     assert read_metrics(tmp_path / "m.jsonl") == []
 
@@ -155,7 +155,7 @@ def test_what_an_iteration_has_no_value_of_is_a_dash():
 
 
 def test_settings_that_cps_can_use_are_taken():
-    assert RolloutSettings(schedule="cps", level=0.8, steps=4).stochastic == [0, 1, 2]
+    assert RolloutSettings(schedule="cps", noise_level=0.8, steps=4).stochastic == [0, 1, 2]
 
 
 def test_live_progress_shows_the_table():
@@ -239,28 +239,28 @@ def test_versions_and_memory():
             {"schedule": "ddim"},
             r"rollout\.schedule is 'ddim'; it must be one of flow, dance, cps",
         ),
-        (RolloutSettings, {"level": 0.0}, r"rollout\.level is 0\.0; without noise"),
+        (RolloutSettings, {"noise_level": 0.0}, r"rollout\.noise_level is 0\.0; without noise"),
         (RolloutSettings, {"grid": "nope"}, r"rollout\.grid is 'nope'; it must be one of diffusers, plain"),
         (
             RolloutSettings,
-            {"schedule": "cps", "level": 1.5},
-            r"rollout\.level is 1\.5; for .*cps .* at most 1",
+            {"schedule": "cps", "noise_level": 1.5},
+            r"rollout\.noise_level is 1\.5; for .*cps .* at most 1",
         ),
         (
             RolloutSettings,
-            {"schedule": "cps", "steps": 4, "noise_steps": [0, 3]},
-            r"noise_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
+            {"schedule": "cps", "steps": 4, "sde_steps": [0, 3]},
+            r"sde_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
         ),
-        (RolloutSettings, {"event_norm": "max"}, "one of mean, sum"),
-        (RolloutSettings, {"noise_steps": [3, 10]}, r"noise_steps is \[3, 10\].*among steps \[0, 1, .* 9\]"),
-        (RolloutSettings, {"noise_steps": []}, "needs at least one step"),
+        (RolloutSettings, {"log_prob_reduction": "max"}, "one of mean, sum"),
+        (RolloutSettings, {"sde_steps": [3, 10]}, r"sde_steps is \[3, 10\].*among steps \[0, 1, .* 9\]"),
+        (RolloutSettings, {"sde_steps": []}, "needs at least one step"),
         (
             RolloutSettings,
-            {"noise_steps": [1, 2], "train_steps": [3]},
+            {"sde_steps": [1, 2], "train_steps": [3]},
             r"train_steps is \[3\].*stochastic steps \[1, 2\]",
         ),
-        (RolloutSettings, {"noise_count": 10}, "noise_count is 10; with 9 noise_steps it must be 1 to 9"),
-        (RolloutSettings, {"noise_count": 2, "train_steps": [3]}, "Remove one of the two"),
+        (RolloutSettings, {"sde_window": 10}, "sde_window is 10; with 9 sde_steps it must be 1 to 9"),
+        (RolloutSettings, {"sde_window": 2, "train_steps": [3]}, "Remove one of the two"),
         (RolloutSettings, {"max_failure_rate": 1.5}, "share from 0 to 1"),
         (
             ObjectiveSettings,
@@ -271,14 +271,14 @@ def test_versions_and_memory():
         (ObjectiveSettings, {"beta": -1.0}, r"objective\.beta is -1\.0"),
         (ObjectiveSettings, {"ratio_bound": 0.0}, r"ratio_bound is 0\.0; it must be above 0"),
         (ObjectiveSettings, {"step_weights": [1.0, -1.0]}, "finite and not negative"),
-        (OptimiserSettings, {"lr": 0.0}, r"optimiser\.lr is 0\.0; it must be above 0"),
-        (OptimiserSettings, {"lr": float("inf")}, r"optimiser\.lr is inf; it must be above 0 and finite"),
-        (OptimiserSettings, {"micro_batch": 0}, r"optimiser\.micro_batch is 0"),
-        (OptimiserSettings, {"betas": [0.9]}, r"two numbers in \[0, 1\)"),
-        (OptimiserSettings, {"ema_decay": 1.0}, r"ema_decay is 1\.0"),
-        (OptimiserSettings, {"warmup_updates": -1}, "warmup_updates is -1"),
-        (OptimiserSettings, {"decay_updates": 0}, "decay_updates is 0; it must be"),
-        (OptimiserSettings, {"lr_end": 1.5}, r"lr_end is 1\.5; it is a share"),
+        (OptimizerSettings, {"lr": 0.0}, r"optimizer\.lr is 0\.0; it must be above 0"),
+        (OptimizerSettings, {"lr": float("inf")}, r"optimizer\.lr is inf; it must be above 0 and finite"),
+        (OptimizerSettings, {"micro_batch": 0}, r"optimizer\.micro_batch is 0"),
+        (OptimizerSettings, {"betas": [0.9]}, r"two numbers in \[0, 1\)"),
+        (OptimizerSettings, {"ema_decay": 1.0}, r"ema_decay is 1\.0"),
+        (OptimizerSettings, {"warmup_updates": -1}, "warmup_updates is -1"),
+        (OptimizerSettings, {"decay_updates": 0}, "decay_updates is 0; it must be"),
+        (OptimizerSettings, {"lr_end": 1.5}, r"lr_end is 1\.5; it is a share"),
     ],
 )
 def test_settings_refuse_what_cannot_work(kind, values, message):
@@ -289,13 +289,13 @@ def test_settings_refuse_what_cannot_work(kind, values, message):
 def test_settings_defaults_are_the_published_ones():
     rollout = RolloutSettings()
     assert rollout.stochastic == rollout.trained == list(range(9)) and rollout.trained_per_image == 9
-    assert RolloutSettings(noise_count=2, noise_steps=[5, 1, 3]).trained_per_image == 2
-    warm = OptimiserSettings(lr=1.0, warmup_updates=3)
+    assert RolloutSettings(sde_window=2, sde_steps=[5, 1, 3]).trained_per_image == 2
+    warm = OptimizerSettings(lr=1.0, warmup_updates=3)
     assert [warm.lr_at(i) for i in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert OptimiserSettings().lr_at(0) == OptimiserSettings().lr_at(10_000) == 3e-4
-    falling = OptimiserSettings(lr=1.0, decay_updates=4, lr_end=0.2)
+    assert OptimizerSettings().lr_at(0) == OptimizerSettings().lr_at(10_000) == 3e-4
+    falling = OptimizerSettings(lr=1.0, decay_updates=4, lr_end=0.2)
     assert [falling.lr_at(i) for i in range(6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert all(dataclasses.fields(kind) for kind in (RolloutSettings, ObjectiveSettings, OptimiserSettings))
+    assert all(dataclasses.fields(kind) for kind in (RolloutSettings, ObjectiveSettings, OptimizerSettings))
 
 
 def test_an_average_that_is_the_parameters_stores_nothing() -> None:

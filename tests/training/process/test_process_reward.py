@@ -167,7 +167,7 @@ def test_dropout_acts_in_training_alone() -> None:
     assert abs(report.loss - still) > 1e-3
 
 
-def test_frozen_parameters_stay_and_an_optimiser_goes_on() -> None:
+def test_frozen_parameters_stay_and_an_optimizer_goes_on() -> None:
     model = classifier()
     model.model.requires_grad_(False)
     before = [parameter.clone() for parameter in model.parameters()]

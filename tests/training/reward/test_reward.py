@@ -34,7 +34,7 @@ from visalign.training.reward.heldout import (
     lead_stratum,
     pair_measures,
 )
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimiserSettings
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
 from visalign.training.reward.trainer import RewardTrainer
 
@@ -50,16 +50,16 @@ def _trainer(
     task: str = "uncertainty",
     seed: int = 3,
     keeping: dict[str, Any] | None = None,
-    optimiser: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
     **more: Any,
 ) -> RewardTrainer:
-    pace: dict[str, Any] = {"lr": 1e-2, "updates_per_iteration": 5, "warmup_updates": 2, **(optimiser or {})}
+    pace: dict[str, Any] = {"lr": 1e-2, "updates_per_iteration": 5, "warmup_updates": 2, **(optimizer or {})}
     kept: dict[str, Any] = {"config": {"seed": seed}, "checkpoint_every": 2, **(keeping or {})}
     return RewardTrainer(
         judge or ToyJudge(),  # type: ignore[arg-type]
         data or ToyPairs(),
         objective=RewardObjectiveSettings(task=task, **more.pop("objective", {})),
-        optimiser=RewardOptimiserSettings(**pace),
+        optimizer=RewardOptimizerSettings(**pace),
         keeping=Keeping(folder=folder, iterations=iterations, **kept),
         accelerator=Accelerator(cpu=True),
         seed=seed,
@@ -241,11 +241,11 @@ def test_micro_batches_and_processes_add_up_to_the_batch(tmp_path):
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, ema):
     pace = {"ema_decay": ema, "decay_updates": 20, "decay": "cosine"}
-    whole = _trainer(tmp_path / "whole", 6, optimiser=pace)
+    whole = _trainer(tmp_path / "whole", 6, optimizer=pace)
     whole.train()
-    _trainer(tmp_path / "cut", 2, optimiser=pace).train()
+    _trainer(tmp_path / "cut", 2, optimizer=pace).train()
     torch.rand(7)  # whatever else draws between two runs
-    cut = _trainer(tmp_path / "cut", 6, optimiser=pace)
+    cut = _trainer(tmp_path / "cut", 6, optimizer=pace)
     assert cut.resume() and cut.state.updates == 10
     cut.train()
     assert torch.equal(_weights(whole), _weights(cut))
@@ -286,7 +286,7 @@ def _heldout(judge: nn.Module, task: str, batches: int = 8) -> dict[str, float]:
 def test_a_judge_learns_from_votes_and_its_deviation_knows_where_it_errs(tmp_path):
     judge = ToyJudge(dropout=0.0)
     before = _heldout(judge, "uncertainty")
-    _trainer(tmp_path, 40, judge=judge, optimiser={"updates_per_iteration": 10, "decay_updates": 400}).train()
+    _trainer(tmp_path, 40, judge=judge, optimizer={"updates_per_iteration": 10, "decay_updates": 400}).train()
     after = _heldout(judge, "uncertainty")
     assert before["accuracy"] < 0.8 < 0.93 < after["accuracy"]
     assert after["nll"] < before["nll"] and after["ece"] < 0.03
@@ -307,7 +307,7 @@ def test_the_published_monte_carlo_form_lets_the_deviation_collapse(tmp_path):
             25,
             judge=judge,
             task=task,
-            optimiser=pace,
+            optimizer=pace,
             objective={"samples": 50} if task == "upstream_monte_carlo" else {},
             keeping={"checkpoint_every": 100},
         ).train()
@@ -346,8 +346,8 @@ def test_wrong_input_by_message(tmp_path):
         RewardObjectiveSettings(task="uncertanty")
     with pytest.raises(UserError, match=r"objective.tie_strength is 1.0; for rao_kupper it must be above 1"):
         RewardObjectiveSettings(task="bradley_terry", ties="rao_kupper", tie_strength=1.0)
-    with pytest.raises(UserError, match=r"optimiser.decay is 'cosin'. Did you mean 'cosine'"):
-        RewardOptimiserSettings(decay="cosin")
+    with pytest.raises(UserError, match=r"optimizer.decay is 'cosin'. Did you mean 'cosine'"):
+        RewardOptimizerSettings(decay="cosin")
     with pytest.raises(UserError, match="no trainable parameter"):
         judge = ToyJudge()
         judge.trainable_parameters = lambda: []  # type: ignore[method-assign]
@@ -362,7 +362,7 @@ def test_wrong_input_by_message(tmp_path):
 
 
 def test_cosine_and_linear_decay():
-    pace = RewardOptimiserSettings(lr=1.0, warmup_updates=4, decay_updates=10, lr_end=0.1)
+    pace = RewardOptimizerSettings(lr=1.0, warmup_updates=4, decay_updates=10, lr_end=0.1)
     assert [pace.lr_at(n) for n in (0, 5, 10, 50)] == pytest.approx([0.2, 0.55, 0.1, 0.1])
-    cosine = RewardOptimiserSettings(lr=1.0, decay_updates=10, decay="cosine")
+    cosine = RewardOptimizerSettings(lr=1.0, decay_updates=10, decay="cosine")
     assert [cosine.lr_at(n) for n in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])

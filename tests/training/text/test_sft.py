@@ -25,7 +25,7 @@ from visalign.text import Sampling, Stop, TextRollout
 from visalign.training.loop import checkpoint
 from visalign.training.loop.loop import Keeping
 from visalign.training.loop.metrics import read_metrics, without_times
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.text.sft import SFTTrainer, backward_nll
 
 RECORDS = [
@@ -48,12 +48,12 @@ def _trainer(
     **more: Any,
 ) -> SFTTrainer:
     policy = policy or _policy()
-    pace = OptimiserSettings(**{**PACE, "updates_per_iteration": 2, **more.pop("optimiser", {})})
+    pace = OptimizerSettings(**{**PACE, "updates_per_iteration": 2, **more.pop("optimizer", {})})
     keeping = {"folder": folder, "iterations": iterations, "config": {"seed": 0}, "checkpoint_every": 2}
     return SFTTrainer(
         policy,
         batches or WrittenBatches(policy, RECORDS, size=3, seed=5),
-        optimiser=pace,
+        optimizer=pace,
         keeping=Keeping(**{**keeping, **more.pop("keeping", {})}),
         accelerator=Accelerator(cpu=True),
         **more,
@@ -125,7 +125,7 @@ def test_a_random_model_learns_the_answers_and_where_they_end(tmp_path):
     policy = _policy()
     wanted = [r["completion"] for r in RECORDS]
     assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) == 0
-    result = _trainer(tmp_path, 30, policy=policy, optimiser={"ema_decay": 0.0}).train()
+    result = _trainer(tmp_path, 30, policy=policy, optimizer={"ema_decay": 0.0}).train()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[-1]["loss"] < 0.2 * rows[0]["loss"] and rows[-1]["perplexity"] < 2 < rows[0]["perplexity"]
     assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) >= 4, _greedy(policy)
@@ -137,7 +137,7 @@ def test_adapters_learn_and_the_reference_stays(tmp_path):
     batch = _batch(policy)
     with torch.no_grad():
         before = policy.log_probs(batch).log_prob
-    _trainer(tmp_path, 8, policy=policy, optimiser={"lr": 3e-2, "ema_decay": 0.0}).train()
+    _trainer(tmp_path, 8, policy=policy, optimizer={"lr": 3e-2, "ema_decay": 0.0}).train()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
     with torch.no_grad(), policy.reference():
@@ -152,7 +152,7 @@ def test_the_record_says_what_was_learnt(tmp_path):
         2,
         keeping={"evaluate_every": 2},
         evaluate=lambda iteration: {"accuracy": 0.25 * iteration},
-        optimiser={"warmup_updates": 1, "max_grad_norm": 0.1},
+        optimizer={"warmup_updates": 1, "max_grad_norm": 0.1},
     )
     trainer.train()
     first, second = read_metrics(tmp_path / "metrics.jsonl")
@@ -251,7 +251,7 @@ def test_several_processes_are_refused(tmp_path):
         SFTTrainer(
             policy,
             WrittenBatches(policy, RECORDS, size=3, seed=5),
-            optimiser=OptimiserSettings(),
+            optimizer=OptimizerSettings(),
             keeping=Keeping(folder=tmp_path, iterations=1, config={}),
             accelerator=Two(),  # type: ignore[arg-type]  # all that is asked of it
         )

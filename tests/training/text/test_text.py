@@ -68,7 +68,7 @@ CUTS = ["grpo", "dapo", "gspo", "kl_cov", "clip_cov", "flowrl", "ppo_ptx"]
 def test_micro_batches_change_nothing(algorithm, tmp_path):
     ends = []
     for size in (3, 64):
-        trainer = toy_text_trainer(tmp_path / str(size), algorithm, optimiser={"micro_batch": size})
+        trainer = toy_text_trainer(tmp_path / str(size), algorithm, optimizer={"micro_batch": size})
         trainer.optimizer = cast(Any, torch.optim.SGD)(
             [p for _, p in trainer.parameters], lr=1e-2
         )  # Adam blows up zeros
@@ -80,7 +80,7 @@ def test_micro_batches_change_nothing(algorithm, tmp_path):
 
 
 def test_answers_without_signal_are_not_sent_through_the_model(tmp_path, monkeypatch):
-    trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("?"), optimiser={"updates_per_iteration": 1})
+    trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("?"), optimizer={"updates_per_iteration": 1})
     seen: list[int] = []
     policy = trainer.team.policy
     inner = policy.log_probs
@@ -164,7 +164,7 @@ def test_a_clip_is_seen_beside_a_kl_term(tmp_path):
     shares = []
     for kl in (0.0, 0.1):
         trainer = toy_text_trainer(
-            tmp_path, objective={"epochs": 4, "changes": {"kl": kl}}, optimiser={"lr": 2e-2}
+            tmp_path, objective={"epochs": 4, "changes": {"kl": kl}}, optimizer={"lr": 2e-2}
         )
         record = trainer.iterate()
         shares.append(record["clip_low"] + record["clip_high"])
@@ -266,7 +266,7 @@ def test_rewards_of_single_steps_are_learnt(tmp_path):
             return Judged(rollout)
 
     trainer = toy_text_trainer(
-        tmp_path, "reinforce_pp", policy=policy, reward=Letters("%"), process=Judge(), optimiser={"lr": 1e-2}
+        tmp_path, "reinforce_pp", policy=policy, reward=Letters("%"), process=Judge(), optimizer={"lr": 1e-2}
     )
     prompts = [record["prompt"] for record in trainer.team.records]
 
@@ -290,7 +290,7 @@ def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):
             tmp_path,
             "ppo_kl",
             objective={"target_kl": target},
-            optimiser={"updates_per_iteration": 1},
+            optimizer={"updates_per_iteration": 1},
         )
         used[target] = [trainer.iterate()["penalty"] for _ in range(3)]
     assert used[1e-9] == [1.0, 2.0, 4.0] and used[1e3] == [1.0, 0.5, 0.25]
@@ -316,7 +316,7 @@ def test_another_engines_log_probs_are_corrected(tmp_path):
             generator=OtherEngine(policy, shift),
             rollout={"recompute": True},
             objective={"changes": {"kl": 0.0, "correction": TRUNCATE}},
-            optimiser={"updates_per_iteration": 1, "max_grad_norm": math.inf},
+            optimizer={"updates_per_iteration": 1, "max_grad_norm": math.inf},
         )
         parameters = [p for _, p in trainer.parameters]
         trainer.optimizer = cast(Any, torch.optim.SGD)(parameters, lr=1e-3)
@@ -348,7 +348,7 @@ def test_a_server_writes_the_answers_and_follows_the_weights(tmp_path):
             generator=generator,
             after_update=sync,
             objective={"changes": {"kl": 0.0, "correction": TRUNCATE}},
-            optimiser={"lr": 2e-2},
+            optimizer={"lr": 2e-2},
         )
         start = weights_of(trainer)
         records = [trainer.iterate() for _ in range(3)]

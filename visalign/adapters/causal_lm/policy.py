@@ -257,7 +257,7 @@ class CausalLMPolicy:
         return self._trained.reference()
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters that the optimiser moves: the model's, then "value_head.…"."""
+        """Names and parameters that the optimizer moves: the model's, then "value_head.…"."""
         head = [] if self.value_head is None else list(self.value_head.named_parameters())
         return [*self._trained.named(), *((f"value_head.{name}", parameter) for name, parameter in head)]
 

@@ -21,11 +21,11 @@ from visalign.adapters.weights import TrainedWeights
 from visalign.errors import UserError
 from visalign.interfaces import Condition, ForwardCount
 
-from .grid import latent_shape, sampling_sigmas
 from .joint_attention import use_weighted_attention
 from .loading import check_parts, load_sd3_pipeline
 from .lora import add_lora, load_lora, save_lora
 from .text import SD3Condition, SD3TextEncoders
+from .timesteps import latent_shape, sampling_sigmas
 
 
 class SD3Policy:
@@ -204,22 +204,22 @@ class SD3Policy:
                 images.append(vae.decode(scaled, return_dict=False)[0].float())
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
 
-    def sigmas(self, steps: int, *, grid: str = "diffusers") -> Tensor:
+    def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
         """The time grid [steps + 1], float32, from 1 down to 0.
 
         Args:
             steps: at least 1.
-            grid: "diffusers" is what the pipeline's scheduler uses (shift applied twice); "plain" applies
-                it once.
+            timestep_schedule: "diffusers" is what the pipeline's scheduler uses (shift applied twice); "plain"
+                applies it once.
         """
-        return sampling_sigmas(self.pipe, steps, grid=grid, shape=self.latent_shape)
+        return sampling_sigmas(self.pipe, steps, timestep_schedule=timestep_schedule, shape=self.latent_shape)
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
         return self._trained.reference()
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters that the optimiser moves, in the order of the transformer."""
+        """Names and parameters that the optimizer moves, in the order of the transformer."""
         return self._trained.named()
 
     def save(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """COPO: where a group agrees there is nothing to learn within it, so compare the prompts with each other.
 
-As in `advantages`: float64 statistics over all that is passed in (the whole optimiser step, all devices), no
+As in `advantages`: float64 statistics over all that is passed in (the whole optimizer step, all devices), no
 gradient, a missing reward leaves every statistic and gets 0, all-equal rewards give exactly 0.
 """
 
@@ -23,7 +23,7 @@ def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6
     signal in GRPO, keeps one. R̄ is taken as the mean of the group's rewards.
 
     Args:
-        reward: [B], any unit, of the whole optimiser step; what is not finite is missing.
+        reward: [B], any unit, of the whole optimizer step; what is not finite is missing.
         group: [B] labels.
         eps: added to the std, in units of the reward.
         ddof: 0 (biased) or 1.

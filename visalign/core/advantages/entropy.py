@@ -3,7 +3,7 @@
 
 Entropies in nats. Denoising steps of fixed variance all have the same entropy, which makes every factor 1:
 give another measure of uncertainty there, such as the disagreement of several rewards on a sample. Statistics
-are over all that is passed in, so pass the whole optimiser step (all devices). Only `weighted_entropy` has a
+are over all that is passed in, so pass the whole optimizer step (all devices). Only `weighted_entropy` has a
 gradient.
 """
 

@@ -40,7 +40,7 @@ def group_advantages(
     the batch's, or absent (A_i = R_i − mean_g). [B, T] rewards are treated column by column.
 
     Statistics are float64, centred before they are squared, over everything that is passed in: give the
-    rewards of the whole optimiser step, gathered from all devices. The result carries no gradient.
+    rewards of the whole optimizer step, gathered from all devices. The result carries no gradient.
 
     Args:
         reward: [B] or [B, T], any unit; entries that are not finite count as missing.

@@ -97,7 +97,8 @@ def prl_advantages(
 
     Args:
         advantage: [B], from the outcome.
-        log_ratio: [B, T] log π_old − log π_ref in nats, true log-densities (event_norm="sum"); no gradient.
+        log_ratio: [B, T] log π_old − log π_ref in nats, true log-densities
+            (log_prob_reduction="sum"); no gradient.
         weight: [B, T], 0 for absent decisions.
         eta: η > 0, in nats per unit of advantage; infinity leaves the advantage as it is. Released scripts
             use 1, 100 and 200.
@@ -166,7 +167,7 @@ def replay_weight(step: Tensor | float, *, warmup: float = 200.0, ceiling: float
     """SPEAR's weight of the replay loss, c(s) = c₀ (1 − cos(π min(s, T)/T))/2: from 0 to c₀ in T steps.
 
     Args:
-        step: s ≥ 0, optimiser steps so far, any shape.
+        step: s ≥ 0, optimizer steps so far, any shape.
         warmup: T > 0, in steps.
         ceiling: c₀.
 

@@ -29,7 +29,7 @@ _GRPO = Objective(
 )
 _GROUP = replace(_GRPO, kl=0.0, kl_gradient="k2", source="")
 _FLOW = Objective(
-    source="Liu et al., Flow-GRPO, arXiv 2505.05470; T denoising steps, event_norm='mean', exact Gaussian KL",
+    source="Liu et al., Flow-GRPO, arXiv 2505.05470; T denoising steps, log_prob_reduction='mean', exact KL",
     advantage_options={"scale": "batch", "ddof": 0},
     advantage_clamp=5.0,
     surrogate_options={"eps_low": 1e-4, "eps_high": 1e-4},

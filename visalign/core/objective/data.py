@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectories:
-    """Every sample of one optimiser step as the rollout left it; B samples of at most T decisions.
+    """Every sample of one optimizer step as the rollout left it; B samples of at most T decisions.
 
     With several devices: of all of them. These tensors are small beside the model; gather them, prepare, and
     take the rows of the device.

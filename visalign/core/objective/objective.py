@@ -2,7 +2,7 @@
 """An objective is one row: what is picked at each of the eight stages, and the weights of its terms.
 
     objective = named_objective("dapo", kl=0.01)
-    prepared = objective.prepare(trajectories)            # once per optimiser step, all samples
+    prepared = objective.prepare(trajectories)            # once per optimizer step, all samples
     for index in micro_batches:                           # any split: the same gradient
         loss = objective.loss(prepared.rows(index), policy(index))
         loss.total.backward()
@@ -111,7 +111,7 @@ class Objective:
         """Settle everything that depends on the whole step: advantages, selections, denominators.
 
         Args:
-            trajectories: of the whole optimiser step.
+            trajectories: of the whole optimizer step.
 
         Returns:
             Tensors without gradient; micro-batches take their rows.
@@ -122,7 +122,7 @@ class Objective:
         return self.prepare_steps(trajectories, [slice(None)])[0]
 
     def prepare_steps(self, trajectories: Trajectories, steps: Sequence[Tensor | slice]) -> list[Prepared]:
-        """Settle several optimiser steps on one rollout's samples, as PPO's minibatches are; see `prepare`.
+        """Settle several optimizer steps on one rollout's samples, as PPO's minibatches are; see `prepare`.
 
         Args:
             trajectories: of the whole rollout; its ptx_weight is that of each step.

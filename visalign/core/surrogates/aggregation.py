@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From losses per decision to one number, so that micro-batches sum to exactly the full batch.
 
-The counts in the denominators are taken once over the whole optimiser step (all micro-batches, all devices)
+The counts in the denominators are taken once over the whole optimizer step (all micro-batches, all devices)
 and handed in; `aggregate` then returns a share. Adding the shares, or calling backward on each, equals one
 big batch, however uneven the parts are. With DDP, which averages gradients over W devices, multiply each
 share by W.
@@ -38,7 +38,7 @@ MODES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of one optimiser step; 0-dim float64 tensors. `a + b` joins two disjoint parts of it."""
+    """Denominators of one optimizer step; 0-dim float64 tensors. `a + b` joins two disjoint parts of it."""
 
     tokens: Tensor
     """Σ w over all decisions."""
@@ -74,7 +74,7 @@ def count_step(
     group: Labels | None = None,
     empty: Literal["drop", "keep"] = "drop",
 ) -> Counts:
-    """Count what one optimiser step (or a part of it, to be added up) holds.
+    """Count what one optimizer step (or a part of it, to be added up) holds.
 
     Args:
         weight: [B, T], or [N] for decisions that stand alone; 0 for absent decisions, a mask is the special

@@ -96,7 +96,7 @@ def dro(
     beta: float,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Direct reward optimisation: the policy gradient with a quadratic pull towards the rollout policy.
+    """Direct reward optimization: the policy gradient with a quadratic pull towards the rollout policy.
 
     ℓ = −(A log π − (β/2)(log r)²). Up to a constant and the factor β this is the squared residual
     ½ (A − β log r)², least where log r = A/β. The paper takes whole sequences and A = R − V: pass sums over

@@ -169,7 +169,7 @@ def categorical_kl(
     return result if weight is None else torch.where(weight != 0, result, 0.0)
 
 
-def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, event_norm: EventNorm) -> Tensor:
+def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reduction: EventNorm) -> Tensor:
     """Compute the exact KL(N(μ, std²) ‖ N(μ_ref, std²)) = Σ_d (μ_d − μ_ref,d)²/(2 std²), over D for "mean".
 
     Zero variance, and its gradient is the gradient of the divergence. Published code often leaves √(−dt) out
@@ -179,20 +179,21 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, event_norm: Even
         mean: [*N, *event] μ, differentiable.
         mean_ref: [*N, *event] μ of the reference; detached here.
         std: [*N] total standard deviation of the step, with the √(−dt), > 0; detached here.
-        event_norm: "mean" or "sum" over the event; the same as in the log-prob, or β changes its meaning.
+        log_prob_reduction: "mean" or "sum" over the event; the same as in the log-prob, or β changes
+            its meaning.
 
     Returns:
         [*N] nats (per element for "mean"), float32 or better, ≥ 0.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown event_norm.
+        ValueError: shapes that do not fit, or an unknown log_prob_reduction.
 
     Liu et al., Flow-GRPO, arXiv 2505.05470, section 4.
     """
     dtype = torch.promote_types(mean.dtype, torch.float32)
     difference = mean.to(dtype) - mean_ref.detach().to(dtype)
     scale = expand_over_event(std.detach().to(dtype), mean, mean_ref)
-    return reduce_event((difference / scale).square() / 2, std.ndim, event_norm)
+    return reduce_event((difference / scale).square() / 2, std.ndim, log_prob_reduction)
 
 
 def _value_and_slope(d: Tensor, estimator: Estimator) -> tuple[Tensor, Tensor]:

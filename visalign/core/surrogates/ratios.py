@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of Gaussian steps and likelihood ratios, at the level of one decision or one sequence.
 
-`event_norm` says how the D elements of one denoising step enter: "sum" is the true log-density, "mean" is
-that divided by D, as in the published Flow-GRPO. A clip range means D times more under "mean": 1e-4 at
+`log_prob_reduction` says how the D elements of one denoising step enter: "sum" is the true log-density,
+"mean" is that divided by D, as in the published Flow-GRPO. A clip range means D times more under "mean": 1e-4 at
 D = 65536 is 6.6 nats.
 """
 
@@ -27,7 +27,7 @@ LEVELS: dict[str, str] = {
 sequence_token."""
 
 
-def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, event_norm: EventNorm) -> Tensor:
+def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reduction: EventNorm) -> Tensor:
     """Log-density of a diagonal Gaussian with one standard deviation per decision.
 
     log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π], divided by D for "mean".
@@ -36,20 +36,20 @@ def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, event_norm: Event
         x: [*N, *event], the point; the dimensions beyond those of std are the event.
         mean: [*N, *event] μ, differentiable.
         std: [*N] total standard deviation of x', with the √(−dt), > 0; N has at least one dimension.
-        event_norm: "mean" or "sum" over the event.
+        log_prob_reduction: "mean" or "sum" over the event.
 
     Returns:
         [*N], float32 or better.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown event_norm.
+        ValueError: shapes that do not fit, or an unknown log_prob_reduction.
 
     Liu et al., Flow-GRPO, arXiv 2505.05470; the density of its SDE step.
     """
     x, mean, std = _float32(x), _float32(mean), _float32(std)
     scale = expand_over_event(std, x, mean)
     density = -((x - mean) / scale).square() / 2 - scale.log() - math.log(2 * math.pi) / 2
-    return reduce_event(density, std.ndim, event_norm)
+    return reduce_event(density, std.ndim, log_prob_reduction)
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -196,18 +196,19 @@ def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
     return std.reshape(std.shape + (1,) * (len(shape) - std.ndim))
 
 
-def reduce_event(values: Tensor, batch_dims: int, event_norm: EventNorm) -> Tensor:
+def reduce_event(values: Tensor, batch_dims: int, log_prob_reduction: EventNorm) -> Tensor:
     """Sum or average over all dimensions after the first batch_dims.
 
     Raises:
-        ValueError: event_norm is neither "mean" nor "sum".
+        ValueError: log_prob_reduction is neither "mean" nor "sum".
     """
-    if event_norm not in ("mean", "sum"):
+    if log_prob_reduction not in ("mean", "sum"):
         raise ValueError(
-            f"event_norm must be 'mean' (per element, Flow-GRPO) or 'sum' (the density); got {event_norm!r}."
+            "log_prob_reduction must be 'mean' (per element, Flow-GRPO) or 'sum' (the density); got "
+            f"{log_prob_reduction!r}."
         )
     flat = values.flatten(batch_dims)
-    return flat.mean(-1) if event_norm == "mean" else flat.sum(-1)
+    return flat.mean(-1) if log_prob_reduction == "mean" else flat.sum(-1)
 
 
 def _float32(value: Tensor) -> Tensor:

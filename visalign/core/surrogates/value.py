@@ -20,7 +20,7 @@ def value_loss(
     ℓ = ½ (V − R)², or with `clip` = ε: ½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), whose gradient
     is exactly zero where the clipped error is the larger one.
 
-    Nothing is summed: hand ℓ to `aggregate` with the counts of the whole optimiser step, so that
+    Nothing is summed: hand ℓ to `aggregate` with the counts of the whole optimizer step, so that
     micro-batches add up to the full batch here as they do for the policy.
 
     Args:

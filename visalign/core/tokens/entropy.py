@@ -31,7 +31,7 @@ class CovarianceStatistics:
 def covariance_statistics(
     log_prob: Tensor, advantage: Tensor, weight: Tensor, *, decisions: Decisions
 ) -> CovarianceStatistics:
-    """Measure Cov(log π, A) = Σ w (A − Ā)(log π − mean log π) / Σ w over the whole optimiser step.
+    """Measure Cov(log π, A) = Σ w (A − Ā)(log π − mean log π) / Σ w over the whole optimizer step.
 
     Args:
         log_prob: [B, T] (or [N]) under the policy at the beginning of the step; all devices together.
@@ -207,7 +207,7 @@ def adapt_entropy_coefficient(
         coefficient: c, 0 at the start.
         measured: H, mean token entropy of the whole step, in nats.
         target: H*, in nats; 0.2 in the report.
-        step: Δ > 0 per optimiser step.
+        step: Δ > 0 per optimizer step.
         lowest: bound of c'.
         highest: bound of c'.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which decisions the policy loss uses: top entropy (80/20), Clip-Cov, KL-Cov. More in `selection_rules`.
 
-Two phases. `*_thresholds` looks once at the whole optimiser step, all micro-batches and devices together
+Two phases. `*_thresholds` looks once at the whole optimizer step, all micro-batches and devices together
 (concatenate or gather the tensors, the order does not matter), and returns a small frozen record of tensors.
 `*_keep` or `*_select` applies it to any part of the step. With the same numbers in both phases the parts
 together are exactly the whole. Deviation from the released codes, which take means, quantiles and counts per

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clip_B and Clip_V: drop the tokens whose punishment would cut the entropy most.
 
-Two phases, as in `selection`: `*_thresholds` over the whole optimiser step, then any part of it.
+Two phases, as in `selection`: `*_thresholds` over the whole optimizer step, then any part of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """SIREN: entropy inside the nucleus only, at peak tokens only, anchored at a reference value.
 
 Order of use: `nucleus_entropy` of the logits; `siren_keep` for the peak tokens (a row needs no other row);
-once per optimiser step their aggregate over all micro-batches; then `anchored_entropy_loss` on each of them.
+once per optimizer step their aggregate over all micro-batches; then `anchored_entropy_loss` on each of them.
 """
 
 from __future__ import annotations

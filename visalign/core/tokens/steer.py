@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """STEER: weigh each token's loss by the entropy change that its update causes.
 
-Two phases, as in `selection`: `steer_thresholds` over the whole optimiser step, then any part of it.
+Two phases, as in `selection`: `steer_thresholds` over the whole optimizer step, then any part of it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SteerThresholds:
 def steer_thresholds(
     change: Tensor, weight: Tensor, *, decisions: Decisions, w_min: float = 0.8, w_max: float = 1.2
 ) -> SteerThresholds:
-    """Take the range of |Ω| over the whole optimiser step.
+    """Take the range of |Ω| over the whole optimizer step.
 
     Args:
         change: Ω [B, T] from `steer_change`.

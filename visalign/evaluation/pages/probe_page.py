@@ -141,7 +141,7 @@ def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def best_paid(result: Mapping[str, Any]) -> str | None:
-    """What an optimiser would be paid most for, or None where no change is paid beyond the limit."""
+    """What an optimizer would be paid most for, or None where no change is paid beyond the limit."""
     found = [
         (level["mean"], probe["title"], level["label"], level.get("win"))
         for probe in result["probes"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a reward is tried with: changes that no prompt asks for, and what should become of the score.
 
-An optimiser finds whatever raises a reward. A probe makes one such change to pictures with known scores; the
-response, in units of the reward's own spread, says what the optimiser would be paid for it.
+An optimizer finds whatever raises a reward. A probe makes one such change to pictures with known scores; the
+response, in units of the reward's own spread, says what the optimizer would be paid for it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """How a reward answered a probe: mean response with its interval at each level, and a verdict.
 
 With v the score of a sample, v′ the score after the change, s the standard deviation of v over the reference
-samples, and d = ±1 the reward's direction, the response of a sample is r = d (v′ − v) / s: what an optimiser
+samples, and d = ±1 the reward's direction, the response of a sample is r = d (v′ − v) / s: what an optimizer
 gains by the change, in units in which good and bad pictures of the reference differ.
 
 A judge that compares has no scores, but the log-odds ℓ(a, b) of a over b, the mean of both orders. Were they

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far rewards agree on one set: rank correlations over all and within prompts, and where they part.
 
-Over all images a correlation may come from prompts that every reward finds easy; an optimiser that compares
+Over all images a correlation may come from prompts that every reward finds easy; an optimizer that compares
 answers to one prompt sees only what is left within prompts.
 """
 

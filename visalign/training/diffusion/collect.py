@@ -59,11 +59,11 @@ class Experience:
 
 def choose_steps(settings: RolloutSettings, seed: int, iteration: int) -> tuple[list[int], tuple[int, ...]]:
     """The stochastic steps of an iteration, and which of them (by position) are trained on."""
-    noise_steps = settings.stochastic
-    if settings.noise_count is None:
-        return noise_steps, tuple(noise_steps.index(step) for step in settings.trained)
+    sde_steps = settings.stochastic
+    if settings.sde_window is None:
+        return sde_steps, tuple(sde_steps.index(step) for step in settings.trained)
     draw = np.random.default_rng(sample_seed(seed, "noise steps", iteration))
-    chosen = sorted(int(step) for step in draw.choice(noise_steps, settings.noise_count, replace=False))
+    chosen = sorted(int(step) for step in draw.choice(sde_steps, settings.sde_window, replace=False))
     return chosen, tuple(range(len(chosen)))
 
 
@@ -76,9 +76,9 @@ def collect(
         RewardFailure: see `judge`.
         FloatingPointError: the rollout ended in latents that are not finite.
     """
-    noise_steps, trained = choose_steps(rollout_settings, team.seed, iteration)
+    sde_steps, trained = choose_steps(rollout_settings, team.seed, iteration)
     records = [team.records[i] for i in batch.prompt_index.tolist()]
-    condition, trajectory = _sample(team, batch, records, noise_steps, rollout_settings)
+    condition, trajectory = _sample(team, batch, records, sde_steps, rollout_settings)
     with team.clock.phase("decode"), torch.no_grad(), team.accelerator.autocast():
         chunks = trajectory.latents.split(rollout_settings.batch_size)
         images = torch.cat([team.policy.decode(chunk).float().cpu() for chunk in chunks])
@@ -113,7 +113,7 @@ def _sample(
     team: Team,
     batch: Batch,
     records: Sequence[Mapping[str, Any]],
-    noise_steps: Sequence[int],
+    sde_steps: Sequence[int],
     settings: RolloutSettings,
 ) -> tuple[Condition, Trajectory]:
     with team.clock.phase("rollout"), torch.no_grad(), team.accelerator.autocast():
@@ -121,12 +121,12 @@ def _sample(
         trajectory = rollout(
             team.policy,
             condition,
-            sigmas=team.policy.sigmas(settings.steps, grid=settings.grid),
-            noise_steps=noise_steps,
+            sigmas=team.policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule),
+            sde_steps=sde_steps,
             schedule=settings.schedule,
-            level=settings.level,
+            noise_level=settings.noise_level,
             seeds=[sample_seed(team.seed, "sample", i) for i in batch.sample_id.tolist()],
-            event_norm=settings.event_norm,  # type: ignore[arg-type]  # checked by RolloutSettings
+            log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by RolloutSettings
             batch_size=settings.batch_size,
         )
     return condition, trajectory

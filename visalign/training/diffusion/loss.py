@@ -22,7 +22,7 @@ from visalign.flow.trajectory import Pairs
 from visalign.flow.transitions import Kernel
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 
 from .collect import Experience, Team
 from .settings import ObjectiveSettings, RolloutSettings
@@ -116,14 +116,14 @@ def pair_terms(
     loss = weight * ppo_clip(log_r, advantage, eps_low=objective.eps_low, eps_high=objective.eps_high)
     kl = torch.zeros_like(log_r)
     if mean_ref is not None:
-        kl = gaussian_kl(mean, mean_ref, pairs.std, event_norm=kernel.event_norm)  # type: ignore[arg-type]
+        kl = gaussian_kl(mean, mean_ref, pairs.std, log_prob_reduction=kernel.log_prob_reduction)  # type: ignore[arg-type]
         loss = loss + objective.beta * kl
     return PairTerms(loss=loss, log_ratio=log_r.detach(), kl=kl.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """The part of the samples that one optimiser update sees."""
+    """The part of the samples that one optimizer update sees."""
 
     samples: Tensor
     """[n] int64, this process's samples, as positions in its experience; may be empty."""
@@ -152,7 +152,7 @@ def accumulate(
     chunk: Chunk,
     weight: Tensor,
     objective: ObjectiveSettings,
-    settings: OptimiserSettings,
+    settings: OptimizerSettings,
 ) -> Tensor:
     """Backward through one chunk in micro-batches; the gradients equal those of one big batch.
 
@@ -180,7 +180,7 @@ def accumulate(
     counts = Counts(
         tokens=tokens, sequences=tokens, length=torch.ones_like(tokens), groups=torch.zeros_like(tokens)
     )
-    step_weight = weight[list(trajectory.noise_steps)].to(device)
+    step_weight = weight[list(trajectory.sde_steps)].to(device)
     sums = torch.zeros(8, dtype=torch.float64, device=device)
     for sample, step, present, last in _micro_batches(experience, chunk, settings.micro_batch):
         pairs = trajectory.pairs(sample, step)

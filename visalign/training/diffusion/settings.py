@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Flow-GRPO run can be told: how to roll out, what to optimise, how to move the weights.
+"""What a Flow-GRPO run can be told: how to roll out, what to optimize, how to move the weights.
 
 The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code); each field says where
 ours differ. Values are checked when a setting is made, before anything is loaded or written.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from visalign.errors import UserError
-from visalign.training.loop.optimiser import _above_zero, _at_least
+from visalign.training.loop.optimizer import _above_zero, _at_least
 
 
 def _choice(name: str, given: str, allowed: Sequence[str]) -> None:
@@ -38,21 +38,21 @@ class RolloutSettings:
     """G, samples per prompt; at least 2."""
     steps: int = 10
     """T, denoising steps."""
-    grid: str = "diffusers"
+    timestep_schedule: str = "diffusers"
     """Time grid: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
     schedule: str = "flow"
     """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-
     preserving)."""
-    level: float = 0.7
+    noise_level: float = 0.7
     """Noise level a (η for "dance")."""
-    noise_steps: list[int] | None = None
+    sde_steps: list[int] | None = None
     """Steps that are stochastic, 0 to T-1; the others are deterministic. null: all but the last."""
-    noise_count: int | None = None
-    """Draw this many of `noise_steps` anew in each iteration and make only them stochastic (Flow-GRPO-Fast,
+    sde_window: int | None = None
+    """Draw this many of `sde_steps` anew in each iteration and make only them stochastic (Flow-GRPO-Fast,
     MixGRPO). null: all of them."""
     train_steps: list[int] | None = None
-    """Those of `noise_steps` that are trained on; null: all that are stochastic."""
-    event_norm: str = "mean"
+    """Those of `sde_steps` that are trained on; null: all that are stochastic."""
+    log_prob_reduction: str = "mean"
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
     batch_size: int = 64
     """Samples that go through the network together while sampling; memory only, no effect on a sample."""
@@ -62,45 +62,46 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         _at_least("rollout.steps", self.steps, 1)
         _at_least("rollout.batch_size", self.batch_size, 1)
-        _choice("rollout.grid", self.grid, ("diffusers", "plain"))
+        _choice("rollout.timestep_schedule", self.timestep_schedule, ("diffusers", "plain"))
         _choice("rollout.schedule", self.schedule, ("flow", "dance", "cps"))
-        _choice("rollout.event_norm", self.event_norm, ("mean", "sum"))
-        if not (math.isfinite(self.level) and self.level > 0):
+        _choice("rollout.log_prob_reduction", self.log_prob_reduction, ("mean", "sum"))
+        if not (math.isfinite(self.noise_level) and self.noise_level > 0):
             raise UserError(
-                f"rollout.level is {self.level}; without noise there is no log-probability: set it above 0."
+                f"rollout.noise_level is {self.noise_level}; without noise there is no log-probability: set "
+                "it above 0."
             )
         if not 0.0 <= self.max_failure_rate <= 1.0:
             raise UserError(
                 f"rollout.max_failure_rate is {self.max_failure_rate}; it is a share from 0 to 1."
             )
         noisy = self.stochastic
-        _steps("rollout.noise_steps", noisy, range(self.steps), "steps")
+        _steps("rollout.sde_steps", noisy, range(self.steps), "steps")
         if self.schedule == "cps":
             self._check_cps(noisy)
         if self.train_steps is not None:
             _steps("rollout.train_steps", self.train_steps, noisy, "the stochastic steps")
-        if self.noise_count is not None:
-            if not 1 <= self.noise_count <= len(noisy):
+        if self.sde_window is not None:
+            if not 1 <= self.sde_window <= len(noisy):
                 raise UserError(
-                    f"rollout.noise_count is {self.noise_count}; with {len(noisy)} noise_steps it must "
+                    f"rollout.sde_window is {self.sde_window}; with {len(noisy)} sde_steps it must "
                     f"be 1 to {len(noisy)}."
                 )
             if self.train_steps is not None:
                 raise UserError(
-                    "rollout.noise_count draws the steps to train anew in each iteration, so "
+                    "rollout.sde_window draws the steps to train anew in each iteration, so "
                     "rollout.train_steps cannot be fixed as well. Remove one of the two."
                 )
 
     def _check_cps(self, noisy: Sequence[int]) -> None:
         """The limits of coefficients-preserving sampling."""
-        if self.level > 1:
+        if self.noise_level > 1:
             raise UserError(
-                f"rollout.level is {self.level}; for rollout.schedule=cps it must be at most 1, which "
-                "replaces all of the noise (published: 0.8)."
+                f"rollout.noise_level is {self.noise_level}; for rollout.schedule=cps it must be at most 1, "
+                "which replaces all of the noise (published: 0.8)."
             )
         if self.steps - 1 in noisy:
             raise UserError(
-                f"rollout.noise_steps {list(noisy)} holds the last of {self.steps} steps, in which cps adds "
+                f"rollout.sde_steps {list(noisy)} holds the last of {self.steps} steps, in which cps adds "
                 f"no noise, so it has no log-probability. Take {self.steps - 1} out, or set rollout.schedule "
                 "to flow or dance."
             )
@@ -108,7 +109,7 @@ class RolloutSettings:
     @property
     def stochastic(self) -> list[int]:
         """The steps that may be stochastic, ascending."""
-        return list(range(max(1, self.steps - 1))) if self.noise_steps is None else sorted(self.noise_steps)
+        return list(range(max(1, self.steps - 1))) if self.sde_steps is None else sorted(self.sde_steps)
 
     @property
     def trained(self) -> list[int]:
@@ -118,12 +119,12 @@ class RolloutSettings:
     @property
     def trained_per_image(self) -> int:
         """How many steps of one image are trained on in one iteration."""
-        return self.noise_count or len(self.trained)
+        return self.sde_window or len(self.trained)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """What is optimised on the samples."""
+    """What is optimized on the samples."""
 
     ratio: str = "gaussian"
     """"gaussian": exp(log p − log p_old), as published. "guard": exp(mean(ε·Δμ)), GRPO-Guard's ratio (arXiv

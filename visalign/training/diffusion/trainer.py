@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flow-GRPO (arXiv 2505.05470): group-relative policy optimisation of a flow-matching model along its SDE.
+"""Flow-GRPO (arXiv 2505.05470): group-relative policy optimization of a flow-matching model along its SDE.
 
 Where this deviates from the published code, always on purpose:
 * old log-probabilities come from the rollout, whose latents are rounded before theirs is taken; the ratio is
@@ -27,7 +27,7 @@ from visalign.training.loop.counters import Progressed
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.judging import oriented
 from visalign.training.loop.loop import Evaluate, Keeping, Loop, TrainResult
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import TrainingProgress
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
@@ -36,7 +36,7 @@ from visalign.training.loop.state import RunState, restore_tensors, tensors_of
 from .collect import Team, collect
 from .loss import ReplayModule, step_weights
 from .settings import ObjectiveSettings, RolloutSettings
-from .update import optimise
+from .update import optimize
 
 
 class FlowGRPOTrainer:
@@ -47,8 +47,8 @@ class FlowGRPOTrainer:
         reward: judges one image at a time; higher is better (or its sign is turned).
         records: prompt records, each with "prompt"; handed to the reward as metadata.
         rollout: how samples are made.
-        objective: what is optimised.
-        optimiser: how the weights move.
+        objective: what is optimized.
+        optimizer: how the weights move.
         keeping: length, checkpoints, evaluation.
         seed: of the run.
         accelerator: device, processes and trackers, without mixed precision: that is the policy's own matter.
@@ -70,7 +70,7 @@ class FlowGRPOTrainer:
         *,
         rollout: RolloutSettings,
         objective: ObjectiveSettings,
-        optimiser: OptimiserSettings,
+        optimizer: OptimizerSettings,
         keeping: Keeping,
         seed: int,
         accelerator: Accelerator,
@@ -79,7 +79,12 @@ class FlowGRPOTrainer:
         evaluate: Evaluate | None = None,
         progress: TrainingProgress | None = None,
     ) -> None:
-        self.rollout, self.objective, self.optimiser, self.keeping = rollout, objective, optimiser, keeping
+        self.rollout, self.objective, self.optimizer_settings, self.keeping = (
+            rollout,
+            objective,
+            optimizer,
+            keeping,
+        )
         self.accelerator = accelerator
         self.clock = PhaseClock()
         self.team = Team(
@@ -93,18 +98,20 @@ class FlowGRPOTrainer:
         self.sampler = PromptSampler(
             len(records), rollout.prompts_per_iteration, rollout.group_size, seed, strata=strata, cycle=cycle
         )
-        self.weight = step_weights(objective, rollout, policy.sigmas(rollout.steps, grid=rollout.grid))
+        self.weight = step_weights(
+            objective, rollout, policy.sigmas(rollout.steps, timestep_schedule=rollout.timestep_schedule)
+        )
         policy.module.eval()  # dropout would make the replay another function than the rollout
         self.parameters = policy.trainable_parameters()
         self.optimizer = torch.optim.AdamW(
             [parameter for _, parameter in self.parameters],
-            lr=optimiser.lr,
-            betas=(optimiser.betas[0], optimiser.betas[1]),
-            eps=optimiser.eps,
-            weight_decay=optimiser.weight_decay,
+            lr=optimizer.lr,
+            betas=(optimizer.betas[0], optimizer.betas[1]),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
         )
-        every = optimiser.ema_every if optimiser.ema_decay else 1
-        self.ema = EMA(self.parameters, decay=optimiser.ema_decay, every=every, warmup=optimiser.ema_warmup)
+        every = optimizer.ema_every if optimizer.ema_decay else 1
+        self.ema = EMA(self.parameters, decay=optimizer.ema_decay, every=every, warmup=optimizer.ema_warmup)
         self.module = accelerator.prepare_model(ReplayModule(policy))
         self.evaluate = evaluate
         self.progress = progress or TrainingProgress(keeping.iterations, enabled=False)
@@ -152,7 +159,7 @@ class FlowGRPOTrainer:
         experience = collect(self.team, batch, state.iteration, self.rollout, self.objective)
         before = Progressed(updates=state.updates, skipped=state.skipped, checked=self._checked)
         with self.clock.phase("update"):
-            after, updated = optimise(
+            after, updated = optimize(
                 self.module,
                 self.team,
                 experience,
@@ -160,7 +167,7 @@ class FlowGRPOTrainer:
                 self.ema,
                 self.weight,
                 self.objective,
-                self.optimiser,
+                self.optimizer_settings,
                 iteration=state.iteration,
                 before=before,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy update: one iteration's optimiser steps, and what they did."""
+"""The policy update: one iteration's optimizer steps, and what they did."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from visalign.core.surrogates.ratio_check import check_log_ratio
 from visalign.flow.replay import RATIO_BOUND
 from visalign.training.loop.counters import Progressed
 from visalign.training.loop.ema import EMA
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 
 from .collect import Experience, Team
 from .loss import accumulate, chunks
 from .settings import ObjectiveSettings
 
 
-def optimise(
+def optimize(
     module: nn.Module,
     team: Team,
     experience: Experience,
@@ -29,7 +29,7 @@ def optimise(
     ema: EMA,
     weight: Tensor,
     objective: ObjectiveSettings,
-    settings: OptimiserSettings,
+    settings: OptimizerSettings,
     *,
     iteration: int,
     before: Progressed,
@@ -70,7 +70,7 @@ def optimise(
 
 def _check_ratio(largest: float, experience: Experience, objective: ObjectiveSettings) -> None:
     """The bound grows with what the log-ratio is a sum over; the guard's is a mean under either norm."""
-    is_sum = objective.ratio == "gaussian" and experience.trajectory.kernel.event_norm == "sum"
+    is_sum = objective.ratio == "gaussian" and experience.trajectory.kernel.log_prob_reduction == "sum"
     dimensions = experience.trajectory.dimensions if is_sum else 1
     bound = RATIO_BOUND * dimensions if objective.ratio_bound is None else objective.ratio_bound
     check_log_ratio(torch.tensor([largest]), bound=bound)

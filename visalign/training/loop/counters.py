@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed:
-    """Optimiser counters of a run."""
+    """Optimizer counters of a run."""
 
     updates: int = 0
     skipped: int = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class EMA:
-    """ē ← d·ē + (1 − d)·θ after every `every`-th optimiser update, in float32.
+    """ē ← d·ē + (1 − d)·θ after every `every`-th optimizer update, in float32.
 
     With `warmup` the decay of average number n is min(d, (1 + n) / (10 + n)), as in TensorFlow's
     ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that short runs are not dominated by the
@@ -53,7 +53,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Take in the parameters after `updates` optimiser updates (1, 2, ...)."""
+        """Take in the parameters after `updates` optimizer updates (1, 2, ...)."""
         if self._follows or updates % self.every:
             return
         decay = self.decay_at(updates // self.every)

@@ -13,7 +13,7 @@ from typing import Any
 
 METRICS: dict[str, str] = {
     "iteration": "iterations finished; the first line says 1",
-    "updates": "optimiser updates done so far in the run",
+    "updates": "optimizer updates done so far in the run",
     "updates_skipped": "updates skipped so far because a gradient was not finite",
     "images": "images generated for training so far, all processes",
     "samples": "answers generated for training so far, those of groups that were dropped included; of "
@@ -54,7 +54,7 @@ METRICS: dict[str, str] = {
     "clip_high": "share of trained pairs whose ratio was cut at 1 + eps_high with a positive advantage; of a "
     "text policy, of tokens with a positive advantage and no gradient, whatever rule took it",
     "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
-    "event_norm mean); of a text policy the k3 estimate per token",
+    "log_prob_reduction mean); of a text policy the k3 estimate per token",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
     "lr": "learning rate of the iteration's last update",
     "forward_equivalents_per_image": "transformer forwards per image counted as they ran; a backward "

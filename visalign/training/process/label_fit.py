@@ -127,7 +127,7 @@ def _update(
     optimizer: torch.optim.Optimizer,
     max_grad_norm: float,
 ) -> Judged:
-    """One step of the optimiser."""
+    """One step of the optimizer."""
     loss = judged.loss.sum() / torch.isfinite(judged.label).sum().clamp(min=1)
     if not torch.isfinite(loss):
         raise ValueError(

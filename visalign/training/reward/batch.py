@@ -70,7 +70,7 @@ class RewardData(Protocol):
         """Batch 0, 1, 2, ... in micro-batches.
 
         Args:
-            number: of the optimiser update.
+            number: of the optimizer update.
             part: (i, n): the i-th of n shares of the batch, for n processes.
         """
         ...

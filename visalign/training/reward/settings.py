@@ -39,7 +39,7 @@ _NO_TIES = ("margin", "centre", "displacement")
 
 @dataclass(frozen=True, kw_only=True)
 class RewardObjectiveSettings:
-    """What is optimised on the labels."""
+    """What is optimized on the labels."""
 
     task: str = "uncertainty"
     """A row of `visalign.training.reward.tasks.TASKS`: bradley_terry, uncertainty, uncertainty_upstream,
@@ -113,7 +113,7 @@ class RewardObjectiveSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardOptimiserSettings:
+class RewardOptimizerSettings:
     """How the weights of a judge move: AdamW, warm-up, decay, clipping, averages."""
 
     lr: float = 1e-3
@@ -135,7 +135,7 @@ class RewardOptimiserSettings:
     max_grad_norm: float = 1.0
     """The gradient's L2 norm is clipped to this."""
     updates_per_iteration: int = 20
-    """Optimiser updates per iteration (one line of metrics)."""
+    """Optimizer updates per iteration (one line of metrics)."""
     ema_decay: float = 0.0
     """Decay of averaged weights, which are then evaluated and saved; 0 switches averaging off."""
     ema_every: int = 1
@@ -144,25 +144,25 @@ class RewardOptimiserSettings:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "max_grad_norm"):
             if not getattr(self, name) > 0:
-                raise UserError(f"optimiser.{name} is {getattr(self, name)}; it must be above 0.")
+                raise UserError(f"optimizer.{name} is {getattr(self, name)}; it must be above 0.")
         for name in ("updates_per_iteration", "ema_every"):
-            _at_least(f"optimiser.{name}", getattr(self, name), 1)
+            _at_least(f"optimizer.{name}", getattr(self, name), 1)
         for name in ("warmup_updates", "weight_decay"):
-            _at_least(f"optimiser.{name}", getattr(self, name), 0)
-        _choice("optimiser.decay", self.decay, DECAYS)
+            _at_least(f"optimizer.{name}", getattr(self, name), 0)
+        _choice("optimizer.decay", self.decay, DECAYS)
         if self.decay_updates is not None:
-            _at_least("optimiser.decay_updates", self.decay_updates, 1)
+            _at_least("optimizer.decay_updates", self.decay_updates, 1)
         if not 0 <= self.lr_end <= 1:
-            raise UserError(f"optimiser.lr_end is {self.lr_end}; it is a share of the rate, from 0 to 1.")
+            raise UserError(f"optimizer.lr_end is {self.lr_end}; it is a share of the rate, from 0 to 1.")
         if not 0 <= self.ema_decay < 1:
-            raise UserError(f"optimiser.ema_decay is {self.ema_decay}; it must be in [0, 1).")
+            raise UserError(f"optimizer.ema_decay is {self.ema_decay}; it must be in [0, 1).")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(
-                f"optimiser.betas is {self.betas}; give two numbers in [0, 1), e.g. [0.9, 0.999]."
+                f"optimizer.betas is {self.betas}; give two numbers in [0, 1), e.g. [0.9, 0.999]."
             )
 
     def lr_at(self, update: int) -> float:
-        """Learning rate of optimiser update 0, 1, 2, ..."""
+        """Learning rate of optimizer update 0, 1, 2, ..."""
         rise = min(1.0, (update + 1) / (self.warmup_updates + 1))
         gone = 0.0 if self.decay_updates is None else min(1.0, update / self.decay_updates)
         if self.decay == "cosine":

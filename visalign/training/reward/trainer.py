@@ -28,7 +28,7 @@ from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.state import restore_tensors, tensors_of
 
 from .batch import RewardData, TrainableJudge
-from .settings import RewardObjectiveSettings, RewardOptimiserSettings
+from .settings import RewardObjectiveSettings, RewardOptimizerSettings
 from .tasks import TASKS
 
 
@@ -39,7 +39,7 @@ class RewardState:
     iteration: int = 0
     """Iterations finished."""
     updates: int = 0
-    """Optimiser updates, those that were skipped included; also the number of the next batch."""
+    """Optimizer updates, those that were skipped included; also the number of the next batch."""
     skipped: int = 0
     examples: int = 0
     """Labelled examples read, repeats included."""
@@ -53,8 +53,8 @@ class RewardTrainer:
     Args:
         judge: on its device.
         data: the batches; process i of n takes share i of each.
-        objective: what is optimised.
-        optimiser: how the weights move.
+        objective: what is optimized.
+        optimizer: how the weights move.
         keeping: length, checkpoints, evaluation.
         accelerator: processes and trackers.
         seed: of dropout and of sampled losses.
@@ -72,7 +72,7 @@ class RewardTrainer:
         data: RewardData,
         *,
         objective: RewardObjectiveSettings,
-        optimiser: RewardOptimiserSettings,
+        optimizer: RewardOptimizerSettings,
         keeping: Keeping,
         accelerator: Accelerator,
         seed: int = 0,
@@ -80,20 +80,20 @@ class RewardTrainer:
         progress: TrainingProgress | None = None,
     ) -> None:
         self.judge, self.data, self.seed = judge, data, seed
-        self.objective, self.optimiser, self.accelerator = objective, optimiser, accelerator
+        self.objective, self.optimizer_settings, self.accelerator = objective, optimizer, accelerator
         self.keeping, self.evaluate = keeping, evaluate
         self.parameters = list(judge.trainable_parameters())
         if not self.parameters:
             raise UserError("The judge has no trainable parameter. Train its head, adapters, or all of it.")
         self.optimizer = torch.optim.AdamW(
             [parameter for _, parameter in self.parameters],
-            lr=optimiser.lr,
-            betas=(optimiser.betas[0], optimiser.betas[1]),
-            eps=optimiser.eps,
-            weight_decay=optimiser.weight_decay,
+            lr=optimizer.lr,
+            betas=(optimizer.betas[0], optimizer.betas[1]),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
         )
-        every = optimiser.ema_every if optimiser.ema_decay else 1
-        self.ema = EMA(self.parameters, decay=optimiser.ema_decay, every=every)
+        every = optimizer.ema_every if optimizer.ema_decay else 1
+        self.ema = EMA(self.parameters, decay=optimizer.ema_decay, every=every)
         self.clock = PhaseClock()
         self.progress = progress or TrainingProgress(keeping.iterations, enabled=False)
         self.loop = Loop(self, keeping, accelerator, self.clock, self.progress)
@@ -116,7 +116,7 @@ class RewardTrainer:
         """One iteration: updates, perhaps an evaluation; returns its record."""
         state = self.state
         with self.clock.phase("update"):
-            steps = [self._update() for _ in range(self.optimiser.updates_per_iteration)]
+            steps = [self._update() for _ in range(self.optimizer_settings.updates_per_iteration)]
         self.optimizer.zero_grad(set_to_none=True)
         examples = sum(step.examples for step in steps)
         state.iteration += 1
@@ -126,7 +126,7 @@ class RewardTrainer:
             raise UserError(
                 f"None of the {len(steps)} updates of iteration {state.iteration} had a finite gradient; "
                 f"their mean loss is {np.mean([step.loss for step in steps]):.3g}. Start again with a lower "
-                "optimiser.lr or, if model.autocast or model.dtype is float16, in bfloat16 or float32."
+                "optimizer.lr or, if model.autocast or model.dtype is float16, in bfloat16 or float32."
             )
         record = {
             "iteration": state.iteration,
@@ -155,8 +155,8 @@ class RewardTrainer:
         self.state = RewardState(**loaded.state)
 
     def _update(self) -> _Step:
-        """One optimiser step on batch `updates`; left out where its gradient is not finite."""
-        state, pace, accelerator = self.state, self.optimiser, self.accelerator
+        """One optimizer step on batch `updates`; left out where its gradient is not finite."""
+        state, pace, accelerator = self.state, self.optimizer_settings, self.accelerator
         lr = pace.lr_at(state.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -201,7 +201,7 @@ class RewardTrainer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What one optimiser step did."""
+    """What one optimizer step did."""
 
     loss: float
     norm: float

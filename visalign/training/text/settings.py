@@ -114,7 +114,7 @@ class DynamicSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TextObjectiveSettings:
-    """What is optimised."""
+    """What is optimized."""
 
     algorithm: str = "grpo"
     """A row of `visalign.core.NAMED`: grpo, dr_grpo, rloo, reinforce_pp, gspo, dapo, cispo, sapo, gmpo,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning on given answers: a cold start before reinforcement learning.
 
-The loss of an optimiser step is the mean of −log π over the answers' tokens of its whole batch. The prompts'
+The loss of an optimizer step is the mean of −log π over the answers' tokens of its whole batch. The prompts'
 tokens have no loss, every token counts alike whatever answer it stands in, and the denominator is that of the
 batch, so a micro-batch size changes memory and nothing else. (Loops that average the means of micro-batches
 weight the tokens of short answers more.) Update n learns batch n of the stream, so a resumed run equals an
@@ -25,7 +25,7 @@ from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.checkpoint import Checkpoint
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.loop import Evaluate, Keeping, Loop, TrainResult
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import TrainingProgress
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.state import restore_tensors, tensors_of
@@ -40,7 +40,7 @@ class SFTState:
     iteration: int = 0
     """Iterations finished."""
     updates: int = 0
-    """Optimiser updates, those that were skipped included; also the number of the next batch."""
+    """Optimizer updates, those that were skipped included; also the number of the next batch."""
     skipped: int = 0
     samples: int = 0
     """Answers read, repeats included."""
@@ -56,7 +56,7 @@ class SFTTrainer:
     Args:
         policy: on its device.
         answers: the stream of batches (`visalign.adapters.causal_lm.written_answers.WrittenBatches`).
-        optimiser: how the weights move; each of the `updates_per_iteration` takes a batch of its own, and
+        optimizer: how the weights move; each of the `updates_per_iteration` takes a batch of its own, and
             `micro_batch` counts answers.
         keeping: length, checkpoints, evaluation.
         accelerator: trackers; one process.
@@ -72,7 +72,7 @@ class SFTTrainer:
         policy: TextPolicy,
         answers: WrittenAnswers,
         *,
-        optimiser: OptimiserSettings,
+        optimizer: OptimizerSettings,
         keeping: Keeping,
         accelerator: Accelerator,
         evaluate: Evaluate | None = None,
@@ -84,17 +84,17 @@ class SFTTrainer:
                 "the command without accelerate launch or torchrun."
             )
         self.policy, self.answers = policy, answers
-        self.optimiser, self.keeping, self.evaluate = optimiser, keeping, evaluate
+        self.optimizer_settings, self.keeping, self.evaluate = optimizer, keeping, evaluate
         self.parameters = list(policy.trainable_parameters())
         self.optimizer = torch.optim.AdamW(
             [parameter for _, parameter in self.parameters],
-            lr=optimiser.lr,
-            betas=(optimiser.betas[0], optimiser.betas[1]),
-            eps=optimiser.eps,
-            weight_decay=optimiser.weight_decay,
+            lr=optimizer.lr,
+            betas=(optimizer.betas[0], optimizer.betas[1]),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
         )
-        every = optimiser.ema_every if optimiser.ema_decay else 1
-        self.ema = EMA(self.parameters, decay=optimiser.ema_decay, every=every, warmup=optimiser.ema_warmup)
+        every = optimizer.ema_every if optimizer.ema_decay else 1
+        self.ema = EMA(self.parameters, decay=optimizer.ema_decay, every=every, warmup=optimizer.ema_warmup)
         self.clock = PhaseClock()
         self.progress = progress or TrainingProgress(keeping.iterations, enabled=False)
         self.loop = Loop(self, keeping, accelerator, self.clock, self.progress)
@@ -117,7 +117,7 @@ class SFTTrainer:
         """One iteration: updates, perhaps an evaluation; returns its record."""
         state, steps = self.state, []
         with self.clock.phase("update"):
-            for _ in range(self.optimiser.updates_per_iteration):
+            for _ in range(self.optimizer_settings.updates_per_iteration):
                 steps.append(self._update())
         self.optimizer.zero_grad(set_to_none=True)
         samples = sum(step.samples for step in steps)
@@ -155,8 +155,8 @@ class SFTTrainer:
         self.state = SFTState(**loaded.state)
 
     def _update(self) -> _Step:
-        """One optimiser step on the stream's next batch; left out where its gradient is not finite."""
-        state, pace = self.state, self.optimiser
+        """One optimizer step on the stream's next batch; left out where its gradient is not finite."""
+        state, pace = self.state, self.optimizer_settings
         batch, lr = self.answers.batch(state.updates), pace.lr_at(state.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -175,7 +175,7 @@ class SFTTrainer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What one optimiser step did."""
+    """What one optimizer step did."""
 
     loss: float
     norm: float

@@ -108,7 +108,7 @@ def check_parts(
 
     Args:
         team: what was given.
-        objective: what is optimised.
+        objective: what is optimized.
         name: the algorithm's, for messages.
         recomputed: whether old log-probs are computed anew.
         has_written: whether there are given answers.

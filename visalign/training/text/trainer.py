@@ -2,7 +2,7 @@
 """Reinforcement learning of a text policy with any `Objective`: GRPO, DAPO, GSPO, PPO, FlowRL and the rest.
 
 Where this deviates from what trainers usually do, always on purpose:
-* denominators, advantages and selections are those of the whole optimiser step, so a micro-batch size changes
+* denominators, advantages and selections are those of the whole optimizer step, so a micro-batch size changes
   memory and nothing else;
 * the ratio is of the distribution that was sampled (temperature, top-k, top-p), and is checked to be 1 at the
   first step;
@@ -31,7 +31,7 @@ from visalign.training.loop.counters import Progressed
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.judging import oriented
 from visalign.training.loop.loop import Evaluate, Keeping, Loop, TrainResult
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import TrainingProgress
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
@@ -41,7 +41,7 @@ from .collect import collect
 from .dynamic_groups import DynamicGroups
 from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 from .team import Generates, LogPartition, ProcessJudge, TextTeam, ValueFunction, check_parts
-from .update import WrittenAnswers, optimise
+from .update import WrittenAnswers, optimize
 
 AfterUpdate = Callable[[int], None]
 
@@ -74,8 +74,8 @@ class TextTrainer:
         reward: judges one answer at a time; higher is better (or its sign is turned).
         records: prompt records, each with "prompt"; handed to the reward as metadata.
         rollout: how answers are made.
-        objective: what is optimised.
-        optimiser: how the weights move; `micro_batch` counts answers.
+        objective: what is optimized.
+        optimizer: how the weights move; `micro_batch` counts answers.
         keeping: length, checkpoints, evaluation.
         seed: of the run.
         accelerator: trackers; one process.
@@ -103,7 +103,7 @@ class TextTrainer:
         *,
         rollout: TextRolloutSettings,
         objective: TextObjectiveSettings,
-        optimiser: OptimiserSettings,
+        optimizer: OptimizerSettings,
         keeping: Keeping,
         seed: int,
         accelerator: Accelerator,
@@ -119,7 +119,12 @@ class TextTrainer:
         progress: TrainingProgress | None = None,
     ) -> None:
         _one_process(accelerator)
-        self.rollout, self.settings, self.optimiser, self.keeping = rollout, objective, optimiser, keeping
+        self.rollout, self.settings, self.optimizer_settings, self.keeping = (
+            rollout,
+            objective,
+            optimizer,
+            keeping,
+        )
         self.objective = objective.build(max_new_tokens=rollout.max_new_tokens)
         self.clock, self.written = PhaseClock(), written
         self.evaluate, self.after_update = evaluate, after_update
@@ -147,8 +152,8 @@ class TextTrainer:
         self.groups = _groups(dynamic, rollout)
         self.parameters = self._named_parameters()
         self.optimizer = self._adamw()
-        every = optimiser.ema_every if optimiser.ema_decay else 1
-        self.ema = EMA(self.parameters, decay=optimiser.ema_decay, every=every, warmup=optimiser.ema_warmup)
+        every = optimizer.ema_every if optimizer.ema_decay else 1
+        self.ema = EMA(self.parameters, decay=optimizer.ema_decay, every=every, warmup=optimizer.ema_warmup)
         self.progress = progress or TrainingProgress(keeping.iterations, enabled=False)
         self.loop = Loop(self, keeping, accelerator, self.clock, self.progress)
         self.state = TextState()
@@ -178,14 +183,14 @@ class TextTrainer:
         updated: dict[str, float] = {"updates": state.updates, "updates_skipped": state.skipped}
         if experience is not None:
             with self.clock.phase("update"):
-                after, updated = optimise(
+                after, updated = optimize(
                     self.team,
                     experience,
                     objective,
                     self.settings,
                     self.optimizer,
                     self.ema,
-                    self.optimiser,
+                    self.optimizer_settings,
                     self.written,
                     iteration=state.iteration,
                     before=before,
@@ -246,7 +251,7 @@ class TextTrainer:
         return named
 
     def _adamw(self) -> torch.optim.AdamW:
-        pace, heads = self.optimiser, ("value_head.", "value_model.", "log_partition.")
+        pace, heads = self.optimizer_settings, ("value_head.", "value_model.", "log_partition.")
         own = [p for name, p in self.parameters if not name.startswith(heads)]
         theirs = [p for name, p in self.parameters if name.startswith(heads)]
         scale = 1.0 if self.settings.heads_lr is None else self.settings.heads_lr / pace.lr

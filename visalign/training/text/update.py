@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of a text policy: optimiser steps on parts of an iteration's answers, and what they did."""
+"""The update of a text policy: optimizer steps on parts of an iteration's answers, and what they did."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from visalign.seeds import sample_seed
 from visalign.text import TextRollout
 from visalign.training.loop.counters import Progressed
 from visalign.training.loop.ema import EMA
-from visalign.training.loop.optimiser import OptimiserSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 
 from .collect import TextExperience
 from .settings import TextObjectiveSettings
@@ -35,7 +35,7 @@ class WrittenAnswers(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Sums over the decisions of one optimiser step."""
+    """Sums over the decisions of one optimizer step."""
 
     samples: float = 0.0
     """Answers with a present decision."""
@@ -61,20 +61,20 @@ class _Sums:
         return _Sums(**added, largest=max(self.largest, other.largest))
 
 
-def optimise(
+def optimize(
     team: TextTeam,
     experience: TextExperience,
     objective: Objective,
     settings: TextObjectiveSettings,
     optimizer: torch.optim.Optimizer,
     ema: EMA,
-    pace: OptimiserSettings,
+    pace: OptimizerSettings,
     written: WrittenAnswers | None,
     *,
     iteration: int,
     before: Progressed,
 ) -> tuple[Progressed, dict[str, float]]:
-    """Run the optimiser steps of one iteration.
+    """Run the optimizer steps of one iteration.
 
     Args:
         team: policy and heads.
@@ -141,7 +141,7 @@ def _begin(optimizer: torch.optim.Optimizer, lr: float) -> float:
 
 
 def _parts(group: Any, epochs: int, parts: int, seed: int, iteration: int) -> Iterator[Tensor]:
-    """The samples of each optimiser step: whole groups, in a new random order per epoch."""
+    """The samples of each optimizer step: whole groups, in a new random order per epoch."""
     labels = list(dict.fromkeys(group))
     places: dict[Any, list[int]] = {label: [] for label in labels}
     for place, label in enumerate(group):
@@ -168,7 +168,7 @@ def _accumulate(
     written: TextRollout | None,
     micro_batch: int,
 ) -> tuple[_Sums, dict[str, float]]:
-    """Backward through one optimiser step in micro-batches; the gradients equal those of one big batch."""
+    """Backward through one optimizer step in micro-batches; the gradients equal those of one big batch."""
     live = (step.weight != 0).any(1)
     if not _needs_all(objective):
         live &= (step.advantage != 0).any(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.flow.schedules import time_grid
 
-GRIDS = ("diffusers", "plain")
+TIMESTEP_SCHEDULES = ("diffusers", "plain")
 """The pipeline's own grid, which applies the shift twice, and the paper's, which applies it once."""
 
 
@@ -38,7 +38,7 @@ def latent_shape(pipe: StableDiffusion3Pipeline, image_size: int | None) -> tupl
 
 
 def sampling_sigmas(
-    pipe: StableDiffusion3Pipeline, steps: int, *, grid: str, shape: tuple[int, int, int]
+    pipe: StableDiffusion3Pipeline, steps: int, *, timestep_schedule: str, shape: tuple[int, int, int]
 ) -> Tensor:
     """The time grid [steps + 1], float32, from 1 down to 0.
 
@@ -46,15 +46,18 @@ def sampling_sigmas(
         pipe: its scheduler decides the shift, and everything else about the "diffusers" grid; it is not
             touched.
         steps: at least 1.
-        grid: "diffusers" or "plain".
+        timestep_schedule: "diffusers" or "plain".
         shape: of the latents; schedulers with dynamic shifting look at it.
 
     Raises:
         UserError: for fewer steps, another grid, or a scheduler that is not the flow-matching Euler one.
     """
     scheduler = pipe.scheduler
-    if steps < 1 or grid not in GRIDS:
-        raise UserError(f"steps={steps}, grid={grid!r}: steps must be at least 1 and grid one of {GRIDS}.")
+    if steps < 1 or timestep_schedule not in TIMESTEP_SCHEDULES:
+        raise UserError(
+            f"steps={steps}, timestep_schedule={timestep_schedule!r}: steps must be at least 1 and "
+            f"timestep_schedule one of {TIMESTEP_SCHEDULES}."
+        )
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         raise UserError(
             f"The pipeline samples with {type(scheduler).__name__}, which is no plain flow. Set "
@@ -71,7 +74,7 @@ def sampling_sigmas(
             config.base_shift,
             config.max_shift,
         )
-    if grid == "plain":
+    if timestep_schedule == "plain":
         return time_grid(steps, shift=math.exp(dynamic["mu"]) if dynamic else scheduler.shift)
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device="cpu", **dynamic)

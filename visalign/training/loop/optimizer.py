@@ -20,7 +20,7 @@ def _above_zero(name: str, given: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimiserSettings:
+class OptimizerSettings:
     """How the weights move."""
 
     lr: float = 3e-4
@@ -40,7 +40,7 @@ class OptimiserSettings:
     max_grad_norm: float = 1.0
     """The gradient's L2 norm is clipped to this."""
     updates_per_iteration: int = 2
-    """Optimiser updates per iteration; each sees its own part of the samples."""
+    """Optimizer updates per iteration; each sees its own part of the samples."""
     micro_batch: int = 64
     """(image, step) pairs that go through the network together; memory only, no effect on the update."""
     ema_decay: float = 0.9
@@ -53,26 +53,26 @@ class OptimiserSettings:
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
-            _above_zero(f"optimiser.{name}", getattr(self, name))
+            _above_zero(f"optimizer.{name}", getattr(self, name))
         if not self.max_grad_norm > 0:  # infinity switches clipping off
-            raise UserError(f"optimiser.max_grad_norm is {self.max_grad_norm}; it must be above 0.")
+            raise UserError(f"optimizer.max_grad_norm is {self.max_grad_norm}; it must be above 0.")
         for name in ("updates_per_iteration", "micro_batch", "ema_every"):
-            _at_least(f"optimiser.{name}", getattr(self, name), 1)
+            _at_least(f"optimizer.{name}", getattr(self, name), 1)
         for name in ("warmup_updates", "weight_decay"):
-            _at_least(f"optimiser.{name}", getattr(self, name), 0)
+            _at_least(f"optimizer.{name}", getattr(self, name), 0)
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise UserError(
-                f"optimiser.betas is {self.betas}; give two numbers in [0, 1), e.g. [0.9, 0.999]."
+                f"optimizer.betas is {self.betas}; give two numbers in [0, 1), e.g. [0.9, 0.999]."
             )
         if self.decay_updates is not None:
-            _at_least("optimiser.decay_updates", self.decay_updates, 1)
+            _at_least("optimizer.decay_updates", self.decay_updates, 1)
         if not 0 <= self.lr_end <= 1:
-            raise UserError(f"optimiser.lr_end is {self.lr_end}; it is a share of the rate, from 0 to 1.")
+            raise UserError(f"optimizer.lr_end is {self.lr_end}; it is a share of the rate, from 0 to 1.")
         if not 0 <= self.ema_decay < 1:
-            raise UserError(f"optimiser.ema_decay is {self.ema_decay}; it must be in [0, 1).")
+            raise UserError(f"optimizer.ema_decay is {self.ema_decay}; it must be in [0, 1).")
 
     def lr_at(self, update: int) -> float:
-        """Learning rate of optimiser update 0, 1, 2, ..."""
+        """Learning rate of optimizer update 0, 1, 2, ..."""
         rise = min(1.0, (update + 1) / (self.warmup_updates + 1))
         gone = 0.0 if self.decay_updates is None else min(1.0, update / self.decay_updates)
         return self.lr * rise * (1.0 - (1.0 - self.lr_end) * gone)
