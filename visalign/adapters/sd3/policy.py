@@ -209,8 +209,8 @@ class SD3Policy:
 
         Args:
             steps: at least 1.
-            timestep_schedule: "diffusers" is what the pipeline's scheduler uses (shift applied twice); "plain"
-                applies it once.
+            timestep_schedule: "diffusers" is what the pipeline's scheduler uses (shift applied twice);
+                "plain" applies it once.
         """
         return sampling_sigmas(self.pipe, steps, timestep_schedule=timestep_schedule, shape=self.latent_shape)
 

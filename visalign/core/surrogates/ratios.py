@@ -2,8 +2,8 @@
 """Log-probabilities of Gaussian steps and likelihood ratios, at the level of one decision or one sequence.
 
 `log_prob_reduction` says how the D elements of one denoising step enter: "sum" is the true log-density,
-"mean" is that divided by D, as in the published Flow-GRPO. A clip range means D times more under "mean": 1e-4 at
-D = 65536 is 6.6 nats.
+"mean" is that divided by D, as in the published Flow-GRPO. A clip range means D times more under "mean": 1e-4
+at D = 65536 is 6.6 nats.
 """
 
 from __future__ import annotations
