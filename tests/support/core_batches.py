@@ -72,4 +72,14 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
 def step_for(name: str, **options: float) -> tuple[Trajectories, PolicyOutput]:
     """`step` in the form that the named row takes."""
     trajectories, policy = step(rewards=2 if name == "gdpo" else 0, **options)  # type: ignore[arg-type]
-    return trajectories, policy if name == "ppo_kl" else replace(policy, kl=None)
+    policy = policy if name == "ppo_kl" else replace(policy, kl=None)
+    row = NAMED[name]
+    if row.decisions is not None:
+        trajectories = replace(trajectories, decisions=row.decisions)
+    if row.step_weight != "uniform":
+        trajectories = replace(trajectories, loss_weight=torch.linspace(1, 9, 6).double().expand(8, 6))
+    if row.ratio == "guard":
+        moved = policy.log_prob - trajectories.old_log_prob
+        policy = replace(policy, log_prob=moved)
+        trajectories = replace(trajectories, old_log_prob=torch.zeros_like(moved))
+    return trajectories, policy

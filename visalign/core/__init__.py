@@ -52,8 +52,10 @@ from visalign.core.advantages.rules import (
 from visalign.core.groups.labels import group_index
 from visalign.core.objective.algorithms import NAMED, named_objective
 from visalign.core.objective.data import Loss, PolicyOutput, Prepared, Trajectories
+from visalign.core.objective.decisions import check_decisions
 from visalign.core.objective.explain import Explanation, explain
 from visalign.core.objective.invariance import InvarianceReport, check_invariance
+from visalign.core.objective.loss_statistics import LossStatistics, loss_statistics, no_statistics
 from visalign.core.objective.objective import Objective
 from visalign.core.objective.peers import PEERS, diff_presets
 from visalign.core.preference.bradley_terry import (
@@ -221,12 +223,14 @@ from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_wei
 
 __all__ = [
     "LEVELS", "MODES", "NAMED", "PEERS", "ClipFractions", "Counts", "Decisions", "Explanation", "IctLabels",
-    "ImportanceWeights", "InvarianceReport", "Loss", "Objective", "PolicyOutput", "Prepared", "RankingFit",
+    "ImportanceWeights", "InvarianceReport", "Loss", "LossStatistics", "Objective",
+    "PolicyOutput", "Prepared", "RankingFit",
     "RatioStatistics", "Trajectories", "YesNo", "adapt_entropy_coefficient", "adaptive_kl_coefficient",
     "aem_advantages", "aem_scale", "aggregate", "aggregate_steps", "anchored_entropy_loss", "answer_counts",
     "answer_statistics", "average_pairs", "best_of_group_advantages", "best_of_n_kl_bound",
     "best_of_n_kl_estimate", "between_group_advantages", "bhattacharyya", "bhattacharyya_overlap",
-    "binary_kl", "binary_tv", "both_orders", "bradley_terry_loss", "categorical_kl", "check_invariance",
+    "binary_kl", "binary_tv", "both_orders", "bradley_terry_loss", "categorical_kl", "check_decisions",
+    "check_invariance",
     "cispo", "clamp_advantages", "class_disagreement", "clip_b_keep", "clip_b_thresholds", "clip_cov_keep",
     "clip_cov_thresholds", "clip_fractions", "clip_step_rewards", "clip_v_keep", "clip_v_thresholds",
     "combine_gradients", "combine_members", "conditional_advantages", "conditional_value_at_risk",
@@ -242,8 +246,10 @@ __all__ = [
     "implicit_prm_loss", "implicit_step_rewards", "importance_weights", "inverse_variance_weights",
     "jepo_credit", "kl_cov_penalty", "kl_cov_select", "kl_cov_thresholds", "kl_estimate", "kl_in_reward",
     "kl_penalty", "laplace_loss", "likelihood_reward", "listwise_choice_loss", "log_prob_entropy",
-    "log_ratio", "log_win_probability", "majority_at_k", "margin_ranking_loss", "mean_log_win",
+    "log_ratio", "log_win_probability", "loss_statistics",
+    "majority_at_k", "margin_ranking_loss", "mean_log_win",
     "min_norm_weights", "mixed_value_at_risk", "named_objective", "neighbour_weights", "next_pairs",
+    "no_statistics",
     "normalise_then_sum", "nucleus_entropy", "nucleus_mask", "off_policy_mask", "off_policy_pair_weights",
     "opo_advantages", "outcome_loss", "pair_deviation", "paired_cosine", "pass_at_k", "pass_at_k_advantages",
     "penalise", "penalty_kl_coefficient", "pickscore_loss", "place_terminal", "ppo_clip", "ppo_clipped",

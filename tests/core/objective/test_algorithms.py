@@ -77,7 +77,7 @@ def test_a_peers_row_runs_and_says_what_differs(name: str) -> None:
     difference = diff_presets(ours, name)
     assert difference.fields or difference.notes
     assert "source" not in difference.fields and difference.notes == peer.notes
-    trajectories, policy = step()
+    trajectories, policy = step_for(ours)
     assert isinstance(peer.objective, Objective)
     assert torch.isfinite(peer.objective.loss(peer.objective.prepare(trajectories), policy).total)
 

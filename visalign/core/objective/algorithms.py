@@ -30,6 +30,7 @@ _GRPO = Objective(
 _GROUP = replace(_GRPO, kl=0.0, kl_gradient="k2", source="")
 _FLOW = Objective(
     source="Liu et al., Flow-GRPO, arXiv 2505.05470; T denoising steps, log_prob_reduction='mean', exact KL",
+    decisions="denoising_steps",
     advantage_options={"scale": "batch", "ddof": 0},
     advantage_clamp=5.0,
     surrogate_options={"eps_low": 1e-4, "eps_high": 1e-4},
@@ -232,7 +233,9 @@ NAMED: dict[str, Objective] = {
     "flow_gspo": replace(_FLOW, source="Flow-GRPO with one ratio for all trained steps", level="sequence"),
     "grpo_guard": replace(
         _FLOW,
-        source="Wang et al., arXiv 2510.22319: log_prob is `guard_log_ratio`, old_log_prob 0",
+        source="Wang et al., arXiv 2510.22319; the loss of a step divided by its |dt|",
+        ratio="guard",
+        step_weight="inverse_dt",
         surrogate_options={"eps_low": 2e-6, "eps_high": 2e-6},
         kl=0.0,
     ),

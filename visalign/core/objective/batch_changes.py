@@ -11,7 +11,15 @@ from torch import Tensor
 
 from .data import PolicyOutput, Trajectories
 
-PER_DECISION = ("old_log_prob", "process_reward", "ref_log_prob", "rollout_log_prob", "value", "entropy")
+PER_DECISION = (
+    "old_log_prob",
+    "process_reward",
+    "ref_log_prob",
+    "rollout_log_prob",
+    "value",
+    "entropy",
+    "loss_weight",
+)
 POLICY_PER_DECISION = ("log_prob", "entropy", "value", "kl", "divergence")
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from visalign.core.groups.labels import Labels
 from visalign.core.surrogates.aggregation import Counts
 
+from .loss_statistics import LossStatistics, no_statistics
+
 if TYPE_CHECKING:
     from visalign.core.tokens.statistics import Decisions
 
@@ -31,7 +33,7 @@ class Trajectories:
     weight: Tensor
     """[B, T], 0 for absent decisions: padding on either side, holes, steps that are not trained."""
     old_log_prob: Tensor
-    """[B, T] log π_old, nats."""
+    """[B, T] log π_old, nats; 0 under Objective.ratio="guard"."""
     group: Labels
     """[B] labels of the prompts."""
     reward: Tensor | None = None
@@ -56,6 +58,9 @@ class Trajectories:
     """[B] reward of the greedy answer to the same prompt, for ReMax."""
     uniform: Tensor | None = None
     """[B, T] numbers in [0, 1), drawn once per step, for Clip-Cov."""
+    loss_weight: Tensor | None = None
+    """[B, T] ≥ 0: multiplies the policy's loss of each decision and no denominator; None is 1. GRPO-Guard's
+    1/(−dt) of `guard_step_weight`, windows of denoising steps."""
     ptx_weight: Tensor | None = None
     """[B', T'] weights of the step's pretraining tokens, for PPO-ptx."""
     decisions: Decisions = "tokens"
@@ -72,9 +77,10 @@ class Trajectories:
             "rollout_log_prob",
             "value",
             "entropy",
+            "uniform",
+            "loss_weight",
         ):
             _same(name, getattr(self, name), shape)
-        _same("uniform", self.uniform, shape)
         for name in ("valid", "greedy_reward"):
             _same(name, getattr(self, name), shape[:1])
         if self.reward is not None:
@@ -160,6 +166,8 @@ class Prepared:
     """bool [B, T]: False takes the decision's loss out and leaves the counts."""
     selected: Tensor | None = None
     """bool [B, T]: decisions that bear a penalty (KL-Cov)."""
+    loss_weight: Tensor | None = None
+    """[B, T] factor of the policy's loss; 0 where absent."""
     returns: Tensor | None = None
     """[B, T] targets of the value function."""
     ref_log_prob: Tensor | None = None
@@ -190,6 +198,8 @@ class Loss:
     """Term -> its share, coefficient included: policy, kl, value, entropy, ptx."""
     decisions: Mapping[str, Tensor] = field(default_factory=dict)
     """Term -> loss per decision [b, T], not weighted."""
+    statistics: LossStatistics = field(default_factory=no_statistics)
+    """Of the ratio and the clip; `plus` adds micro-batches."""
 
 
 def _same(name: str, value: Tensor | None, shape: torch.Size) -> None:

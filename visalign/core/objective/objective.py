@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ from visalign.core.surrogates.off_policy import importance_weights, off_policy_m
 from visalign.core.surrogates.ratios import LEVELS, Level, log_ratio, ratio_level
 from visalign.core.surrogates.value import value_loss
 from visalign.core.tokens.entropy import entropy_bonus
-from visalign.core.tokens.statistics import require_tokens
+from visalign.core.tokens.statistics import Decisions
 
 from . import stages
 from .data import Loss, PolicyOutput, Prepared, Trajectories, check_finite
+from .decisions import EXTRA, check_decisions
+from .loss_statistics import loss_statistics
 from .options import nearest, pick
+
+Ratio = Literal["log_prob", "guard"]
+StepWeight = Literal["uniform", "inverse_dt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,8 @@ class Objective:
 
     source: str = ""
     """Paper, arXiv id, equation."""
+    decisions: Decisions | None = None
+    """What the row is made for; None for either. `check_decisions` has what else does not fit."""
     advantage: str = "group"
     """A key of `ADVANTAGES`."""
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -51,6 +58,11 @@ class Objective:
     """β of −β k1 in the reward, units of the reward per nat."""
     drop_zero_signal: bool = False
     """Samples whose advantage is 0 leave the loss and the counts (dynamic sampling without refill)."""
+    ratio: Ratio = "log_prob"
+    """"guard": log_prob is `guard_log_ratio` and old_log_prob 0, so that each denoising step's ratio is
+    centred at 1 and free of the step's own scale."""
+    step_weight: StepWeight = "uniform"
+    """"inverse_dt": Trajectories.loss_weight is `guard_step_weight` of each step, up to a constant factor."""
     level: Level = "token"
     """A key of `LEVELS`: at which level the ratio is taken."""
     surrogate: str = "ppo_clip"
@@ -70,7 +82,8 @@ class Objective:
     kl_gradient: Estimator = "k2"
     """What the term follows; see `kl_penalty`."""
     kl_weighted: bool = False
-    """Multiply the KL term by the ratio, for samples of an older policy."""
+    """Multiply the KL term by the ratio, for samples of an older policy. An exact PolicyOutput.kl is the mean
+    over the decision's own draw, which needs no weight: there it changes nothing."""
     aggregation: Mode = "seq_mean_token_mean"
     length: int | None = None
     """L of "dr_grpo"; None for the T of the trajectories."""
@@ -93,6 +106,8 @@ class Objective:
         if self.correction is not None:
             pick("correction", "importance_weights", stages.CORRECTIONS, self.correction, complete=True)
         for name, chosen, allowed in (
+            ("ratio", self.ratio, get_args(Ratio)),
+            ("step_weight", self.step_weight, get_args(StepWeight)),
             ("level", self.level, LEVELS),
             ("aggregation", self.aggregation, get_args(Mode)),
             ("kl_value", self.kl_value, get_args(Estimator)),
@@ -106,6 +121,16 @@ class Objective:
         for name in ("kl_in_reward", "kl", "value", "entropy", "ptx"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 (0 is off).")
+        if self.decisions not in (None, *get_args(Decisions)):
+            raise ValueError(
+                f"decisions is {self.decisions!r}. Choose one of: {', '.join(get_args(Decisions))}, None."
+            )
+        if self.ratio == "guard" and (self.kl_in_reward or self.correction is not None):
+            choice = "kl_in_reward" if self.kl_in_reward else "correction"
+            raise ValueError(
+                f"{choice} needs log-probs, and under ratio='guard' there are none: log_prob is a ratio. "
+                f"Take ratio='log_prob'{', or the exact kl' if self.kl_in_reward else ''}."
+            )
 
     def prepare(self, trajectories: Trajectories) -> Prepared:
         """Settle everything that depends on the whole step: advantages, selections, denominators.
@@ -132,8 +157,17 @@ class Objective:
             One entry per step: advantages of the whole rollout, selections and denominators of the step.
         """
         t = trajectories
+        check_decisions(self, t.decisions, given=EXTRA)
         self._check_needs(t)
-        for name in ("old_log_prob", "ref_log_prob", "rollout_log_prob", "value", "process_reward"):
+        finite = (
+            "old_log_prob",
+            "ref_log_prob",
+            "rollout_log_prob",
+            "value",
+            "process_reward",
+            "loss_weight",
+        )
+        for name in finite:
             if getattr(t, name) is not None:
                 check_finite(name, getattr(t, name), t.weight)
         weight = torch.where(t.present()[:, None], t.weight.detach(), 0.0)
@@ -167,6 +201,9 @@ class Objective:
             correction=self._correct(t, weight),
             keep=chosen.keep,
             selected=chosen.penalised,
+            loss_weight=None
+            if t.loss_weight is None
+            else torch.where(weight != 0, t.loss_weight.detach(), 0.0),
             returns=returns,
             ref_log_prob=None if t.ref_log_prob is None else t.ref_log_prob.detach(),
             value=None if t.value is None else t.value.detach(),
@@ -207,7 +244,16 @@ class Objective:
             assert policy.ptx_weight is not None and rows.ptx_counts is not None
             decisions["ptx"] = -self.ptx * policy.ptx_log_prob
             terms["ptx"] = aggregate(decisions["ptx"], policy.ptx_weight, "token_mean", rows.ptx_counts)
-        return Loss(torch.stack(list(terms.values())).sum(), terms, decisions)
+        measured = loss_statistics(
+            terms["policy"],
+            policy.log_prob,
+            rows.old_log_prob,
+            rows.advantage,
+            rows.weight,
+            kl=policy.kl,
+            ref_log_prob=rows.ref_log_prob,
+        )
+        return Loss(torch.stack(list(terms.values())).sum(), terms, decisions, measured)
 
     def _policy_loss(self, rows: Prepared, policy: PolicyOutput) -> Tensor:
         own = log_ratio(policy.log_prob, rows.old_log_prob, rows.weight)
@@ -223,7 +269,10 @@ class Objective:
         if self.off_policy_delta is not None:
             kept = off_policy_mask(own, rows.advantage, rows.weight, delta=self.off_policy_delta)
             result = torch.where(kept, result, 0.0)
-        return result if rows.correction is None else result * rows.correction
+        # ω · w_step · ℓ
+        for factor in (rows.correction, rows.loss_weight):
+            result = result if factor is None else result * factor
+        return result
 
     def _kl(self, rows: Prepared, policy: PolicyOutput) -> Tensor:
         if policy.kl is not None:
@@ -263,6 +312,7 @@ class Objective:
             **({"ref_log_prob": "kl_in_reward"} if self.kl_in_reward else {}),
             **({"rollout_log_prob": "correction"} if self.correction is not None else {}),
             **({"ptx_weight": "ptx"} if self.ptx else {}),
+            **({"loss_weight": f"step_weight={self.step_weight!r}"} if self.step_weight != "uniform" else {}),
         }
         if self.selection is not None:
             for name in stages.SELECTIONS[self.selection].needs:
@@ -275,8 +325,10 @@ class Objective:
                 f"value={self.value} needs returns to fit, which advantage='gae' gives; got "
                 f"advantage={self.advantage!r}."
             )
-        if self.entropy:
-            require_tokens("An entropy bonus", t.decisions)
+        if self.ratio == "guard" and bool((t.old_log_prob[t.weight != 0] != 0).any()):
+            raise ValueError(
+                "ratio='guard' takes guard_log_ratio for log_prob, whose old_log_prob is 0; got others."
+            )
 
     def _check_output(self, rows: Prepared, policy: PolicyOutput) -> None:
         if policy.log_prob.shape != rows.weight.shape:
@@ -289,6 +341,11 @@ class Objective:
         for name in stages.SURROGATES[self.surrogate].needs:
             needs[name] = f"surrogate={self.surrogate!r}"
         if self.kl and policy.kl is None:
+            if self.ratio == "guard":
+                raise ValueError(
+                    "kl under ratio='guard' needs the exact PolicyOutput.kl, as `gaussian_kl` gives it: "
+                    "there are no log-probs to estimate it from."
+                )
             needs["ref_log_prob"] = "kl (without PolicyOutput.kl)"
         for name, coefficient in (("value", self.value), ("entropy", self.entropy)):
             if coefficient:

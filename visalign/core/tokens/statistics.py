@@ -14,6 +14,10 @@ from torch import Tensor
 Decisions = Literal["tokens", "denoising_steps"]
 """What the T decisions of [B, T] are: the one place where the core has to know."""
 
+NO_STEP_ENTROPY = (
+    "on denoising steps of fixed variance the entropy is one constant and the log-prob is the noise draw"
+)
+
 
 def require_tokens(rule: str, decisions: Decisions) -> None:
     """Refuse a rule that looks at single decisions' entropy where that entropy is a constant.

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which row runs on tokens and which on denoising steps, and what a refusal names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.core_batches import objectives, step, step_for
+from visalign.core.objective.algorithms import NAMED, named_objective
+from visalign.core.objective.data import PolicyOutput
+from visalign.core.objective.decisions import TEXT_ROW, check_decisions
+
+NOT_ON_STEPS = {
+    "ppo": "value function.*'grpo'",
+    "ppo_kl": "value function.*'grpo'",
+    "ppo_ptx": "value function.*'grpo'",
+    "remax": r"advantage='remax'.*greedy.*'rloo'",
+    "opo": r"advantage='opo'.*length.*'dr_grpo'",
+    "dppo_tv": r"divergence='tv'.*'flow_dppo'",
+    "dppo_kl": r"divergence='kl'.*'flow_dppo'",
+    "top_entropy": r"selection='top_entropy'.*denoising steps of fixed variance.*FlowRL",
+    "clip_cov": r"selection='clip_cov'.*denoising steps of fixed variance.*FlowRL",
+    "kl_cov": r"selection='kl_cov'.*denoising steps of fixed variance.*FlowRL",
+    "flowrl": r"surrogate='flow_balance'.*log Z.*'grpo'",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_row_runs_on_denoising_steps_or_is_refused_with_its_substitute(name: str) -> None:
+    if name in NOT_ON_STEPS:
+        with pytest.raises(ValueError, match=rf"The row '{name}' with .*{NOT_ON_STEPS[name]}"):
+            check_decisions(NAMED[name], "denoising_steps", name=name)
+        return
+    check_decisions(NAMED[name], "denoising_steps", name=name)
+    trajectories, policy = step_for(name)
+    policy = PolicyOutput(
+        log_prob=policy.log_prob, kl=torch.full_like(policy.log_prob, 0.5), divergence=policy.divergence
+    )
+    trajectories = replace(trajectories, decisions="denoising_steps", value=None, entropy=None, uniform=None)
+    objective = objectives()[name]
+    loss = objective.loss(objective.prepare(trajectories), policy)
+    assert torch.isfinite(loss.total)
+    if objective.kl and objective.aggregation != "dr_grpo":
+        assert float(loss.terms["kl"]) == pytest.approx(0.5 * objective.kl)  # exact, also where kl_weighted
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_row_runs_on_tokens_or_is_refused_with_its_substitute(name: str) -> None:
+    if name not in TEXT_ROW:
+        check_decisions(NAMED[name], "tokens", name=name)
+        return
+    with pytest.raises(ValueError, match=rf"The row '{name}' .*tokens.*Take {TEXT_ROW[name][:8]}"):
+        check_decisions(NAMED[name], "tokens", name=name)
+    assert TEXT_ROW[name].split("'")[1] in NAMED
+
+
+def test_a_head_that_the_caller_supplies_is_not_missed() -> None:
+    check_decisions(NAMED["flowrl"], "denoising_steps", given=("log_z",))
+    with pytest.raises(ValueError, match="denoising steps of fixed variance"):
+        check_decisions(named_objective("grpo", entropy=0.1), "denoising_steps", given=("log_z",))
+    with pytest.raises(ValueError, match=r"decisions must be one of tokens, denoising_steps; got 'steps'"):
+        check_decisions(NAMED["grpo"], "steps")  # type: ignore[arg-type]
+
+
+def test_prepare_looks_at_what_its_trajectories_count() -> None:
+    trajectories, _ = step_for("flow_grpo")
+    with pytest.raises(ValueError, match=r"decisions='denoising_steps' has no meaning on tokens"):
+        named_objective("flow_grpo").prepare(replace(trajectories, decisions="tokens"))
+    with pytest.raises(ValueError, match=r"divergence='kl'.*Take 'flow_dppo'"):
+        named_objective("dppo_kl").prepare(trajectories)
+
+
+def test_the_guard_needs_its_zeros_its_weights_and_an_exact_kl() -> None:
+    trajectories, policy = step_for("grpo_guard")
+    objective = named_objective("grpo_guard")
+    with pytest.raises(ValueError, match=r"step_weight='inverse_dt' needs Trajectories\.loss_weight"):
+        objective.prepare(replace(trajectories, loss_weight=None))
+    with pytest.raises(ValueError, match=r"ratio='guard' takes guard_log_ratio.*old_log_prob is 0"):
+        objective.prepare(replace(trajectories, old_log_prob=torch.ones(8, 6)))
+    with_kl = replace(objective, kl=0.1)
+    with pytest.raises(ValueError, match=r"kl under ratio='guard' needs the exact PolicyOutput\.kl"):
+        with_kl.loss(with_kl.prepare(trajectories), policy)
+    with pytest.raises(ValueError, match=r"kl_in_reward needs log-probs.*Take ratio='log_prob'"):
+        replace(objective, kl_in_reward=0.1)
+    with pytest.raises(ValueError, match=r"ratio is 'gard'\. Did you mean 'guard'"):
+        replace(objective, ratio="gard")  # type: ignore[arg-type]
+
+
+def test_loss_weights_multiply_the_policys_loss_and_no_denominator() -> None:
+    trajectories, policy = step(3)
+    weight = torch.rand(8, 6, dtype=torch.float64)
+    weight[trajectories.weight == 0] = float("nan")
+    objective = named_objective("grpo", kl=0.1)
+    leaf = policy.log_prob.clone().requires_grad_()
+    policy = replace(policy, log_prob=leaf)
+    plain = objective.loss(objective.prepare(trajectories), policy)
+    loss = objective.loss(objective.prepare(replace(trajectories, loss_weight=weight)), policy)
+    inside = objective.prepare(trajectories).weight != 0
+    torch.testing.assert_close(loss.decisions["policy"][inside], (weight * plain.decisions["policy"])[inside])
+    torch.testing.assert_close(loss.terms["kl"], plain.terms["kl"])
+    rows = objective.prepare(trajectories).row_tokens
+    expected = (loss.decisions["policy"].where(inside, 0.0).sum(1)[rows > 0] / rows[rows > 0]).mean()
+    torch.testing.assert_close(loss.terms["policy"], expected)
+    (gradient,) = torch.autograd.grad(loss.total, leaf)
+    assert bool(torch.isfinite(gradient).all()) and bool((gradient[~inside] == 0).all())
+    with pytest.raises(ValueError, match="loss_weight is not finite"):
+        objective.prepare(replace(trajectories, loss_weight=torch.full((8, 6), float("nan"))))
