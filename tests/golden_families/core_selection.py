@@ -31,7 +31,13 @@ from visalign.core.tokens.selection_rules import (
     discriminator_scores,
     entropy_discriminator,
 )
-from visalign.core.tokens.siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
+from visalign.core.tokens.siren import (
+    anchored_entropy_loss,
+    nucleus_entropy,
+    nucleus_mask,
+    peak_entropy,
+    siren_keep,
+)
 from visalign.core.tokens.statistics import ppo_clipped
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 
@@ -145,7 +151,7 @@ def _steer(case: Any) -> Outputs | None:
 
 
 def _siren(case: Any) -> Outputs:
-    logits, p = case.tensor("logits"), case.params["p"]
+    logits, p = case.tensor("logits").requires_grad_(), case.params["p"]
     entropy = nucleus_entropy(logits, p=p)
     result: Outputs = {"nucleus_entropy": entropy, "full_entropy": nucleus_entropy(logits, p=1.0)}
     if "keep" in case.expected:
@@ -155,12 +161,14 @@ def _siren(case: Any) -> Outputs:
         return result
     weight = case.tensor("mask")
     keep = siren_keep(entropy, weight, quantile=case.params["quantile"], **TOKENS)
-    counts = count_step(weight * keep)
-    measured = aggregate(entropy, weight * keep, "seq_mean_token_mean", counts)
+    counts = count_step(weight)
+    peaks = peak_entropy(entropy, weight, keep)
+    measured = aggregate(peaks, weight, "seq_mean_token_mean", counts)
     options = {"coefficient": case.params["beta"], **TOKENS}
-    losses = anchored_entropy_loss(entropy, measured, case.params["anchor"], **options)
-    term = aggregate(losses, weight * keep, "seq_mean_token_mean", counts)
-    return result | {"peak_mask": keep, "aggregate": measured, "term": term}
+    losses = anchored_entropy_loss(peaks, measured, case.params["anchor"], **options)
+    term = aggregate(losses, weight, "seq_mean_token_mean", counts)
+    (gradient,) = torch.autograd.grad(term, logits)
+    return result | {"peak_mask": keep, "aggregate": measured, "term": term, "grad_logits": gradient}
 
 
 def _entrocraft(case: Any) -> Outputs:

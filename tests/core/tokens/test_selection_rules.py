@@ -20,7 +20,13 @@ from visalign.core.tokens.selection_rules import (
     discriminator_scores,
     entropy_discriminator,
 )
-from visalign.core.tokens.siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
+from visalign.core.tokens.siren import (
+    anchored_entropy_loss,
+    nucleus_entropy,
+    nucleus_mask,
+    peak_entropy,
+    siren_keep,
+)
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 
 NAN = float("nan")
@@ -183,30 +189,38 @@ def test_siren_keeps_peaks_of_each_row_and_no_padding() -> None:
 
 
 def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() -> None:
+    """H_agg by hand: the mean over answers of the mean over peaks, 0 for an answer without one."""
     logits, weight = random(6, 5, 8), (random(6, 5, seed=1) > -1).double()
     weight[3] = 0
+    weight[1, 1:], weight[1, 0] = 0, 1
     whole = logits.clone().requires_grad_()
     entropy = nucleus_entropy(whole)
-    kept = weight * siren_keep(entropy, weight, **TOKENS)
-    counts = count_step(kept)
-    mode: Any = "seq_mean_token_mean"
-    measured = aggregate(entropy, kept, mode, counts)
-    square = 0.005 * (measured - 0.3) ** 2
+    keep = siren_keep(entropy, weight, **TOKENS)
+    assert not keep[1].any() and int(keep.any(1).sum()) == 4
+    by_hand = torch.stack([entropy[i][keep[i]].mean() for i in (0, 2, 4, 5)]).sum() / 5
+    square = 0.005 * (by_hand - 0.3) ** 2
     square.backward()
 
+    counts = count_step(weight)
+    mode: Any = "seq_mean_token_mean"
+    measured = aggregate(peak_entropy(entropy, weight, keep), weight, mode, counts)
+    torch.testing.assert_close(measured, by_hand)
     parts = logits.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for rows in (slice(0, 1), slice(1, 5), slice(5, 6)):
-        losses = anchored_entropy_loss(nucleus_entropy(parts[rows]), measured, 0.3, **TOKENS)
-        share = aggregate(losses, kept[rows], mode, counts)
+        peaks = peak_entropy(nucleus_entropy(parts[rows]), weight[rows], keep[rows])
+        losses = anchored_entropy_loss(peaks, measured, 0.3, **TOKENS)
+        share = aggregate(losses, weight[rows], mode, counts)
         share.backward()
         total = total + share.detach()
     torch.testing.assert_close(total, square.detach())
     assert whole.grad is not None and parts.grad is not None and whole.grad.abs().max() > 1e-5
     torch.testing.assert_close(parts.grad, whole.grad)
-    assert (parts.grad[kept == 0] == 0).all()
+    assert (parts.grad[~keep] == 0).all()
     at_anchor = anchored_entropy_loss(nucleus_entropy(whole), 0.3, 0.3, **TOKENS)
     assert (torch.autograd.grad(at_anchor.sum(), whole)[0] == 0).all()
+    none = peak_entropy(torch.full((1, 3), NAN), torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool))
+    assert none.tolist() == [[0, 0, 0]]
 
 
 def test_micro_batches_equal_the_whole() -> None:

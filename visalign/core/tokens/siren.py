@@ -2,7 +2,8 @@
 """SIREN: entropy inside the nucleus only, at peak tokens only, anchored at a reference value.
 
 Order of use: `nucleus_entropy` of the logits; `siren_keep` for the peak tokens (a row needs no other row);
-once per optimizer step their aggregate over all micro-batches; then `anchored_entropy_loss` on each of them.
+`peak_entropy` of both; once per optimizer step its aggregate over all micro-batches; then
+`anchored_entropy_loss` on each of them.
 """
 
 from __future__ import annotations
@@ -96,6 +97,26 @@ def siren_keep(entropy: Tensor, weight: Tensor, *, decisions: Decisions, quantil
     return present_decisions(entropy, weight) & (entropy.detach().double() > threshold)
 
 
+def peak_entropy(entropy: Tensor, weight: Tensor, keep: Tensor) -> Tensor:
+    """Entropies whose mean over all present tokens of a row is the mean over its peaks: keep · H · n_i/k_i.
+
+    n_i present and k_i peak tokens. A row without a peak has entropy 0 and stays in the mean over rows, which
+    a mean with the weight `weight * keep` would leave it out of.
+
+    Args:
+        entropy: [B, T] from `nucleus_entropy`, differentiable.
+        weight: [B, T], 0 for absent decisions.
+        keep: bool [B, T] from `siren_keep`.
+
+    Returns:
+        [B, T], float32 or better; aggregate it with `weight` and "seq_mean_token_mean".
+    """
+    value = _lifted(entropy)
+    scale = weight.to(value.dtype)
+    present, peaks = scale.sum(1, keepdim=True), (scale * keep).sum(1, keepdim=True)
+    return torch.where(keep, value, 0.0) * present / torch.where(peaks == 0, 1.0, peaks)
+
+
 def anchored_entropy_loss(
     entropy: Tensor,
     measured: float | Tensor,
@@ -109,12 +130,12 @@ def anchored_entropy_loss(
     The square of a mean does not add up over micro-batches. Its derivative 2β (H_agg − H_anchor) ∂H_agg does,
     once H_agg is known: returned is the loss per decision whose aggregate has the value and gradient of L,
 
-        ℓ_t = β (H_agg − H_anchor) [(H_t − H_anchor) + (H_t − sg H_t)].
+        ℓ_t = β (H_agg − H_anchor) [(H_agg − H_anchor) + 2 (H_t − sg H_t)].
 
     Args:
-        entropy: H_t [B, T] of a micro-batch, differentiable.
+        entropy: H_t [B, T] of a micro-batch, from `peak_entropy`, differentiable.
         measured: H_agg of the whole step, without gradient: the shares of
-            `aggregate(entropy, weight * keep, "seq_mean_token_mean", counts)` added up.
+            `aggregate(entropy, weight, "seq_mean_token_mean", counts)` added up.
         anchor: H_anchor; the H_agg of the first step, to be stored in the checkpoint.
         decisions: "tokens"; "denoising_steps" are refused.
         coefficient: β ≥ 0.
@@ -130,7 +151,8 @@ def anchored_entropy_loss(
     require_tokens("SIREN's anchored entropy", decisions)
     value = _lifted(entropy)
     mean, goal = (torch.as_tensor(number, dtype=value.dtype).detach() for number in (measured, anchor))
-    return coefficient * (mean - goal) * (2 * value - value.detach() - goal)
+    away = mean - goal
+    return coefficient * away * (away + 2 * (value - value.detach()))
 
 
 def _lifted(value: Tensor) -> Tensor:
