@@ -73,7 +73,7 @@ def test_unknown_names_and_fields(name: str, changes: dict, message: str) -> Non
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peers_row_runs_and_says_what_differs(name: str) -> None:
     peer = PEERS[name]
-    ours = name.split(":")[1]
+    ours = name.split(":")[1].replace("bnpo", "grpo")
     difference = diff_presets(ours, name)
     assert difference.fields or difference.notes
     assert "source" not in difference.fields and difference.notes == peer.notes
@@ -92,6 +92,18 @@ def test_differences_are_told_field_by_field() -> None:
     assert diff_presets("grpo", "dr_grpo").fields["aggregation"] == ("seq_mean_token_mean", "dr_grpo")
     with pytest.raises(ValueError, match=r"no preset 'verl:gropo'\. Did you mean 'verl:grpo'"):
         diff_presets("grpo", "verl:gropo")
+
+
+def test_what_trl_and_verl_are_known_to_do_otherwise_is_said() -> None:
+    assert diff_presets("dapo", "trl:dapo").fields == {
+        "drop_zero_signal": (True, False),
+        "surrogate_options.eps_high": (0.28, 0.2),
+    }
+    assert diff_presets("sapo", "trl:sapo").fields["empty"] == ("drop", "keep")
+    assert diff_presets("grpo", "trl:bnpo").fields["mean_rows"] == (None, 8)
+    assert diff_presets("ppo", "verl:ppo").fields["advantage_options.ddof"] == (None, 1)
+    for name in ("clip_cov", "kl_cov"):
+        assert "covariances are taken anew at each update" in str(diff_presets(name, f"verl:{name}"))
 
 
 def test_the_dual_clip_of_a_peer_changes_the_loss_once_a_ratio_passes_three() -> None:

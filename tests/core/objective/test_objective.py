@@ -151,9 +151,7 @@ def test_corrections_and_masks_act_on_single_decisions() -> None:
 
 def test_selections_leave_out_what_they_say() -> None:
     trajectories, policy = step(7)
-    top = named_objective("top_entropy", selection_options={"fraction": 0.5}).prepare(trajectories)
     before = (named_objective("grpo").prepare(trajectories).weight != 0).sum()
-    assert 0.4 * before <= (top.weight != 0).sum() <= 0.6 * before
     band = {"ratio": 0.2, "cov_low": -1e9, "cov_high": 1e9}
     clipped = named_objective("clip_cov", selection_options=band).prepare(trajectories)
     assert clipped.keep is not None
@@ -168,6 +166,69 @@ def test_selections_leave_out_what_they_say() -> None:
     )
     moved = (policy.log_prob - trajectories.old_log_prob).abs()
     torch.testing.assert_close(more, torch.where(rows.selected, moved, 0.0))
+
+
+def test_top_entropy_counts_all_tokens_as_the_paper_does_or_those_it_keeps() -> None:
+    """1/Σ|o_i| Σ 1[H ≥ H_ρ] ℓ, and 1/#kept of the same sum; a KL term is over all tokens, or the kept."""
+    trajectories, policy = step(7)
+    row = named_objective("top_entropy", selection_options={"fraction": 0.5}, drop_zero_signal=False, kl=0.1)
+    paper = row.loss(row.prepare(trajectories), policy)
+    plain = replace(row, selection=None, selection_options={})
+    base = plain.prepare(trajectories)
+    whole = plain.loss(base, policy)
+    assert trajectories.entropy is not None
+    present = base.weight != 0
+    keep = present & (trajectories.entropy >= trajectories.entropy[present].median())
+    assert 0.4 < float(keep.sum() / present.sum()) < 0.6
+    total = whole.decisions["policy"][keep].sum()
+    torch.testing.assert_close(paper.terms["policy"], total / present.sum())
+    torch.testing.assert_close(paper.terms["kl"], whole.terms["kl"])
+    kept = replace(row, selection_options={"fraction": 0.5, "denominator": "kept"})
+    loss = kept.loss(kept.prepare(trajectories), policy)
+    torch.testing.assert_close(loss.terms["policy"], total / keep.sum())
+    torch.testing.assert_close(loss.terms["kl"], whole.decisions["kl"][keep].mean())
+    with pytest.raises(ValueError, match="denominator of top_entropy must be 'all' or 'kept'; got 'some'"):
+        replace(row, selection_options={"denominator": "some"}).prepare(trajectories)
+
+
+def test_answers_without_a_token_stay_in_the_mean_or_leave_it() -> None:
+    """Two of 24 answers are cut off and filtered: the others' gradient is 24/22 of TRL's."""
+    weight = torch.ones(24, 5, dtype=torch.float64)
+    weight[3], weight[20] = 0, 0
+    g = torch.Generator().manual_seed(0)
+    old = torch.randn(24, 5, generator=g, dtype=torch.float64)
+    t = Trajectories(
+        weight=weight, old_log_prob=old, group=[i // 8 for i in range(24)], reward=torch.rand(24, generator=g)
+    )
+    gradients = []
+    for empty in ("drop", "keep"):
+        leaf = (old + 0.01).requires_grad_()
+        objective = named_objective("grpo", kl=0.0, empty=empty)
+        loss = objective.loss(objective.prepare(t), PolicyOutput(log_prob=leaf))
+        gradients += torch.autograd.grad(loss.total, leaf)
+    assert float(gradients[1].abs().max()) > 1e-3
+    torch.testing.assert_close(gradients[0], gradients[1] * 24 / 22)
+
+
+def test_a_mean_over_blocks_is_the_micro_batch_mean_of_a_peer() -> None:
+    trajectories, policy = step(2)
+    base = named_objective("grpo", kl=0.0, aggregation="token_mean")
+    losses = base.loss(base.prepare(trajectories), policy).decisions["policy"]
+    present = base.prepare(trajectories).weight != 0
+    means = [losses[rows][present[rows]].mean() for rows in (slice(0, 3), slice(3, 6), slice(6, 8))]
+    blocks = replace(base, mean_rows=3)
+    prepared = blocks.prepare(trajectories)
+    torch.testing.assert_close(blocks.loss(prepared, policy).total, torch.stack(means).mean())
+    shares = [
+        blocks.loss(prepared.rows(rows), PolicyOutput(log_prob=policy.log_prob[rows])).total
+        for rows in (slice(0, 4), slice(4, 8))
+    ]
+    torch.testing.assert_close(torch.stack(shares).sum(), torch.stack(means).mean())
+    alone = replace(trajectories, weight=torch.where(torch.arange(8)[:, None] < 3, 0.0, trajectories.weight))
+    for empty, count in (("drop", 2), ("keep", 3)):
+        assert float(replace(blocks, empty=empty).prepare(alone).counts.groups or 0) == count
+    with pytest.raises(ValueError, match=r"mean_rows is a number of samples.*token_mean.*got mean_rows=3"):
+        replace(base, mean_rows=3, aggregation="dr_grpo")
 
 
 def test_denoising_steps_take_every_ratio_level_and_refuse_entropy_rules() -> None:
@@ -213,6 +274,8 @@ def test_half_precision_is_computed_in_float32() -> None:
         ({"level": "tokens"}, r"level is 'tokens'\. Did you mean 'token'"),
         ({"aggregation": "mean"}, r"aggregation is 'mean'.*token_mean"),
         ({"kl_gradient": "k4"}, r"kl_gradient is 'k4'.*k1, k2, k3"),
+        ({"empty": "kep"}, r"empty is 'kep'\. Did you mean 'keep'"),
+        ({"decisions": "steps"}, r"decisions is 'steps'\. Choose one of: tokens, denoising_steps, None"),
         ({"kl": -0.1}, r"kl is -0\.1; it must be at least 0"),
         ({"entropy": float("nan")}, r"entropy is nan; it must be at least 0"),
     ],

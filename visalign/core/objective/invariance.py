@@ -86,7 +86,8 @@ def check_invariance(
       gradient. A sum over decisions ("token_sum") is expected to double.
 
     Use float64 tensors: the tolerance is for those. A `dr_grpo` aggregation needs a stated `length`, since
-    the padded length is not a property of the data; the check shows it otherwise.
+    the padded length is not a property of the data; the check shows it otherwise, as it shows that
+    `mean_rows` looks at the order of the samples and `empty="keep"` at absent ones.
 
     Args:
         objective: an `Objective`, or a loss of your own with its two methods.

@@ -86,7 +86,16 @@ class Objective:
     over the decision's own draw, which needs no weight: there it changes nothing."""
     aggregation: Mode = "seq_mean_token_mean"
     length: int | None = None
-    """L of "dr_grpo"; None for the T of the trajectories."""
+    """L of "dr_grpo", in decisions: the limit of the generation, the same for every step. None takes the T of
+    the trajectories, their padded length, which changes from step to step and with it the learning rate."""
+    empty: Literal["drop", "keep"] = "drop"
+    """Samples without a present decision (overlong and filtered, failed, without signal) in the means over
+    sequences or groups: "drop" averages over what takes part, as the papers' sums of non-empty answers do;
+    "keep" counts every sample that was handed in as a loss of 0 (TRL): 2 of 24 empty, 22/24 of the step."""
+    mean_rows: int | None = None
+    """For "token_mean": take it over blocks of so many samples, in their order, and average the blocks, as
+    TRL's "bnpo" does with a device's micro-batch: tokens of a block of short answers count more, and the loss
+    depends on how samples were dealt out. None: over the whole step, whatever the micro-batches."""
     value: float = 0.0
     """Weight of the value loss, which is averaged over decisions."""
     value_clip: float | None = None
@@ -110,6 +119,7 @@ class Objective:
             ("step_weight", self.step_weight, get_args(StepWeight)),
             ("level", self.level, LEVELS),
             ("aggregation", self.aggregation, get_args(Mode)),
+            ("empty", self.empty, ("drop", "keep")),
             ("kl_value", self.kl_value, get_args(Estimator)),
             ("kl_gradient", self.kl_gradient, get_args(Estimator)),
         ):
@@ -121,6 +131,11 @@ class Objective:
         for name in ("kl_in_reward", "kl", "value", "entropy", "ptx"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 (0 is off).")
+        if self.mean_rows is not None and (self.mean_rows < 1 or self.aggregation != "token_mean"):
+            raise ValueError(
+                "mean_rows is a number of samples, at least 1, and needs aggregation='token_mean'; got "
+                f"mean_rows={self.mean_rows}, aggregation={self.aggregation!r}."
+            )
         if self.decisions not in (None, *get_args(Decisions)):
             raise ValueError(
                 f"decisions is {self.decisions!r}. Choose one of: {', '.join(get_args(Decisions))}, None."
@@ -191,13 +206,15 @@ class Objective:
         """Selections and denominators of one step."""
         chosen = self._select(t, advantage, weight)
         weight = weight if chosen.weight is None else chosen.weight
-        by_group = self.aggregation == "group_token_mean"
+        group = t.group if self.aggregation == "group_token_mean" else None
+        if self.mean_rows is not None:
+            group = torch.arange(len(weight)) // self.mean_rows
         return Prepared(
             weight=weight,
             old_log_prob=t.old_log_prob.detach(),
             advantage=advantage,
-            row_tokens=row_tokens(weight, t.group if by_group else None),
-            counts=count_step(weight, length=self.length, group=t.group if by_group else None),
+            row_tokens=row_tokens(weight, group),
+            counts=count_step(weight, length=self.length, group=group, empty=self.empty),
             correction=self._correct(t, weight),
             keep=chosen.keep,
             selected=chosen.penalised,
@@ -230,8 +247,9 @@ class Objective:
         if self.entropy:
             assert policy.entropy is not None
             decisions["entropy"] = entropy_bonus(policy.entropy, self.entropy, decisions="tokens")
+        mode = self.aggregation if self.mean_rows is None else "group_token_mean"
         terms = {
-            name: aggregate(value, rows.weight, self.aggregation, rows.counts, denominator=rows.row_tokens)
+            name: aggregate(value, rows.weight, mode, rows.counts, denominator=rows.row_tokens)
             for name, value in decisions.items()
         }
         if self.value:

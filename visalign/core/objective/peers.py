@@ -45,18 +45,49 @@ _VERL_GROUP = {"eps": 1e-6, "singleton": "raw"}
 _MICRO_BATCH = (
     "Means and the top share are taken per micro-batch: with one sample each, Clip-Cov picks nothing."
 )
-_TRL_CORRECTION = (
-    "With vLLM the correction sequence_mask with C = 3 is on by default: the ratio of a whole sequence grows "
-    "with its length, so long answers are the ones that are dropped."
+_RECOMPUTED = (
+    "The covariances are taken anew at each update, from the log-probs of the policy as it then is; here "
+    "they are settled before the first one, from those of the rollout."
 )
-_TRL_GROUP_EPS = "Rewards of a group that is all equal give rounding noise over eps, not 0."
+_TRL = (
+    "With vLLM the correction sequence_mask with C = 3 is on by default: the ratio of a whole sequence grows "
+    "with its length, so long answers are the ones that are dropped.",
+    "Rewards of a group that is all equal give rounding noise over eps, not 0.",
+    "A KL term, off by default, is k3 times the live ratio.",
+)
+_TRL_TOKENS = (
+    "Tokens are counted over the optimizer step only where steps_per_generation is the accumulation; "
+    "else the expected count stands in (0.02387 against 0.02142 on one batch)."
+)
+_VERL_GAE = {"ddof": 1, "gamma": 1.0, "lam": 1.0}
 
 PEERS: dict[str, Preset] = {
     "trl:grpo": Preset(
+        replace(named_objective("grpo", kl=0.0), source="TRL 1.16.0, loss_type='grpo'", empty="keep"),
+        _TRL,
+    ),
+    "trl:dapo": Preset(
         replace(
-            named_objective("grpo", kl=0.0), source="TRL 1.16.0, loss_type='dapo'", aggregation="token_mean"
+            named_objective("dapo", surrogate_options={"eps_high": 0.2}),
+            source="TRL 1.16.0, its default loss_type='dapo'",
+            drop_zero_signal=False,
         ),
-        (_TRL_CORRECTION, _TRL_GROUP_EPS),
+        (
+            "epsilon_high is epsilon unless it is set; there is no dynamic sampling, and the overlong "
+            "penalty is a reward function that one adds.",
+            _TRL_TOKENS,
+            *_TRL,
+        ),
+    ),
+    "trl:bnpo": Preset(
+        replace(
+            named_objective("grpo", kl=0.0),
+            source="TRL 1.16.0, loss_type='bnpo', with the default per_device_train_batch_size of 8",
+            aggregation="token_mean",
+            mean_rows=8,
+            empty="keep",
+        ),
+        ("The blocks are the micro-batches of each device: mean_rows is per_device_train_batch_size.", *_TRL),
     ),
     "trl:gspo": Preset(
         replace(
@@ -64,18 +95,65 @@ PEERS: dict[str, Preset] = {
             source="TRL 1.16.0, importance_sampling_level='sequence' under its default loss_type",
             aggregation="token_mean",
         ),
-        ("Under token_mean every sequence is weighted by its length; the paper's mean is over sequences.",),
+        (
+            "Under token_mean every sequence is weighted by its length; the paper's mean is over sequences.",
+            *_TRL,
+        ),
     ),
     "trl:cispo": Preset(
         replace(
             named_objective("cispo", surrogate_options={"bound_low": 0.0, "bound_high": 0.2}),
             source="TRL 1.16.0, loss_type='cispo' with the default epsilon",
         ),
-        ("epsilon_high is the bound itself, not its distance from 1: every weight is cut at 0.2.",),
+        (
+            "epsilon_high is the bound itself, not its distance from 1: every weight is cut at 0.2.",
+            _TRL_TOKENS,
+            *_TRL,
+        ),
+    ),
+    "trl:sapo": Preset(
+        replace(
+            named_objective("sapo", surrogate_options={"tau_pos": 1.0, "tau_neg": 1.05}),
+            source="TRL 1.16.0, loss_type='sapo'",
+            empty="keep",
+        ),
+        _TRL,
+    ),
+    "trl:luspo": Preset(
+        replace(
+            named_objective("luspo", surrogate_options={"eps_low": 0.2, "eps_high": 0.2}),
+            source="TRL 1.16.0, loss_type='luspo' with importance_sampling_level='sequence'",
+            empty="keep",
+        ),
+        (
+            "The level is 'token' unless it is set. Up to TRL 1.10 a KL term or that level made the mean "
+            "one over padded positions.",
+            *_TRL,
+        ),
+    ),
+    "trl:vespo": Preset(
+        replace(named_objective("vespo"), source="TRL 1.16.0, loss_type='vespo'"),
+        (
+            "The rollout's importance ratio is folded into W instead of multiplying the loss.",
+            _TRL_TOKENS,
+            *_TRL,
+        ),
     ),
     "trl:dr_grpo": Preset(
-        replace(named_objective("dr_grpo"), source="TRL 1.16.0, loss_type='dr_grpo', scale_rewards='none'"),
-        ("L is max_completion_length.",),
+        replace(
+            named_objective("dr_grpo"),
+            source="TRL 1.16.0, loss_type='dr_grpo', scale_rewards='none'",
+            empty="keep",
+        ),
+        ("L is max_completion_length.", *_TRL),
+    ),
+    "trl:top_entropy": Preset(
+        replace(
+            named_objective("top_entropy", surrogate_options={"eps_high": 0.2}),
+            source="TRL 1.16.0, top_entropy_quantile=0.2 under its default loss_type",
+            drop_zero_signal=False,
+        ),
+        ("The quantile is taken over a micro-batch of all devices, not over the step.", _TRL_TOKENS, *_TRL),
     ),
     "trl:rloo": Preset(
         replace(
@@ -87,6 +165,18 @@ PEERS: dict[str, Preset] = {
             aggregation="seq_mean_token_mean",
         ),
         ("A clipped ratio of the whole sequence stands where the paper has none.",),
+    ),
+    "verl:ppo": Preset(
+        replace(
+            named_objective("ppo", surrogate_options={"dual_clip": 3.0}, value_clip=0.5),
+            source="verl 0.8.0.dev, adv_estimator=gae and the vanilla policy loss",
+            advantage_options=_VERL_GAE,
+            kl_in_reward=0.0,
+        ),
+        (
+            "The advantages are whitened with ddof 1, here with 0: smaller by sqrt(1 − 1/n) of n tokens.",
+            "The critic has its own optimizer and its loss no global token count: a mean per micro-batch.",
+        ),
     ),
     "verl:grpo": Preset(
         replace(
@@ -119,6 +209,14 @@ PEERS: dict[str, Preset] = {
         ),
         ("The bounds are 1 − ε_low and 1 + ε_high with ε = 0.2.",),
     ),
+    "verl:sapo": Preset(
+        replace(
+            named_objective("sapo", surrogate_options={"tau_pos": 1.0, "tau_neg": 1.05}),
+            source="verl 0.8.0.dev, policy loss sapo",
+            advantage_options=_VERL_GROUP,
+        ),
+        ("The mean is over sequences whatever loss_agg_mode says.",),
+    ),
     "verl:dr_grpo": Preset(
         replace(named_objective("dr_grpo"), source="verl 0.8.0.dev, seq-mean-token-sum-norm"),
         ("1/B is missing: duplicating the batch doubles the loss (mended in verl 0.10).",),
@@ -140,7 +238,12 @@ PEERS: dict[str, Preset] = {
     ),
     "verl:clip_cov": Preset(
         replace(named_objective("clip_cov"), source="verl 0.8.0.dev", advantage_options=_VERL_GROUP),
-        (_MICRO_BATCH, "The draw is from an unseeded generator.", "Decisions that PPO clips are not drawn."),
+        (
+            _MICRO_BATCH,
+            _RECOMPUTED,
+            "The draw is from an unseeded generator.",
+            "Decisions that PPO clips are not drawn.",
+        ),
     ),
     "verl:kl_cov": Preset(
         replace(
@@ -148,7 +251,7 @@ PEERS: dict[str, Preset] = {
             source="verl 0.8.0.dev, its config's default (the function's own is 1)",
             advantage_options=_VERL_GROUP,
         ),
-        (_MICRO_BATCH,),
+        (_MICRO_BATCH, _RECOMPUTED),
     ),
     "openrlhf:ppo": Preset(
         replace(named_objective("ppo"), source="OpenRLHF 0.10"),
@@ -189,7 +292,7 @@ def diff_presets(first: str, second: str) -> PresetDifference:
     Raises:
         ValueError: an unknown name, with the nearest one.
 
-    >>> print(diff_presets("cispo", "trl:cispo"))
+    >>> print(*str(diff_presets("cispo", "trl:cispo")).splitlines()[:3], sep="\\n")
     cispo -> trl:cispo
     surrogate_options.bound_high: 5.0 -> 0.2
     * epsilon_high is the bound itself, not its distance from 1: every weight is cut at 0.2.

@@ -99,10 +99,10 @@ def _normalise_then_sum(t: Trajectories, _beta: float, **options: Any) -> Advant
     return normalise_then_sum(_matrix(t), t.reward_weights, t.group, **options), None
 
 
-def _gae(t: Trajectories, beta: float, *, whitened: bool = True, **options: Any) -> Advantages:
+def _gae(t: Trajectories, beta: float, *, whitened: bool = True, ddof: int = 0, **options: Any) -> Advantages:
     assert t.value is not None
     advantage, target = returns.gae(decision_reward(t, beta), t.value, t.weight, **options)
-    return whiten(advantage, t.weight != 0, ddof=0) if whitened else advantage, target
+    return whiten(advantage, t.weight != 0, ddof=ddof) if whitened else advantage, target
 
 
 def _remax(t: Trajectories, beta: float) -> Advantages:
@@ -229,10 +229,16 @@ class Selected:
     penalised: Tensor | None = None
 
 
-def _top_entropy(t: Trajectories, _advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
+def _top_entropy(
+    t: Trajectories, _advantage: Tensor, weight: Tensor, *, denominator: str = "all", **options: Any
+) -> Selected:
+    """The paper's mean counts all tokens: 1/Σ|o_i| Σ 1[H ≥ H_ρ] ℓ; "kept" counts those that are left."""
     assert t.entropy is not None
+    if denominator not in ("all", "kept"):
+        raise ValueError(f"denominator of top_entropy must be 'all' or 'kept'; got {denominator!r}.")
     found = selection.top_entropy_thresholds(t.entropy, weight, decisions=t.decisions, **options)
-    return Selected(weight=weight * selection.top_entropy_keep(t.entropy, weight, found))
+    keep = selection.top_entropy_keep(t.entropy, weight, found)
+    return Selected(keep=keep) if denominator == "all" else Selected(weight=weight * keep)
 
 
 def _clip_cov(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:

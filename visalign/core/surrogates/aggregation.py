@@ -47,7 +47,7 @@ class Counts:
     length: Tensor
     """L of "dr_grpo": a constant, at most once per step."""
     groups: Tensor | None = None
-    """Groups with at least one present decision; None when they were not counted."""
+    """Groups with at least one present decision, or all; None when they were not counted."""
 
     def __add__(self, other: Counts) -> Counts:
         """Counts of both parts together; groups must not be split between the parts."""
@@ -83,7 +83,7 @@ def count_step(
         group: [B] labels, for "group_token_mean".
         empty: whether rows without a present decision count as sequences. The papers' 1/G is over responses
             of at least one token and leaves this open: "drop" (verl) averages over what takes part, "keep"
-            (TRL) counts them as losses of zero.
+            (TRL) counts them as losses of zero. Groups alike.
 
     Returns:
         The counts.
@@ -102,7 +102,7 @@ def count_step(
     if group is not None:
         index, number = group_index(group, rows.shape[0], rows.device)
         occupied = total.new_zeros(number).index_add(0, index, present.double())
-        groups = (occupied > 0).double().sum()
+        groups = (occupied > 0).double().sum() if empty == "drop" else total.new_tensor(number)
     return Counts(
         tokens=total.sum(),
         sequences=present.double().sum() if empty == "drop" else total.new_tensor(rows.shape[0]),

@@ -74,8 +74,8 @@ def top_entropy_thresholds(
 def top_entropy_keep(entropy: Tensor, weight: Tensor, thresholds: EntropyThreshold) -> Tensor:
     """Keep the tokens at or above the threshold: m_t = 1[H_t ≥ H_ρ].
 
-    Use it as `weight * keep`, in `count_step` too: the mean then runs over the kept tokens. With the counts
-    of the old weight instead, the step is 1/ρ times shorter.
+    As `weight * keep` under the counts of `weight` it is the paper's loss, whose 1/Σ|o_i| counts every token.
+    Counted as `weight * keep` too, the mean runs over the kept tokens: a step 1/ρ times as long.
 
     Returns:
         bool, the shape of entropy; ties at the threshold are all kept, absent decisions are not.
