@@ -11,9 +11,9 @@ import torch
 
 from visalign.core.advantages.combine import normalise_then_sum, weighted_sum
 from visalign.core.advantages.group import group_advantages, whiten
-from visalign.core.preference.groupwise import gdro_loss, soft_plackett_luce
-from visalign.core.rewards.shaping import neighbour_weights, reward_fusion, reward_probability
-from visalign.core.surrogates.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
+from visalign.core.standalone.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
+from visalign.core.standalone.groupwise import gdro_loss, soft_plackett_luce
+from visalign.core.standalone.shaping import neighbour_weights, reward_fusion, reward_probability
 from visalign.evaluation.statistics.diversity import (
     effective_rank,
     starc_distance,

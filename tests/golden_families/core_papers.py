@@ -9,36 +9,10 @@ from typing import Any
 
 import torch
 
-from visalign.core.advantages.copo import (
-    between_group_advantages,
-    consistency_entropy,
-    copo_advantages,
-    copo_weight,
-)
-from visalign.core.advantages.entropy import (
-    aem_advantages,
-    aem_scale,
-    empg_advantages,
-    empg_scale,
-    tea_weights,
-    weighted_entropy,
-)
+from visalign.core.advantages.entropy import aem_advantages, aem_scale
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.returns import discounted_returns
-from visalign.core.advantages.risk import (
-    conditional_value_at_risk,
-    mixed_value_at_risk,
-    range_value_at_risk,
-    soft_minimum,
-    track_quantile,
-)
-from visalign.core.advantages.rules import (
-    conditional_advantages,
-    prl_advantages,
-    replay_advantages,
-    replay_weight,
-)
-from visalign.core.rewards.shaping import jepo_credit, preference_as_reward
+from visalign.core.advantages.rules import conditional_advantages, prl_advantages
 from visalign.core.rewards.steps import (
     clip_step_rewards,
     delta_step_rewards,
@@ -46,6 +20,27 @@ from visalign.core.rewards.steps import (
     implicit_step_rewards,
     turning_point_rewards,
 )
+from visalign.core.standalone.copo import (
+    between_group_advantages,
+    consistency_entropy,
+    copo_advantages,
+    copo_weight,
+)
+from visalign.core.standalone.entropy_weights import (
+    empg_advantages,
+    empg_scale,
+    tea_weights,
+    weighted_entropy,
+)
+from visalign.core.standalone.replay import replay_advantages, replay_weight
+from visalign.core.standalone.risk import (
+    conditional_value_at_risk,
+    mixed_value_at_risk,
+    range_value_at_risk,
+    soft_minimum,
+    track_quantile,
+)
+from visalign.core.standalone.shaping import jepo_credit, preference_as_reward
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 
 Outputs = dict[str, Any]

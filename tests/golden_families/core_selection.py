@@ -10,6 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.core.standalone.siren import (
+    anchored_entropy_loss,
+    nucleus_entropy,
+    nucleus_mask,
+    peak_entropy,
+    siren_keep,
+)
 from visalign.core.surrogates.aggregation import MODES, aggregate, count_step
 from visalign.core.surrogates.ppo import ppo_clip
 from visalign.core.surrogates.ratios import log_ratio
@@ -30,13 +37,6 @@ from visalign.core.tokens.selection_rules import (
     clip_v_thresholds,
     discriminator_scores,
     entropy_discriminator,
-)
-from visalign.core.tokens.siren import (
-    anchored_entropy_loss,
-    nucleus_entropy,
-    nucleus_mask,
-    peak_entropy,
-    siren_keep,
 )
 from visalign.core.tokens.statistics import ppo_clipped
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights

@@ -23,12 +23,6 @@ from visalign.core.preference.bradley_terry import (
     outcome_loss,
     tie_log_prob,
 )
-from visalign.core.preference.clip import (
-    listwise_choice_loss,
-    paired_cosine,
-    pickscore_loss,
-    rank_margin_loss,
-)
 from visalign.core.preference.fidelity import fidelity_rewards
 from visalign.core.preference.heatmaps import ctrl_u_loss, ctrl_u_weight
 from visalign.core.preference.ict import IctLabels, hp_loss, ict_hp_loss, ict_loss
@@ -39,8 +33,14 @@ from visalign.core.preference.uncertainty import (
     uncertain_preference_loss,
 )
 from visalign.core.preference.yes_no import YesNo, yes_no_answer
-from visalign.core.rewards.off_policy import off_policy_pair_weights
 from visalign.core.rewards.uncertainty import bhattacharyya, bhattacharyya_overlap, penalise
+from visalign.core.standalone.clip_losses import (
+    listwise_choice_loss,
+    paired_cosine,
+    pickscore_loss,
+    rank_margin_loss,
+)
+from visalign.core.standalone.off_policy_pairs import off_policy_pair_weights
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.weights.affine_head import AffineHead, standardise
 

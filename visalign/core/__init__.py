@@ -13,20 +13,7 @@ from visalign.core.advantages.baselines import (
     pass_at_k_advantages,
 )
 from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_mean, weighted_sum
-from visalign.core.advantages.copo import (
-    between_group_advantages,
-    consistency_entropy,
-    copo_advantages,
-    copo_weight,
-)
-from visalign.core.advantages.entropy import (
-    aem_advantages,
-    aem_scale,
-    empg_advantages,
-    empg_scale,
-    tea_weights,
-    weighted_entropy,
-)
+from visalign.core.advantages.entropy import aem_advantages, aem_scale
 from visalign.core.advantages.group import clamp_advantages, group_advantages, whiten
 from visalign.core.advantages.process import aggregate_steps, process_advantages, span_index, span_rewards
 from visalign.core.advantages.returns import (
@@ -36,19 +23,7 @@ from visalign.core.advantages.returns import (
     reinforce_pp_baseline_advantages,
     remax_advantages,
 )
-from visalign.core.advantages.risk import (
-    conditional_value_at_risk,
-    mixed_value_at_risk,
-    range_value_at_risk,
-    soft_minimum,
-    track_quantile,
-)
-from visalign.core.advantages.rules import (
-    conditional_advantages,
-    prl_advantages,
-    replay_advantages,
-    replay_weight,
-)
+from visalign.core.advantages.rules import conditional_advantages, prl_advantages
 from visalign.core.groups.labels import group_index
 from visalign.core.objective.algorithms import NAMED, named_objective
 from visalign.core.objective.data import Loss, PolicyOutput, Prepared, Trajectories
@@ -68,12 +43,6 @@ from visalign.core.preference.bradley_terry import (
     vote_shares,
     vote_weights,
 )
-from visalign.core.preference.clip import (
-    listwise_choice_loss,
-    paired_cosine,
-    pickscore_loss,
-    rank_margin_loss,
-)
 from visalign.core.preference.fidelity import (
     answer_statistics,
     fidelity,
@@ -83,7 +52,6 @@ from visalign.core.preference.fidelity import (
     thurstone_probability,
     thurstone_score,
 )
-from visalign.core.preference.groupwise import gdro_loss, soft_plackett_luce
 from visalign.core.preference.heatmaps import (
     class_disagreement,
     ctrl_u_loss,
@@ -119,15 +87,6 @@ from visalign.core.rewards.best_of import (
     majority_at_k,
     pass_at_k,
 )
-from visalign.core.rewards.off_policy import off_policy_pair_weights, relative_log_density
-from visalign.core.rewards.shaping import (
-    jepo_credit,
-    likelihood_reward,
-    neighbour_weights,
-    preference_as_reward,
-    reward_fusion,
-    reward_probability,
-)
 from visalign.core.rewards.steps import (
     clip_step_rewards,
     delta_step_rewards,
@@ -151,10 +110,47 @@ from visalign.core.rewards.uncertainty import (
     penalise,
     shrink_advantages,
 )
+from visalign.core.standalone.clip_losses import (
+    listwise_choice_loss,
+    paired_cosine,
+    pickscore_loss,
+    rank_margin_loss,
+)
+from visalign.core.standalone.copo import (
+    between_group_advantages,
+    consistency_entropy,
+    copo_advantages,
+    copo_weight,
+)
+from visalign.core.standalone.entropy_weights import (
+    empg_advantages,
+    empg_scale,
+    tea_weights,
+    weighted_entropy,
+)
+from visalign.core.standalone.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
+from visalign.core.standalone.groupwise import gdro_loss, soft_plackett_luce
+from visalign.core.standalone.off_policy_pairs import off_policy_pair_weights, relative_log_density
+from visalign.core.standalone.replay import replay_advantages, replay_weight
+from visalign.core.standalone.risk import (
+    conditional_value_at_risk,
+    mixed_value_at_risk,
+    range_value_at_risk,
+    soft_minimum,
+    track_quantile,
+)
+from visalign.core.standalone.shaping import (
+    jepo_credit,
+    likelihood_reward,
+    neighbour_weights,
+    preference_as_reward,
+    reward_fusion,
+    reward_probability,
+)
+from visalign.core.standalone.siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
 from visalign.core.surrogates.aggregation import MODES, Counts, aggregate, count_step, row_tokens
 from visalign.core.surrogates.balance import dro, flow_balance
 from visalign.core.surrogates.forms import gmpo, gradient_keeping_clip, ppo_kl, sapo
-from visalign.core.surrogates.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
 from visalign.core.surrogates.kl import categorical_kl, gaussian_kl, kl_estimate, kl_penalty
 from visalign.core.surrogates.off_policy import (
     ImportanceWeights,
@@ -217,7 +213,6 @@ from visalign.core.tokens.selection_rules import (
     discriminator_scores,
     entropy_discriminator,
 )
-from visalign.core.tokens.siren import anchored_entropy_loss, nucleus_entropy, nucleus_mask, siren_keep
 from visalign.core.tokens.statistics import Decisions, ppo_clipped, require_tokens
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 

@@ -10,22 +10,21 @@ import pytest
 import torch
 
 from tests.support.core_values import assert_values, f64, normal
-from visalign.core.advantages.copo import (
+from visalign.core.advantages.entropy import aem_advantages, aem_scale
+from visalign.core.advantages.group import group_advantages
+from visalign.core.standalone.copo import (
     between_group_advantages,
     consistency_entropy,
     copo_advantages,
     copo_weight,
 )
-from visalign.core.advantages.entropy import (
-    aem_advantages,
-    aem_scale,
+from visalign.core.standalone.entropy_weights import (
     empg_advantages,
     empg_scale,
     tea_weights,
     weighted_entropy,
 )
-from visalign.core.advantages.group import group_advantages
-from visalign.core.advantages.risk import (
+from visalign.core.standalone.risk import (
     conditional_value_at_risk,
     mixed_value_at_risk,
     range_value_at_risk,

@@ -11,6 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from visalign.core.standalone.siren import (
+    anchored_entropy_loss,
+    nucleus_entropy,
+    nucleus_mask,
+    peak_entropy,
+    siren_keep,
+)
 from visalign.core.surrogates.aggregation import aggregate, count_step
 from visalign.core.tokens.selection_rules import (
     clip_b_keep,
@@ -19,13 +26,6 @@ from visalign.core.tokens.selection_rules import (
     clip_v_thresholds,
     discriminator_scores,
     entropy_discriminator,
-)
-from visalign.core.tokens.siren import (
-    anchored_entropy_loss,
-    nucleus_entropy,
-    nucleus_mask,
-    peak_entropy,
-    siren_keep,
 )
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 

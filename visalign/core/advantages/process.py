@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels
+from visalign.core.precision import float32
 
 from .group import whiten
 from .returns import discounted_returns
@@ -70,7 +71,7 @@ def span_rewards(reward: Tensor, step: Tensor, *, place: Place, weight: Tensor |
     if place not in get_args(Place):
         raise ValueError(f"place must be one of {', '.join(get_args(Place))}; got {place!r}.")
     inside, target, number = _members(reward, step, weight)
-    values = reward.detach().to(torch.promote_types(reward.dtype, torch.float32))
+    values = float32(reward.detach())
     if place == "spread":
         values = values / number.clamp(min=1)
     if place == "last":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of recent papers: CANON, PRL and SPEAR. COPO, risk and entropy have files of their own.
+"""Advantages of recent papers: CANON and PRL. AEM has a file of its own.
 
 As in `advantages`: float64 statistics over all that is passed in, no gradient, a missing reward leaves every
 statistic and gets 0, all-equal rewards give exactly 0.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visalign.core.groups.group_statistics import group_centre, group_extremes, group_mean
 from visalign.core.groups.labels import Labels, group_index
+from visalign.core.precision import float32
 from visalign.core.rewards.steps import next_present
 
 from .returns import discounted_returns
@@ -131,58 +132,8 @@ def prl_advantages(
         here = torch.arange(length, device=end.device)
         nearest = torch.where(end, here, next_present(end)).clamp(max=length - 1)
         remaining = remaining.gather(1, nearest)
-    gain = _float32(advantage).detach()[:, None]
+    gain = float32(advantage).detach()[:, None]
     return torch.where(inside, gain - remaining / eta, 0.0)
-
-
-def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-    """SPEAR: judge replayed samples by today's standard, A = R − median(history), and keep those with A > 0.
-
-    Args:
-        reward: [B] of stored samples, any unit; what is not finite is missing.
-        history: [H] recent mean rewards of groups, same unit; what is not finite is left out.
-
-    Returns:
-        (advantage [B], float32 or better, 0 where missing; keep [B] bool, the samples to replay). No std.
-
-    Raises:
-        ValueError: not vectors, or an empty history.
-
-    SPEAR, arXiv 2509.22601 (capacity 10240 means, 2048 samples of age ≤ 10 steps).
-    """
-    _check_vectors(reward=reward)
-    if history.ndim != 1 or not len(history):
-        raise ValueError(
-            f"history must be [H] with at least one mean; got shape {tuple(history.shape)}. Skip the replay "
-            "until there is one."
-        )
-    past = history.detach().double()
-    median = torch.where(torch.isfinite(past), past, float("nan")).nanquantile(0.5)
-    centred = reward.detach().double() - median
-    advantage = _finish(centred, torch.isfinite(centred), reward.dtype)
-    return advantage, advantage > 0
-
-
-def replay_weight(step: Tensor | float, *, warmup: float = 200.0, ceiling: float = 1.0) -> Tensor:
-    """SPEAR's weight of the replay loss, c(s) = c₀ (1 − cos(π min(s, T)/T))/2: from 0 to c₀ in T steps.
-
-    Args:
-        step: s ≥ 0, optimizer steps so far, any shape.
-        warmup: T > 0, in steps.
-        ceiling: c₀.
-
-    Returns:
-        The shape of step, float64.
-
-    Raises:
-        ValueError: warmup is not positive.
-
-    SPEAR, arXiv 2509.22601 (T = 200, c₀ = 1 in the released scripts).
-    """
-    if not warmup > 0:
-        raise ValueError(f"warmup must be positive; got {warmup}.")
-    part = torch.as_tensor(step, dtype=torch.float64).clamp(0, warmup) / warmup
-    return ceiling * (1 - torch.cos(math.pi * part)) / 2
 
 
 def _high_half(metric: Tensor, present: Tensor, index: Tensor, groups: int) -> Tensor:
@@ -199,11 +150,6 @@ def _high_half(metric: Tensor, present: Tensor, index: Tensor, groups: int) -> T
 def _finish(values: Tensor, present: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where missing, float32 or better."""
     return torch.where(present, values, 0.0).to(torch.promote_types(dtype, torch.float32))
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _check_vectors(**given: Tensor) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.precision import float32
+
 TieModel = Literal["rao_kupper", "davidson"]
 
 
@@ -120,7 +122,7 @@ def bradley_terry_loss(
     centring: 2312.09244; HPSv3, 2508.03789, released code.
     """
     one, other, prob, known = paired_scores(left, right, label)
-    lead = _float32(margin) if isinstance(margin, Tensor) else margin
+    lead = float32(margin) if isinstance(margin, Tensor) else margin
     loss = -prob * F.logsigmoid(one - displacement * other - lead)
     loss = loss - (1 - prob) * F.logsigmoid(other - displacement * one - lead)
     return torch.where(known, loss + centre * (one + other).square(), 0.0)
@@ -242,7 +244,7 @@ def _votes(left: Tensor, right: Tensor, ties: Tensor | None) -> tuple[Tensor, Te
         if not bool((torch.isfinite(count) & (count >= 0)).all()):
             bad = count[~(count >= 0) | torch.isinf(count)]
             raise ValueError(f"Votes must be finite and ≥ 0; {name} holds {float(bad[0]):g}.")
-    won, lost, equal = (_float32(count).detach() for count in counts.values())
+    won, lost, equal = (float32(count).detach() for count in counts.values())
     return won, lost, equal
 
 
@@ -264,7 +266,7 @@ def paired_scores(left: Tensor, right: Tensor, label: Tensor | None) -> tuple[Te
     if left.shape != right.shape or (label is not None and label.shape != left.shape):
         given = [tuple(value.shape) for value in (left, right, label) if value is not None]
         raise ValueError(f"Both scores of a pair, and its label, must have one shape; got {given}.")
-    one, other = _float32(left), _float32(right)
+    one, other = float32(left), float32(right)
     if label is None:
         return one, other, torch.ones_like(one), torch.ones_like(one, dtype=torch.bool)
     known = ~torch.isnan(label)
@@ -273,8 +275,3 @@ def paired_scores(left: Tensor, right: Tensor, label: Tensor | None) -> tuple[Te
         low, high = float(prob.min()), float(prob.max())
         raise ValueError(f"label must lie in [0, 1], or be NaN where unknown; got {low:g} to {high:g}.")
     return torch.where(known, one, 0.0), torch.where(known, other, 0.0), prob, known
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))

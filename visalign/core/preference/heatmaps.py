@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.precision import float32
+
 
 def uncertainty_weight(uncertainty: Tensor, *, detach: bool = True) -> Tensor:
     """e^(−U), the weight of a loss term whose judge disagrees with itself by U ≥ 0, any shape.
@@ -146,7 +148,7 @@ def laplace_loss(prediction: Tensor, target: Tensor, scale: Tensor) -> Tensor:
             "prediction, target and scale must have one shape; got "
             f"{tuple(prediction.shape)}, {tuple(target.shape)}, {tuple(scale.shape)}."
         )
-    s = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    s = float32(scale)
     return math.sqrt(2) * (prediction - target).abs() / s + s.log()
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.precision import float32
+
 from .bradley_terry import average_pairs, margin_ranking_loss
 
 IctMode = Literal["paper", "upstream"]
@@ -54,7 +56,7 @@ def truncated_score(clip: Tensor, *, theta: float = THETA) -> Tensor:
     """
     if not 0 < theta < float("inf"):
         raise ValueError(f"theta must be positive and finite; got {theta}.")
-    return (clip.to(torch.promote_types(clip.dtype, torch.float32)) / theta).clamp(max=1)
+    return (float32(clip) / theta).clamp(max=1)
 
 
 def ict_labels(
@@ -192,7 +194,7 @@ def ict_hp_loss(
         raise ValueError(f"cosine {tuple(cosine.shape)} and hp {tuple(hp.shape)} must have one shape.")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum"; got {reduction!r}.')
-    share = hp.to(torch.promote_types(hp.dtype, torch.float32)).softmax(0)
+    share = float32(hp).softmax(0)
     return average_pairs(
         _triple_hinge(cosine * share, margin), over="weights" if reduction == "mean" else "none"
     )
@@ -206,7 +208,7 @@ def _triple_hinge(score: Tensor, margin: float) -> Tensor:
 
 
 def _unit(embedding: Tensor) -> Tensor:
-    return F.normalize(embedding.to(torch.promote_types(embedding.dtype, torch.float32)), dim=-1)
+    return F.normalize(float32(embedding), dim=-1)
 
 
 def _check_triples(easy: Tensor, refined: Tensor, images: Tensor) -> None:

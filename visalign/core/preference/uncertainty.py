@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.precision import float32
+
 from .bradley_terry import paired_scores
 
 UncertainForm = Literal["paper", "upstream", "upstream_monte_carlo"]
@@ -48,7 +50,7 @@ def soft_clamp(value: Tensor, low: float = -7.0, high: float = 3.0) -> Tensor:
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"low must be below high, both finite; got {low} and {high}.")
     half = (high - low) / 2
-    given = value.to(torch.promote_types(value.dtype, torch.float32))
+    given = float32(value)
     # Beyond 10⁴ half-widths the slope is below 10⁻²⁰ and u⁴ nears the end of float32.
     u = ((given - (low + high) / 2) / half).clamp(-1e4, 1e4)
     return (low + high) / 2 + half * u * (1 + u**4) ** -0.25

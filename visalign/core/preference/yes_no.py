@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 from .bradley_terry import bradley_terry_loss, paired_scores
 
 
@@ -76,7 +78,7 @@ def yes_no_answer(
             f"yes_ids and no_ids must be different tokens in 0 … {size - 1}; got {list(yes_ids)} and "
             f"{list(no_ids)}."
         )
-    value = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    value = float32(logits)
     yes, no = (_log_sum(value, ids) for ids in (yes_ids, no_ids))
     if not normalised:
         total = value.logsumexp(-1)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
+from visalign.core.precision import float32
+
 
 def clip_step_rewards(step_reward: Tensor, weight: Tensor | None = None, *, eta: float) -> Tensor:
     """Clip: a step can only cost, r_k ← min(r_k − η, 0).
@@ -126,7 +128,7 @@ def implicit_prm_loss(
     inside = _inside(log_ratio, weight)
     if label.shape != log_ratio.shape[:1]:
         raise ValueError(f"label must be [B] = [{log_ratio.shape[0]}]; got shape {tuple(label.shape)}.")
-    value = torch.where(inside, _float32(log_ratio), 0.0)
+    value = torch.where(inside, float32(log_ratio), 0.0)
     q = beta * (value if weight is None else value * weight).sum(1)
     known = torch.isfinite(label)
     target = torch.where(known, label, 0.5).to(q.dtype).detach()
@@ -189,8 +191,8 @@ def turning_point_rewards(
             "reward and reward_ode must be [B], reward_mid [B, n]; got "
             f"{tuple(reward.shape)}, {tuple(reward_ode.shape)}, {tuple(reward_mid.shape)}."
         )
-    final = _float32(reward).detach()[:, None]
-    levels = torch.cat([_float32(reward_ode).detach()[:, None], _float32(reward_mid).detach()], 1)
+    final = float32(reward).detach()[:, None]
+    levels = torch.cat([float32(reward_ode).detach()[:, None], float32(reward_mid).detach()], 1)
     before, after = levels[:, :-1], levels[:, 1:]
     increment = after - before
     whole = final - levels[:, :1]
@@ -229,7 +231,7 @@ def _balance(turn: Tensor, whole: Tensor) -> Tensor:
 def _present(values: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """(values with 0 where absent, detached, float32 or better; bool where present), both [B, T]."""
     inside = _inside(values, weight)
-    return torch.where(inside, _float32(values).detach(), 0.0), inside
+    return torch.where(inside, float32(values).detach(), 0.0), inside
 
 
 def _inside(values: Tensor, weight: Tensor | None) -> Tensor:
@@ -237,11 +239,6 @@ def _inside(values: Tensor, weight: Tensor | None) -> Tensor:
         given = "" if weight is None else f" with weight {tuple(weight.shape)}"
         raise ValueError(f"steps must be [B, T] and weight like them; got {tuple(values.shape)}{given}.")
     return torch.ones_like(values, dtype=torch.bool) if weight is None else weight != 0
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _check_beta(beta: float) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 
 def place_terminal(reward: Tensor, weight: Tensor) -> Tensor:
     """Put the score of a sample on its last present decision: r_t = R·[t = last present].
@@ -33,7 +35,7 @@ def place_terminal(reward: Tensor, weight: Tensor) -> Tensor:
     present = weight != 0
     after = present.flip(1).cumsum(1).flip(1)
     last = present & (after == 1)
-    return torch.where(last, _float32(reward.detach())[:, None], 0.0)
+    return torch.where(last, float32(reward.detach())[:, None], 0.0)
 
 
 def kl_in_reward(
@@ -74,8 +76,8 @@ def kl_in_reward(
             raise ValueError(
                 f"{name} {tuple(tensor.shape)} and reward {tuple(reward.shape)} must have one shape, [B, T]."
             )
-    k1 = _float32(old_log_prob.detach()) - _float32(ref_log_prob.detach())
-    result = _float32(reward.detach()) - beta * k1
+    k1 = float32(old_log_prob.detach()) - float32(ref_log_prob.detach())
+    result = float32(reward.detach()) - beta * k1
     return result if weight is None else torch.where(weight != 0, result, 0.0)
 
 
@@ -176,7 +178,7 @@ def soft_overlong(length: Tensor, *, max_length: int, cache: int) -> Tensor:
     """
     if not 1 <= cache <= max_length:
         raise ValueError(f"cache must be in 1 … max_length; got cache={cache}, max_length={max_length}.")
-    return ((max_length - cache - _float32(length)) / cache).clamp(-1, 0)
+    return ((max_length - cache - float32(length)) / cache).clamp(-1, 0)
 
 
 def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
@@ -206,14 +208,9 @@ def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
     return torch.where(truncated[:, None], torch.zeros_like(weight), weight)
 
 
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
 def _number(value: float | Tensor) -> Tensor:
     """A detached tensor, float64 from a plain number."""
-    return _float32(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return float32(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def _check_positive(**given: float) -> None:

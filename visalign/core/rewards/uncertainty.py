@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 Aggregation = Literal["mean", "min", "lower_bound", "inverse_variance"]
 
 
@@ -154,7 +156,7 @@ def inverse_variance_weights(std: Tensor, *, floor: float = 1e-3) -> Tensor:
     """
     if not 0 < floor < float("inf"):
         raise ValueError(f"floor must be positive and finite; got {floor}.")
-    s = std.detach().to(torch.promote_types(std.dtype, torch.float32))
+    s = float32(std.detach())
     return 1 / (s.square() + floor**2)
 
 
@@ -181,7 +183,7 @@ def shrink_advantages(advantage: Tensor, std: Tensor, group_std: Tensor, *, obse
             f"advantage, std and group_std must have one shape; got {tuple(advantage.shape)}, "
             f"{tuple(std.shape)}, {tuple(group_std.shape)}."
         )
-    noise = std.detach().to(torch.promote_types(std.dtype, torch.float32)).square()
+    noise = float32(std.detach()).square()
     signal = group_std.detach().to(noise).square()
     signal = (signal - noise).clamp(min=0) if observed else signal
     total = signal + noise

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels, group_index
+from visalign.core.precision import float32
 
 Mode = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo", "token_sum", "group_token_mean"
@@ -155,7 +156,7 @@ def aggregate(
     if loss.shape != weight.shape:
         raise ValueError(f"loss {tuple(loss.shape)} and weight {tuple(weight.shape)} must have one shape.")
     values, rows = _rows("loss", loss), _rows("weight", weight)
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    values = float32(values)
     if denominator is not None and denominator.shape != rows.shape[:1]:
         raise ValueError(
             f"denominator needs one entry per row, [{rows.shape[0]}]; got shape {tuple(denominator.shape)}."

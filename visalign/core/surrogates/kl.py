@@ -30,6 +30,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 from .ratios import EventNorm, expand_over_event, reduce_event
 
 Estimator = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
@@ -160,8 +162,8 @@ def categorical_kl(
         _check_shape("weight", weight, "logits without the vocabulary", logits.shape[:-1])
         outside = (weight == 0)[..., None]
         logits, ref_logits = logits.masked_fill(outside, 0.0), ref_logits.masked_fill(outside, 0.0)
-    new = _float32(logits).log_softmax(-1)
-    ref = _float32(ref_logits.detach()).log_softmax(-1)
+    new = float32(logits).log_softmax(-1)
+    ref = float32(ref_logits.detach()).log_softmax(-1)
     first, second = (new, ref) if direction == "reverse" else (ref, new)
     possible = first != float("-inf")
     first, second = torch.where(possible, first, 0.0), torch.where(possible, second, 0.0)
@@ -222,7 +224,7 @@ def _inputs(
 ) -> tuple[Tensor, Tensor | None]:
     """(d, r or None), both 0-gradient and finite where weight is 0."""
     _check_shape("ref_log_prob", ref_log_prob, "log_prob", log_prob.shape)
-    d = _float32(log_prob) - _float32(ref_log_prob.detach())
+    d = float32(log_prob) - float32(ref_log_prob.detach())
     logs = None
     if log_ratio is not None:
         _check_shape("log_ratio", log_ratio, "log_prob", log_prob.shape)
@@ -240,11 +242,6 @@ def _known(name: str, estimator: Estimator) -> Estimator:
     if estimator not in get_args(Estimator):
         raise ValueError(f"{name} must be one of {', '.join(get_args(Estimator))}; got {estimator!r}.")
     return estimator
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _check_shape(name: str, value: Tensor, other: str, shape: torch.Size) -> None:

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 from .ppo import bounded_ratio
 from .ratios import Level, ratio_level
 
@@ -129,7 +131,7 @@ def effective_sample_size(log_weight: Tensor, weight: Tensor | None = None) -> T
 
     Kish, Survey Sampling, 1965; Kong, A note on importance sampling, 1992.
     """
-    value = log_weight.detach().to(torch.promote_types(log_weight.dtype, torch.float32))
+    value = float32(log_weight.detach())
     if weight is not None:
         if weight.shape != value.shape:
             raise ValueError(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 LOG_RATIO_LIMIT = 20.0
 """Ratios are e^min(log r, 20): e^20 = 4.9e8 stands for all that is larger, and nothing overflows."""
 
@@ -142,7 +144,7 @@ def ratio_statistics(log_ratio: Tensor, weight: Tensor | None = None) -> RatioSt
     Raises:
         ValueError: shapes differ.
     """
-    value = log_ratio.detach().to(torch.promote_types(log_ratio.dtype, torch.float32))
+    value = float32(log_ratio.detach())
     inside = _inside(value, weight)
     value = torch.where(inside, value, 0.0)
     shift = torch.expm1(value.clamp(max=LOG_RATIO_LIMIT))
@@ -178,7 +180,7 @@ def surrogate_inputs(log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tens
             "log_ratio must be [B] or [B, T] and advantage [B] or the same shape; got log_ratio "
             f"{tuple(log_ratio.shape)} and advantage {tuple(advantage.shape)}."
         )
-    value = log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32))
+    value = float32(log_ratio)
     gain = advantage.detach().to(value.dtype)
     if gain.ndim < value.ndim:
         gain = gain[:, None]

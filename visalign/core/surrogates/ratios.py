@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 EventNorm = Literal["mean", "sum"]
 Level = Literal["token", "sequence", "sequence_sum", "sequence_token"]
 
@@ -46,7 +48,7 @@ def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reductio
 
     Liu et al., Flow-GRPO, arXiv 2505.05470; the density of its SDE step.
     """
-    x, mean, std = _float32(x), _float32(mean), _float32(std)
+    x, mean, std = float32(x), float32(mean), float32(std)
     scale = expand_over_event(std, x, mean)
     density = -((x - mean) / scale).square() / 2 - scale.log() - math.log(2 * math.pi) / 2
     return reduce_event(density, std.ndim, log_prob_reduction)
@@ -68,7 +70,7 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = No
         ValueError: shapes differ.
     """
     _check_same("log_prob", log_prob, "old_log_prob", old_log_prob)
-    difference = _float32(log_prob) - _float32(old_log_prob).detach()
+    difference = float32(log_prob) - float32(old_log_prob).detach()
     if weight is None:
         return difference
     _check_same("log_prob", log_prob, "weight", weight)
@@ -121,7 +123,7 @@ def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
     if log_ratio.ndim != 2:
         raise ValueError(f"log_ratio must be [B, T]; got shape {tuple(log_ratio.shape)}.")
     inside = weight != 0
-    own = torch.where(inside, _float32(log_ratio), 0.0)
+    own = torch.where(inside, float32(log_ratio), 0.0)
     if level == "token":
         return own
     scale = weight.to(own.dtype)
@@ -161,7 +163,7 @@ def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims
             f"batch_dims must leave at least one event dimension; got batch_dims={batch_dims} for shape "
             f"{tuple(mean.shape)}."
         )
-    product = _float32(noise).detach() * (_float32(mean) - _float32(mean_old).detach())
+    product = float32(noise).detach() * (float32(mean) - float32(mean_old).detach())
     return reduce_event(product, batch_dims, "mean")
 
 
@@ -174,7 +176,7 @@ def guard_step_weight(dt: Tensor) -> Tensor:
     Returns:
         The shape of dt, float32 or better, > 0.
     """
-    return -1 / _float32(dt)
+    return -1 / float32(dt)
 
 
 def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
@@ -209,11 +211,6 @@ def reduce_event(values: Tensor, batch_dims: int, log_prob_reduction: EventNorm)
         )
     flat = values.flatten(batch_dims)
     return flat.mean(-1) if log_prob_reduction == "mean" else flat.sum(-1)
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _check_same(name: str, value: Tensor, other_name: str, other: Tensor) -> None:

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 from .ppo import bounded_ratio, surrogate_inputs
 
 
@@ -279,7 +281,7 @@ def _log_complement(log_prob: Tensor) -> Tensor:
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     value = log_ratio.detach()
-    return bounded_ratio(value.to(torch.promote_types(value.dtype, torch.float32)))
+    return bounded_ratio(float32(value))
 
 
 def _weighted(log_prob: Tensor, advantage: Tensor, factor: Tensor | None, weight: Tensor | None) -> Tensor:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 from .statistics import Decisions, require_tokens, token_terms, weighted_mean
 
 
@@ -188,7 +190,7 @@ def entropy_bonus(entropy: Tensor, coefficient: float | Tensor, *, decisions: De
     Mnih et al., A3C, arXiv 1602.01783, section 4; Schulman et al., PPO, arXiv 1707.06347, eq. 9.
     """
     require_tokens("An entropy bonus", decisions)
-    value = _float32(entropy)
+    value = float32(entropy)
     return -torch.as_tensor(coefficient, dtype=value.dtype).detach() * value
 
 
@@ -279,7 +281,3 @@ def entrocraft_keep(advantage: Tensor, direction: Tensor) -> Tensor:
 
 def _number(value: float | Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64).detach()
-
-
-def _float32(value: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32))

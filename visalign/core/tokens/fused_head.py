@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from visalign.core.precision import float32
+
 from .fused_tiles import TILES, Rows, Transform, head_gradients, softmax_statistics
 
 
@@ -53,7 +55,7 @@ def log_prob_entropy(
     _check_scales(temperature, soft_cap)
     _check_shape("target", target, logits.shape[:-1], "logits", logits)
     _check_target(target, None, logits.shape[-1])
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = float32(logits)
     if soft_cap is not None:
         z = (z / soft_cap).tanh() * soft_cap
     log_p = (z / temperature).log_softmax(-1)

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
 from visalign.core.surrogates.ppo import LOG_RATIO_LIMIT
 
 from .entropy import CovarianceStatistics, covariance_statistics, token_covariance
@@ -273,7 +274,7 @@ def kl_cov_penalty(
     if form not in ("abs", "k3"):
         raise ValueError(f"form must be 'abs' or 'k3'; got {form!r}.")
     check_same(selected=selected, log_ratio=log_ratio)
-    value = log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32))
+    value = float32(log_ratio)
     value = torch.where(selected, value, 0.0)
     if form == "abs":
         return coefficient * value.abs()

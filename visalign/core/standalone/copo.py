@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.advantages.group import group_advantages, whiten
 from visalign.core.groups.group_statistics import group_centre
 from visalign.core.groups.labels import Labels, group_index, group_sum
-
-from .group import group_advantages, whiten
+from visalign.core.precision import float32
 
 
 def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6, ddof: int = 0) -> Tensor:
@@ -91,7 +91,7 @@ def copo_weight(entropy: Tensor, *, gamma: float = 20.0, rho: float = 1.5) -> Te
 
     COPO, arXiv 2508.04138.
     """
-    value = entropy.detach().to(torch.promote_types(entropy.dtype, torch.float32))
+    value = float32(entropy.detach())
     return torch.sigmoid(gamma * (value - rho))
 
 

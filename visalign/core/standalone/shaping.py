@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
+from visalign.core.precision import float32
 
 Likelihood = Literal["log_prob", "mean_log_prob", "prob", "mean_prob"]
 
@@ -43,7 +44,7 @@ def preference_as_reward(reward: Tensor, reference: Tensor, *, k: float = 1.0) -
         raise ValueError(
             f"reward must be [B] and reference [B, M]; got {tuple(reward.shape)}, {tuple(reference.shape)}."
         )
-    value, anchor = _float32(reward)[:, None], _float32(reference).detach()
+    value, anchor = float32(reward)[:, None], float32(reference).detach()
     present = torch.isfinite(value) & torch.isfinite(anchor)
     # Both are made finite before σ, so that no NaN reaches its gradient.
     gap = torch.where(torch.isfinite(value), value, 0.0) - torch.where(torch.isfinite(anchor), anchor, 0.0)
@@ -82,7 +83,7 @@ def neighbour_weights(
         raise ValueError(
             f"similarity must be [B, M] and valid like it; got {tuple(similarity.shape)}{given}."
         )
-    value = _float32(similarity).detach()
+    value = float32(similarity).detach()
     present = torch.isfinite(value) if valid is None else torch.isfinite(value) & valid
     value = torch.where(present, value, float("-inf"))
     rank = value.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
@@ -120,8 +121,8 @@ def reward_fusion(
         )
     present = torch.isfinite(neighbour_reward)
     weight = neighbour_weights(similarity, present, threshold=threshold, top=top)
-    own = _float32(reward).detach()
-    nearby = torch.where(present, _float32(neighbour_reward).detach(), own[:, None])
+    own = float32(reward).detach()
+    nearby = torch.where(present, float32(neighbour_reward).detach(), own[:, None])
     fused = own + (weight * (nearby - own[:, None])).sum(1) / (1 + weight.sum(1))
     return torch.where(torch.isfinite(own), fused, float("nan"))
 
@@ -154,7 +155,7 @@ def likelihood_reward(log_prob: Tensor, weight: Tensor, *, kind: Likelihood = "l
             f"log_prob and weight must both be [B, T]; got {tuple(log_prob.shape)}, {tuple(weight.shape)}."
         )
     inside = weight != 0
-    value = torch.where(inside, _float32(log_prob), 0.0)
+    value = torch.where(inside, float32(log_prob), 0.0)
     total = weight.sum(1).to(value.dtype)
     summed = ((value.exp() if kind == "mean_prob" else value) * weight).sum(1)
     if kind in ("mean_log_prob", "mean_prob"):
@@ -230,17 +231,12 @@ def reward_probability(advantage: Tensor, *, bound: float = 5.0) -> Tensor:
     Zheng et al., DiffusionNFT, arXiv 2509.16117; MARBLE, arXiv 2605.06507 (A_max = 5).
     """
     _check_positive("bound", bound)
-    return (0.5 + _float32(advantage).detach() / (2 * bound)).clamp(0, 1)
+    return (0.5 + float32(advantage).detach() / (2 * bound)).clamp(0, 1)
 
 
 def _log_mean(total: Tensor, count: Tensor) -> Tensor:
     """log(total/count), exactly 0 where they are equal; finite where there is nothing."""
     return torch.where(total > 0, total, 1.0).log() - count.clamp(min=1).log()
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -13,7 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .statistics import Decisions, check_share, masked_quantile, present_decisions, require_tokens
+from visalign.core.precision import float32
+from visalign.core.tokens.statistics import (
+    Decisions,
+    check_share,
+    masked_quantile,
+    present_decisions,
+    require_tokens,
+)
 
 Boundary = Literal["inside", "crossing"]
 
@@ -41,7 +48,7 @@ def nucleus_mask(logits: Tensor, *, p: float, boundary: Boundary = "inside") -> 
         raise ValueError(f"boundary must be 'inside' or 'crossing'; got {boundary!r}.")
     if p == 1:
         return torch.ones_like(logits, dtype=torch.bool)
-    probability, order = _lifted(logits.detach()).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    probability, order = float32(logits.detach()).softmax(-1).sort(dim=-1, descending=True, stable=True)
     total = probability.cumsum(-1)
     keep = total <= p if boundary == "inside" else total - probability < p
     keep[..., :1] = True
@@ -66,7 +73,7 @@ def nucleus_entropy(logits: Tensor, *, p: float = 0.8, boundary: Boundary = "ins
 
     SIREN, arXiv 2509.25133.
     """
-    value = _lifted(logits)
+    value = float32(logits)
     keep = nucleus_mask(value, p=p, boundary=boundary) & (value.detach() > float("-inf"))
     log_q = torch.where(keep, value, float("-inf")).log_softmax(-1)
     log_q = torch.where(keep, log_q, 0.0)
@@ -111,7 +118,7 @@ def peak_entropy(entropy: Tensor, weight: Tensor, keep: Tensor) -> Tensor:
     Returns:
         [B, T], float32 or better; aggregate it with `weight` and "seq_mean_token_mean".
     """
-    value = _lifted(entropy)
+    value = float32(entropy)
     scale = weight.to(value.dtype)
     present, peaks = scale.sum(1, keepdim=True), (scale * keep).sum(1, keepdim=True)
     return torch.where(keep, value, 0.0) * present / torch.where(peaks == 0, 1.0, peaks)
@@ -149,12 +156,7 @@ def anchored_entropy_loss(
     SIREN, arXiv 2509.25133. Deviation from the released code: its H_agg and its anchor are a micro-batch's.
     """
     require_tokens("SIREN's anchored entropy", decisions)
-    value = _lifted(entropy)
+    value = float32(entropy)
     mean, goal = (torch.as_tensor(number, dtype=value.dtype).detach() for number in (measured, anchor))
     away = mean - goal
     return coefficient * away * (away + 2 * (value - value.detach()))
-
-
-def _lifted(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
-
-from .bradley_terry import average_pairs, margin_ranking_loss, paired_scores
+from visalign.core.preference.bradley_terry import average_pairs, margin_ranking_loss, paired_scores
 
 
 def paired_cosine(first: Tensor, second: Tensor) -> Tensor:

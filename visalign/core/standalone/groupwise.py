@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 
 def soft_plackett_luce(score: Tensor, reward: Tensor, *, tau: float = 0.05) -> Tensor:
     """Rank the samples of a prompt by their rewards, stage by stage, with soft targets.
@@ -37,8 +39,8 @@ def soft_plackett_luce(score: Tensor, reward: Tensor, *, tau: float = 0.05) -> T
     if not 0 < tau < float("inf"):
         raise ValueError(f"tau must be positive and finite; got {tau}.")
     order, present = _ranking(reward)
-    s = torch.where(present, _float32(score).gather(1, order), 0.0)
-    r = torch.where(present, _float32(reward).detach().gather(1, order), 0.0)
+    s = torch.where(present, float32(score).gather(1, order), 0.0)
+    r = torch.where(present, float32(reward).detach().gather(1, order), 0.0)
     size = s.shape[1]
     # [P, i, j]: stage i looks at the samples j ≥ i that are there. The last one has nothing left to rank.
     stage = present & (torch.arange(size, device=s.device) < present.sum(1, keepdim=True) - 1)
@@ -84,8 +86,8 @@ def gdro_loss(
         )
     if not 0 < beta < float("inf") or not 0 <= gamma < float("inf"):
         raise ValueError(f"beta must be positive and gamma ≥ 0; got beta={beta}, gamma={gamma}.")
-    own = _float32(error)
-    ranking = soft_plackett_luce(-beta * (own - _float32(ref_error).detach()), reward, tau=tau)
+    own = float32(error)
+    ranking = soft_plackett_luce(-beta * (own - float32(ref_error).detach()), reward, tau=tau)
     order, present = _ranking(reward)
     best = torch.where(present, own.gather(1, order), 0.0)[:, 0]
     return ranking + gamma * best
@@ -96,8 +98,3 @@ def _ranking(reward: Tensor) -> tuple[Tensor, Tensor]:
     present = torch.isfinite(reward)
     order = torch.where(present, reward, float("-inf")).argsort(dim=1, descending=True, stable=True)
     return order, present.gather(1, order)
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -13,12 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.core_values import assert_values, f64, normal
-from visalign.core.preference.clip import (
-    listwise_choice_loss,
-    paired_cosine,
-    pickscore_loss,
-    rank_margin_loss,
-)
 from visalign.core.preference.ict import (
     IctLabels,
     hp_loss,
@@ -26,6 +20,12 @@ from visalign.core.preference.ict import (
     ict_labels,
     ict_loss,
     truncated_score,
+)
+from visalign.core.standalone.clip_losses import (
+    listwise_choice_loss,
+    paired_cosine,
+    pickscore_loss,
+    rank_margin_loss,
 )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.core_values import assert_values, f64
 from visalign.core.advantages.group import group_advantages
-from visalign.core.rewards.shaping import (
+from visalign.core.standalone.shaping import (
     jepo_credit,
     likelihood_reward,
     neighbour_weights,

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32
+
 
 def range_value_at_risk(
     score: Tensor,
@@ -41,7 +43,7 @@ def range_value_at_risk(
     other one, of levels.
     """
     _check_levels(level_down, level_up)
-    value = _float32(score).detach()
+    value = float32(score).detach()
     inside = (value - q_down).clamp(min=0) - (value - q_up).clamp(min=0)
     if natural_baseline:
         inside = inside + (q_down - q_up)
@@ -65,7 +67,7 @@ def conditional_value_at_risk(score: Tensor, q_down: Tensor | float, *, level_do
     RiskPO, arXiv 2510.00911.
     """
     _check_levels(level_down, 1.0)
-    value = _float32(score).detach()
+    value = float32(score).detach()
     return torch.where(torch.isfinite(value), -(q_down - value).clamp(min=0) / level_down, 0.0)
 
 
@@ -129,7 +131,7 @@ def track_quantile(quantile: Tensor | float, score: Tensor, *, level: float, rat
     RiskPO, arXiv 2510.00911 (η = 0.1).
     """
     _check_levels(level, 1.0)
-    value = _float32(score).detach()
+    value = float32(score).detach()
     present = torch.isfinite(value)
     below = ((value <= quantile) & present).sum() / present.sum().clamp(min=1).to(value.dtype)
     now = torch.as_tensor(quantile, dtype=value.dtype, device=value.device)
@@ -157,13 +159,8 @@ def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
         raise ValueError(f"temperature must be positive and finite; got {temperature}.")
     if not values.ndim or not values.shape[-1]:
         raise ValueError(f"values must be [..., n] with at least one critic; got {tuple(values.shape)}.")
-    total = torch.logsumexp(-_float32(values) / temperature, -1) - math.log(values.shape[-1])
+    total = torch.logsumexp(-float32(values) / temperature, -1) - math.log(values.shape[-1])
     return -temperature * total
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Float32 or better."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _check_levels(down: float, up: float) -> None:

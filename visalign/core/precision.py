@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one cast at the border of a function: half precision is computed in float32, float64 stays."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def float32(value: Tensor) -> Tensor:
+    """The same numbers in float32 or better, differentiable."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
