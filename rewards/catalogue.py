@@ -4,16 +4,11 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from visalign import dotted_path
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.rewards.base.contract import RewardError
 
@@ -127,49 +122,7 @@ def _wrap(name: str, function: Callable[..., Any], options: dict[str, Any]) -> P
 
 def find_target(path: str) -> Any:
     """The object that `module:Name` or `file.py:Name` names."""
-    place, _, attribute = path.rpartition(":")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place, path)
-    found: Any = module
-    for step in attribute.split("."):
-        if not hasattr(found, step):
-            public = [key for key in vars(module) if not key.startswith("_")]
-            raise RewardError(
-                f"{place} has no {attribute!r}.{nearest_name(attribute, public)} Correct the part after ':'."
-            )
-        found = getattr(found, step)
-    return found
-
-
-def _from_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise RewardError(
-            f"There is no file {file}; give the path of your reward's file, relative to where you are."
-        )
-    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"visalign_reward_{file.stem}_{place}", file)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"{file} cannot be imported; give a Python file that ends in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    is_whole = False
-    try:
-        spec.loader.exec_module(module)
-        is_whole = True
-    finally:
-        if not is_whole:
-            del sys.modules[spec.name]
-    return module
-
-
-def _from_name(module: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(error.name + ".")):
-            mend = "Is it installed, or on PYTHONPATH? A file can be named directly: 'path/to/file.py:Name'."
-        else:
-            mend = f"It imports {error.name!r}, which is not installed: python -m pip install {error.name}."
-        raise RewardError(f"{path!r}: the module {module!r} cannot be imported. {mend}") from error
+    return dotted_path.named_object(path, what="reward", error=RewardError)
 
 
 def _construct(name: str, kind: type, options: dict[str, Any]) -> Any:
@@ -179,15 +132,7 @@ def _construct(name: str, kind: type, options: dict[str, Any]) -> Any:
 
 def check_options(name: str, target: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuse options that the constructor does not know, or that it lacks."""
-    parameters = inspect.signature(target).parameters
-    try:
-        inspect.signature(target).bind(**options)
-    except TypeError as error:
-        unknown = [key for key in options if key not in parameters]
-        nearest = "".join(nearest_name(key, parameters) for key in unknown)
-        raise RewardError(
-            f"Reward {name!r}: {error}.{nearest} Its options: {', '.join(parameters) or 'none'}."
-        ) from error
+    dotted_path.check_options(f"Reward {name!r}", target, options, RewardError)
 
 
 def nearest_name(given: str, allowed: Iterable[str]) -> str:
