@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and that others may read where the umask lets them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,26 @@ def write_atomic(path: Path, content: bytes) -> Path:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
+        umask_permissions(Path(name))
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)  # there is nothing left to remove after the rename
     return path
+
+
+def umask_permissions(path: Path) -> None:
+    """Give a file, or every file of a folder, the permissions that a newly made one gets from the umask.
+
+    Libraries that write to a temporary file first (safetensors) leave 0600, and colleagues cannot read it.
+
+    Args:
+        path: A file, or a folder with subfolders.
+
+    Raises:
+        OSError: A file belongs to somebody else.
+    """
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        if file.is_file():
+            file.chmod(0o666 & ~mask)

@@ -91,5 +91,7 @@ def _from_name(module: str, path: str, error: type[Exception]) -> ModuleType:
         if problem.name and (module == problem.name or module.startswith(problem.name + ".")):
             mend = "Is it installed, or on PYTHONPATH? A file can be named directly: 'path/to/file.py:Name'."
         else:
-            mend = f"It imports {problem.name!r}, which is not installed: python -m pip install {problem.name}."
+            mend = (
+                f"It imports {problem.name!r}, which is not installed: python -m pip install {problem.name}."
+            )
         raise error(f"{path!r}: the module {module!r} cannot be imported. {mend}") from problem

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -142,14 +142,31 @@ class Condition(Protocol):
         ...
 
 
+Prediction = Literal["velocity", "epsilon", "v", "x0"]
+"""What a network is trained to give: dx/dσ, the noise, v of arXiv 2202.00512, or the clean latent."""
+
+
 @runtime_checkable
 class DiffusionPolicy(Protocol):
-    """A flow-matching text-to-image model as the algorithms see it."""
+    """A text-to-image or text-to-video model as the algorithms see it.
 
-    latent_shape: tuple[int, int, int]
-    """C, H, W of one latent."""
+    The algorithms work on the flow x_σ = (1 − σ) x0 + σ ε with the velocity v = dx/dσ = ε − x0. A model
+    trained on another path declares its `prediction`, and its `velocity` converts: the variance-preserving
+    x_t = √ᾱ x0 + √(1 − ᾱ) ε is the same path at another scale, x_t = x_σ / √((1 − σ)² + σ²) with
+    σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ)); see `visalign.flow.parametrization`.
+    """
+
+    latent_shape: tuple[int, ...]
+    """Shape of one latent, any: (C, H, W), packed (L, C), channels last (H, W, C), video (C, F, H, W)."""
     storage_dtype: torch.dtype
     """The dtype in which latents are stored and fed to the model."""
+    prediction: Prediction
+    """What the network itself predicts; `velocity` returns the velocity whatever it is."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the network's matrix products: that of its weights, or of its autocast."""
+        ...
 
     @property
     def module(self) -> torch.nn.Module:
@@ -163,8 +180,19 @@ class DiffusionPolicy(Protocol):
         """Encode prompts, each unique prompt once, without gradient."""
         ...
 
-    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-        """Guided velocity dx/dσ, float32 [B, C, H, W], of latents x at noise levels sigma [B] in [0, 1]."""
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
+        """Guided velocity dx/dσ, float32 [B, ...], of latents x [B, ...] at noise levels sigma [B] in [0, 1].
+
+        It takes the same path with gradient and without, pass by pass: a replay is to find the numbers of its
+        rollout again. `time` [B] is what the network is given, as `times` said; None is `times(sigma)`.
+        """
+        ...
+
+    def times(self, sigmas: Tensor) -> Tensor:
+        """The time that the network is given at each noise level of a grid, float32, in its shape.
+
+        Recorded beside sigma and handed back at replay, since it is not 1000 σ everywhere.
+        """
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -172,7 +200,7 @@ class DiffusionPolicy(Protocol):
         ...
 
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
-        """The time grid [steps + 1], float32, from 1 down to 0."""
+        """The time grid [steps + 1], float32, from 1 (or the model's largest level) down to 0."""
         ...
 
     def reference(self) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
@@ -27,19 +28,23 @@ class ModelConfig:
     """The text-to-image model."""
 
     path: str = "shapes-sd3"
-    """A packaged model, a diffusers SD3 folder, or a hub id."""
+    """A packaged model, the folder of a diffusers pipeline, or a hub id."""
+    adapter: str | None = None
+    """What makes it a policy: a name (sd3), package.module:Class or path/to/file.py:Class; null: by its
+    model_index.json."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """null trains the whole transformer."""
     guidance: float = 1.0
     """Guidance scale of training and evaluation; 1 is none. Published Flow-GRPO: 4.5."""
     dtype: str = "float32"
-    """Of the frozen weights: float32, bfloat16 or float16. Adapters are float32 always."""
+    """Of the frozen weights: float32, bfloat16 or float16. What is trained is float32 always; the whole
+    transformer is then computed in this dtype."""
     autocast: str | None = None
     """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it."""
     use_t5: bool = True
     """false leaves the third text encoder out where the model has one."""
-    image_size: int | None = None
-    """Pixels per side; null: the model's own."""
+    image_size: Any = None
+    """Pixels per side, or [height, width]; null: the model's own."""
     max_sequence_length: int = 256
     """Tokens of the T5 part of the context."""
 
@@ -47,6 +52,11 @@ class ModelConfig:
         check_dtype("model.dtype", self.dtype)
         check_dtype("model.autocast", self.autocast)
         at_least("model.guidance", self.guidance, 1.0)
+        sides = self.image_size if isinstance(self.image_size, list | tuple) else [self.image_size] * 2
+        if len(sides) != 2 or not all(type(s) is int and s > 0 for s in sides if self.image_size is not None):
+            raise UserError(
+                f"model.image_size is {self.image_size!r}; give pixels per side, [height, width], or null."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

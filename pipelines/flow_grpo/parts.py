@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,32 +19,38 @@ from visalign.pipelines.shared.parts import Records, no_loading_bars
 
 
 def build_policy(model: ModelConfig, device: torch.device, seed: int) -> DiffusionPolicy:
-    """The model on its device, with its adapters.
+    """The model on its device, as the policy that `model.adapter` or its folder names.
 
     Raises:
         UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
     """
+    from visalign.adapters.catalogue import load_policy
     from visalign.adapters.lora import LoraSettings
-    from visalign.adapters.sd3.policy import SD3Policy
 
-    lora = None
-    if model.lora is not None:
-        targets = model.lora.target_modules
-        chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
-        lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
+    def options(model: ModelConfig) -> dict[str, Any]:
+        lora, size = None, model.image_size
+        if model.lora is not None:
+            targets = model.lora.target_modules
+            chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
+            lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
+        return {
+            "use_t5": model.use_t5,
+            "guidance": model.guidance,
+            "lora": lora,
+            "max_sequence_length": model.max_sequence_length,
+            "autocast": None if model.autocast is None else getattr(torch, model.autocast),
+            "image_size": tuple(size) if isinstance(size, list) else size,
+        }
+
     with no_loading_bars():
-        policy = SD3Policy.from_pretrained(
+        return load_policy(
             resolve_model(model.path),
+            adapter=model.adapter,
             dtype=getattr(torch, model.dtype),
             device=device,
-            use_t5=model.use_t5,
-            guidance=model.guidance,
-            lora=lora,
-            max_sequence_length=model.max_sequence_length,
-            autocast=None if model.autocast is None else getattr(torch, model.autocast),
-            image_size=model.image_size,
+            defaults=options(ModelConfig()),
+            **options(model),
         )
-    return cast(DiffusionPolicy, policy)  # its methods take its own kind of Condition
 
 
 def build_evaluator(

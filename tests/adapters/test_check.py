@@ -34,7 +34,7 @@ def test_the_sd3_policy_keeps_the_contract(guidance, lora):
 class FlatLatents(SD3Policy):
     @property
     def latent_shape(self):
-        return (8, 8)
+        return (8, 0)
 
     @latent_shape.setter
     def latent_shape(self, value): ...
@@ -49,6 +49,25 @@ class IntegerStorage(SD3Policy):
     def storage_dtype(self, value): ...
 
 
+class UnknownPrediction(SD3Policy):
+    prediction = "score"  # type: ignore[assignment]
+
+
+class NoComputeDtype(SD3Policy):
+    compute_dtype = "bfloat16"  # type: ignore[assignment]
+
+
+class ShortTimes(SD3Policy):
+    def times(self, sigmas):
+        return super().times(sigmas)[:-1]
+
+
+class OtherPathWithGradient(SD3Policy):
+    def velocity(self, x, sigma, condition, time=None):
+        v = super().velocity(x, sigma, condition, time)
+        return v * (1 + 3e-6) if torch.is_grad_enabled() else v
+
+
 class ShortGrid(SD3Policy):
     def sigmas(self, steps, *, timestep_schedule="diffusers"):
         return super().sigmas(steps, timestep_schedule=timestep_schedule)[:-1]
@@ -60,13 +79,13 @@ class RisingGrid(SD3Policy):
 
 
 class DoubleVelocity(SD3Policy):
-    def velocity(self, x, sigma, condition):
-        return super().velocity(x, sigma, condition).double()
+    def velocity(self, x, sigma, condition, time=None):
+        return super().velocity(x, sigma, condition, time).double()
 
 
 class NanVelocity(SD3Policy):
-    def velocity(self, x, sigma, condition):
-        return super().velocity(x, sigma, condition) * float("nan")
+    def velocity(self, x, sigma, condition, time=None):
+        return super().velocity(x, sigma, condition, time) * float("nan")
 
 
 class UniqueLength(SD3Policy):
@@ -88,14 +107,14 @@ class Deaf(SD3Policy):
 
 
 class Neighbours(SD3Policy):
-    def velocity(self, x, sigma, condition):
-        v = super().velocity(x, sigma, condition)
+    def velocity(self, x, sigma, condition, time=None):
+        v = super().velocity(x, sigma, condition, time)
         return v + (len(x) == 1)
 
 
 class NoGradient(SD3Policy):
-    def velocity(self, x, sigma, condition):
-        return super().velocity(x, sigma, condition) + 0 * self._any()
+    def velocity(self, x, sigma, condition, time=None):
+        return super().velocity(x, sigma, condition, time) + 0 * self._any()
 
     def _any(self):
         weight = self.trainable_parameters()[0][1]
@@ -181,8 +200,12 @@ class LoadsNothing(SD3Policy):
 @pytest.mark.parametrize(
     "broken, message",
     [
-        (FlatLatents, r"latents: latent_shape is \(8, 8\)\. Make it a tuple"),
+        (FlatLatents, r"latents: latent_shape is \(8, 0\)\. Make it a tuple"),
         (IntegerStorage, r"latents: storage_dtype is torch.uint8"),
+        (UnknownPrediction, r"protocol: prediction is 'score'; allowed: velocity, epsilon, v, x0"),
+        (NoComputeDtype, r"protocol: compute_dtype is 'bfloat16'"),
+        (ShortTimes, r"sigmas: times of 2 noise levels is torch.float32 \(1,\)"),
+        (OtherPathWithGradient, r"velocity: velocity with gradient is 2.9e-06 \(relative\) off"),
         (ShortGrid, r"sigmas: .*Return float32 \[steps \+ 1\]"),
         (RisingGrid, r"sigmas: .*It must fall strictly from 1 to 0"),
         (DoubleVelocity, r"velocity: velocity is torch.float64 .*call .float\(\)"),
@@ -212,13 +235,15 @@ def test_each_break_is_named(broken, message):
 
 
 def test_a_missing_member_and_a_velocity_that_ignores_its_weights():
-    with pytest.raises(AdapterError, match="protocol: object has no latent_shape, storage_dtype, module"):
+    with pytest.raises(
+        AdapterError, match="protocol: object has no latent_shape, storage_dtype, compute_dtype"
+    ):
         check_adapter(object())  # type: ignore[arg-type]
 
     class Untrained(SD3Policy):
-        def velocity(self, x, sigma, condition):
+        def velocity(self, x, sigma, condition, time=None):
             with nullcontext() if torch.is_grad_enabled() else self.reference():
-                return super().velocity(x, sigma, condition)
+                return super().velocity(x, sigma, condition, time)
 
     with pytest.raises(AdapterError, match="reference: changing the trainable parameters does not change"):
         check_adapter(Untrained(tiny_sd3_pipeline(), lora=LORA))

@@ -30,10 +30,16 @@ def test_start_depends_on_the_seed_alone():
     a = [n for n in first if "lora_A" in n]
     assert not any(torch.equal(first[n], other[n]) for n in a)
     assert all(not first[n].any() for n in first if "lora_B" in n)
-    bound = 1 / math.sqrt(16)
+    # peft's "gaussian", which diffusers' trainers use, has std 1 / rank; its default is uniform
     together = torch.cat([first[n].flatten() for n in a])
+    assert float(together.detach().std()) == pytest.approx(1 / 2, rel=0.1)
+    bound = 1 / math.sqrt(16)
+    uniform = weights(LoraSettings(rank=2, alpha=4, seed=7, init="kaiming"))
+    together = torch.cat([uniform[n].flatten() for n in a])
     assert together.abs().max() <= bound
     assert float(together.detach().std()) == pytest.approx(bound / math.sqrt(3), rel=0.1)
+    with pytest.raises(UserError, match="LoRA's init is 'normal'; it must be gaussian or kaiming"):
+        LoraSettings(init="normal")  # type: ignore[arg-type]
 
 
 def test_places_and_sizes():

@@ -54,6 +54,7 @@ def replay_all(policy: DiffusionPolicy, trajectory: Trajectory, condition: Shift
         pairs.sigma,
         pairs.sigma_next,
         kernel=trajectory.kernel,
+        time=pairs.time,
     )
     return pairs, stats
 
@@ -124,6 +125,74 @@ def test_network_ratio_is_one_within_the_bound_in_other_batches(dtype):
         assert check.max_abs_log_ratio <= 2e-6 < check.bound == 1e-5
 
 
+@pytest.mark.parametrize(
+    "shape", [(5,), (6, 4), (3, 4, 2), (2, 3, 2, 2)], ids=["flat", "packed", "last", "video"]
+)
+def test_a_latent_has_any_shape(shape):
+    policy = LinearPolicy(shape=shape)
+    found = run(policy, log_prob_reduction="sum")
+    assert found.x.shape == (5, 3, *shape) and found.dimensions == math.prod(shape)
+    pairs, stats = replay_all(policy, found)
+    assert stats.mean.shape == (15, *shape)
+    expected = torch.distributions.Normal(stats.mean.flatten(1), stats.std[:, None]).log_prob(
+        pairs.x_next.flatten(1)
+    )
+    torch.testing.assert_close(stats.log_prob, expected.sum(1))
+    assert ratio_check(policy, CONDITION, found).max_abs_log_ratio < 1e-5 * found.dimensions
+
+
+def test_the_time_that_the_network_saw_is_recorded_and_replayed():
+    """A grid whose times do not follow from σ alone: its third of six, wherever that level lies."""
+
+    class Timed(LinearPolicy):
+        def times(self, sigmas):
+            return torch.linspace(999, 0, len(sigmas))
+
+        def velocity(self, x, sigma, condition, time=None):
+            return super().velocity(x, sigma, condition) + (self.times(sigma) if time is None else time).view(
+                -1, 1, 1, 1
+            )
+
+    policy = Timed()
+    found = run(policy)
+    times = torch.linspace(999, 0, 7)
+    assert torch.equal(found.time, times[[0, 2, 3]])
+    pairs, _ = replay_all(policy, found)
+    assert torch.equal(pairs.time, times[[0, 2, 3]].repeat(5))
+    assert ratio_check(policy, CONDITION, found).max_abs_log_ratio < 1e-5
+    guessed = replay(
+        policy,
+        CONDITION.select(found.all_pairs()[0]),
+        pairs.x,
+        pairs.x_next,
+        pairs.sigma,
+        pairs.sigma_next,
+        kernel=found.kernel,
+    )
+    assert (guessed.log_prob - pairs.log_prob).abs().max() > 1
+
+
+def test_the_ratio_check_takes_the_path_of_training_and_counts_no_backward():
+    class Drifting(GaussianPolicy):
+        def velocity(self, x, sigma, condition, time=None):
+            v = super().velocity(x, sigma, condition, time)
+            return v + 0.1 * torch.is_grad_enabled()
+
+    policy = Drifting(latent_shape=(2, 3, 3))
+    assert not ratio_check(policy, CONDITION, run(policy), strict=False).ok
+
+    class Counting(LinearPolicy):
+        def velocity(self, x, sigma, condition, time=None):
+            v = super().velocity(x, sigma, condition, time)
+            if v.requires_grad:
+                self.count.forward_backward += len(x)
+            return v
+
+    policy = Counting()
+    ratio_check(policy, CONDITION, run(policy))
+    assert (policy.count.forward, policy.count.forward_backward) == (15, 0)
+
+
 def test_last_flow_step_can_be_replayed():
     policy = LinearPolicy()
     found = run(policy, sde_steps=[5])
@@ -136,7 +205,8 @@ def test_ratio_error_names_causes_and_carries_the_measurement():
     found = run(policy)
     policy.network.weight.data += 0.05
     with pytest.raises(
-        RatioError, match=r"ratio must be 1.*15 pairs.*allowed 1e-05.*dropout.*guidance"
+        RatioError,
+        match=r"ratio must be 1.*15 pairs.*allowed 1e-05.*dropout.*guidance.*objective\.ratio_bound",
     ) as caught:
         ratio_check(policy, CONDITION, found)
     assert not caught.value.check.ok and caught.value.check.max_abs_log_ratio > 1e-5
@@ -330,10 +400,10 @@ def test_a_rollout_that_diverges_is_refused():
 
 def test_a_policy_that_breaks_the_velocity_contract_is_refused(monkeypatch):
     policy = LinearPolicy()
-    monkeypatch.setattr(policy, "velocity", lambda x, sigma, condition: x.bfloat16())
+    monkeypatch.setattr(policy, "velocity", lambda *given: given[0].bfloat16())
     with pytest.raises(ValueError, match=r"must return float32 \[5, 2, 3, 3\].*got torch.bfloat16"):
         run(policy)
-    monkeypatch.setattr(policy, "velocity", lambda x, sigma, condition: x[:, :1])
+    monkeypatch.setattr(policy, "velocity", lambda *given: given[0][:, :1])
     with pytest.raises(ValueError, match=r"got torch.float32 \[5, 1, 3, 3\]"):
         run(policy)
 

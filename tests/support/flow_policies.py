@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visalign.flow import time_grid
-from visalign.interfaces import ForwardCount
+from visalign.interfaces import ForwardCount, Prediction
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class GaussianPolicy:
 
     mean: float = 0.5
     scale: float = 0.3
-    latent_shape: tuple[int, int, int] = (1, 1, 1)
+    latent_shape: tuple[int, ...] = (1, 1, 1)
     storage_dtype: torch.dtype = torch.float64
+    prediction: Prediction = "velocity"
     count: ForwardCount = field(default_factory=ForwardCount)
 
     device = torch.device("cpu")
@@ -45,10 +47,17 @@ class GaussianPolicy:
     def encode(self, prompts: Sequence[str]) -> Shift:
         return Shift(torch.zeros(len(prompts)))
 
-    def velocity(self, x: Tensor, sigma: Tensor, condition: Any) -> Tensor:
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float64 if self.storage_dtype == torch.float64 else torch.float32
+
+    def times(self, sigmas: Tensor) -> Tensor:
+        return 1000 * sigmas
+
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Any, time: Tensor | None = None) -> Tensor:
         self.count.forward += len(x)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        sigma, shift = (t.to(dtype).view(-1, 1, 1, 1) for t in (sigma, condition.value))
+        sigma, shift = (t.to(dtype).view(-1, *[1] * (x.ndim - 1)) for t in (sigma, condition.value))
         mean = self.mean + shift
         variance = (1 - sigma) ** 2 * self.scale**2 + sigma**2
         centred = x.to(dtype) - (1 - sigma) * mean
@@ -79,17 +88,17 @@ class LinearPolicy(GaussianPolicy):
     """v = W [x, σ, condition] + b, per latent, in one nn.Linear."""
 
     def __init__(
-        self, *, storage_dtype: torch.dtype = torch.float32, shape: tuple[int, int, int] = (2, 3, 3)
+        self, *, storage_dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3, 3)
     ) -> None:
         super().__init__(latent_shape=shape, storage_dtype=storage_dtype)
-        size = shape[0] * shape[1] * shape[2]
+        size = math.prod(shape)
         working = torch.float64 if storage_dtype == torch.float64 else torch.float32
         self.network = torch.nn.Linear(size + 2, size, dtype=working)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.network.parameters():
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=working)
 
-    def velocity(self, x: Tensor, sigma: Tensor, condition: Any) -> Tensor:
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Any, time: Tensor | None = None) -> Tensor:
         dtype = self.network.weight.dtype
         columns = [x.flatten(1).to(dtype), sigma[:, None].to(dtype), condition.value[:, None].to(dtype)]
         return self.network(torch.cat(columns, 1)).view(x.shape)

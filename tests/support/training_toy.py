@@ -59,6 +59,7 @@ class ToyPolicy:
     """The policy contract on `ToyNet`; with `guided`, an unconditional pass without gradient comes first."""
 
     latent_shape = (4, 4, 4)
+    prediction = "velocity"
 
     def __init__(self, dtype: torch.dtype = torch.float32, guided: bool = False) -> None:
         self.storage_dtype = dtype
@@ -83,7 +84,16 @@ class ToyPolicy:
         self.encoded.append(list(prompts))
         return ToyCondition(torch.tensor([WORDS[p] for p in prompts]))
 
-    def velocity(self, x: Tensor, sigma: Tensor, condition: ToyCondition) -> Tensor:
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.storage_dtype
+
+    def times(self, sigmas: Tensor) -> Tensor:
+        return 1000 * sigmas
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor, condition: ToyCondition, time: Tensor | None = None
+    ) -> Tensor:
         least = torch.float64 if x.dtype == torch.float64 else torch.float32
         if torch.is_grad_enabled():
             self.count.forward_backward += len(x)

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from visalign.adapters.server.rollout import Rescored, rescored
     from visalign.remote import ServerError
 
+    from .catalogue import ADAPTERS, find_adapter, load_policy
     from .check import AdapterError, check_adapter
     from .lora import LoraSettings
 
 __all__ = [
+    "ADAPTERS",
     "AdapterError",
     "CausalLMPolicy",
     "LoraSettings",
@@ -47,6 +49,8 @@ __all__ = [
     "append_null_token",
     "check_adapter",
     "collapse_null_tokens",
+    "find_adapter",
+    "load_policy",
     "rescored",
     "text_lora",
     "use_weighted_attention",
@@ -54,6 +58,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "ADAPTERS": "catalogue",
     "AdapterError": "check",
     "CausalLMPolicy": "causal_lm.policy",
     "LoraSettings": "lora",
@@ -70,6 +75,8 @@ _HOME = {
     "append_null_token": "sd3.joint_attention",
     "check_adapter": "check",
     "collapse_null_tokens": "sd3.joint_attention",
+    "find_adapter": "catalogue",
+    "load_policy": "catalogue",
     "rescored": "server.rollout",
     "text_lora": "causal_lm.lora",
     "use_weighted_attention": "sd3.joint_attention",

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import torch
 
 from visalign.errors import UserError
-from visalign.interfaces import DiffusionPolicy
+from visalign.interfaces import DiffusionPolicy, Prediction
 
 from .check_training import Probe, check_forward_count, check_gradients, check_reference, check_save
 
+METHODS = "encode velocity times decode sigmas reference trainable_parameters save".split()
 MEMBERS = (
-    "latent_shape storage_dtype module device encode velocity decode sigmas reference "
-    "trainable_parameters save forward_count"
-).split()
+    "latent_shape storage_dtype compute_dtype prediction module device".split() + METHODS + ["forward_count"]
+)
 
 
 class AdapterError(UserError):
@@ -46,13 +47,7 @@ def check_adapter(
     Raises:
         AdapterError: at the first check that fails; the message says what to mend.
     """
-    missing = [name for name in MEMBERS if not hasattr(policy, name)]
-    if missing:
-        raise AdapterError(
-            f"protocol: {type(policy).__name__} has no {', '.join(missing)}. Add what "
-            "visalign.interfaces.DiffusionPolicy lists."
-        )
-    _check_latents(policy)
+    check_members(policy)
     first, second = prompts
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn((3, *policy.latent_shape), generator=generator)
@@ -72,20 +67,40 @@ def check_adapter(
     return [name for name in ("protocol", "latents", *_CHECKS) if name != "save" or save]
 
 
+def check_members(policy: Any) -> None:
+    """Refuse an object that lacks a member of the contract, or declares what cannot be; nothing is computed.
+
+    Raises:
+        AdapterError: naming what is missing.
+    """
+    missing = [name for name in MEMBERS if not hasattr(policy, name)]
+    if missing:
+        raise AdapterError(
+            f"protocol: {type(policy).__name__} has no {', '.join(missing)}. Add what "
+            "visalign.interfaces.DiffusionPolicy lists."
+        )
+    shape = policy.latent_shape
+    if not (isinstance(shape, tuple) and shape and all(isinstance(n, int) and n > 0 for n in shape)):
+        _fail_with(
+            "latents",
+            f"latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, H, W).",
+        )
+    if not policy.storage_dtype.is_floating_point:
+        _fail_with("latents", f"storage_dtype is {policy.storage_dtype}. Make it a floating dtype.")
+    if not isinstance(policy.compute_dtype, torch.dtype):
+        _fail_with("protocol", f"compute_dtype is {policy.compute_dtype!r}. Make it a torch.dtype.")
+    if policy.prediction not in get_args(Prediction):
+        _fail_with(
+            "protocol",
+            f"prediction is {policy.prediction!r}; allowed: {', '.join(get_args(Prediction))}. Declare what "
+            "the network gives; velocity() converts it (visalign.flow.velocity_of_prediction).",
+        )
+
+
 def _fail_with(name: str, problem: str | None) -> None:
     """Raise what a check found."""
     if problem:
         raise AdapterError(f"{name}: {problem}")
-
-
-def _check_latents(policy: DiffusionPolicy) -> None:
-    shape = policy.latent_shape
-    if not (
-        isinstance(shape, tuple) and len(shape) == 3 and all(isinstance(n, int) and n > 0 for n in shape)
-    ):
-        _fail_with("latents", f"latent_shape is {shape!r}. Make it a tuple (C, H, W) of positive integers.")
-    if not policy.storage_dtype.is_floating_point:
-        _fail_with("latents", f"storage_dtype is {policy.storage_dtype}. Make it a floating dtype.")
 
 
 def _check_sigmas(probe: Probe) -> str | None:
@@ -97,10 +112,17 @@ def _check_sigmas(probe: Probe) -> str | None:
                     f"sigmas({steps}, timestep_schedule={timestep_schedule!r}) is {sigmas.dtype} "
                     f"{tuple(sigmas.shape)}. Return float32 [steps + 1], the final 0 included."
                 )
-            if sigmas[0] != 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
+            starts = sigmas[0] == 1 or (probe.policy.prediction != "velocity" and sigmas[0] < 1)
+            if not starts or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
                 return (
                     f"sigmas({steps}, timestep_schedule={timestep_schedule!r}) is {sigmas.tolist()}. It must "
-                    "fall strictly from 1 to 0."
+                    "fall strictly from 1 to 0 (from below 1 where the prediction is not the velocity)."
+                )
+            times = probe.policy.times(sigmas)
+            if times.shape != sigmas.shape or times.dtype != torch.float32:
+                return (
+                    f"times of {steps + 1} noise levels is {times.dtype} {tuple(times.shape)}. Return "
+                    "float32, one time per level."
                 )
     return None
 
@@ -125,6 +147,14 @@ def _check_velocity(probe: Probe) -> str | None:
         )
     if v.requires_grad or not bool(v.isfinite().all()):
         return "velocity under no_grad is not finite, or requires grad. Look for NaN weights or enable_grad."
+    with torch.enable_grad():
+        replayed = probe.policy.velocity(probe.x, probe.sigma, probe.condition).detach()
+    apart = float((replayed - v).abs().max() / v.abs().max().clamp_min(1e-6))
+    if apart > 1e-6:
+        return (
+            f"velocity with gradient is {apart:.2g} (relative) off the one without, so no ratio would be 1. "
+            "Take the same path in both: guidance in the same number of passes, no dropout."
+        )
     return None
 
 

@@ -5,6 +5,7 @@ from visalign.core.surrogates.ratio_check import RatioCheck, RatioError, check_l
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise, step_noise
+from .parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 from .replay import StepStats, ratio_check, replay
 from .rollout import rollout
 from .schedules import diffusers_time_grid, noise_rate, time_grid
@@ -22,8 +23,10 @@ __all__ = [
     "check_log_ratio",
     "cps_step",
     "diffusers_time_grid",
+    "flow_sigma",
     "initial_noise",
     "noise_rate",
+    "preserving_scale",
     "ratio_check",
     "replay",
     "rollout",
@@ -31,4 +34,5 @@ __all__ = [
     "sde_step",
     "step_noise",
     "time_grid",
+    "velocity_of_prediction",
 ]

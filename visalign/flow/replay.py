@@ -27,11 +27,11 @@ class StepStats:
     log_prob: Tensor
     """[N] of the stored x_next, in the kernel's event norm."""
     mean: Tensor
-    """[N, C, H, W] float32."""
+    """[N, ...] float32."""
     std: Tensor
     """[N] total std, float32."""
     v: Tensor
-    """[N, C, H, W] velocity, float32."""
+    """[N, ...] velocity, float32."""
 
 
 def replay(
@@ -43,17 +43,19 @@ def replay(
     sigma_next: Tensor,
     *,
     kernel: Kernel,
+    time: Tensor | None = None,
 ) -> StepStats:
     """Statistics of N stored steps x -> x_next under the policy's current weights, differentiable.
 
     Args:
         policy: The policy; its velocity is called once, with gradient if enabled.
         condition: Conditions of the N pairs (`condition.select(sample_index)`).
-        x: [N, C, H, W] stored latents (`Trajectory.pairs`).
-        x_next: [N, C, H, W] stored next latents.
+        x: [N, ...] stored latents (`Trajectory.pairs`).
+        x_next: [N, ...] stored next latents.
         sigma: [N] noise levels; rows may differ.
         sigma_next: [N] next noise levels.
         kernel: The rollout's kernel, `trajectory.kernel`.
+        time: [N] what the network was given (`Pairs.time`); None is `policy.times(sigma)`.
 
     Raises:
         ValueError: When the lengths differ, or a step has no noise.
@@ -65,14 +67,13 @@ def replay(
             f"replay takes N flat (sample, step) pairs; the lengths differ: {lengths}. "
             "Select the condition with the sample index of each pair: condition.select(sample)."
         )
-    v = velocity_of(policy, x, sigma, condition)
+    v = velocity_of(policy, x, sigma, condition, time)
     transition = kernel.step(x, v, sigma, sigma_next)
     return StepStats(
         log_prob=kernel.log_prob_of(transition, x_next), mean=transition.mean, std=transition.std, v=v
     )
 
 
-@torch.no_grad()
 def ratio_check(
     policy: DiffusionPolicy,
     condition: Condition,
@@ -86,7 +87,8 @@ def ratio_check(
     """Replay a trajectory under the weights that made it and measure how far the ratio is from 1.
 
     Call it before the first update. Give the training micro-batch as `batch_size`: pairs of several steps
-    stand side by side as in training, so what is measured is what the trainer will see.
+    stand side by side as in training, and the passes carry gradient as there, so what is measured is what the
+    trainer will see. No backward follows, and they are counted so.
 
     Args:
         policy: The policy of the rollout, unchanged.
@@ -112,19 +114,24 @@ def ratio_check(
         raise ValueError(
             "ratio_check needs at least one stochastic step and sample; the trajectory has none."
         )
-    differences = []
+    differences, count = [], policy.forward_count
+    with_backward = count.forward_backward
     for rows in torch.arange(len(sample)).split(len(trajectory) if batch_size is None else batch_size):
         pairs = trajectory.pairs(sample[rows], step[rows])
-        stats = replay(
-            policy,
-            condition.select(sample[rows]),
-            pairs.x,
-            pairs.x_next,
-            pairs.sigma,
-            pairs.sigma_next,
-            kernel=trajectory.kernel,
-        )
-        differences.append(stats.log_prob - pairs.log_prob)
+        with torch.enable_grad():
+            stats = replay(
+                policy,
+                condition.select(sample[rows]),
+                pairs.x,
+                pairs.x_next,
+                pairs.sigma,
+                pairs.sigma_next,
+                kernel=trajectory.kernel,
+                time=pairs.time,
+            )
+        differences.append(stats.log_prob.detach() - pairs.log_prob)
+    count.forward += count.forward_backward - with_backward
+    count.forward_backward = with_backward
     dimensions = trajectory.dimensions if trajectory.kernel.log_prob_reduction == "sum" else 1
     return check_log_ratio(
         torch.cat(differences), bound=RATIO_BOUND * dimensions if bound is None else bound, strict=strict

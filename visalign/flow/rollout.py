@@ -13,6 +13,7 @@ from visalign.core.surrogates.ratios import EventNorm
 from visalign.interfaces import Condition, DiffusionPolicy
 
 from .noise import checked_seeds, initial_noise, step_noise
+from .parametrization import preserving_scale
 from .trajectory import Trajectory
 from .transitions import Kernel, LogProbForm, sde_step
 
@@ -39,7 +40,7 @@ def rollout(
     The log-probability is taken of the rounded latent, so a replay under unchanged weights finds it again.
 
     Args:
-        policy: Offers `velocity`, `latent_shape`, `storage_dtype` and `device`.
+        policy: Offers `velocity`, `times`, `latent_shape`, `storage_dtype`, `prediction` and `device`.
         condition: Encoded prompts of the B samples.
         sigmas: [T + 1] strictly falling noise levels that end at 0 (`policy.sigmas`, `time_grid`).
         sde_steps: Indices in [0, T), rising; empty for a deterministic rollout (evaluation). With bfloat16
@@ -48,7 +49,7 @@ def rollout(
         noise_level: a or η of the schedule.
         seeds: [B] integers, one per sample (`sample_seed`): initial noise and step noise come from them, so a
             sample does not depend on its batch. Not needed with `noise` and no stochastic step.
-        noise: [B, C, H, W] initial latents, instead of `initial_noise(seeds)` (e.g. shared in a group).
+        noise: [B, ...] standard normal noise, instead of `initial_noise(seeds)` (e.g. shared in a group).
         log_prob_reduction: "mean" or "sum", see `Transition.log_prob`.
         log_prob: "gaussian" or (schedule "cps") "quadratic".
         sigma_max: Flow-SDE's stand-in for σ = 1; by default sigmas[1], as in the published code.
@@ -71,11 +72,17 @@ def rollout(
         log_prob=log_prob if steps else "gaussian",
     )
     _check_stochastic(kernel, grid, steps)
-    latents = _initial_latents(policy, len(condition), seeds, noise, bool(steps))
+    noise = _checked_noise(policy, len(condition), seeds, noise, bool(steps))
+    if (
+        policy.prediction != "velocity"
+    ):  # these models start at σ < 1, from noise of variance 1 on their scale
+        noise = noise * preserving_scale(grid[0]).to(noise)
+    latents = noise.to(device=policy.device, dtype=policy.storage_dtype, copy=True)
     drawn = checked_seeds(seeds) if seeds is not None else []
-    trajectory = _empty(policy, latents, grid, steps, kernel)
+    times = policy.times(grid)
+    trajectory = _empty(policy, latents, grid, times, steps, kernel)
     for rows in torch.arange(len(condition)).split(_checked_batch_size(batch_size, len(condition))):
-        _denoise(policy, condition.select(rows), grid, drawn[rows[0] : rows[-1] + 1], trajectory, rows)
+        _denoise(policy, condition.select(rows), grid, times, drawn[rows[0] : rows[-1] + 1], trajectory, rows)
     _check_finite(trajectory.latents)
     return trajectory
 
@@ -89,13 +96,15 @@ def _check_finite(latents: Tensor) -> None:
         )
 
 
-def velocity_of(policy: DiffusionPolicy, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+def velocity_of(
+    policy: DiffusionPolicy, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None
+) -> Tensor:
     """The policy's velocity, refused when it breaks the contract of `DiffusionPolicy.velocity`.
 
     Raises:
         ValueError: When the shape is not that of x or the dtype is below float32.
     """
-    v = policy.velocity(x, sigma, condition)
+    v = policy.velocity(x, sigma, condition, time)
     if v.shape != x.shape or v.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"policy.velocity must return float32 {list(x.shape)}, the shape of its latents; got {v.dtype} "
@@ -108,6 +117,7 @@ def _denoise(
     policy: DiffusionPolicy,
     condition: Condition,
     grid: Tensor,
+    times: Tensor,
     seeds: list[int],
     trajectory: Trajectory,
     rows: Tensor,
@@ -115,10 +125,10 @@ def _denoise(
     """Denoise the samples `rows`, which stand in trajectory.latents as noise, and write them there."""
     chunk = slice(int(rows[0]), int(rows[-1]) + 1)
     kernel, x = trajectory.kernel, trajectory.latents[chunk].clone()
-    levels = grid.to(x.device)
+    levels, times = grid.to(x.device), times.to(x.device)
     for k in range(len(grid) - 1):
         sigma, sigma_next = levels[k].expand(len(x)), levels[k + 1].expand(len(x))
-        v = velocity_of(policy, x, sigma, condition)
+        v = velocity_of(policy, x, sigma, condition, times[k].expand(len(x)))
         if k not in trajectory.sde_steps:
             x = sde_step(x, v, sigma, sigma_next, schedule="none").mean.to(x.dtype)
             continue
@@ -135,7 +145,12 @@ def _denoise(
 
 
 def _empty(
-    policy: DiffusionPolicy, latents: Tensor, grid: Tensor, steps: tuple[int, ...], kernel: Kernel
+    policy: DiffusionPolicy,
+    latents: Tensor,
+    grid: Tensor,
+    times: Tensor,
+    steps: tuple[int, ...],
+    kernel: Kernel,
 ) -> Trajectory:
     """A trajectory to be filled: allocated once, so chunks are never joined by a copy."""
     count, shape = (len(latents), len(steps)), latents.shape[1:]
@@ -151,19 +166,20 @@ def _empty(
         std=torch.empty(count, dtype=working, device=device),
         sigma=grid[:-1][index].to(device),
         sigma_next=grid[1:][index].to(device),
+        time=times[index].to(device),
         sde_steps=steps,
         kernel=kernel,
     )
 
 
-def _initial_latents(
+def _checked_noise(
     policy: DiffusionPolicy,
     count: int,
     seeds: Sequence[int] | Tensor | None,
     noise: Tensor | None,
     stochastic: bool,
 ) -> Tensor:
-    """A fresh [B, C, H, W] in storage dtype on the policy's device."""
+    """The noise that the samples start from, [B, ...]: as given, or drawn."""
     shape = tuple(policy.latent_shape)
     if count == 0:
         raise ValueError("A rollout needs at least one sample; the condition is empty.")
@@ -177,9 +193,9 @@ def _initial_latents(
         noise = initial_noise([] if seeds is None else seeds, shape)
     if noise.shape != (count, *shape):
         raise ValueError(
-            f"Initial noise must be {[count, *shape]} (samples, C, H, W); got {list(noise.shape)}."
+            f"Initial noise must be {[count, *shape]} (samples, *latent_shape); got {list(noise.shape)}."
         )
-    return noise.to(device=policy.device, dtype=policy.storage_dtype, copy=True)
+    return noise
 
 
 def _checked_grid(sigmas: Tensor) -> Tensor:

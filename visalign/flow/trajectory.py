@@ -16,17 +16,19 @@ class Pairs:
     """N (sample, step) pairs taken out of a trajectory: what `replay` takes and the rollout's record."""
 
     x: Tensor
-    """[N, C, H, W] latents that the model saw, storage dtype."""
+    """[N, ...] latents that the model saw, storage dtype."""
     x_next: Tensor
-    """[N, C, H, W] latents that were drawn, storage dtype."""
+    """[N, ...] latents that were drawn, storage dtype."""
     sigma: Tensor
     """[N] float32."""
     sigma_next: Tensor
     """[N] float32."""
+    time: Tensor
+    """[N] float32, what the network was given beside x."""
     log_prob: Tensor
     """[N] float32 of the rollout policy."""
     mean: Tensor
-    """[N, C, H, W] float32 of the rollout policy."""
+    """[N, ...] float32 of the rollout policy."""
     std: Tensor
     """[N] float32 total std."""
 
@@ -39,21 +41,23 @@ class Trajectory:
     """
 
     latents: Tensor
-    """[B, C, H, W] final latents x0, storage dtype."""
+    """[B, ...] final latents x0, storage dtype."""
     x: Tensor
-    """[B, S, C, H, W] latents before each stochastic step, as the model saw them, storage dtype."""
+    """[B, S, ...] latents before each stochastic step, as the model saw them, storage dtype."""
     x_next: Tensor
-    """[B, S, C, H, W] latents after it, rounded to the storage dtype before `log_prob` was taken."""
+    """[B, S, ...] latents after it, rounded to the storage dtype before `log_prob` was taken."""
     log_prob: Tensor
     """[B, S] float32."""
     mean: Tensor
-    """[B, S, C, H, W] float32."""
+    """[B, S, ...] float32."""
     std: Tensor
     """[B, S] float32, total std of x_next."""
     sigma: Tensor
     """[S] float32."""
     sigma_next: Tensor
     """[S] float32."""
+    time: Tensor
+    """[S] float32, what the network was given: `policy.times` of the grid."""
     sde_steps: tuple[int, ...]
     """The S stochastic steps, as indices into the grid."""
     kernel: Kernel
@@ -64,7 +68,7 @@ class Trajectory:
 
     @property
     def dimensions(self) -> int:
-        """Number of dimensions of one latent, C·H·W."""
+        """Number of dimensions of one latent."""
         return self.latents[0].numel()
 
     def pairs(self, sample: Tensor, step: Tensor) -> Pairs:
@@ -87,6 +91,7 @@ class Trajectory:
             x_next=self.x_next[sample, step],
             sigma=self.sigma[step],
             sigma_next=self.sigma_next[step],
+            time=self.time[step],
             log_prob=self.log_prob[sample, step],
             mean=self.mean[sample, step],
             std=self.std[sample, step],

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SD3 policy against the pipeline itself: same pictures, same grid, same encodings, exact reference."""
 
+import os
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from diffusers import (
     DDIMScheduler,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
@@ -16,11 +19,12 @@ from diffusers import (
 from tests.support.tiny_models import build_tiny_sd3, load_pipeline, tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, SD3Policy
 from visalign.errors import UserError
+from visalign.flow import ratio_check, replay, rollout
 from visalign.flow.schedules import diffusers_time_grid, time_grid
 from visalign.interfaces import DiffusionPolicy
 
 PROMPTS = ["a red circle", "two blue squares", "a red circle"]
-LORA = LoraSettings(rank=3, alpha=7, seed=5)
+LORA = LoraSettings(rank=3, alpha=7, init="kaiming", seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -241,11 +245,96 @@ def test_image_size_and_batched_decoding():
         SD3Policy(tiny_sd3_pipeline(), image_size=40)
 
 
+def test_height_and_width_apart_equal_the_pipeline():
+    pipe = tiny_sd3_pipeline()
+    x = torch.randn(2, 8, 4, 8, generator=torch.Generator().manual_seed(3))
+    call: Any = pipe
+    expected = call(
+        PROMPTS[:2],
+        height=32,
+        width=64,
+        num_inference_steps=4,
+        guidance_scale=1.0,
+        latents=x,
+        output_type="pt",
+    ).images
+    policy = SD3Policy(pipe, image_size=(32, 64), lora=LORA)
+    assert policy.latent_shape == (8, 4, 8)
+    condition = policy.encode(PROMPTS[:2])
+    images = policy.decode(rollout(policy, condition, sigmas=policy.sigmas(4), noise=x).latents)
+    torch.testing.assert_close(images, expected, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match=r"image_size is \(32, 40\); .* height and width alike or apart"):
+        SD3Policy(tiny_sd3_pipeline(), image_size=(32, 40))
+
+
+@pytest.mark.parametrize("dtype, autocast", [("bfloat16", None), ("float32", "bfloat16"), ("float32", None)])
+def test_a_guided_replay_is_its_rollout(dtype, autocast):
+    """In 16 bits the two halves in one batch gave |log r| up to 2.6e-4, above the published clip range."""
+    cast = None if autocast is None else getattr(torch, autocast)
+    pipe = tiny_sd3_pipeline(sd35=True).to(getattr(torch, dtype))
+    policy = SD3Policy(pipe, lora=LORA, guidance=4.5, autocast=cast)
+    perturb(policy)
+    condition = policy.encode(PROMPTS * 4)
+    made = rollout(policy, condition, sigmas=policy.sigmas(6), sde_steps=[0, 2, 4], seeds=list(range(12)))
+    # one step after the other, as they were made: the same batches, so the same bits
+    step_by_step = []
+    for s in range(3):
+        pairs = made.pairs(torch.arange(12), torch.full((12,), s))
+        stats = replay(
+            policy,
+            condition,
+            pairs.x,
+            pairs.x_next,
+            pairs.sigma,
+            pairs.sigma_next,
+            kernel=made.kernel,
+            time=pairs.time,
+        )
+        assert stats.log_prob.requires_grad
+        step_by_step.append((stats.log_prob - pairs.log_prob).abs().max())
+    assert max(step_by_step) == 0
+    assert ratio_check(policy, condition, made, batch_size=12).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_full_fine_tuning_in_16_bits_moves_float32_weights(dtype, tmp_path):
+    policy = SD3Policy(tiny_sd3_pipeline().to(dtype))
+    assert policy.compute_dtype == dtype and policy.pipe.vae.dtype == dtype
+    weights = [p for _, p in policy.trainable_parameters()]
+    assert {p.dtype for p in weights} == {torch.float32}
+    before = [p.detach().clone() for p in weights]
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, weight_decay=0.0)
+    v = policy.velocity(*inputs(policy))
+    v.square().mean().backward()
+    optimizer.step()
+    used = [(p, b, p.grad != 0) for p, b in zip(weights, before, strict=True) if p.grad is not None]
+    moved = torch.cat([(p != b)[has_gradient] for p, b, has_gradient in used])
+    assert moved.float().mean() > 0.98  # in bfloat16 a step of 1e-5 moves a few weights in a hundred
+    policy.save(tmp_path / "full")
+    again = SD3Policy.from_pretrained(tmp_path / "full", dtype=dtype)
+    again.load(tmp_path / "full")
+    assert all(
+        torch.equal(a, b) for a, b in zip(policy.module.parameters(), again.module.parameters(), strict=True)
+    )
+
+
+def test_what_is_written_has_the_permissions_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        SD3Policy(tiny_sd3_pipeline(), lora=LORA).save(tmp_path / "lora")
+        SD3Policy(tiny_sd3_pipeline()).save(tmp_path / "full")
+    finally:
+        os.umask(before)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) > 10 and {file.stat().st_mode & 0o777 for file in files} == {0o640}
+
+
 def test_autocast_and_16_bit_weights_return_float32():
     full = SD3Policy(tiny_sd3_pipeline(), lora=LORA)
     cast = SD3Policy(tiny_sd3_pipeline(), lora=LORA, autocast=torch.bfloat16)
     half = SD3Policy(tiny_sd3_pipeline().to(torch.bfloat16), lora=LORA)
-    assert half.storage_dtype == torch.bfloat16
+    assert half.storage_dtype == half.compute_dtype == cast.compute_dtype == torch.bfloat16
+    assert cast.storage_dtype == full.compute_dtype == torch.float32
     assert {p.dtype for _, p in half.trainable_parameters()} == {torch.float32}
     x, sigma, condition = inputs(full)
     exact = full.velocity(x, sigma, condition)
@@ -284,7 +373,7 @@ def test_messages_of_the_policy(tmp_path):
         SD3Policy("somewhere")  # type: ignore[arg-type]
 
 
-def test_messages_of_model_folders(folders, tmp_path):
+def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
     def copy(name, **changes):
         import json
         import shutil
@@ -299,6 +388,19 @@ def test_messages_of_model_folders(folders, tmp_path):
         SD3Policy.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"no model folder"):
         SD3Policy.from_pretrained("shapes-sd3-mistyped")
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.chdir(tmp_path)  # a folder that is not there yet, where its parent is, is no hub name
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder outputs/run\. Give a folder"):
+        SD3Policy.from_pretrained("outputs/run")
+
+    def refuse(name):
+        raise OSError(f"{name} is not a repository\nand so on")
+
+    monkeypatch.setattr(DiffusionPipeline, "load_config", refuse)
+    with pytest.raises(
+        FileNotFoundError, match=r"no model folder nobody/nothing, and the hub gives no pipeline"
+    ):
+        SD3Policy.from_pretrained("nobody/nothing")
     with pytest.raises(FileNotFoundError, match=r"holds no model_index.json"):
         SD3Policy.from_pretrained(folders["plain"] / "transformer")
     for part in ("transformer", "vae", "text_encoder_2", "tokenizer"):

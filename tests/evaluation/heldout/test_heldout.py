@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from visalign.evaluation import HeldoutResult, check_judge, evaluate, load_heldout
 from visalign.flow.noise import initial_noise
-from visalign.interfaces import ForwardCount, Metadata, Scores
+from visalign.interfaces import ForwardCount, Metadata, Prediction, Scores
 from visalign.seeds import sample_seed
 
 SIGMAS = torch.tensor([1.0, 0.5, 0.0])
@@ -41,8 +41,10 @@ class ToyPolicy:
 
     shift: float = 0.0
     side: int = 8
-    latent_shape: tuple[int, int, int] = (3, 4, 4)
+    latent_shape: tuple[int, ...] = (3, 4, 4)
     storage_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
+    prediction: Prediction = "velocity"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     module: nn.Module = field(default_factory=lambda: nn.Dropout(0.5))
     encoded: list[str] = field(default_factory=list)
@@ -53,7 +55,10 @@ class ToyPolicy:
         self.encoded.extend(prompts)
         return ToyCondition(torch.tensor([len(prompt) / 20 for prompt in prompts]))
 
-    def velocity(self, x: Tensor, sigma: Tensor, condition: Any) -> Tensor:
+    def times(self, sigmas: Tensor) -> Tensor:
+        return 1000 * sigmas
+
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Any, time: Tensor | None = None) -> Tensor:
         self.modes.append((self.module.training, torch.is_grad_enabled()))
         return x - (condition.level + self.shift)[:, None, None, None]
 

@@ -212,8 +212,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_path):
 
 def test_a_policy_whose_ratio_is_not_one_is_stopped_before_it_moves(tmp_path):
     class Drifting(ToyPolicy):
-        def velocity(self, x, sigma, condition):
-            return super().velocity(x, sigma, condition) + (0.05 if torch.is_grad_enabled() else 0.0)
+        def velocity(self, x, sigma, condition, time=None):
+            return super().velocity(x, sigma, condition, time) + (0.05 if torch.is_grad_enabled() else 0.0)
 
     policy = Drifting()
     trainer = toy_trainer(tmp_path, policy=policy)

@@ -19,6 +19,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from visalign.adapters.model_folder import local_folder
 from visalign.errors import UserError
 from visalign.text import Stop
 
@@ -42,20 +43,9 @@ def load_causal_lm(
         FileNotFoundError: if the folder or a part of it is missing.
         UserError: if it holds no causal language model, or one that sees and no processor.
     """
-    folder = Path(folder_or_id)
     name = str(folder_or_id)
-    hub = (
-        isinstance(folder_or_id, str)
-        and not folder.exists()
-        and name.count("/") == 1
-        and name[0] not in "./~"
-    )
-    if not hub and not folder.is_dir():
-        raise FileNotFoundError(
-            f"There is no model folder {folder}. Give a folder that holds config.json and the weights, as "
-            "save_pretrained writes it, or a hub name of the form owner/name."
-        )
-    if not hub and not (folder / "config.json").is_file():
+    folder = local_folder(folder_or_id, "holds config.json and the weights, as save_pretrained writes it,")
+    if folder is not None and not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
             "model.save_pretrained wrote; for a LoRA alone give its base model here and load() it after."

@@ -39,7 +39,8 @@ def text_lora(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> LoraSettings:
-    """`LoraSettings` with the defaults of a language model: all linear layers, rank 16, α 32.
+    """`LoraSettings` with the defaults of a language model: all linear layers, rank 16, α 32,
+    peft's own start.
 
     Args:
         rank: r, the inner width.
@@ -48,7 +49,9 @@ def text_lora(
         dropout: of the adapter's input; the policy never switches it on, since the ratio would move.
         seed: of the random A.
     """
-    return LoraSettings(rank=rank, alpha=alpha, target_modules=target_modules, dropout=dropout, seed=seed)
+    return LoraSettings(
+        rank=rank, alpha=alpha, target_modules=target_modules, dropout=dropout, init="kaiming", seed=seed
+    )
 
 
 def add_text_lora(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.weights import TrainedWeights
+from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.text import (
     Distribution,
@@ -272,6 +273,7 @@ class CausalLMPolicy:
         (self.processor or self.tokenizer).save_pretrained(folder)
         if self.value_head is not None:
             self.value_head.save(Path(folder))
+        umask_permissions(Path(folder))
 
     def load(self, folder: Path) -> None:
         """Read into this policy what `save` of an equally built one wrote; the reference stays what it was.

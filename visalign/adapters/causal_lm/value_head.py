@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
+from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.text import TextRollout
 
@@ -54,6 +55,7 @@ class ValueHead(nn.Module):
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         save_file({name: w.detach().contiguous() for name, w in self.state_dict().items()}, folder / FILE)
+        umask_permissions(folder / FILE)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote.
@@ -146,3 +148,4 @@ class ValueModel(nn.Module):
         """
         self.trunk.save_pretrained(folder)
         self.head.save(Path(folder))
+        umask_permissions(Path(folder))

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from visalign.adapters.model_folder import INDEX, pipeline_index
 from visalign.errors import UserError
 
 REQUIRED_PARTS = (
@@ -23,7 +23,6 @@ REQUIRED_PARTS = (
 )
 """Parts of an SD3 pipeline that nothing works without; T5 (text_encoder_3, tokenizer_3) may be absent."""
 T5_PARTS = ("text_encoder_3", "tokenizer_3")
-INDEX = "model_index.json"
 
 
 def load_sd3_pipeline(
@@ -43,12 +42,10 @@ def load_sd3_pipeline(
         FileNotFoundError: if the folder, its index or one of its parts is missing.
         UserError: if it is another kind of pipeline.
     """
-    if _is_hub_name(folder_or_id):
-        fetched: Any = StableDiffusion3Pipeline.load_config(str(folder_or_id))
-        index = dict(fetched)
-        _check_class(folder_or_id, index)
-    else:
-        index = _checked_index(Path(folder_or_id))
+    index = pipeline_index(folder_or_id)
+    _check_class(folder_or_id, index)
+    if Path(folder_or_id).is_dir():
+        _check_listed(Path(folder_or_id), index)
     has_t5 = use_t5 and all(_is_listed(index, part) for part in T5_PARTS)
     absent: dict[str, Any] = {} if has_t5 else dict.fromkeys(T5_PARTS)
     pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **absent)
@@ -78,30 +75,8 @@ def check_parts(pipe: StableDiffusion3Pipeline) -> None:
         )
 
 
-def _is_hub_name(folder_or_id: str | Path) -> bool:
-    """Whether this is `owner/name` rather than a folder; an existing folder always wins."""
-    if isinstance(folder_or_id, Path) or Path(folder_or_id).exists():
-        return False
-    return folder_or_id.count("/") == 1 and folder_or_id[0] not in "./~" and not folder_or_id.endswith("/")
-
-
-def _checked_index(folder: Path) -> dict[str, Any]:
-    """The model index of a local folder whose listed parts all exist."""
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"There is no model folder {folder}. Give a folder that a diffusers pipeline was saved to "
-            f"(it holds {INDEX}) or a hub name of the form owner/name."
-        )
-    if not (folder / INDEX).is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no {INDEX}, so it is no diffusers pipeline. Give the folder above its "
-            "transformer/, vae/ and text_encoder/ folders, as pipe.save_pretrained writes it."
-        )
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{folder / INDEX} is not JSON ({error}). Copy the model folder again.") from error
-    _check_class(folder, index)
+def _check_listed(folder: Path, index: dict[str, Any]) -> None:
+    """Every part that a local folder's index lists must exist."""
     listed_t5 = [part for part in T5_PARTS if _is_listed(index, part)]
     missing = [
         part for part in REQUIRED_PARTS if not _is_listed(index, part) or not _has_files(folder / part)
@@ -113,7 +88,6 @@ def _checked_index(folder: Path) -> dict[str, Any]:
             f"{', '.join(REQUIRED_PARTS)}; T5 ({', '.join(T5_PARTS)}) may be absent when {INDEX} lists it as "
             "[null, null]. Copy the missing folders, or save the pipeline again."
         )
-    return index
 
 
 def _check_class(name: str | Path, index: dict[str, Any]) -> None:
@@ -122,7 +96,7 @@ def _check_class(name: str | Path, index: dict[str, Any]) -> None:
     if given != StableDiffusion3Pipeline.__name__:
         raise UserError(
             f"{name} is a {given}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__} (SD3, SD3.5). "
-            "Choose such a model, or give the dotted path of your own adapter."
+            "Choose such a model, or name the adapter that loads it (model.adapter)."
         )
 
 

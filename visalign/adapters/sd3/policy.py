@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.weights import TrainedWeights
+from visalign.atomic import umask_permissions
 from visalign.errors import UserError
-from visalign.interfaces import Condition, ForwardCount
+from visalign.interfaces import Condition, ForwardCount, Prediction
 
 from .joint_attention import use_weighted_attention
 from .loading import check_parts, load_sd3_pipeline
@@ -33,9 +34,12 @@ class SD3Policy:
 
     Sampling with `velocity`, `sigmas` and Euler steps gives the pictures of `pipe(...)` at the same start
     noise. With LoRA the transformer is frozen but for float32 adapters, and the reference is the model
-    without them. Without, all of the transformer is trained, and the reference is a copy of it (one more
-    transformer in memory).
+    without them. Without, all of the transformer is trained in float32 (weights of 16 bits are computed with
+    under autocast in their dtype: AdamW's steps are smaller than their spacing), and the reference is a copy
+    of it (one more transformer in memory).
     """
+
+    prediction: Prediction = "velocity"
 
     def __init__(
         self,
@@ -46,7 +50,7 @@ class SD3Policy:
         max_sequence_length: int = 256,
         collapse_null_tokens: bool = True,
         autocast: torch.dtype | None = None,
-        image_size: int | None = None,
+        image_size: int | tuple[int, int] | None = None,
         encode_batch: int = 64,
         decode_batch: int = 32,
     ) -> None:
@@ -60,7 +64,7 @@ class SD3Policy:
             collapse_null_tokens: compute the null tokens that stand in for an absent T5 once instead of 256
                 times.
             autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
-            image_size: height and width in pixels; None is the model's own.
+            image_size: in pixels, a square's side or (height, width); None is the model's own.
             encode_batch: prompts per pass of the text encoders.
             decode_batch: latents per pass of the autoencoder.
 
@@ -73,7 +77,11 @@ class SD3Policy:
         self.pipe = pipe
         self.transformer = pipe.transformer
         self.guidance = float(guidance)
-        self.autocast = autocast
+        weights = self.transformer.dtype
+        has_short_masters = lora is None and weights.itemsize < 4
+        self.autocast = weights if autocast is None and has_short_masters else autocast
+        if has_short_masters:
+            self.transformer.float()
         self.decode_batch = decode_batch
         self.latent_shape = latent_shape(pipe, image_size)
         self.storage_dtype: torch.dtype = self.transformer.dtype
@@ -105,8 +113,8 @@ class SD3Policy:
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-            dtype: of the frozen weights (and of all weights in full fine-tuning); adapters are float32
-                always.
+            dtype: of the frozen weights; what is trained is float32 always. In full fine-tuning the
+                transformer is computed in it (see the class).
             device: where everything goes.
             use_t5: False leaves the third text encoder out.
             **options: of the constructor: guidance, lora, max_sequence_length, collapse_null_tokens, ...
@@ -133,6 +141,11 @@ class SD3Policy:
         """Transformer passes since the start, in latents; with backward if the output requires grad."""
         return self._forward_count
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the transformer's matrix products."""
+        return self.autocast or self.transformer.dtype
+
     def encode(self, prompts: Sequence[str]) -> SD3Condition:
         """Encode B prompts, each unique one once, in order of first appearance, without gradient.
 
@@ -141,13 +154,17 @@ class SD3Policy:
         """
         return self._text.encode(prompts)
 
-    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
         """Guided velocity dx/dσ; with gradient, only the conditional half carries it.
+
+        The halves run one after the other with gradient and without: joined in one batch, a rollout in 16
+        bits is not the function that its replay is (|log r| up to 3e-4).
 
         Args:
             x: [B, C, H, W] latents.
             sigma: [B] noise levels in [0, 1].
             condition: of the B samples, from `encode`.
+            time: [B] as `times` gives it; None computes it.
 
         Returns:
             [B, C, H, W] float32.
@@ -162,27 +179,20 @@ class SD3Policy:
                 f"velocity got {count} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
                 "the three must agree. Use sigma.expand(B) and condition.select(index)."
             )
-        timestep = sigma.float() * self.pipe.scheduler.config.num_train_timesteps
-        embeds, pooled = condition.embeds[condition.index], condition.pooled[condition.index]
+        timestep = self.times(sigma) if time is None else time
         weights = condition.log_multiplicity
-        if self.guidance == 1:
-            return self._forward(x, timestep, embeds, pooled, weights)
-
-        null_embeds, null_pooled = self._text.null(count)
-        if not torch.is_grad_enabled():
-            both = self._forward(
-                torch.cat((x, x)),
-                torch.cat((timestep, timestep)),
-                torch.cat((null_embeds, embeds)),
-                torch.cat((null_pooled, pooled)),
-                weights,
-            )
-            null, prompted = both.chunk(2)
-        else:
+        null = None
+        if self.guidance != 1:
             with torch.no_grad():
-                null = self._forward(x, timestep, null_embeds, null_pooled, weights)
-            prompted = self._forward(x, timestep, embeds, pooled, weights)
-        return null + self.guidance * (prompted - null)
+                null = self._forward(x, timestep, *self._text.null(count), weights)
+        embeds, pooled = condition.embeds[condition.index], condition.pooled[condition.index]
+        prompted = self._forward(x, timestep, embeds, pooled, weights)
+        # v(∅) + w (v(prompt) − v(∅))
+        return prompted if null is None else null + self.guidance * (prompted - null)
+
+    def times(self, sigmas: Tensor) -> Tensor:
+        """Timesteps of noise levels: 1000 σ, or as many as the scheduler was trained with."""
+        return sigmas.float() * self.pipe.scheduler.config.num_train_timesteps
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images of latents, as the pipeline decodes them; in bfloat16 where that is the autocast.
@@ -223,16 +233,17 @@ class SD3Policy:
         return self._trained.named()
 
     def save(self, folder: Path) -> None:
-        """Write what was trained.
+        """Write what was trained, in float32.
 
         Args:
             folder: with LoRA it gets the file that `pipe.load_lora_weights(folder)` reads; without, the whole
-                pipeline as `pipe.save_pretrained` writes it (for SD3.5 with T5 that is 16 GB in 16 bits).
+                pipeline as `pipe.save_pretrained` writes it (SD3.5 with T5: 21 GB, the transformer 10 of it).
         """
         if self.lora is not None:
             save_lora(self.transformer, folder)
         else:
             self.pipe.save_pretrained(folder)
+        umask_permissions(Path(folder))
 
     def load(self, folder: Path) -> None:
         """Read into this policy what `save` of an equally built one wrote; the reference stays what it was.

@@ -19,22 +19,29 @@ TIMESTEP_SCHEDULES = ("diffusers", "plain")
 """The pipeline's own grid, which applies the shift twice, and the paper's, which applies it once."""
 
 
-def latent_shape(pipe: StableDiffusion3Pipeline, image_size: int | None) -> tuple[int, int, int]:
-    """C, H, W of the latents of a square image.
+def latent_shape(
+    pipe: StableDiffusion3Pipeline, image_size: int | tuple[int, int] | None
+) -> tuple[int, int, int]:
+    """C, H, W of the latents of an image.
 
     Args:
         pipe: with its transformer and autoencoder.
-        image_size: in pixels; None is the size the model was made for.
+        image_size: in pixels, one number for a square or (height, width); None is the size the model was made
+            for.
 
     Raises:
         UserError: for a size that the patches do not divide or the position table does not reach.
     """
     config, scale = pipe.transformer.config, pipe.vae_scale_factor
     size = config.sample_size * scale if image_size is None else image_size
+    height, width = (size, size) if isinstance(size, int) else size
     unit, largest = scale * config.patch_size, config.pos_embed_max_size * config.patch_size * scale
-    if size < unit or size % unit or size > largest:
-        raise UserError(f"image_size is {size}; this model makes multiples of {unit} up to {largest} pixels.")
-    return config.in_channels, size // scale, size // scale
+    if any(side < unit or side % unit or side > largest for side in (height, width)):
+        raise UserError(
+            f"image_size is {image_size}; this model makes multiples of {unit} up to {largest} pixels, "
+            "height and width alike or apart (one number or a pair)."
+        )
+    return config.in_channels, height // scale, width // scale
 
 
 def sampling_sigmas(

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters by name, by the model's own index, and by a user's file; each refusal says what exists."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_models import build_tiny_sd3
+from visalign.adapters import ADAPTERS, AdapterError, LoraSettings, SD3Policy, check_adapter, load_policy
+from visalign.dotted_path import named_object
+from visalign.errors import UserError
+
+OWN = """
+from tests.support.training_toy import ToyPolicy
+
+class Own(ToyPolicy):
+    @classmethod
+    def from_pretrained(cls, folder_or_id, *, dtype, device, guidance=1.0):
+        made = cls(dtype, guided=guidance > 1)
+        made.source = str(folder_or_id)
+        return made
+
+class Unfinished(Own):
+    decode = None
+
+class Undeclared(Own):
+    prediction = "noise"
+
+class Passing(Own):
+    def __init__(self, dtype, width=3, **others):
+        super().__init__(dtype)
+        self.others = others
+
+    @classmethod
+    def from_pretrained(cls, folder_or_id, *, dtype, device, **options):
+        return cls(dtype, **options)
+
+def make(): ...
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny_sd3(tmp_path_factory.mktemp("models") / "sd3")
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+@pytest.mark.parametrize("adapter", [None, "sd3", "visalign.adapters.sd3.policy:SD3Policy"])
+def test_the_adapter_follows_from_the_folder_or_is_named(folder, adapter):
+    policy = load_policy(
+        folder, adapter=adapter, dtype=torch.bfloat16, guidance=2.0, lora=LoraSettings(rank=2)
+    )
+    assert type(policy) is SD3Policy and policy.guidance == 2 and policy.storage_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_adapter_of_the_catalogue_is_a_class_with_a_loader(name):
+    found = named_object(ADAPTERS[name], what="adapter")
+    assert isinstance(found, type) and callable(found.from_pretrained)
+
+
+def test_a_users_own_class_gets_what_it_takes(own):
+    usual = {"guidance": 1.0, "use_t5": True}
+    policy: Any = load_policy(
+        "anything", adapter=f"{own}:Own", dtype=torch.float64, defaults=usual, guidance=2.0, use_t5=True
+    )
+    assert policy.guided and policy.source == "anything" and policy.storage_dtype == torch.float64
+    with pytest.raises(
+        UserError, match=r"The adapter Own takes no use_t5\. It takes dtype, device, guidance: "
+    ):
+        load_policy("anything", adapter=f"{own}:Own", defaults=usual, use_t5=False)
+    passing: Any = load_policy("x", adapter=f"{own}:Passing", defaults=usual, use_t5=True, guidance=3.0)
+    assert passing.others == {"guidance": 3.0}
+
+
+def test_a_users_own_class_is_checked(own):
+    policy: Any = load_policy("x", adapter=f"{own}:Own")
+    policy.net.shift.data += torch.arange(12.0).view(3, 4)  # prompts that it tells apart
+    assert "gradients" in check_adapter(policy, prompts=("bright", "dark"), save=False)
+    with pytest.raises(AdapterError, match=r"is no adapter: a type without the methods decode\. Add them"):
+        load_policy("x", adapter=f"{own}:Unfinished")
+    with pytest.raises(AdapterError, match=r"a function without the methods from_pretrained, encode"):
+        load_policy("x", adapter=f"{own}:make")
+    with pytest.raises(AdapterError, match=r"prediction is 'noise'; allowed: velocity, epsilon, v, x0"):
+        load_policy("x", adapter=f"{own}:Undeclared")
+
+
+def test_refusals_say_what_exists(folder, own, tmp_path):
+    with pytest.raises(
+        UserError, match=r"no adapter 'sd4'\. Did you mean 'sd3'\? Allowed: sd3, or your own as"
+    ):
+        load_policy(folder, adapter="sd4")
+    with pytest.raises(
+        UserError, match=r"own.py has no 'Owm'\. Did you mean 'Own'\? Correct the part after ':'"
+    ):
+        load_policy(folder, adapter=f"{own}:Owm")
+    with pytest.raises(UserError, match=r"There is no file absent\.py; give the path of your adapter's file"):
+        load_policy(folder, adapter="absent.py:Own")
+    other = tmp_path / "flux"
+    other.mkdir()
+    (other / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    message = r"is a FluxPipeline; adapters exist for StableDiffusion3Pipeline \(sd3\)\. .*file\.py:Class"
+    with pytest.raises(UserError, match=message):
+        load_policy(other)
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder .*absent"):
+        load_policy(tmp_path / "absent")

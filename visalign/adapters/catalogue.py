@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters by name: one dict, the pipelines that each one loads, and dotted paths for a user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visalign.dotted_path import named_object
+from visalign.errors import UserError, suggestion
+from visalign.interfaces import DiffusionPolicy
+
+from .check import METHODS, AdapterError, check_members
+from .model_folder import pipeline_index
+
+ADAPTERS = {"sd3": "visalign.adapters.sd3.policy:SD3Policy"}
+"""name -> module:class. A module is imported when its adapter is used."""
+PIPELINES = {"StableDiffusion3Pipeline": "sd3"}
+"""`_class_name` in a model_index.json -> name of the adapter."""
+
+OWN = (
+    "your own as 'package.module:Class' or 'path/to/file.py:Class' (model.adapter=...), a class with "
+    "from_pretrained(folder_or_id, *, dtype, device, **options) whose objects are a "
+    "visalign.interfaces.DiffusionPolicy; visalign.adapters.check_adapter(policy) tests it"
+)
+
+
+def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
+    """The class that makes a policy of a model, with all methods of the contract.
+
+    Args:
+        folder_or_id: the model; without `adapter` its `model_index.json` decides.
+        adapter: a name of the catalogue, `package.module:Class` or `path/to/file.py:Class`.
+
+    Raises:
+        FileNotFoundError: there is no such model folder, or it holds no index.
+        UserError: there is no adapter of that name, or none for that pipeline.
+        AdapterError: the class lacks methods.
+    """
+    if adapter is None:
+        kind = pipeline_index(folder_or_id).get("_class_name")
+        if kind not in PIPELINES:
+            known = ", ".join(f"{name} ({short})" for name, short in PIPELINES.items())
+            raise UserError(
+                f"{folder_or_id} is a {kind}; adapters exist for {known}. Give one of these, or {OWN}."
+            )
+        adapter = PIPELINES[kind]
+    if adapter not in ADAPTERS and ":" not in adapter:
+        raise UserError(
+            f"There is no adapter {adapter!r}. {suggestion(adapter, ADAPTERS)}Allowed: "
+            f"{', '.join(ADAPTERS)}, or {OWN}."
+        )
+    found = named_object(ADAPTERS.get(adapter, adapter), what="adapter")
+    missing = [name for name in ("from_pretrained", *METHODS) if not callable(getattr(found, name, None))]
+    if not isinstance(found, type) or missing:
+        raise AdapterError(
+            f"protocol: {adapter!r} is no adapter: a {type(found).__name__} without the methods "
+            f"{', '.join(missing) or '(it is no class)'}. Add them, or give {OWN}."
+        )
+    return found
+
+
+def load_policy(
+    folder_or_id: str | Path,
+    *,
+    adapter: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    defaults: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> DiffusionPolicy:
+    """A model as a policy, by the adapter that is named or that follows from the model.
+
+    Args:
+        folder_or_id: a folder, or `owner/name` on the hub.
+        adapter: see `find_adapter`.
+        dtype: of the weights.
+        device: where they go.
+        defaults: what `options` are when nobody set them: an option that has its default is left out where
+            the adapter does not know it.
+        **options: arguments of the adapter's `from_pretrained`.
+
+    Raises:
+        UserError, FileNotFoundError, AdapterError: see `find_adapter`; an option that the adapter does not
+            take; the model is no policy.
+    """
+    kind = find_adapter(folder_or_id, adapter)
+    known = _parameters(kind)
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in known.values())
+    usual = defaults or {}
+    chosen = {k: v for k, v in options.items() if k in known or k not in usual or v != usual[k]}
+    refused = [name for name in chosen if name not in known and not takes_any]
+    if refused:
+        named = [name for name, p in known.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        near = "".join(suggestion(name, named) for name in refused)
+        raise UserError(
+            f"The adapter {kind.__name__} takes no {', '.join(refused)}. {near}It takes "
+            f"{', '.join(named[1:])}: leave the others at their defaults."
+        )
+    policy = kind.from_pretrained(folder_or_id, dtype=dtype, device=device, **chosen)
+    check_members(policy)
+    return policy
+
+
+def _parameters(kind: type) -> dict[str, inspect.Parameter]:
+    """What `from_pretrained` takes, and the constructor too where it passes on what it does not know."""
+    loader: Any = kind
+    own = dict(inspect.signature(loader.from_pretrained).parameters)
+    rest = [name for name, p in own.items() if p.kind == p.VAR_KEYWORD]
+    if rest and kind.__init__ is not object.__init__:
+        del own[rest[0]]
+        own |= dict([*inspect.signature(kind).parameters.items()][1:])  # the first is what was loaded
+    return own

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a name is a model folder or a hub name, and what pipeline a folder holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from visalign.errors import UserError
+
+INDEX = "model_index.json"
+"""What diffusers' `save_pretrained` writes beside the folders of a pipeline's parts."""
+
+
+def local_folder(folder_or_id: str | Path, holds: str) -> Path | None:
+    """The folder that is named, or None for a hub name `owner/name`; an existing folder always wins.
+
+    A string is taken for a folder if it is no `owner/name`, or if `owner` is a folder here.
+
+    Args:
+        folder_or_id: what the user gave.
+        holds: what such a folder holds, for the message.
+
+    Raises:
+        FileNotFoundError: a folder is named, and there is none.
+    """
+    folder = Path(folder_or_id)
+    if folder.is_dir():
+        return folder
+    is_hub_name = (
+        isinstance(folder_or_id, str)
+        and len(folder.parts) == 2 == folder_or_id.count("/") + 1
+        and folder_or_id[0] not in "./~"
+        and not folder.parent.is_dir()
+        and not folder.exists()
+    )
+    if is_hub_name:
+        return None
+    raise FileNotFoundError(
+        f"There is no model folder {folder}. Give a folder that {holds} or a hub name of the form owner/name."
+    )
+
+
+def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
+    """The `model_index.json` of a diffusers pipeline, of a folder or from the hub.
+
+    Args:
+        folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
+
+    Raises:
+        FileNotFoundError: there is no such folder, it holds no index, or the hub gives none.
+        UserError: the index is not JSON.
+    """
+    folder = local_folder(folder_or_id, f"a diffusers pipeline was saved to (it holds {INDEX})")
+    if folder is None:
+        return _from_hub(str(folder_or_id))
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no {INDEX}, so it is no diffusers pipeline. Give the folder above its "
+            "transformer/, vae/ and text_encoder/ folders, as pipe.save_pretrained writes it."
+        )
+    try:
+        return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{folder / INDEX} is not JSON ({error}). Copy the model folder again.") from error
+
+
+def _from_hub(name: str) -> dict[str, Any]:
+    from diffusers import DiffusionPipeline
+
+    try:
+        fetched: Any = DiffusionPipeline.load_config(name)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"There is no model folder {name}, and the hub gives no pipeline of that name "
+            f"({str(error).splitlines()[0]}). Correct the path, or the name and the access to the hub."
+        ) from error
+    return dict(fetched)

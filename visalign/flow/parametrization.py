@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that predict noise, v or the clean latent, seen as flows: the path is the same, its scale another.
+
+x_t = α x0 + s ε with α² + s² = 1, divided by α + s, is the flow x_σ = (1 − σ) x0 + σ ε at σ = s / (α + s).
+A deterministic DDIM step between two times is the Euler step of that flow between their σ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Prediction
+
+
+def flow_sigma(alphas_cumprod: Tensor) -> Tensor:
+    """Noise levels σ of a variance-preserving schedule.
+
+    σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ))
+
+    Args:
+        alphas_cumprod: ᾱ in [0, 1], any shape; the `alphas_cumprod` of diffusers' schedulers.
+
+    Returns:
+        σ in [0, 1], same shape and dtype.
+
+    >>> flow_sigma(torch.tensor([1.0, 0.5, 0.0])).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    noise = (1 - alphas_cumprod).sqrt()
+    return noise / (alphas_cumprod.sqrt() + noise)
+
+
+def preserving_scale(sigma: Tensor) -> Tensor:
+    """√((1 − σ)² + σ²): the size of x_σ where x0 and ε have variance 1. x_t = x_σ / scale.
+
+    Args:
+        sigma: Noise levels in [0, 1], any shape.
+    """
+    return torch.hypot(1 - sigma, sigma)
+
+
+def velocity_of_prediction(output: Tensor, x: Tensor, sigma: Tensor, prediction: Prediction) -> Tensor:
+    """The velocity dx/dσ = ε − x0 that a network's output stands for.
+
+    With n = √((1 − σ)² + σ²):
+    epsilon: (ε − x) / (1 − σ);  x0: (x − x0) / σ;  v: ((2σ − 1) x / n + v) / n.
+
+    Args:
+        output: [B, ...] of the network: the velocity, ε, v = α ε − s x0, or x0.
+        x: [B, ...] latents on the flow, x_σ = (1 − σ) x0 + σ ε (not the scaled ones that the network saw).
+        sigma: [B] noise levels; below 1 for "epsilon", above 0 for "x0".
+        prediction: What the output is.
+
+    Returns:
+        [B, ...] in float32, or float64 if x or the output is.
+
+    Raises:
+        ValueError: For an unknown prediction, or a level at which the output does not fix the velocity.
+
+    Source: Salimans and Ho, arXiv 2202.00512 (v); Song et al., DDIM, arXiv 2010.02502, eq. 13.
+    """
+    dtype = torch.float64 if torch.float64 in (output.dtype, x.dtype) else torch.float32
+    output, x = output.to(dtype), x.to(dtype)
+    sigma = sigma.to(dtype).reshape(-1, *[1] * (x.ndim - 1))
+    if prediction == "velocity":
+        return output
+    if prediction == "v":
+        scale = preserving_scale(sigma)
+        return ((2 * sigma - 1) * x / scale + output) / scale
+    if prediction not in ("epsilon", "x0"):
+        raise ValueError(f'Unknown prediction "{prediction}"; allowed: velocity, epsilon, v, x0.')
+    rest = 1 - sigma if prediction == "epsilon" else sigma
+    if not bool((rest > 0).all()):
+        raise ValueError(
+            f'"{prediction}" does not fix the velocity at σ = {"1" if prediction == "epsilon" else "0"}. '
+            "Let the grid start at the schedule's largest σ (flow_sigma) and its last step at σ > 0."
+        )
+    return (output - x) / rest if prediction == "epsilon" else (x - output) / rest
