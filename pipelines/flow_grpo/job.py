@@ -22,7 +22,7 @@ from .config import FlowGRPOConfig
 from .inputs import Inputs, prepare
 from .parts import build_evaluator, build_policy
 from .plan import plan
-from .results import costs_of, result_folder, write_results
+from .results import finish, result_folder
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
@@ -105,9 +105,16 @@ def _work(config: FlowGRPOConfig, job: _Job, output: Path, resume: bool) -> dict
             after = job.measure(job.inputs.heldout, config.evaluation.seeds)
         after.save(output / "after.npz")
         evaluating += time.perf_counter() - begin
-        costs = costs_of(output, result, evaluating)
-        heldout, seen = job.inputs.heldout, job.inputs.seen
-        summary = write_results(config, output, before, after, costs, heldout=heldout, seen=seen)
+        summary = finish(
+            config,
+            output,
+            before,
+            after,
+            result=result,
+            evaluating=evaluating,
+            heldout=job.inputs.heldout,
+            seen=job.inputs.seen,
+        )
     job.trainer.accelerator.wait_for_everyone()
     return summary
 

@@ -17,6 +17,8 @@ from visalign.pipelines.shared.run_folder import check_same_run
 from visalign.pipelines.shared.run_inputs import FINGERPRINTS, check_unchanged, fingerprint, write_once
 from visalign.pipelines.shared.sections import FREE_KEYS
 
+from .results import finish, result_folder
+
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
     from visalign.text import Sampling, Stop
@@ -72,19 +74,17 @@ def run_text(
     write_once(output / FINGERPRINTS, json.dumps(prints, indent=1, sort_keys=True) + "\n")
     accelerator = job.trainer.loop.accelerator
     if not config.run.trackers:
-        return _work(config, job, output, resume)
+        return _work(config, job, output, resume, pipeline)
     accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
     try:
-        return _work(config, job, output, resume)
+        return _work(config, job, output, resume, pipeline)
     finally:
         accelerator.end_training()
 
 
-def _work(config: Any, job: TextJob, output: Path, resume: bool) -> dict[str, Any]:
+def _work(config: Any, job: TextJob, output: Path, resume: bool, pipeline: str) -> dict[str, Any]:
     """Evaluate, train, evaluate, write; returns the summary."""
-    from visalign.evaluation import load_heldout, write_summary
-    from visalign.training.loop.runtime import peak_memory_bytes
-    from visalign.versions import versions
+    from visalign.evaluation import load_heldout
 
     seeds, path = config.evaluation.seeds, output / "before.npz"
     begin = time.perf_counter()
@@ -110,33 +110,18 @@ def _work(config: Any, job: TextJob, output: Path, resume: bool) -> dict[str, An
         after = job.measure(job.heldout, seeds)
     after.save(output / "after.npz")
     evaluating += time.perf_counter() - begin
-    state, peak = result.state, peak_memory_bytes()
-    costs = {
-        "seconds": state.seconds + evaluating,
-        "training_seconds": state.seconds,
-        **job.said(state),
-        "samples": state.samples,
-        "tokens": state.tokens,
-        "iterations": state.iteration,
-        "updates": state.updates,
-        "updates_skipped": state.skipped,
-        "stopped": result.stopped,
-        "peak_memory_bytes": peak.get("cuda", peak.get("host")),
-    }
-    write_summary(
-        output / "summary.json",
-        before=before,
-        after=after,
-        costs=costs,
-        config=asdict(config),
-        versions=versions(),
+    return finish(
+        config,
+        output,
+        before,
+        after,
+        pipeline=pipeline,
+        result=result,
+        evaluating=evaluating,
+        heldout=job.heldout,
+        sees=job.policy.processor is not None,
+        more=job.said(result.state),
     )
-    return json.loads((output / "summary.json").read_text(encoding="utf-8"))
-
-
-def result_folder(config: Any, output: Path) -> Path:
-    """Where a run leaves what it trained: the adapters, or the whole model."""
-    return output / ("model" if config.model.lora is None else "lora")
 
 
 def keeping_of(config: Any, output: Path) -> Keeping:

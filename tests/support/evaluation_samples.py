@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,25 @@ def make_result(
         "image_index": np.arange(count),
     }
     return HeldoutResult(**(fields | changes))
+
+
+def make_text_result(share: float, *, long: bool = False, **changes: Any) -> HeldoutResult:
+    """The same of completions: what is wrong says so, and where `long` texts have hundreds of words."""
+    plain = make_result(share, **changes)
+    tail = " and so on, word after word" * 60 if long else ""
+    written = (
+        f"<think> {k}\n</think> {'right' if c else 'wrong'}{tail}" for k, c in enumerate(plain.correct)
+    )
+    fields = {
+        "prompts": tuple(f"{prompt}: what is\n1 + 1?{tail}" for prompt in plain.prompts),
+        "completions": tuple(written),
+        "scores": {"checker": plain.correct.astype(np.float32), "length": plain.scores["clip_score"]},
+        "units": {"checker": "1 = correct", "length": "tokens"},
+        "higher_is_better": {"checker": True, "length": False},
+        "images": np.zeros((0, 1, 1, 3), dtype=np.uint8),
+        "image_index": np.zeros(0, dtype=np.int64),
+    }
+    return replace(plain, **fields)
 
 
 def blind_result(share: float = 0.5) -> HeldoutResult:

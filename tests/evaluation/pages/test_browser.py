@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.support.browser import Browser, find_browser
-from tests.support.evaluation_samples import make_result
+from tests.support.evaluation_samples import make_result, make_text_result
 from tests.support.hackable_rewards import LovesSaturation
 from tests.support.pair_judges import Brightness, BrightnessPairs
 from visalign.data.sets.files import write_rows
@@ -177,15 +177,15 @@ def _score(folder: Path) -> Path:
     )
 
 
-def _report(folder: Path) -> Path:
+def _report(folder: Path, make: Callable[..., Any] = make_result, **options: Any) -> Path:
     metrics = [
         {"iteration": k, "reward_mean": 0.1 * k, "kl": 0.01 * k, "heldout/accuracy": 0.2 + 0.02 * k}
         for k in range(1, 31)
     ]
     return write_report(
         folder / "run",
-        before=make_result(0.25),
-        after=make_result(0.75),
+        before=make(0.25, **options),
+        after=make(0.75, **options),
         metrics=metrics,
         config={"model": "shapes-sd3", "a_section": {"a_setting_with_a_long_name": ["value"] * 12}},
         versions={"torch": "2.9.1"},
@@ -207,6 +207,7 @@ PAGES: dict[str, Callable[[Path], Path]] = {
     "rank": _rank,
     "score": _score,
     "report": _report,
+    "text_report": lambda folder: _report(folder / "text", make_text_result, long=True),
 }
 """Name -> what writes the page into a folder, with long names and words where the widths could break."""
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.evaluation_samples import TAGS, blind_result, make_result
+from tests.support.evaluation_samples import TAGS, blind_result, make_result, make_text_result
 from visalign.evaluation import HeldoutResult, compare, write_report, write_summary
 from visalign.evaluation.pages.pictures import data_uri, failures, galleries, take_in_turn
 from visalign.evaluation.pages.wording import change, duration, number, setting
@@ -235,6 +235,31 @@ def test_verdicts_and_reasons_stand_beside_the_pictures() -> None:
         assert pair.after.source == data_uri(after.images[row])
 
 
+def test_a_text_run_has_the_same_page_with_completions(tmp_path: Path) -> None:
+    before, after = make_text_result(0.25), make_text_result(0.75)
+    page = report(tmp_path, before, after)
+    assert "6 of 24 completions were correct before training, 18 of 24 after it" in page.text
+    assert "each answered twice with the same seeds" in page.text and "+50.0 points" in page.text
+    assert "picture" not in page.text.lower() and "noise" not in page.text and page.all("img") == []
+    assert "<script" not in page.source and "<think>" not in page.source, "completions are escaped"
+    improved = galleries(before, after, compare(before, after))[1].pairs
+    assert len(improved) == 10, "each prompt once"
+    for pair in improved:
+        row = before.prompts.index(pair.prompt) + pair.seed
+        assert (pair.before.text, pair.after.text) == (before.completions[row], after.completions[row])
+        assert pair.before.text.endswith("wrong") and pair.after.text.endswith("right")
+        assert pair.after.scores == (("checker", 1.0), ("length", float(after.scores["length"][row])))
+    assert "<think> 7 </think> wrong" in page.text and "<think> 7 </think> right" in page.text
+    assert "prompt 3: what is 1 + 1?" in page.text
+
+
+def test_long_texts_are_folded_and_whole(tmp_path: Path) -> None:
+    page = report(tmp_path, make_text_result(0.25, long=True), make_text_result(0.75, long=True))
+    assert page.text.count("All 1") == len(page.all("details")) - page.text.count("The whole prompt") > 20
+    whole = make_text_result(0.75, long=True).completions[0]
+    assert re.sub(r"\s+", " ", whole) in page.text
+
+
 def test_worse_pictures_are_shown_too(tmp_path: Path) -> None:
     before, after = make_result(0.75), make_result(0.25)
     page = report(tmp_path, before, after)
@@ -293,8 +318,10 @@ def test_empty_metrics(tmp_path: Path) -> None:
     start = {"heldout/accuracy": 0.25}
     options = {"metrics": [], "costs": {}, "versions": {}, "config": {}, "start": start}
     page = report(tmp_path, make_result(0.25), make_result(0.75), **options)
-    assert page.text.count("Not recorded in this run.") == 5
+    assert "No metrics were recorded" not in page.text
     assert len(page.all("svg")) == 1, "held-out accuracy before training is known without metrics"
+    page = report(tmp_path, make_result(0.25), make_result(0.75), **options | {"start": None})
+    assert "No metrics were recorded in this run." in page.text and page.all("svg") == []
 
 
 def test_all_invalid(tmp_path: Path) -> None:

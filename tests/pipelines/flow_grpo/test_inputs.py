@@ -14,10 +14,12 @@ from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
-from visalign.pipelines.flow_grpo.results import load_code, start_of_curves
+from visalign.pipelines.flow_grpo.results import finish, load_code
 from visalign.pipelines.shared.run_inputs import FINGERPRINTS, check_unchanged, write_once
 from visalign.rewards import RewardError
 from visalign.training.loop.checkpoint import CheckpointError
+from visalign.training.loop.loop import TrainResult
+from visalign.training.loop.state import RunState
 
 SMALL = (
     "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3}",
@@ -137,11 +139,23 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
         compile(code, "report", "exec")
 
 
-def test_the_curve_starts_with_the_samples_of_its_later_points() -> None:
+def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -> None:
     before = make_result(0.5, prompts=12, seeds=2)
     heldout = [{"prompt": f"prompt {number}"} for number in range(12)]
     given = config("evaluation={seeds: [0, 1], every: 1, prompts_on_the_way: 3}")
     rows = [0, 8, 16]  # prompts 0, 4 and 8 with seed 0
-    assert start_of_curves(given, before, heldout) == {"heldout/accuracy": before.correct[rows].mean()}
-    assert before.correct[rows].mean() != before.accuracy
-    assert start_of_curves(config(), before, heldout) == {}
+    expected = before.correct[rows].mean()
+    assert expected != before.accuracy
+    for asked, seen in ((given, f"over iterations 0 to 0: from {100 * expected:.3g} to"), (config(), None)):
+        finish(
+            asked,
+            tmp_path,
+            before,
+            make_result(0.75, prompts=12, seeds=2),
+            result=TrainResult(state=RunState(), stopped="finished"),
+            evaluating=1.0,
+            heldout=heldout,
+            seen=0,
+        )
+        page = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert seen in page if seen else "over iterations" not in page

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -24,6 +25,7 @@ from visalign.pipelines.text import ppo as text_ppo
 from visalign.pipelines.text.grpo import TextGRPOConfig
 from visalign.pipelines.text.parts import prepare
 from visalign.pipelines.text.ppo import TextPPOConfig
+from visalign.pipelines.text.results import load_code
 from visalign.rewards.base.contract import RewardError
 from visalign.seeds import sample_seed
 from visalign.training.loop.loop import Loop
@@ -68,6 +70,33 @@ def test_a_run_leaves_numbers_and_a_model_that_transformers_loads(finished):
     assert AutoTokenizer.from_pretrained(output / "model").chat_template
     records = read_metrics(output / "metrics.jsonl")
     assert len(records) == 2 and all("heldout/accuracy" in record for record in records)
+
+
+def test_a_run_leaves_the_page_of_a_picture_run(finished):
+    from visalign.evaluation import load_heldout
+
+    output, summary = finished
+    page = html.unescape((output / "report.html").read_text(encoding="utf-8"))
+    assert "GRPO on tasks-qwen3" in page and "Held-out accuracy" in page and "picture" not in page
+    after = load_heldout(output / "after.npz")
+    assert len(after.completions) == len(after) == 12 and after.completions[0] in page
+    assert after.prompts[0] in page and page.count("<svg") >= 6
+    assert "over iterations 0 to 2" in page, "the curve starts with the evaluation before training"
+    gain = summary["gain"]["estimate"]
+    assert f"{100 * gain:+.1f} points".replace("-", "−").replace("+0.0", "0.0") in page
+    code = page.split("<pre", 2)[1].split("<code>")[1].split("</code>")[0]
+    scope: dict = {}
+    exec(code, scope)
+    assert scope["model"].config.vocab_size and scope["tokenizer"].chat_template
+
+
+def test_the_code_loads_adapters_and_models_that_see():
+    adapters = load_code(_grpo("model.lora={}"), Path("runs/a"))
+    assert 'PeftModel.from_pretrained(base, "runs/a/lora")' in adapters
+    seeing = load_code(_grpo(), Path("runs/a"), sees=True)
+    assert 'processor = AutoProcessor.from_pretrained("runs/a/model")' in seeing
+    for code in (adapters, seeing):
+        compile(code, "report", "exec")
 
 
 def test_the_accuracy_is_the_checkers(finished):

@@ -52,6 +52,8 @@ class HeldoutResult:
     """[M, H, W, 3] pictures of the samples `image_index`, reduced when they are large."""
     image_index: NDArray[np.int64]
     """[M] ascending sample numbers."""
+    completions: tuple[str, ...] = ()
+    """[N] what a text policy wrote; empty where the samples are pictures."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -148,6 +150,7 @@ class HeldoutResult:
             "prompts": self.prompts,
             "tags": self.tags,
             "reasons": self.reasons,
+            "completions": self.completions,
             "names": list(self.scores),
             "units": dict(self.units),
             "higher_is_better": dict(self.higher_is_better),
@@ -183,6 +186,7 @@ def load_heldout(path: Path) -> HeldoutResult:
         prompts=tuple(header["prompts"]),
         tags=tuple(header["tags"]),
         reasons=tuple(header["reasons"]),
+        completions=tuple(header["completions"]),
         scores=scores,
         units=header["units"],
         higher_is_better=header["higher_is_better"],

@@ -65,7 +65,7 @@ def evaluate_text(
     """
     _check(rewards, records, seeds, correctness)
     prompts = [record["prompt"] for record in records]
-    names = [_text(prompt) for prompt in prompts]
+    names = [prompt_text(prompt) for prompt in prompts]
     drawn = [sample_seed("heldout", name, int(s)) for name in names for s in seeds]
     with torch.no_grad():
         rollout = policy.generate(
@@ -91,6 +91,7 @@ def evaluate_text(
         higher_is_better={n: r.higher_is_better for n, r in rewards.items()} | _directions(extra),
         images=np.zeros((0, 1, 1, 3), dtype=np.uint8),
         image_index=np.zeros(0, dtype=np.int64),
+        completions=tuple(rollout.text),
     )
 
 
@@ -98,7 +99,8 @@ def _directions(measured: Iterable[str]) -> dict[str, bool]:
     return {name: _MEASURES[name][1] for name in measured}
 
 
-def _text(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
+    """A prompt as one text, which names its samples in a result: itself, or the contents of its messages."""
     return prompt if isinstance(prompt, str) else "\n".join(str(m.get("content")) for m in prompt)
 
 

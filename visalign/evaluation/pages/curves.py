@@ -40,8 +40,15 @@ CURVES = (
         keys=("heldout/accuracy",),
         title="Held-out accuracy",
         unit="%",
-        meaning="held-out prompts, ODE sampling",
+        meaning="held-out prompts, the same seeds each time",
         percent=True,
+    ),
+    Curve(keys=("loss",), title="Loss", unit="nats or reward", meaning="mean over updates"),
+    Curve(
+        keys=("perplexity",),
+        title="Perplexity",
+        unit="exp of nats per token",
+        meaning="of the demonstrations, before each update",
     ),
     Curve(
         keys=("ratio_std",),
@@ -54,7 +61,7 @@ CURVES = (
         keys=("clip_low", "clip_high"),
         title="Clip fraction",
         unit="%",
-        meaning="(image, step) pairs cut at either bound",
+        meaning="denoising steps or tokens cut at either bound",
         percent=True,
         from_zero=True,
     ),
@@ -66,6 +73,30 @@ CURVES = (
         from_zero=True,
     ),
     Curve(
+        keys=("frac_reward_zero_std",),
+        title="Samples without a signal",
+        unit="%",
+        meaning="advantage zero: their group has one reward",
+        percent=True,
+        from_zero=True,
+    ),
+    Curve(keys=("entropy",), title="Entropy", unit="nats", meaning="per token, mean", from_zero=True),
+    Curve(
+        keys=("length_mean",),
+        title="Length",
+        unit="tokens",
+        meaning="mean of the completions",
+        from_zero=True,
+    ),
+    Curve(
+        keys=("truncated_share",),
+        title="Cut off",
+        unit="%",
+        meaning="completions that met the length limit",
+        percent=True,
+        from_zero=True,
+    ),
+    Curve(
         keys=("grad_norm",),
         title="Gradient norm",
         unit="L2",
@@ -73,7 +104,7 @@ CURVES = (
         from_zero=True,
     ),
 )
-"""The six panels of a Flow-GRPO run."""
+"""The panels of a run, each drawn where the run recorded it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +113,7 @@ class Panel:
 
     curve: Curve
     svg: Markup
-    """Empty where nothing was recorded."""
+    """Empty where no value is finite."""
     note: str
     """What was smoothed or left out."""
 
@@ -93,7 +124,7 @@ def panels(
     *,
     start: Mapping[str, float] | None = None,
 ) -> tuple[Panel, ...]:
-    """Draw every curve.
+    """Draw every curve that has values.
 
     Args:
         metrics: Rows of metrics.jsonl; a row without a key is skipped, one with null or a number that is not
@@ -103,9 +134,10 @@ def panels(
             those of the rows were.
 
     Returns:
-        One panel per curve, in order.
+        One panel per curve that was recorded, in order.
     """
-    return tuple(_panel(curve, *_series(metrics, curve, start or {})) for curve in curves)
+    series = [(curve, *_series(metrics, curve, start or {})) for curve in curves]
+    return tuple(_panel(curve, x, y) for curve, x, y in series if len(x))
 
 
 def _series(
@@ -127,8 +159,7 @@ def _panel(curve: Curve, x: NDArray[np.float64], y: NDArray[np.float64]) -> Pane
     finite = np.isfinite(y)
     gaps = int((~finite).sum())
     if not finite.any():
-        said = f"No finite value in {gaps} rows." if gaps else "Not recorded in this run."
-        return Panel(curve=curve, svg=Markup(""), note=said)
+        return Panel(curve=curve, svg=Markup(""), note=f"No finite value in {gaps} rows.")
     window = max(3, len(y) // 10 | 1) if len(y) >= SMOOTH_FROM else 1
     smooth = running_mean(y, window)
     notes = [f"thin: each iteration; thick: mean of the nearest {window}"] if window > 1 else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pictures the report shows, by a stated rule, and how they get into the page."""
+"""Which samples the report shows, by a stated rule, and how they get into the page."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from PIL import Image
 
 from visalign.evaluation.heldout.comparison import Comparison
 from visalign.evaluation.heldout.result import HeldoutResult
+from visalign.evaluation.heldout.text import ANY, GREEDY
+
+from .wording import kind_of
 
 PIXELATED_SIDE = 128
 """Pictures up to this side are stored losslessly and enlarged as squares; larger ones are photographs."""
@@ -21,10 +24,14 @@ PIXELATED_SIDE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Shot:
-    """One picture with what the judge said."""
+    """One picture or completion with what the judge said."""
 
     source: str
-    """data: URI."""
+    """data: URI of a picture; empty for a completion."""
+    text: str
+    """The completion; empty for a picture."""
+    scores: tuple[tuple[str, float], ...]
+    """Reward -> score of a completion; empty for a picture."""
     verdict: str
     """"correct", "wrong" or "no verdict"."""
     reason: str
@@ -54,13 +61,13 @@ class Gallery:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Pictures of one category that are wrong after training."""
+    """Samples of one category that are wrong after training."""
 
     tag: str
     total: int
     judged: int
     shots: tuple[tuple[str, int, Shot], ...]
-    """(prompt, seed, picture)."""
+    """(prompt, seed, sample)."""
 
 
 def galleries(
@@ -73,7 +80,7 @@ def galleries(
     kinds = [
         (
             "fixed",
-            "The same pictures in every report",
+            f"The same {kind_of(before).many} in every report",
             "chosen before looking: the first prompts of each category",
             np.arange(len(before)),
         ),
@@ -82,7 +89,7 @@ def galleries(
     ]
     found = []
     for anchor, title, rule, candidates in kinds:
-        rows = take_in_turn(_with_picture(candidates, before, after), before, each)
+        rows = take_in_turn(_shown(candidates, before, after), before, each)
         said = f"{len(rows)} of {len(candidates)}: {rule}, one category after the other, each prompt once."
         pairs = tuple(_pair(row, before, after) for row in rows)
         found.append(Gallery(anchor=anchor, title=title, rule=said, pairs=pairs))
@@ -90,13 +97,13 @@ def galleries(
 
 
 def failures(after: HeldoutResult, *, each: int = 6) -> tuple[Failures, ...]:
-    """Per category the first wrong pictures after training, each prompt once; none where all are right."""
+    """Per category the first wrong samples after training, each prompt once; none where all are right."""
     found = []
     for tag in dict.fromkeys(after.tags):
         wrong = np.flatnonzero(after.rows(tag) & after.judged & ~after.correct)
         if len(wrong) == 0:
             continue
-        rows = take_in_turn(_with_picture(wrong, after), after, each)
+        rows = take_in_turn(_shown(wrong, after), after, each)
         shots = tuple((after.prompts[row], int(after.seeds[row]), shot(row, after)) for row in rows)
         judged = int((after.rows(tag) & after.judged).sum())
         found.append(Failures(tag=tag, total=len(wrong), judged=judged, shots=shots))
@@ -118,11 +125,16 @@ def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) ->
 
 
 def shot(row: int, result: HeldoutResult) -> Shot:
-    """The picture of one sample; `row` must be among `image_index`."""
-    place = int(np.searchsorted(result.image_index, row))
+    """One sample; where they are pictures `row` must be among `image_index`."""
     verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
     reason = "" if verdict == "correct" else result.reasons[row]
-    return Shot(source=data_uri(result.images[place]), verdict=verdict, reason=reason)
+    if result.completions:
+        scores = tuple((name, float(values[row])) for name, values in result.scores.items())
+        said = tuple(pair for pair in scores if pair[0] not in (GREEDY, ANY))
+        return Shot(source="", text=result.completions[row], scores=said, verdict=verdict, reason=reason)
+    place = int(np.searchsorted(result.image_index, row))
+    source = data_uri(result.images[place])
+    return Shot(source=source, text="", scores=(), verdict=verdict, reason=reason)
 
 
 def data_uri(image: NDArray[np.uint8]) -> str:
@@ -147,7 +159,8 @@ def _pair(row: int, before: HeldoutResult, after: HeldoutResult) -> Pair:
     )
 
 
-def _with_picture(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:
-    for result in results:
+def _shown(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:
+    """Those that the page can show: of pictures, the ones that were kept on every side."""
+    for result in (result for result in results if not result.completions):
         candidates = candidates[np.isin(candidates, result.image_index)]
     return candidates

@@ -42,6 +42,8 @@ def write_report(
 ) -> Path:
     """Write `report.html` into a run's folder: no network, no script, pictures inside, light or dark.
 
+    The samples are pictures or completions, as the evaluations have them.
+
     Args:
         run_folder: Where it shall stand; made if missing.
         before: Held-out evaluation of the model as it was.
@@ -50,8 +52,8 @@ def write_report(
         config: The run's configuration, nested mappings or a dataclass.
         versions: Package -> version.
         costs: What the run spent, each entry optional: `seconds` (in all), `phases` {name: seconds},
-            `forward_equivalents_per_image`, `images` (generated for training), `peak_memory_bytes` (one
-            number, or {"host": ..., "cuda": ...}); others are shown under their names.
+            `forward_equivalents_per_image`, `images` or `samples` (made for training), `peak_memory_bytes`
+            (one number, or {"host": ..., "cuda": ...}); others are shown under their names.
         title: The page's title.
         load_code: Python that loads the result.
         resume_command: The command that continues the run.
@@ -59,7 +61,7 @@ def write_report(
             of the curves.
         seen: How many of the held-out prompts were trained on, which the page then says; None where that is
             not known.
-        curves: Panels of the training section.
+        curves: Panels of the training section, each drawn where the metrics have it.
 
     Returns:
         The path of the file.
@@ -88,16 +90,18 @@ def _results(before: HeldoutResult, after: HeldoutResult, seen: int | None) -> d
     comparison = compare(before, after)
     others = [row for row in comparison.rewards if not row.repeats_accuracy]
     height, width = after.images.shape[1:3]
+    kind = wording.kind_of(after)
     return {
         "before": before,
+        "kind": kind,
         "comparison": comparison,
         "summary": wording.headline(before, after, comparison, seen=seen),
         "rows": (comparison.overall, *comparison.categories),
         "others": others,
-        "reward_note": wording.reward_note(others),
+        "reward_note": wording.reward_note(others, kind),
         "galleries": galleries(before, after, comparison),
         "failures": failures(after),
-        "pixelated": max(height, width) <= PIXELATED_SIDE,
+        "pixelated": kind is wording.PICTURES and max(height, width) <= PIXELATED_SIDE,
         "picture_height": round(256 * height / width),
     }
 

@@ -16,6 +16,41 @@ MISSING = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleKind:
+    """What a model makes, as the page speaks of it."""
+
+    one: str
+    many: str
+    made: str
+    """What is done with a prompt."""
+    same: str
+    """What before and after have in common."""
+    pairing: str
+    """The same as a sentence."""
+
+
+PICTURES = SampleKind(
+    one="picture",
+    many="pictures",
+    made="drawn",
+    same="from the same noise",
+    pairing="Same prompt, same seed, same starting noise; only the weights differ.",
+)
+COMPLETIONS = SampleKind(
+    one="completion",
+    many="completions",
+    made="answered",
+    same="with the same seeds",
+    pairing="Same prompt, same seed; only the weights differ.",
+)
+
+
+def kind_of(result: HeldoutResult) -> SampleKind:
+    """Of the samples of an evaluation."""
+    return COMPLETIONS if result.completions else PICTURES
+
+
+@dataclass(frozen=True, kw_only=True)
 class Headline:
     """The top of the page."""
 
@@ -41,21 +76,21 @@ def headline(
         comparison: of the two.
         seen: how many of the prompts were trained on; None where that is not known.
     """
-    row = comparison.overall
+    row, kind = comparison.overall, kind_of(before)
     if not math.isfinite(row.change.estimate):
         return _reward_headline(before, comparison, seen)
     n_prompts, n_seeds = len(set(before.prompts)), len(set(before.seeds.tolist()))
     times = {1: "once", 2: "twice"}.get(n_seeds, f"{n_seeds} times")
     counted = (
-        f"{_prompts(n_prompts, seen)}, each drawn {times} from the same noise before and after: "
-        f"{row.correct[0]} of {row.judged[0]} pictures were correct before training, "
+        f"{_prompts(n_prompts, seen)}, each {kind.made} {times} {kind.same} before and after: "
+        f"{row.correct[0]} of {row.judged[0]} {kind.many} were correct before training, "
         f"{row.correct[1]} of {row.judged[1]} after it."
     )
     sentences = [counted, _judgement(row.change)]
     missing = len(before) - row.judged[0], len(after) - row.judged[1]
     if any(missing):
         sentences.append(
-            f"{missing[0]} pictures before and {missing[1]} after could not be judged; they are left out, "
+            f"{missing[0]} {kind.many} before and {missing[1]} after could not be judged; they are left out, "
             "not counted as wrong."
         )
     return Headline(
@@ -80,6 +115,7 @@ def _prompts(count: int, seen: int | None) -> str:
 
 def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | None) -> Headline:
     """Without verdicts the first reward is the headline."""
+    kind = kind_of(before)
     if not comparison.rewards:
         return Headline(
             label="Held-out evaluation",
@@ -88,7 +124,7 @@ def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | 
             change="nothing to compare",
             interval="no interval",
             direction="flat",
-            sentences=("No picture has a verdict and no reward was evaluated.",),
+            sentences=(f"No {kind.one} has a verdict and no reward was evaluated.",),
         )
     row = comparison.rewards[0]
     return Headline(
@@ -99,7 +135,7 @@ def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | 
         interval=f"{_level(row.change)} interval {_span(row.change)}",
         direction=_direction(row.change),
         sentences=(
-            f"{len(before)} pictures of {_prompts(len(set(before.prompts)), seen)}, from the same noise "
+            f"{len(before)} {kind.many} of {_prompts(len(set(before.prompts)), seen)}, {kind.same} "
             "before and after. No reward of this run says correct or wrong, so there is no accuracy.",
             _judgement(row.change),
         ),
@@ -116,14 +152,14 @@ def _judgement(interval: Interval) -> str:
     return "The interval contains zero: this evaluation shows no change. Use more prompts, or train longer."
 
 
-def reward_note(rows: Sequence[RewardRow]) -> str:
+def reward_note(rows: Sequence[RewardRow], kind: SampleKind) -> str:
     """Whether anything else moved the wrong way."""
     worse = [words(row.name) for row in rows if row.worse]
     unclear = [words(row.name) for row in rows if row.verdict == "not measured"]
     parts = []
     if worse:
         parts.append(
-            f"{', '.join(worse)} moved in the wrong direction, beyond the interval. Look at the pictures."
+            f"{', '.join(worse)} moved in the wrong direction, beyond the interval. Look at the {kind.many}."
         )
     elif len(unclear) < len(rows):
         parts.append("No reward moved in the wrong direction beyond its interval.")
