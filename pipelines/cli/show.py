@@ -192,12 +192,13 @@ def result_files(folder: Path) -> list[str]:
     Args:
         folder: the run's folder.
     """
-    pictures = (folder / "report.html").exists()
+    of_text = (folder / "lora" / "adapter_config.json").exists()
+    is_pipeline = (folder / "model" / "model_index.json").exists()
     wanted = {
-        "report.html": "pictures and numbers, opens in a browser",
-        "lora": "for pipe.load_lora_weights" if pictures else "for peft.PeftModel.from_pretrained",
+        "report.html": "before and after, opens in a browser",
+        "lora": "for peft.PeftModel.from_pretrained" if of_text else "for pipe.load_lora_weights",
         "judge": "the judge and its card; give this folder as the model of its reward",
-        "model": f"for {'StableDiffusion3Pipeline' if pictures else 'AutoModelForCausalLM'}.from_pretrained",
+        "model": f"for {'StableDiffusion3Pipeline' if is_pipeline else 'AutoModelForCausalLM'}.from_pretrained",
         "summary.json": "the numbers",
         "metrics.jsonl": "a line per iteration",
     }

@@ -18,6 +18,7 @@ from visalign.config import list_configs, load_config
 from visalign.data.assets import resolve_model
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.cli.app import app
+from visalign.pipelines.cli.show import result_files
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.interrupted import TrainingInterrupted
 from visalign.pipelines.text import grpo as text_grpo
@@ -87,6 +88,10 @@ def test_a_run_leaves_the_page_of_a_picture_run(finished):
     code = page.split("<pre", 2)[1].split("<code>")[1].split("</code>")[0]
     scope: dict = {}
     exec(code, scope)
+    assert [line.split("  (")[1] for line in result_files(output)][:2] == [
+        "before and after, opens in a browser)",
+        "for AutoModelForCausalLM.from_pretrained)",
+    ]
     assert scope["model"].config.vocab_size and scope["tokenizer"].chat_template
 
 
