@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,31 @@ def test_heavy_libraries_stay_at_the_leaves() -> None:
         if level == 0
     }
     assert core <= {"torch", "visalign", *sys.stdlib_module_names}
+
+
+BY_NAME = {
+    "jsonschema": "rewards/text/format.py imports it by name, with its part `referencing`",
+    "matplotlib": "plots of the pages",
+    "wandb": "accelerate imports it for run.trackers=[wandb]",
+}
+"""Dependencies that no import statement of the product names, and who needs them."""
+
+
+def test_dependencies_are_what_the_code_imports() -> None:
+    def named(requirements: list[str]) -> set[str]:
+        return {re.split(r"[<>=!~\[ ]", line)[0].lower().replace("_", "-") for line in requirements}
+
+    owners = metadata.packages_distributions()
+    imported = {
+        module.split(".")[0]
+        for path in sources(tests=False)
+        for _, module, level in _imports(path)
+        if level == 0
+    } - {"visalign", *sys.stdlib_module_names}
+    needed = named([owners.get(module, [module])[0] for module in imported])
+    optional = PROJECT["project"]["optional-dependencies"]
+    offered = [line for extra, lines in optional.items() if extra != "test" for line in lines]
+    assert named([*PROJECT["project"]["dependencies"], *offered]) == needed | set(BY_NAME)
 
 
 def test_files_and_functions_stay_short() -> None:

@@ -126,7 +126,7 @@ def spaq(folder: Path) -> Iterator[Numbered]:
     """SPAQ: `Annotations/MOS and Image attribute scores.xlsx` (or .csv), pictures in `TestImage/`.
 
     The score is MOS, 0 to 100; the attributes (Brightness, Colorfulness ...) are kept in `extra`. The Excel
-    file is read with openpyxl where that is installed.
+    file is read with openpyxl (the extra `excel`).
 
     Source: Fang et al., Perceptual Quality Assessment of Smartphone Photography, CVPR 2020.
     """
