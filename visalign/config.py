@@ -2,6 +2,9 @@
 """Configurations: a frozen dataclass, a YAML file with the differences, `key.sub=value` overrides on top.
 
 The packaged files (the folder `configs/`, installed as `visalign.configs`) are found by name from anywhere.
+YAML and its `${interpolation}` are OmegaConf's, types are checked by pydantic: fields may be any type that it
+knows, among them `Literal`, `Annotated[int, Field(ge=1)]`, and a union of dataclasses that one of their
+fields tells apart, `Annotated[A | B, Field(discriminator="kind")]`, each with the keys that it reads alone.
 """
 
 from __future__ import annotations
@@ -10,15 +13,16 @@ import dataclasses
 import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .errors import ConfigError, suggestion
-from .schema import check_content, field_types, section_schema
+from .schema import STRICT, Source, entry_schema, field_types, refusal, section_schema
 
 T = TypeVar("T")
 
@@ -105,7 +109,7 @@ def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequ
     itself; an override with a dotted key edits one entry of it.
 
     Args:
-        schema: a dataclass whose fields all have types OmegaConf knows.
+        schema: a dataclass whose fields all have types that pydantic knows.
         path: what `resolve_config` takes, or None for the defaults alone.
         overrides: items `key.sub=value`; the value is read as YAML (`1e-4`, `true`, `null`, `[1, 2]`).
 
@@ -117,19 +121,19 @@ def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequ
             dataclass itself refuses; the message names the full key, what was given and what is allowed.
         TypeError: `schema` is no dataclass.
     """
+    given: dict[str, Any] = {}
+    sources: list[Source] = []
     has_pipeline = PIPELINE_KEY in field_types(schema)
-    data = typing.cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.structured(schema)))
     if path is not None:
-        content = read_config(path)
+        given = read_config(path)
         if not has_pipeline:
-            content.pop(PIPELINE_KEY, None)
-        check_content(content, schema, f"'{resolve_config(path)}'")
-        data = _layer(data, content, schema)
+            given.pop(PIPELINE_KEY, None)
+        sources.append(((), f"'{resolve_config(path)}'"))
     for item in overrides:
         keys, value = _parse_override(item)
-        check_content(_set({}, keys, value), schema, f"the override '{item}'")
-        data = _set(data, keys, value)
-    return _build(schema, data)
+        given = _set(given, keys, value)
+        sources.append((tuple(keys), f"the override '{item}'"))
+    return _build(schema, _over_defaults(given, schema, dataclasses.MISSING), sources)
 
 
 def config_to_yaml(config: Any) -> str:
@@ -141,7 +145,7 @@ def config_to_yaml(config: Any) -> str:
     Returns:
         YAML text, keys in the order of the fields.
     """
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
 def to_plain(config: Any) -> dict[str, Any]:
@@ -151,10 +155,9 @@ def to_plain(config: Any) -> dict[str, Any]:
         config: an instance of a configuration dataclass.
 
     Returns:
-        Every field, sections as dicts; enumerations by their names.
+        Every field, sections as dicts.
     """
-    content = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    return json.loads(json.dumps(content, default=str))
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -194,45 +197,73 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
     return keys, typing.cast("dict[str, Any]", parsed)["value"]
 
 
-def _layer(base: Any, content: Mapping[str, Any], schema: Any) -> dict[str, Any]:
-    """The file's values over the defaults; sections are merged, dicts with free names are replaced."""
-    hints = field_types(schema)
-    merged = dict(base) if isinstance(base, Mapping) else {}
-    for key, value in content.items():
-        section = section_schema(hints[key])
-        merged[key] = (
-            _layer(merged.get(key), value, section) if section is not None and value is not None else value
-        )
-    return merged
+class _Entries(dict[str, Any]):
+    """What dotted overrides alone say of a mapping: it edits the default one, which others replace."""
 
 
 def _set(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
-    copy = dict(data) if isinstance(data, Mapping) else {}
+    copy = type(data)(data) if isinstance(data, dict) else _Entries()
     copy[keys[0]] = value if len(keys) == 1 else _set(copy.get(keys[0]), keys[1:], value)
     return copy
 
 
-def _build(schema: type[T], data: Mapping[str, Any]) -> T:
-    base = OmegaConf.structured(schema)
-    _empty_dicts(base, schema)
+def _over_defaults(given: Any, hint: Any, default: Any) -> Any:
+    """What was given over the defaults: sections are merged, of dicts with free names see `load_config`."""
+    section = section_schema(hint, given, default)
+    if section is not None and isinstance(given, Mapping):
+        fields = {field.name: _default(field) for field in dataclasses.fields(section)}
+        if type(default) is section:
+            fields = {name: getattr(default, name) for name in fields}
+        hints = field_types(section)
+        filled = {
+            name: _over_defaults(value, hints.get(name), fields.get(name)) for name, value in given.items()
+        }
+        known = {name: _plain(value) for name, value in fields.items() if value is not dataclasses.MISSING}
+        return {**known, **filled}
+    entry = entry_schema(hint)
+    if entry is not None and isinstance(given, Mapping):
+        old = default if isinstance(given, _Entries) and isinstance(default, Mapping) else {}
+        filled = {name: _over_defaults(value, entry, old.get(name)) for name, value in given.items()}
+        return {**{name: _plain(value) for name, value in old.items()}, **filled}
+    if isinstance(given, _Entries) and isinstance(default, Mapping):
+        return {**default, **given}
+    if any(kind in str(hint) for kind in ("bool", "Any")):
+        return given
+    if isinstance(given, list):
+        return [str(part) if isinstance(part, bool) else part for part in given]
+    return str(given) if isinstance(given, bool) else given  # else pydantic takes true for 1
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and mappings of any class as dicts."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+
+
+def _build(schema: type[T], data: Mapping[str, Any], sources: Sequence[Source]) -> T:
+    from pydantic import ValidationError
+
     try:
-        return typing.cast(T, OmegaConf.to_object(OmegaConf.merge(base, data)))
+        resolved = OmegaConf.to_container(OmegaConf.create(_plain(data)), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         message = str(error).splitlines()[0]
         raise ConfigError(
             f"Key '{error.full_key}': {message}. Set it in the file or as an override."
         ) from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    try:
+        return _adapter(schema).validate_python((resolved,))[0]
+    except ValidationError as error:
+        raise refusal(error, schema, resolved, sources) from error
 
 
-def _empty_dicts(node: DictConfig, schema: Any) -> None:
-    """Take the default entries out of dicts with free names: merging would bring back what was replaced."""
-    OmegaConf.set_readonly(node, False)
-    for name, hint in field_types(schema).items():
-        if typing.get_origin(hint) is dict:
-            node[name] = {}
-            continue
-        section = section_schema(hint)
-        if section is not None and not OmegaConf.is_missing(node, name) and node[name] is not None:
-            _empty_dicts(node[name], section)
+@lru_cache
+def _adapter(schema: type[T]) -> Any:
+    from pydantic import TypeAdapter
+
+    of_one: Any = tuple[schema]  # type: ignore[valid-type]  # a dataclass itself takes no settings here
+    return TypeAdapter(of_one, config=STRICT)

@@ -1,18 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration dataclass allows: plain values are checked and refused by their full key."""
+"""What a configuration dataclass allows, and how the first thing that it does not allow is said."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from .errors import ConfigError, did_you_mean, nearest, suggestion
 
-from .errors import ConfigError, did_you_mean, nearest
+if TYPE_CHECKING:
+    from pydantic import ConfigDict, ValidationError
+
+STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}
+"""pydantic's settings for all configurations."""
+
+Source = tuple[tuple[str, ...], str]
+"""(keys that were written, where they stand); of a file () and its name."""
+
+RENAMED = {
+    "optimiser": "optimizer",
+    "rollout.level": "rollout.noise_level",
+    "rollout.grid": "rollout.timestep_schedule",
+    "rollout.noise_steps": "rollout.sde_steps",
+    "rollout.noise_count": "rollout.sde_window",
+    "rollout.event_norm": "rollout.log_prob_reduction",
+}
+"""Key of an earlier version -> its name now."""
 
 
 def field_types(schema: Any) -> dict[str, Any]:
@@ -29,12 +45,20 @@ def field_types(schema: Any) -> dict[str, Any]:
     """
     if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
         raise TypeError(f"A configuration schema is a dataclass; got {schema!r}.")
-    hints = typing.get_type_hints(schema)
+    hints = typing.get_type_hints(schema, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 
 
-def section_schema(hint: Any) -> Any:
-    """The dataclass D of a field of type D or D | None, else None."""
+def section_schema(hint: Any, *values: Any) -> Any:
+    """The dataclass D of a field of type D or D | None; of a union of dataclasses the one that the values
+    choose, the first value that says something before the others; else None."""
+    key, variants = _union(hint)
+    for value in values if key else ():
+        said = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+        if said is not None:
+            return next((kind for name, kind in variants.items() if name == said), None)
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in {typing.Union, types.UnionType}:
         parts = [part for part in typing.get_args(hint) if part is not type(None)]
         hint = parts[0] if len(parts) == 1 else None
@@ -45,75 +69,6 @@ def entry_schema(hint: Any) -> Any:
     """The dataclass D of a field of type dict[str, D], else None."""
     parts = typing.get_args(hint) if typing.get_origin(hint) is dict else ()
     return section_schema(parts[1]) if len(parts) == 2 else None
-
-
-def check_content(content: Mapping[str, Any], schema: Any, source: str) -> None:
-    """Refuse the first unknown key or wrong type in plain values.
-
-    Args:
-        content: nested mappings, as a YAML file holds them.
-        schema: the dataclass they are meant for.
-        source: where they come from, for the message.
-
-    Raises:
-        ConfigError: the message names the full key, the nearest and all allowed names, or the value and the
-            expected type.
-    """
-    _check_section(content, schema, "", source, schema)
-
-
-def _check_section(content: Any, schema: Any, prefix: str, source: str, root: Any) -> None:
-    if not isinstance(content, Mapping):
-        raise _wrong_type(prefix.removesuffix("."), content, schema, source)
-    hints = field_types(schema)
-    for key, value in content.items():
-        if key not in hints:
-            raise _unknown_key(str(key), schema, prefix, source, root)
-        section, entry = section_schema(hints[key]), entry_schema(hints[key])
-        if section is not None and value is not None:
-            _check_section(value, section, f"{prefix}{key}.", source, root)
-        elif entry is not None and isinstance(value, Mapping):
-            for name, part in value.items():
-                _check_section(part, entry, f"{prefix}{key}.{name}.", source, root)
-        else:
-            _check_leaf(schema, key, value, hints[key], prefix, source)
-
-
-def _check_leaf(schema: Any, key: str, value: Any, hint: Any, prefix: str, source: str) -> None:
-    try:
-        OmegaConf.merge(OmegaConf.structured(schema), {key: value})
-    except OmegaConfBaseException as error:
-        place = str(error.full_key or key)  # such as "seeds[2]" for one bad item of a list
-        raise _wrong_type(f"{prefix}{place}", value, hint, source) from error
-
-
-def _unknown_key(key: str, schema: Any, prefix: str, source: str, root: Any) -> ConfigError:
-    here = list(field_types(schema))
-    offered = [prefix + name for name in nearest(key, here)]
-    if not offered:
-        everywhere = list(allowed_keys(root))
-        alike = nearest(key, {full.rpartition(".")[2] for full in everywhere}, limit=1)
-        offered = [full for full in everywhere if full.rpartition(".")[2] in alike]
-    place = f"under '{prefix.removesuffix('.')}'" if prefix else "at the top level"
-    return ConfigError(
-        f"Unknown key '{prefix}{key}' in {source}. {did_you_mean(offered)}Allowed {place}: {', '.join(here)}."
-    )
-
-
-def _wrong_type(full_key: str, value: Any, hint: Any, source: str) -> ConfigError:
-    given = "null" if value is None else f"{value!r} ({type(value).__name__})"
-    return ConfigError(f"Key '{full_key}' in {source}: got {given}, expected {_type_name(hint)}.")
-
-
-def _type_name(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(repr(value) for value in typing.get_args(hint))
-    section, entry = section_schema(hint), entry_schema(hint)
-    if section is not None:
-        return f"a mapping with the keys {', '.join(field_types(section))}"
-    if entry is not None:
-        return f"a mapping from names to mappings with the keys {', '.join(field_types(entry))}"
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
 def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
@@ -127,9 +82,129 @@ def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
         The keys, sections before what they hold.
     """
     for name, hint in field_types(schema).items():
-        section, entry = section_schema(hint), entry_schema(hint)
         yield f"{prefix}{name}"
-        if section is not None:
-            yield from allowed_keys(section, f"{prefix}{name}.")
-        if entry is not None:
+        variants = [*_union(hint)[1].values()] or [section_schema(hint)]
+        for section in dict.fromkeys(variants):
+            yield from allowed_keys(section, f"{prefix}{name}.") if section is not None else ()
+        if (entry := entry_schema(hint)) is not None:
             yield from allowed_keys(entry, f"{prefix}{name}.*.")
+
+
+def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[Source]) -> ConfigError:
+    """What pydantic found, in the words of a configuration: an unknown key before a wrong value, both before
+    what a dataclass itself refuses.
+
+    Args:
+        error: of validating `data`.
+        schema: the dataclass.
+        data: nested mappings.
+        sources: where its keys stand, later ones over earlier ones.
+
+    Returns:
+        Names the full key, the nearest and all allowed names, or the value and what is expected.
+    """
+    order = {"unexpected_keyword_argument": 0, "value_error": 2}
+    found = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))
+    if found["type"] == "value_error":
+        return ConfigError(str(found.get("ctx", {})["error"]))
+    place = _Place(schema, data, found["loc"][1:])
+    where = next((name for keys, name in reversed(sources) if place.meets(keys)), "the defaults")
+    if found["type"] == "unexpected_keyword_argument":
+        return _unknown_key(place, schema, where)
+    key, value = ".".join(place.keys), place.value
+    if found["type"] == "missing":
+        return ConfigError(f"Key '{key}': missing mandatory value. Set it in the file or as an override.")
+    given = "null" if value is None else f"{value!r} ({type(value).__name__})"
+    if found["type"].startswith(("greater", "less", "too_", "finite")):
+        return ConfigError(f"Key '{key}' in {where}: got {given}. {found['msg']}.")
+    choices = typing.get_args(place.hint) if typing.get_origin(place.hint) is typing.Literal else ()
+    hint = suggestion(str(value), map(str, choices))
+    return ConfigError(
+        f"Key '{key}' in {where}: got {given}, expected {_type_name(place.hint)}. {hint}".strip()
+    )
+
+
+class _Place:
+    """Where an error of pydantic lies.
+
+    Args:
+        schema: a dataclass.
+        data: what was validated.
+        loc: pydantic's way to it, which also names variants of unions and members of containers.
+    """
+
+    def __init__(self, schema: Any, data: Any, loc: Sequence[str | int]) -> None:
+        self.keys, self.value, self.hint = list[str](), data, schema
+        self.section, self.union = schema, schema
+        """What holds the last key, and the type it was chosen from."""
+        full, parts = schema, iter(loc)
+        for part in parts:
+            name = str(next(parts) if _union(full)[0] else part)
+            section, entry = section_schema(full, self.value), entry_schema(full)
+            if section is not None:
+                self.section, self.union, full = section, full, field_types(section).get(name)
+                self.hint = typing.get_type_hints(section).get(name)
+            elif entry is not None:
+                self.hint = full = entry
+            elif isinstance(part, int):
+                self.keys[-1] += f"[{part}]"
+                self.value, self.hint = self.value[part], _items(self.hint)
+                break
+            else:
+                break
+            self.keys.append(name)
+            self.value = self.value.get(name)
+        key, variants = _union(full)
+        if key and isinstance(self.value, Mapping):  # says the name of none of the variants
+            self.keys.append(key)
+            self.value, self.hint = self.value.get(key), typing.Literal[tuple(variants)]
+
+    def meets(self, keys: Sequence[str]) -> bool:
+        """Whether what was written under `keys` holds this place or lies in it."""
+        return all(mine == other for mine, other in zip(self.keys, keys, strict=False))
+
+
+def _unknown_key(place: _Place, root: Any, where: str) -> ConfigError:
+    *above, key = place.keys
+    full, here, everywhere = ".".join(place.keys), list(field_types(place.section)), list(allowed_keys(root))
+    prefix = full.removesuffix(key)
+    if RENAMED.get(full) in everywhere:
+        raise ConfigError(f"Key '{full}' in {where} is called '{RENAMED[full]}' now. Write that.")
+    kind, variants = _union(place.union)
+    readers = [str(name) for name, part in variants.items() if key in field_types(part)]
+    offered = [] if readers else [prefix + name for name in nearest(key, here)]
+    if not offered and not readers:
+        alike = nearest(key, {name.rpartition(".")[2] for name in everywhere}, limit=1)
+        offered = [name for name in everywhere if name.rpartition(".")[2] in alike]
+    level = f"under '{'.'.join(above)}'" if above else "at the top level"
+    return ConfigError(
+        f"Unknown key '{full}' in {where}. {did_you_mean(offered)}"
+        f"{f'It is read where {prefix}{kind} is ' + ' or '.join(readers) + '. ' if readers else ''}"
+        f"Allowed {level}: {', '.join(here)}."
+    )
+
+
+def _union(hint: Any) -> tuple[str, dict[Any, Any]]:
+    """(the field that tells apart, what it says -> dataclass) of an annotated union of dataclasses; of others
+    ("", {})."""
+    found = (getattr(part, "discriminator", None) for part in getattr(hint, "__metadata__", ()))
+    key = str(next(filter(None, found), ""))
+    parts = typing.get_args(hint.__origin__) if key else ()
+    return key, {name: part for part in parts for name in typing.get_args(typing.get_type_hints(part)[key])}
+
+
+def _items(hint: Any) -> Any:
+    """What a list or tuple holds, also of one that may be null."""
+    parts = typing.get_args(hint)
+    return _items(parts[0]) if type(None) in parts else (parts or (Any,))[0]
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(repr(value) for value in typing.get_args(hint))
+    section, entry = section_schema(hint), entry_schema(hint)
+    if section is not None:
+        return f"a mapping with the keys {', '.join(field_types(section))}"
+    if entry is not None:
+        return f"a mapping from names to mappings with the keys {', '.join(field_types(entry))}"
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)

@@ -18,6 +18,7 @@ NEEDED = (
     "scipy",
     "pillow",
     "omegaconf",
+    "pydantic",
     "typer",
     "rich",
 )
