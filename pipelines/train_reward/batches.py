@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,28 +67,28 @@ def in_order(
         yield number, encode([examples[i] for i in range(number * size, last)])
 
 
-def pair_labels(examples: Sequence[Example], *, heldout: bool) -> dict[str, Tensor | None]:
-    """label, votes, clear of pairs; with `heldout` the label is the truth.
+def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> RewardBatch:
+    """Pairs whose rows are all the left ones, then all the right ones.
 
     Args:
-        examples: pairs.
-        heldout: whether they are measured on, not learnt.
+        inputs: the rows, or None.
+        examples: the pairs.
+        heldout: whether they are measured on, not learnt; the label is then the truth.
     """
-    label = [example.truth if heldout else example.label for example in examples]
-    votes = None
+    count, votes = len(examples), None
     if any(example.votes is not None for example in examples):
         unknown = (float("nan"),) * 3
         votes = torch.tensor([example.votes or unknown for example in examples], dtype=torch.float32)
-    return {
-        "label": torch.tensor(label, dtype=torch.float32),
-        "votes": votes,
-        "clear": torch.tensor([example.clear for example in examples]),
-    }
-
-
-def pair_rows(count: int) -> dict[str, Tensor]:
-    """left and right of N pairs whose rows are all the left ones, then all the right ones."""
-    return {"left": torch.arange(count), "right": torch.arange(count, 2 * count)}
+    label = [example.truth if heldout else example.label for example in examples]
+    return RewardBatch(
+        inputs=inputs,
+        size=count,
+        left=torch.arange(count),
+        right=torch.arange(count, 2 * count),
+        label=torch.tensor(label, dtype=torch.float32),
+        votes=votes,
+        clear=torch.tensor([example.clear for example in examples]),
+    )
 
 
 def pair_images(examples: Sequence[Example]) -> list[Tensor]:

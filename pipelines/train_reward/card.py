@@ -8,7 +8,7 @@ from typing import Any
 
 from visalign.training.reward.tasks import TASKS
 
-from .config import RewardModelConfig, TrainRewardConfig
+from .config import TrainedModel, TrainRewardConfig
 
 MEANING = {
     "accuracy": "pairs on the right side, where the truth is clear",
@@ -89,7 +89,7 @@ def reward_card(
     return "\n".join([*lines, *notes])
 
 
-def _moved(model: RewardModelConfig) -> str:
+def _moved(model: TrainedModel) -> str:
     return model.train + "".join(f" but `{name}`" for name in model.frozen)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from visalign.rewards.vlm.template import JudgeSettings, Template
 from visalign.rewards.vlm.yes_no import NO, YES, token_set
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .batches import pair_images, pair_labels, pair_rows
-from .clip_judges import base_name, precision
-from .config import TrainRewardConfig
+from .batches import pair_batch, pair_images
+from .config import ChecklistModel
 from .examples import Example, Examples
-from .vlm_judges import add_lora, load_engine, refuse, shrink
+from .vlm_judges import refuse
+from .weights import add_lora, base_name, load_engine, moving, precision, shrink
 
 
 class ChecklistJudge:
@@ -39,7 +40,8 @@ class ChecklistJudge:
     convex, and the updates go to the optimum of `visalign.rewards.questions.checklist_fit.fit_weights`.
 
     Args:
-        config: of the job.
+        model: settings.
+        seed: of new adapters.
         device: where it is trained.
 
     Raises:
@@ -48,22 +50,21 @@ class ChecklistJudge:
     VisionReward, arXiv 2412.21059, section 3.
     """
 
-    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
-        self.config, self.engine = config, load_engine(config, device)
-        self.checklist: Checklist = checklist_of(config.model.checklist, self.engine)
+    def __init__(self, model: ChecklistModel, seed: int, device: torch.device) -> None:
+        self.settings, self.engine = model, load_engine(model, device)
+        self.checklist: Checklist = checklist_of(model.checklist, self.engine)
         self.asked = Questions(self.engine, self.checklist)
         given = torch.tensor(list(self.checklist.rule.weights), device=device)
         self.sign = torch.where(given < 0, -1.0, 1.0)
         self.weights = nn.Parameter(given.abs())
-        self.frozen = config.model.train == "head"
+        self.frozen = model.train == "head"
         if not self.frozen:
             with torch.random.fork_rng():
-                torch.manual_seed(config.seed)
-                add_lora(self.engine.model, config)
+                torch.manual_seed(seed)
+                add_lora(self.engine.model, model)
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        adapters = [(n, p) for n, p in self.engine.model.named_parameters() if p.requires_grad]
-        return [("weights", self.weights), *adapters]
+        return [("weights", self.weights), *moving(self.engine.model)]
 
     def train(self, mode: bool = True) -> None:
         self.engine.model.train(mode and not self.frozen)
@@ -74,13 +75,18 @@ class ChecklistJudge:
         self.weights.clamp_(min=0.0)
 
     def remember(self, examples: Examples) -> Examples:
-        """The examples with their answers, each picture asked once, where the model that answers is
-        frozen."""
-        return Answered(examples, self.asked) if self.frozen else examples
+        """The examples with their answers in the pictures' stead, each asked at its first use and kept, where
+        the model that answers is frozen."""
+
+        @cache
+        def answered(number: int) -> Example:
+            example = examples[number]
+            return replace(example, images=(), features=self.asked.features(example))
+
+        return replace(examples, example=answered) if self.frozen else examples
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         """Pairs: all left pictures, then all right ones."""
-        labels = pair_labels(examples, heldout=heldout)
         inputs: Any
         if self.frozen:
             known = [e.features for e in examples if e.features is not None]
@@ -90,7 +96,7 @@ class ChecklistJudge:
         else:
             prompts = [example.prompt for example in examples]
             inputs = self.asked.rows(pair_images(examples), [*prompts, *prompts])
-        return RewardBatch(inputs=inputs, size=len(examples), **pair_rows(len(examples)), **labels)  # type: ignore[arg-type]
+        return pair_batch(inputs, examples, heldout=heldout)
 
     def __call__(self, inputs: Any) -> Outputs:
         self._project()
@@ -98,7 +104,7 @@ class ChecklistJudge:
         if self.frozen:
             features = inputs.to(self.weights)
         else:
-            with precision(self.engine.network.device, self.config.model.autocast):
+            with precision(self.engine.network.device, self.settings.autocast):
                 found, said["log_mass"] = self.asked.live(*inputs)
             features = found.to(self.weights)
         value = features @ (self.sign * self.weights) + self.checklist.rule.intercept
@@ -123,14 +129,14 @@ class ChecklistJudge:
         any."""
         settings, model = self.engine.settings, self.engine.model.eval()
         folder.mkdir(parents=True, exist_ok=True)
-        base = base_name(self.config.model.path, folder)
+        base = base_name(self.settings.path, folder)
         if not self.frozen:
             model.save_pretrained(folder)
             name_base(folder, base)
         templates = {**settings.templates, **{t.name: t for t in self.asked.templates}}
         rest = {**settings.rest, "base": base, "checklist": self.learnt().to_dict()}
         JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
-        shrink(folder, getattr(torch, self.config.model.save_dtype))
+        shrink(folder, getattr(torch, self.settings.save_dtype))
 
 
 class Questions:
@@ -228,29 +234,3 @@ class Questions:
         logits = self.engine.head_logits(states, [*yes, *no])
         log_mass = (logits.logsumexp(-1) - self.engine.log_total(states)).clamp(max=0.0)
         return logits[:, : len(yes)].logsumexp(-1) - logits[:, len(yes) :].logsumexp(-1), log_mass
-
-
-class Answered:
-    """Examples whose pictures were asked about: read and asked at their first use, then kept as numbers.
-
-    Args:
-        examples: the set.
-        asked: the questions.
-    """
-
-    def __init__(self, examples: Examples, asked: Questions) -> None:
-        self.examples, self.asked = examples, asked
-        self._kept: dict[int, Example] = {}
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        return self.examples.prompts
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, number: int) -> Example:
-        if number not in self._kept:
-            example = self.examples[number]
-            self._kept[number] = replace(example, images=(), features=self.asked.features(example))
-        return self._kept[number]

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of the training of a judge. YAML files hold only what differs from these."""
+"""The configuration of the training of a judge. YAML files hold only what differs from these.
+
+`model.kind` chooses one of the dataclasses of a model; each has the settings that its judge reads, so others
+cannot be written down.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import MISSING, field, fields
+from typing import Annotated, Any, Literal
 
-from visalign.data.shapes.preferences import KINDS
-from visalign.errors import UserError, suggestion
-from visalign.pipelines.shared.sections import LoraConfig, RunConfig, at_least, check_dtype
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from visalign.data.sets.sources import GENERATED
+from visalign.data.shapes.preferences import KINDS, Kind
+from visalign.errors import UserError
+from visalign.pipelines.shared.sections import LoraConfig, RunConfig
+from visalign.schema import STRICT
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
 
-from .unused_settings import refuse_unused
-
-TRAINS = {
-    "hpsv3": ("head", "lora", "full"),
-    "yes_no": ("lora", "full"),
-    "pair": ("lora", "full"),
-    "rating": ("lora", "full"),
-    "checklist": ("head", "lora"),
-    "ict": ("full",),
-    "hp": ("head", "full"),
-}
-"""Kind of judge -> what of it can be trained."""
+Dtype = Literal["float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=1)]
 
 JUDGE_TASKS = {
     "hpsv3": ("uncertainty", "uncertainty_upstream", "upstream_monte_carlo", "bradley_terry"),
@@ -35,86 +36,104 @@ JUDGE_TASKS = {
 }
 """Kind of judge -> tasks of its objective, the usual one first."""
 
-LABELS = ("votes", "truth", "probability")
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainedModel:
+    """What every judge has."""
 
-@dataclass(frozen=True, kw_only=True)
-class RewardModelConfig:
-    """The judge that is trained."""
-
-    kind: str = "hpsv3"
-    """hpsv3 (mean and standard deviation from a vision-language model), yes_no (log-odds of yes), pair (is
-    the second picture better), rating (expectation over score tokens), checklist (weighted answers to many
-    yes/no questions), ict (cosine), hp (head on images)."""
+    kind: str
+    train: str
     path: str = "shapes-vlm"
     """A packaged model, a folder, or a hub id: a vision-language model, or a CLIP model for ict and hp."""
-    train: str = "lora"
-    """head (the new head alone, of a checklist its weights), lora (adapters in the language part, and the
-    head), or full."""
-    lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=8, alpha=16.0))
-    """The adapters, with train=lora; target_modules null: attention and MLP projections of the language
-    part."""
     frozen: list[str] = field(default_factory=list)
     """Beginnings of names of parameters that stay as they are with train=full, e.g. visual.attnpool of
     shapes-clip."""
-    head: list[int] | None = None
-    """Inner widths of a new head; null: the published ones, 1024 and 16 for hpsv3, 1024, 128, 64, 16
-    for hp."""
-    checklist: str | None = None
-    """checklist: JSON file of questions, weights to begin with and masks; null: that of the model's folder,
-    else the one for the shapes world. Negative weights stay negative: such questions speak of faults."""
-    dtype: str = "float32"
-    """Of the weights while training."""
-    autocast: str | None = None
+    autocast: Dtype | None = None
     """Precision of matrix products while training, e.g. bfloat16; heads stay float32. null: that of
     the weights."""
-    save_dtype: str = "float16"
+    save_dtype: Dtype = "float16"
     """Of the saved weights."""
 
     def __post_init__(self) -> None:
-        if self.kind not in TRAINS:
-            raise UserError(
-                f"model.kind is {self.kind!r}. {suggestion(self.kind, TRAINS)}Allowed: {', '.join(TRAINS)}."
-            )
-        if self.train not in TRAINS[self.kind]:
-            raise UserError(
-                f"model.train is {self.train!r}; a judge of kind {self.kind} can be trained as "
-                f"{', '.join(TRAINS[self.kind])}."
-            )
         if self.frozen and self.train != "full":
             raise UserError(
                 f"model.frozen is {self.frozen} and model.train is {self.train!r}, which moves none of these "
                 "weights. Set train: full, or take frozen out."
             )
-        self._refuse_unused()
-        if self.checklist is not None and self.kind != "checklist":
-            raise UserError(
-                f"model.checklist is set, and a judge of kind {self.kind} asks no list of questions. Leave "
-                "it out, or set model.kind to checklist."
-            )
-        for name in ("dtype", "autocast", "save_dtype"):
-            check_dtype(f"model.{name}", getattr(self, name))
-        inner = {"hpsv3": 2, "hp": 4}.get(self.kind)
-        if self.head is not None and (inner is None or len(self.head) != inner or min(self.head) < 1):
-            allowed = (
-                f"{inner} widths of at least 1" if inner else "null, as this kind has no head of its own"
-            )
-            raise UserError(f"model.head is {self.head}; allowed for {self.kind}: {allowed}.")
 
-    def _refuse_unused(self) -> None:
-        if self.dtype != "float32" and self.kind in ("ict", "hp"):
-            raise UserError(
-                f"model.dtype is {self.dtype!r}, and a judge of kind {self.kind} is trained in float32. "
-                "Leave it out; model.autocast is what makes it faster."
-            )
-        if self.autocast is not None and (self.kind, self.train) == ("checklist", "head"):
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class IctModel(TrainedModel):
+    """The cosine of picture and prompt; both towers are trained, in float32."""
+
+    kind: Literal["ict"] = "ict"
+    train: Literal["full"] = "full"
+    path: str = "shapes-clip"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class HpModel(TrainedModel):
+    """A new head on the picture alone, trained in float32 with its tower (full) or without."""
+
+    kind: Literal["hp"] = "hp"
+    train: Literal["head", "full"] = "head"
+    path: str = "shapes-clip"
+    head: Annotated[list[Count], Field(min_length=4, max_length=4)] | None = None
+    """Inner widths of the head; null: the published ones, 1024, 128, 64, 16."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SeeingModel(TrainedModel):
+    """A judge on a vision-language model."""
+
+    lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=8, alpha=16.0))
+    """The adapters, with train=lora; target_modules null: attention and MLP projections of the language
+    part."""
+    dtype: Dtype = "float32"
+    """Of the weights while training."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Hpsv3Model(SeeingModel):
+    """Mean and standard deviation of the score, by a new head on a token of its own."""
+
+    kind: Literal["hpsv3"] = "hpsv3"
+    train: Literal["head", "lora", "full"] = "lora"
+    """The head alone, adapters in the language part with it, or everything."""
+    head: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    """Inner widths of the head; null: the published ones, 1024 and 16."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AnswerModel(SeeingModel):
+    """A judge that is read where its answer begins: yes_no (log-odds of yes), pair (is the second picture
+    better), rating (expectation over score tokens)."""
+
+    kind: Literal["yes_no", "pair", "rating"] = "yes_no"
+    train: Literal["lora", "full"] = "lora"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ChecklistModel(SeeingModel):
+    """Weighted answers to many yes/no questions."""
+
+    kind: Literal["checklist"] = "checklist"
+    train: Literal["head", "lora"] = "lora"
+    """The weights of the answers alone, or with adapters in the language part."""
+    checklist: str | None = None
+    """JSON file of questions, weights to begin with and masks; null: that of the model's folder, else the
+    one for the shapes world. Negative weights stay negative: such questions speak of faults."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.autocast is not None and self.train == "head":
             raise UserError(
                 f"model.autocast is {self.autocast!r}, and the answers of a frozen model are read without "
                 "it. Leave it out, or set train: lora."
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardDataConfig:
     """The labelled examples."""
 
@@ -126,63 +145,46 @@ class RewardDataConfig:
     """Rows of data.train with this split, e.g. train; null: all of a file, of a layout its test split."""
     heldout_split: str | None = None
     """The same for data.heldout."""
-    size: int | None = 20000
+    size: Count | None = 20000
     """Examples of data.train at most; for generated ones, how many. null: all of a file."""
-    heldout_size: int | None = 1000
+    heldout_size: Count | None = 1000
     """Examples of data.heldout."""
-    kinds: list[str] = field(default_factory=lambda: list(KINDS))
+    kinds: Annotated[list[Kind], Field(min_length=1)] = field(default_factory=lambda: list(KINDS))
     """shapes:pairs: what the pictures of a pair differ in."""
-    heldout_kinds: list[str] | None = None
+    heldout_kinds: Annotated[list[Kind], Field(min_length=1)] | None = None
     """The same for data.heldout; null: as kinds."""
-    labels: str = "votes"
+    labels: Literal["votes", "truth", "probability"] = "votes"
     """shapes:pairs: votes of annotators, truth (who is better), or probability (that a vote says so). Files
     have what they have."""
-    annotators: int = 9
+    annotators: Count = 9
     """Votes per generated pair."""
-    batch: int = 64
+    batch: Count = 64
     """Examples per update."""
-    micro_batch: int = 64
+    micro_batch: Count = 64
     """Examples that go through the network together; memory only, but for ict's negatives."""
-    theta: float = 0.7
+    theta: Annotated[float, Field(gt=0, le=1)] = 0.7
     """ict: CLIP score from which a picture counts as containing all of its prompt."""
 
-    def __post_init__(self) -> None:
-        for name in ("size", "heldout_size", "batch", "micro_batch", "annotators"):
-            at_least(f"data.{name}", getattr(self, name), 1)
-        if self.labels not in LABELS:
-            raise UserError(
-                f"data.labels is {self.labels!r}. {suggestion(self.labels, LABELS)}Allowed: "
-                f"{', '.join(LABELS)}."
-            )
-        for name in ("kinds", "heldout_kinds"):
-            given = getattr(self, name)
-            if given is not None and (not given or not set(given) <= set(KINDS)):
-                raise UserError(f"data.{name} is {given}; give one or more of {', '.join(KINDS)}.")
-        if not 0 < self.theta <= 1:
-            raise UserError(f"data.theta is {self.theta}; a cosine threshold lies above 0, at most at 1.")
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardEvaluationConfig:
     """What is measured on held-out examples while the judge trains."""
 
-    every: int = 5
+    every: Annotated[int, Field(ge=0)] = 5
     """Iterations between two evaluations; 0: only before and after."""
-    batch: int = 100
+    batch: Count = 100
     """Examples that go through the network together."""
 
-    def __post_init__(self) -> None:
-        at_least("evaluation.every", self.every, 0)
-        at_least("evaluation.batch", self.batch, 1)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainRewardConfig:
     """Train a judge on pairs, votes or quality scores."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Of the run: generated data, order, new weights, dropout."""
-    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    model: Annotated[
+        Hpsv3Model | AnswerModel | ChecklistModel | IctModel | HpModel, Field(discriminator="kind")
+    ] = field(default_factory=Hpsv3Model)
     """The judge."""
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
     """The labels."""
@@ -196,24 +198,87 @@ class TrainRewardConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
-        allowed = JUDGE_TASKS[self.model.kind]
-        if self.objective.task not in allowed:
+        kind, task = self.model.kind, self.objective.task
+        if task not in JUDGE_TASKS[kind]:
             raise UserError(
-                f"objective.task is {self.objective.task!r}; a judge of kind {self.model.kind} learns by "
-                f"{', '.join(allowed)}. Set objective.task, or another model.kind."
+                f"objective.task is {task!r}; a judge of kind {kind} learns by "
+                f"{', '.join(JUDGE_TASKS[kind])}. Set objective.task, or another model.kind."
             )
-        refuse_unused(self)
-        learns = TASKS[self.objective.task].labels
-        for name in ("data.train", "data.heldout"):
-            source = getattr(self.data, name.removeprefix("data."))
+        _refuse_unused(self)
+        learns = TASKS[task].labels
+        for name, source in (("data.train", self.data.train), ("data.heldout", self.data.heldout)):
             if source == "shapes:quality" and learns != "rows":
                 raise UserError(
-                    f"{name} is shapes:quality, which holds single rated pictures, and {self.objective.task} "
-                    f"learns from {learns}. Give shapes:pairs or a file of pairs."
+                    f"{name} is shapes:quality, which holds single rated pictures, and {task} learns from "
+                    f"{learns}. Give shapes:pairs or a file of pairs."
                 )
             if source == "shapes:pairs" and learns == "rows":
                 raise UserError(
-                    f"{name} is shapes:pairs, and a judge of kind {self.model.kind} learns from rated "
-                    "pictures. Give shapes:quality or a file with image and mos."
+                    f"{name} is shapes:pairs, and a judge of kind {kind} learns from rated pictures. Give "
+                    "shapes:quality or a file with image and mos."
                 )
+
+
+def _learns_pairs(c: TrainRewardConfig) -> bool:
+    """Whether generated pairs with their labels are learnt from or measured on."""
+    return TASKS[c.objective.task].labels == "pairs" and "shapes:pairs" in (c.data.train, c.data.heldout)
+
+
+USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
+    "theta": (lambda c: c.objective.task == "ict", "by the task ict alone"),
+    "kinds": (
+        lambda c: TASKS[c.objective.task].labels == "pairs" and c.data.train == "shapes:pairs",
+        "where data.train is shapes:pairs and the task learns from pairs (data.heldout has heldout_kinds)",
+    ),
+    "heldout_kinds": (lambda c: c.data.heldout == "shapes:pairs", "where data.heldout is shapes:pairs"),
+    "labels": (
+        _learns_pairs,
+        "where data.train or data.heldout is shapes:pairs and the task learns from pairs",
+    ),
+    "annotators": (
+        lambda c: (
+            (_learns_pairs(c) and c.data.labels == "votes")
+            or "shapes:quality" in (c.data.train, c.data.heldout)
+        ),
+        "by shapes:quality, and by shapes:pairs where data.labels is votes and the task learns from pairs",
+    ),
+    "train_split": (lambda c: c.data.train not in GENERATED, "where data.train is a file or layout"),
+    "heldout_split": (
+        lambda c: c.data.heldout not in (None, *GENERATED),
+        "where data.heldout is a file or layout",
+    ),
+}
+"""Setting of `data` that the task or the source decides on -> (when it is read, the same in words)."""
+
+UNUSED = {
+    "pair": ("smoothing", "pair_weight", "likelihood", "model.kind is yes_no"),
+    "checklist, head": ("mass", "model.train is lora"),
+}
+"""Kind, or kind and what is trained -> settings that the task has and the judge does not read, and where they
+are read. A judge of kind pair learns the share of the votes."""
+
+
+def _refuse_unused(config: TrainRewardConfig) -> None:
+    """Refuse settings other than their defaults that the job would not read."""
+    data, task = config.data, config.objective.task
+    for name, (is_used, where) in USED.items():
+        if (given := _changed(data, name)) is not None and not is_used(config):
+            raise UserError(
+                f"data.{name} is {given!r}, and the task {task} on data.train {data.train} and data.heldout "
+                f"{data.heldout} does not read it: it is used {where}. Leave it out."
+            )
+    kind, train = config.model.kind, config.model.train
+    *names, where = UNUSED.get(kind, UNUSED.get(f"{kind}, {train}", ("",)))
+    for name in names:
+        if (given := _changed(config.objective, name)) is not None:
+            raise UserError(
+                f"objective.{name} is {given!r}, and a judge of kind {kind} with model.train {train} does "
+                f"not use it: the task {task} uses it where {where}. Leave it out."
+            )
+
+
+def _changed(section: Any, name: str) -> Any:
+    """The value of a setting that is not its default, else None."""
+    own = next(field for field in fields(section) if field.name == name)
+    default = own.default if own.default_factory is MISSING else own.default_factory()
+    return None if getattr(section, name) == default else getattr(section, name)

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import STYLES, Scene, sample_scene
 from visalign.errors import UserError
-
-from .row_names import row_name, row_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +46,41 @@ class Example:
     """[pictures, F] what a frozen model says of the pictures, in their stead."""
 
 
-class Examples(Protocol):
+class Row(NamedTuple):
+    """What a row of a file names."""
+
+    where: str
+    """The row in words, for messages."""
+    prompt: str | None
+    """None: the set has no prompts."""
+    pictures: tuple[str, ...]
+    """References, as `resolve_image` takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
     """A numbered set."""
 
-    @property
-    def prompts(self) -> frozenset[str]:
-        """All prompts of the set, or of where it is drawn from, as `plain` writes them."""
-        ...
+    count: int
+    example: Callable[[int], Example]
+    """Number n of the set."""
+    prompts: frozenset[str]
+    """All prompts of the set, or of where it is drawn from, as `plain` writes them; of rated pictures from
+    files, which need not have prompts, the pictures or their references."""
+    rows: tuple[Row, ...] = ()
+    """Of a set from files."""
+    content: tuple[dict[str, object], ...] = ()
+    """What the files say, for a fingerprint."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self.count
 
-    def __getitem__(self, number: int) -> Example: ...
+    def __getitem__(self, number: int) -> Example:
+        return self.example(number)
+
+    def first(self, count: int) -> Examples:
+        """The first `count` of the set."""
+        return replace(self, count=count)
 
 
 def as_image(picture: np.ndarray) -> Tensor:
@@ -71,13 +93,22 @@ def plain(prompt: str) -> str:
     return " ".join(prompt.split()).casefold()
 
 
-def split_prompts(split: str) -> frozenset[str]:
-    """The prompts of a split of the shapes world."""
+def _shapes(count: int, split: str, example: Callable[[int], Example]) -> Examples:
     records = train_prompts() if split == "train" else heldout_prompts()
-    return frozenset(plain(record["prompt"]) for record in records)
+    return Examples(
+        count=count, example=example, prompts=frozenset(plain(record["prompt"]) for record in records)
+    )
 
 
-class ShapesPairs:
+def shapes_pairs(
+    seed: int,
+    count: int,
+    *,
+    split: str = "train",
+    labels: str = "votes",
+    annotators: int = 9,
+    kinds: Sequence[str] = KINDS,
+) -> Examples:
     """Pairs of the shapes world.
 
     Args:
@@ -88,43 +119,26 @@ class ShapesPairs:
         annotators: votes per pair.
         kinds: what the pictures of a pair differ in.
     """
+    world = ShapesPreferences(seed, split=split, annotators=annotators, kinds=kinds)
 
-    def __init__(
-        self,
-        seed: int,
-        count: int,
-        *,
-        split: str = "train",
-        labels: str = "votes",
-        annotators: int = 9,
-        kinds: Sequence[str] = KINDS,
-    ) -> None:
-        self.world = ShapesPreferences(seed, split=split, annotators=annotators, kinds=kinds)
-        self.count, self.labels, self.split = count, labels, split
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        return split_prompts(self.split)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> Example:
-        pair = self.world.pair(number)
+    def example(number: int) -> Example:
+        pair = world.pair(number)
         left, right = pair.utility
         truth = 0.5 if left == right else float(left > right)
         won, lost = pair.votes
         return Example(
             prompt=pair.prompt,
             images=tuple(as_image(picture) for picture in pair.pictures()),
-            label={"votes": won / (won + lost), "truth": truth, "probability": pair.prob}[self.labels],
+            label={"votes": won / (won + lost), "truth": truth, "probability": pair.prob}[labels],
             truth=truth,
             clear=pair.is_clear,
-            votes=(won, lost, 0) if self.labels == "votes" else None,
+            votes=(won, lost, 0) if labels == "votes" else None,
         )
 
+    return _shapes(count, split, example)
 
-class ShapesTriples:
+
+def shapes_triples(seed: int, count: int, *, split: str = "train") -> Examples:
     """Three pictures of one prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
 
     The world has no words for what makes a picture rich, so the refined prompt is the prompt.
@@ -134,32 +148,24 @@ class ShapesTriples:
         count: how many.
         split: of the prompts, "train" or "heldout".
     """
+    world = ShapesPreferences(seed, split=split)
 
-    def __init__(self, seed: int, count: int, *, split: str = "train") -> None:
-        self.world = ShapesPreferences(seed, split=split)
-        self.count, self.seed, self.split = count, seed, split
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        return split_prompts(self.split)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> Example:
-        rng = np.random.default_rng([self.seed, 41, number])
-        record = self.world.record(rng)
+    def example(number: int) -> Example:
+        rng = np.random.default_rng([seed, 41, number])
+        record = world.record(rng)
         poor, rich = sorted(rng.choice(len(STYLES), size=2, replace=False))
         right = [sample_scene(record, rng, style=STYLES[style]) for style in (poor, rich)]
         if rng.random() < 0.7:
-            worse: Scene = sample_scene(self.world.near(record, rng), rng, style=STYLES[poor])
+            worse: Scene = sample_scene(world.near(record, rng), rng, style=STYLES[poor])
         else:
             worse = degraded(sample_scene(record, rng, style=STYLES[poor]), rng)
         pictures = tuple(as_image(render(scene)) for scene in (worse, *right))
         return Example(prompt=record["prompt"], images=pictures)
 
+    return _shapes(count, split, example)
 
-class ShapesRatings:
+
+def shapes_ratings(seed: int, count: int, *, split: str = "train", annotators: int = 9) -> Examples:
     """Rated pictures of the shapes world.
 
     Args:
@@ -168,20 +174,10 @@ class ShapesRatings:
         split: of the prompts, "train" or "heldout".
         annotators: ratings per picture.
     """
+    world = ShapesPreferences(seed, split=split, annotators=annotators)
 
-    def __init__(self, seed: int, count: int, *, split: str = "train", annotators: int = 9) -> None:
-        self.world = ShapesPreferences(seed, split=split, annotators=annotators)
-        self.count, self.split = count, split
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        return split_prompts(self.split)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> Example:
-        rated = self.world.quality(number)
+    def example(number: int) -> Example:
+        rated = world.quality(number)
         return Example(
             prompt=rated.scene.record["prompt"],
             images=(as_image(render(rated.scene)),),
@@ -189,91 +185,93 @@ class ShapesRatings:
             target_std=rated.std,
         )
 
+    return _shapes(count, split, example)
 
-class FilePairs:
+
+def file_pairs(pairs: PreferenceSet, *, triples: Path | None = None) -> Examples:
     """Pairs of a preference set; triples need a column `image_refined`, and may have `prompt_refined`.
 
     Args:
         pairs: the set, checked.
-        triples: whether triples are made: the worse picture, the better one, the refined one.
-        folder: where relative paths of refined pictures begin.
+        triples: to make triples, the worse picture, the better one, the refined one: the folder where
+            relative paths of refined pictures begin.
     """
-
-    def __init__(self, pairs: PreferenceSet, *, triples: bool = False, folder: Path | None = None) -> None:
-        self.pairs, self.triples, self.folder = pairs, triples, folder or Path()
-        lacking = [n for n, pair in enumerate(pairs.pairs) if triples and "image_refined" not in pair.extra]
+    if triples is not None:
+        lacking = [n for n, pair in enumerate(pairs.pairs) if "image_refined" not in pair.extra]
         if lacking:
             raise UserError(
                 f"{len(lacking)} rows of '{pairs.name}' have no column image_refined (the first is row "
-                f"{row_number(pairs, lacking[0])}); ict learns from triples: image_left and image_right, "
-                "of which one is better, and image_refined, made from a richer prompt."
+                f"{pairs.row(lacking[0])}); ict learns from triples: image_left and image_right, of which "
+                "one is better, and image_refined, made from a richer prompt."
             )
-
-        tied = [n for n, pair in enumerate(pairs.pairs) if triples and pair.label == 0.5]
+        tied = [n for n, pair in enumerate(pairs.pairs) if pair.label == 0.5]
         if tied:
             raise UserError(
-                f"{len(tied)} rows of '{pairs.name}' are ties (the first is row "
-                f"{row_number(pairs, tied[0])}); ict learns that one of image_left and "
-                "image_right is better. Take them out."
+                f"{len(tied)} rows of '{pairs.name}' are ties (the first is row {pairs.row(tied[0])}); ict "
+                "learns that one of image_left and image_right is better. Take them out."
             )
+    rows = []
+    for number, pair in enumerate(pairs.pairs):
+        refined = () if triples is None else (str(triples / str(pair.extra["image_refined"])),)
+        where = f"row {pairs.row(number)} of '{pairs.name}'"
+        rows.append(Row(where, pair.prompt, (pair.image_left, pair.image_right, *refined)))
 
-    @property
-    def prompts(self) -> frozenset[str]:
-        return frozenset(plain(pair.prompt) for pair in self.pairs.pairs)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, number: int) -> Example:
-        pair = self.pairs.pairs[number]
-        where = row_name(self.pairs, number)
-        sides = [pair.image_left, pair.image_right]
-        if self.triples:
-            if pair.label > 0.5:
-                sides.reverse()
-            images = read_images([*sides, str(self.folder / str(pair.extra["image_refined"]))], where)
+    def example(number: int) -> Example:
+        pair, row = pairs.pairs[number], rows[number]
+        if triples is not None:
+            left, right, best = row.pictures
+            names = [right, left, best] if pair.label > 0.5 else [left, right, best]
             refined = pair.extra.get("prompt_refined")
             return Example(
-                prompt=pair.prompt, images=images, refined=None if refined is None else str(refined)
+                prompt=pair.prompt,
+                images=read_images(names, row.where),
+                refined=None if refined is None else str(refined),
             )
-        truth = pair.label if pair.label == 0.5 else float(pair.label > 0.5)
         return Example(
             prompt=pair.prompt,
-            images=read_images(sides, where),
+            images=read_images(row.pictures, row.where),
             label=pair.label,
-            truth=truth,
+            truth=pair.label if pair.label == 0.5 else float(pair.label > 0.5),
             votes=pair.votes,
         )
 
+    return Examples(
+        count=len(pairs),
+        example=example,
+        prompts=frozenset(plain(pair.prompt) for pair in pairs.pairs),
+        rows=tuple(rows),
+        content=tuple(pair.to_row() for pair in pairs.pairs),
+    )
 
-class FileRatings:
+
+def file_ratings(records: QualitySet) -> Examples:
     """Rated pictures of a quality set, in its unit.
 
     Args:
         records: the set, checked.
     """
+    sign = 1.0 if records.higher_is_better else -1.0
+    rows = tuple(
+        Row(f"row {records.row(number)} of '{records.name}'", None, (record.image,))
+        for number, record in enumerate(records.records)
+    )
 
-    def __init__(self, records: QualitySet) -> None:
-        self.records = records
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        """The pictures (or their references), as a quality set need not have prompts."""
-        return frozenset(record.group for record in self.records.records)
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, number: int) -> Example:
-        record = self.records.records[number]
-        where = row_name(self.records, number)
-        sign = 1.0 if self.records.higher_is_better else -1.0
+    def example(number: int) -> Example:
+        record = records.records[number]
         return Example(
             prompt=record.prompt,
-            images=read_images([record.image], where),
+            images=read_images(rows[number].pictures, rows[number].where),
             target=sign * record.mos,
             target_std=math.nan if record.std is None else record.std,
         )
+
+    return Examples(
+        count=len(records),
+        example=example,
+        prompts=frozenset(record.group for record in records.records),
+        rows=rows,
+        content=tuple(record.to_row() for record in records.records),
+    )
 
 
 def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image
+
 from visalign.data.sets.checks import check_preferences, check_quality, without_duplicates
 from visalign.data.sets.leaks import refuse_shared_pictures
 from visalign.data.sets.records import PreferenceSet, QualitySet
@@ -17,9 +19,16 @@ from visalign.errors import UserError
 from visalign.pipelines.shared.run_inputs import fingerprint
 from visalign.training.reward.tasks import TASKS
 
-from .checks import check_files, pictures, sizes
-from .config import TrainRewardConfig
-from .examples import Examples, FilePairs, FileRatings, ShapesPairs, ShapesRatings, ShapesTriples
+from .config import ChecklistModel, TrainRewardConfig
+from .examples import (
+    Examples,
+    file_pairs,
+    file_ratings,
+    read_images,
+    shapes_pairs,
+    shapes_ratings,
+    shapes_triples,
+)
 
 _HELDOUT_SEED = 1_000_003
 """Added to the seed of generated held-out examples."""
@@ -64,13 +73,19 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
                 "measured. Put each prompt into one of the two."
             )
         both = {"data.heldout": heldout, "data.train": train}
-        sets = {name: [reference for _, reference in pictures(one)] for name, one in both.items()}
+        sets = {name: [ref for row in one.rows for ref in row.pictures] for name, one in both.items()}
         notes += refuse_shared_pictures(sets, what="of data.heldout also stand in data.train")
-    check_files(config, train, "data.train")
-    check_files(config, heldout, "data.heldout")
-    notes += sizes(config, train)
-    found = _fingerprints(train, heldout)
-    if config.model.checklist is not None:
+    found: dict[str, str] = {}
+    for name, examples in (("data.train", train), ("data.heldout", heldout)):
+        if examples is not None and examples.rows:
+            _check_rows(config, examples, name)
+            found[name] = fingerprint(examples.content)
+    if len(train) < data.batch:
+        notes.append(
+            f"data.train holds {len(train)} examples, fewer than data.batch {data.batch}: each update reads "
+            "some of them more than once."
+        )
+    if isinstance(config.model, ChecklistModel) and config.model.checklist is not None:
         found["model.checklist"] = _checklist_print(config.model.checklist)
     return RewardInputs(train=train, heldout=heldout, notes=tuple(notes), fingerprints=found)
 
@@ -85,15 +100,29 @@ def _checklist_print(file: str) -> str:
         raise UserError(f"model.checklist: {error}") from error
 
 
-def _fingerprints(train: Examples, heldout: Examples | None) -> dict[str, str]:
-    """Of sets from files; generated ones follow from the configuration."""
-    found: dict[str, str] = {}
-    for name, examples in (("data.train", train), ("data.heldout", heldout)):
-        if isinstance(examples, FilePairs):
-            found[name] = fingerprint([pair.to_row() for pair in examples.pairs.pairs])
-        elif isinstance(examples, FileRatings):
-            found[name] = fingerprint([record.to_row() for record in examples.records.records])
-    return found
+def _check_rows(config: TrainRewardConfig, examples: Examples, name: str) -> None:
+    """Refuse a picture that is none or a prompt without a visible character, naming the row.
+
+    Of each picture file the beginning is read; one that breaks off later is refused when it is needed.
+    """
+    seen: set[str] = set()
+    for where, prompt, pictures in examples.rows:
+        if prompt is not None and not prompt.strip() and config.model.kind != "hp":
+            raise UserError(
+                f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind {config.model.kind} reads "
+                "it. Write one, or take the row out."
+            )
+        for reference in pictures:
+            if "://" in reference or reference in seen:
+                continue
+            seen.add(reference)
+            try:
+                Image.open(reference).close()
+            except (OSError, ValueError, Image.DecompressionBombError):
+                try:
+                    read_images([reference], where)  # says what is wrong with it
+                except UserError as error:
+                    raise UserError(f"{name}: {error}") from error
 
 
 def _generated(config: TrainRewardConfig, *, heldout: bool = False) -> Examples:
@@ -107,11 +136,11 @@ def _generated(config: TrainRewardConfig, *, heldout: bool = False) -> Examples:
     seed = config.seed + (_HELDOUT_SEED if heldout else 0)
     split = "heldout" if heldout else "train"
     if source == "shapes:quality":
-        return ShapesRatings(seed, count, split=split, annotators=data.annotators)
+        return shapes_ratings(seed, count, split=split, annotators=data.annotators)
     if TASKS[config.objective.task].labels == "triples" and not heldout:
-        return ShapesTriples(seed, count, split=split)
+        return shapes_triples(seed, count, split=split)
     kinds = (data.heldout_kinds or data.kinds) if heldout else data.kinds
-    return ShapesPairs(seed, count, split=split, labels=data.labels, annotators=data.annotators, kinds=kinds)
+    return shapes_pairs(seed, count, split=split, labels=data.labels, annotators=data.annotators, kinds=kinds)
 
 
 def _read(config: TrainRewardConfig, which: str, notes: list[str]) -> Examples:
@@ -147,7 +176,7 @@ def _ratings(config: TrainRewardConfig, records: QualitySet, name: str) -> Examp
             f"mos of the set goes from {low:g} to {high:g}; this judge answers from 1 to 5. Rescale the "
             "column."
         )
-    return FileRatings(records)
+    return file_ratings(records)
 
 
 def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: list[str]) -> Examples:
@@ -158,7 +187,7 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: l
     notes += [f"data.{which}: {finding.message}" for finding in findings]
     triples = which == "train" and TASKS[config.objective.task].labels == "triples"
     folder = Path(str(getattr(config.data, which))).parent
-    return FilePairs(without_duplicates(pairs), triples=triples, folder=folder)
+    return file_pairs(without_duplicates(pairs), triples=folder if triples else None)
 
 
 def _refuse_contradictions(pairs: PreferenceSet) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from visalign.training.reward.batch import RewardBatch, TrainableJudge
 
-from .config import TrainRewardConfig
+from .config import ChecklistModel, HpModel, Hpsv3Model, IctModel, TrainRewardConfig
 from .examples import Example, Examples
 
 
@@ -37,20 +37,20 @@ def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge
     Raises:
         UserError, FileNotFoundError, RewardError: the model cannot be loaded or is of another kind.
     """
-    kind: str = config.model.kind
-    judge: Any
-    if kind in ("ict", "hp"):
+    model, seed = config.model, config.seed
+    if isinstance(model, IctModel | HpModel):
         from .clip_judges import HpJudge, IctJudge
 
-        judge = IctJudge(config, device) if kind == "ict" else HpJudge(config, device)
-        return judge
-    if kind == "checklist":
+        is_ict = isinstance(model, IctModel)
+        return IctJudge(model, config.data.theta, device) if is_ict else HpJudge(model, seed, device)
+    if isinstance(model, ChecklistModel):
         from .checklist_judge import ChecklistJudge
 
-        return ChecklistJudge(config, device)
+        return ChecklistJudge(model, seed, device)
     from .vlm_judges import AnswerJudge, Hpsv3Judge
 
-    return Hpsv3Judge(config, device) if kind == "hpsv3" else AnswerJudge(config, device)
+    judge = Hpsv3Judge if isinstance(model, Hpsv3Model) else AnswerJudge
+    return judge(model, seed, device)  # type: ignore[arg-type]  # of its own kind
 
 
 def remembered(judge: TrainedJudge, examples: Examples) -> Examples:

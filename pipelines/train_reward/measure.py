@@ -59,8 +59,9 @@ class Measure:
 
     def _batches(self, count: int) -> Iterator[tuple[int, RewardBatch]]:
         assert self.heldout is not None
-        first = _First(self.heldout, count)
-        return in_order(first, self._encode, size=self.config.evaluation.batch, part=self.processes)
+        return in_order(
+            self.heldout.first(count), self._encode, size=self.config.evaluation.batch, part=self.processes
+        )
 
     def _of_all(self, own: list[tuple[int, Any]]) -> list[Any]:
         """What the processes found of their batches, in the order of the batches."""
@@ -91,20 +92,3 @@ class Measure:
             "srcc": float(srcc(value.numpy(), target.numpy())),
             "mass_low": float(mass.quantile(LOW)),
         }
-
-
-class _First:
-    """The first examples of a set."""
-
-    def __init__(self, examples: Examples, count: int) -> None:
-        self.examples, self.count = examples, count
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        return self.examples.prompts
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> Example:
-        return self.examples[number]

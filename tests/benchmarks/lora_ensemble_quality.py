@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from visalign.core.preference.uncertainty import log_win_probability, pair_deviation
 from visalign.interfaces import Scores
-from visalign.pipelines.train_reward.examples import Example, ShapesPairs
+from visalign.pipelines.train_reward.examples import Example, shapes_pairs
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.hpsv3.judge import REWARD_TOKEN, HPSv3
 from visalign.rewards.vlm.engine import Ask
@@ -73,7 +73,7 @@ class Said:
 def join(members: Sequence[str], output: Path) -> None:
     """Join trained judges, align levels and scales on pictures of training prompts, save as float16."""
     judge = LoraEnsembleReward.from_members(members)
-    pairs = ShapesPairs(ALIGN_SEED, ALIGNED, split="train")
+    pairs = shapes_pairs(ALIGN_SEED, ALIGNED, split="train")
     known = [(image, one.prompt) for one in map(pairs.__getitem__, range(ALIGNED)) for image in one.images]
     judge.align([image for image, _ in known], [prompt for _, prompt in known])
     judge.save(output, dtype=torch.float16)
@@ -284,7 +284,7 @@ def main() -> None:
     if given.members:
         join(given.members, given.output)
     judge = LoraEnsembleReward.from_pretrained(given.output or given.judge)
-    pairs = ShapesPairs(given.seed, given.pairs, split="heldout")
+    pairs = shapes_pairs(given.seed, given.pairs, split="heldout")
     held = [pairs[number] for number in range(given.pairs)]
     pair_table(judge, given.beside, held)
     picture_table(judge, held[: given.pictures])

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from visalign.core.preference.uncertainty import soft_clamp
-from visalign.pipelines.train_reward.batches import pair_images, pair_labels, pair_rows
-from visalign.pipelines.train_reward.examples import ShapesPairs
+from visalign.pipelines.train_reward.batches import pair_batch, pair_images
+from visalign.pipelines.train_reward.examples import Examples, shapes_pairs
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance_questions import YES_NO
@@ -47,9 +47,7 @@ BATCH, DRAWS = 64, 500
 
 
 @torch.no_grad()
-def features_of(
-    engine: VisionLanguageJudge, pairs: ShapesPairs, chunk: int = 50
-) -> tuple[Tensor, RewardBatch]:
+def features_of(engine: VisionLanguageJudge, pairs: Examples, chunk: int = 50) -> tuple[Tensor, RewardBatch]:
     """[2 N, D] hidden states (left pictures, then right ones), and the labels of the N pairs.
 
     Args:
@@ -76,12 +74,10 @@ def features_of(
         for side, rows in zip(sides, states.split(len(part)), strict=True):
             side.append(rows)
         examples += [replace(example, images=()) for example in part]
-    labels = pair_labels(examples, heldout=True)
-    batch = RewardBatch(inputs=None, size=len(examples), **pair_rows(len(examples)), **labels)  # type: ignore[arg-type]
-    return torch.cat([*sides[0], *sides[1]]), batch
+    return torch.cat([*sides[0], *sides[1]]), pair_batch(None, examples, heldout=True)
 
 
-def kept_features(engine: VisionLanguageJudge, pairs: ShapesPairs, file: Path | None) -> FeaturePairs:
+def kept_features(engine: VisionLanguageJudge, pairs: Examples, file: Path | None) -> FeaturePairs:
     """Features and labels of pairs, from a file that an earlier call left where there is one.
 
     Args:
@@ -107,7 +103,7 @@ def kept_features(engine: VisionLanguageJudge, pairs: ShapesPairs, file: Path | 
 
 
 @torch.no_grad()
-def judged_by(place: str, pairs: ShapesPairs, chunk: int = 100) -> HeldoutPairs:
+def judged_by(place: str, pairs: Examples, chunk: int = 100) -> HeldoutPairs:
     """What a trained judge of HPSv3's kind says of pairs.
 
     Args:
@@ -121,9 +117,7 @@ def judged_by(place: str, pairs: ShapesPairs, chunk: int = 100) -> HeldoutPairs:
         found = judge.score(pair_images(part), [example.prompt for example in part] * 2)
         assert found.std is not None and bool(found.valid.all())
         said = {"value": found.value, "log_std": found.std.log()}
-        rows, labels = pair_rows(len(part)), pair_labels(part, heldout=True)
-        batch = RewardBatch(inputs=said, size=len(part), **rows, **labels)  # type: ignore[arg-type]
-        parts.append(batch)
+        parts.append(pair_batch(said, part, heldout=True))
     return judge_pairs(_Said(), parts, TASKS["uncertainty"])
 
 
@@ -172,12 +166,11 @@ class FeaturePairs:
         assert self.labels.label is not None and self.labels.votes is not None
         assert self.labels.clear is not None
         both = torch.cat([self.features[chosen], self.features[chosen + self.labels.size]])
-        rows = pair_rows(len(chosen))
         return RewardBatch(
             inputs=both,
             size=len(chosen),
-            left=rows["left"],
-            right=rows["right"],
+            left=torch.arange(len(chosen)),
+            right=torch.arange(len(chosen), 2 * len(chosen)),
             label=self.labels.label[chosen],
             votes=self.labels.votes[chosen],
             clear=self.labels.clear[chosen],
@@ -249,7 +242,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder that keeps the features")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    heldout = ShapesPairs(given.seed + 7, given.heldout, split="heldout")
+    heldout = shapes_pairs(given.seed + 7, given.heldout, split="heldout")
     head = "accuracy, clear truth | accuracy, all | NLL | ECE | mean σ of a pair"
     print(
         f"{given.pairs} pairs with 9 votes each, {given.epochs:g} epochs; {given.heldout} held-out pairs; "
@@ -264,7 +257,7 @@ def main() -> None:
         compare_losses(given, heldout)
 
 
-def compare_losses(given: argparse.Namespace, heldout: ShapesPairs) -> None:
+def compare_losses(given: argparse.Namespace, heldout: Examples) -> None:
     """A row per loss."""
     engine = VisionLanguageJudge.from_pretrained(
         given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15
@@ -273,7 +266,7 @@ def compare_losses(given: argparse.Namespace, heldout: ShapesPairs) -> None:
     if given.cache is not None:
         given.cache.mkdir(parents=True, exist_ok=True)
         cache = [given.cache / f"{name}.safetensors" for name in ("train", "heldout")]
-    train = kept_features(engine, ShapesPairs(given.seed, given.pairs), cache[0])
+    train = kept_features(engine, shapes_pairs(given.seed, given.pairs), cache[0])
     held = kept_features(engine, heldout, cache[1])
     for task in LOSSES:
         judge = train_head(task, train, given.epochs, given.lr, given.seed)

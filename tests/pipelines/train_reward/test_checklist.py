@@ -17,7 +17,7 @@ from tests.support.tiny_vision_language_models import save_tiny_seeing_model
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.checklist_judge import ChecklistJudge, Questions
-from visalign.pipelines.train_reward.examples import ShapesPairs
+from visalign.pipelines.train_reward.examples import Examples, shapes_pairs
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.pipelines.train_reward.judges import build_judge, remembered
@@ -179,9 +179,10 @@ def test_a_picture_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Questions, "_ask", lambda self, image, prompt: asked.append(prompt) or ask(self, image, prompt)
     )
-    source = ShapesPairs(0, 4)
+    source = shapes_pairs(0, 4)
     pairs = [source[n] for n in range(3)]
-    again = remembered(judge, [*pairs, pairs[0]])  # type: ignore[arg-type]
+    listed = Examples(count=4, example=[*pairs, pairs[0]].__getitem__, prompts=source.prompts)
+    again = remembered(judge, listed)
     rows = [again[n] for n in (0, 1, 2, 3, 0)]
     assert len(asked) == len({image.numpy().tobytes() for pair in pairs for image in pair.images})
     assert all(row.images == () for row in rows) and rows[0].features is rows[4].features
@@ -201,6 +202,8 @@ def test_wrong_checklists_by_message(model, tmp_path):
         run(_config(model, tmp_path), tmp_path / "run")
     with pytest.raises(UserError, match=r"model\.checklist: There is no checklist file .*none\.json"):
         prepare_reward(_config(model, tmp_path, "model.checklist=none.json"))
-    with pytest.raises(UserError, match=r"model\.checklist is set, and a judge of kind hpsv3 asks no list"):
+    with pytest.raises(
+        UserError, match=r"Unknown key 'model\.checklist' .* read where model.kind is checklist"
+    ):
         load_config(TrainRewardConfig, None, ["model.checklist=x.json"])
     assert not (tmp_path / "run").exists()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.support.tiny_vision_language_models import save_tiny_seeing_model
 from visalign.config import load_config
+from visalign.pipelines.train_reward.examples import Examples
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.pipelines.train_reward.measure import Measure
 from visalign.training.loop.metrics import read_metrics, without_times
@@ -104,23 +105,15 @@ def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
 def test_the_shares_of_processes_are_all_pairs_once():
     """Three processes measure seven pairs in batches of two, gathered by hand."""
 
-    class Numbered:
-        prompts = frozenset()
-
-        def __len__(self) -> int:
-            return 7
-
-        def __getitem__(self, number: int) -> int:
-            return number
-
     class Judge:
         def encode(self, examples: list[int], heldout: bool = False) -> list[int]:
             return examples
 
     config = load_config(TrainRewardConfig, None, ["evaluation.batch=2"])
+    numbered: Any = Examples(count=7, example=lambda number: number, prompts=frozenset())  # type: ignore[arg-type]
     shares = []
     for process in range(3):
-        measure = Measure(config, Judge(), Numbered(), (process, 3))  # type: ignore[arg-type]
+        measure = Measure(config, Judge(), numbered, (process, 3))  # type: ignore[arg-type]
         shares.append(list(measure._batches(7)))
     assert shares == [[(0, [0, 1]), (3, [6])], [(1, [2, 3])], [(2, [4, 5])]]
 

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from tests.support.rewards_tiny_clip import save_tiny_clip
 from tests.support.tiny_vision_language_models import save_tiny_seeing_model
 from visalign.config import load_config, resolve_config
+from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.batches import ExampleBatches
-from visalign.pipelines.train_reward.examples import ShapesPairs, ShapesRatings, ShapesTriples
+from visalign.pipelines.train_reward.examples import shapes_pairs, shapes_ratings, shapes_triples
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, plan, run
 from visalign.pipelines.train_reward.judges import build_judge
@@ -89,16 +90,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(models: Path, kind: str, train: str = "", task: str = "", **more: Any) -> TrainRewardConfig:
-    heads = {"hp": [8, 4, 4, 4], "hpsv3": [8, 4]}
+    own: dict[str, Any] = {"hp": {"head": [8, 4, 4, 4]}, "hpsv3": {"head": [8, 4]}}
     known = {k: (t, o) for k, t, o in JUDGES}
     rated = "shapes:quality" if kind == "rating" else "shapes:pairs"
     model = {
         "kind": kind,
         "path": str(models / ("clip" if kind in ("hp", "ict") else "vlm")),
         "train": train or known[kind][0],
-        "head": heads.get(kind),
-        "lora": {"rank": 2, "alpha": 4.0},
         "save_dtype": "float32",
+        **own.get(kind, {}),
+        **({} if kind in ("hp", "ict") else {"lora": {"rank": 2, "alpha": 4.0}}),
     }
     content: dict[str, Any] = {
         "model": model,
@@ -216,29 +217,30 @@ def test_a_resumed_run_is_the_run(models, tmp_path):
 
 
 def test_each_epoch_reads_every_example_once_in_a_new_order():
-    batches = ExampleBatches(ShapesPairs(0, 10), lambda _: None, size=4, micro=4, seed=1)  # type: ignore[arg-type]
+    batches = ExampleBatches(shapes_pairs(0, 10), lambda _: None, size=4, micro=4, seed=1)  # type: ignore[arg-type]
     read = [number for batch in range(5) for number in batches.numbers(batch)]
     assert sorted(read[:10]) == sorted(read[10:]) == list(range(10)) and read[:10] != read[10:]
 
 
 def test_the_generated_sets_are_what_they_say():
-    pairs = ShapesPairs(0, 40, labels="truth", split="heldout")
+    pairs = shapes_pairs(0, 40, labels="truth", split="heldout")
+    world = ShapesPreferences(0, split="heldout")
     for number in range(40):
-        pair, example = pairs.world.pair(number), pairs[number]
+        pair, example = world.pair(number), pairs[number]
         left, right = pair.utility
         assert example.truth == (0.5 if left == right else float(left > right)) and example.votes is None
         assert torch.equal(
             (example.images[0] * 255).round().byte().permute(1, 2, 0), torch.tensor(pair.pictures()[0])
         )
-    triple = ShapesTriples(0, 5)[3]
-    assert len(triple.images) == 3 and triple.prompt.casefold() in ShapesTriples(0, 5).prompts
-    rated = ShapesRatings(0, 5)[2]
+    triple = shapes_triples(0, 5)[3]
+    assert len(triple.images) == 3 and triple.prompt.casefold() in shapes_triples(0, 5).prompts
+    rated = shapes_ratings(0, 5)[2]
     assert 1 <= rated.target <= 5 and len(rated.images) == 1
     assert not pairs.prompts & triple_prompts()
 
 
 def triple_prompts() -> frozenset[str]:
-    return ShapesTriples(0, 1).prompts
+    return shapes_triples(0, 1).prompts
 
 
 def _set(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
@@ -353,15 +355,26 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.kind=hpsv2"], r"model.kind is 'hpsv2'. Did you mean 'hpsv3'"),
+        (["model.kind=hpsv2"], r"Key 'model.kind' in .* got 'hpsv2' .*'ict', 'hp'. Did you mean 'hpsv3'"),
         (
             ["model.kind=ict", "model.train=lora"],
-            "model.train is 'lora'; a judge of kind ict can be trained as full",
+            "Key 'model.train' in .* got 'lora' .str., expected one of 'full'",
         ),
-        (["model.head=[8]"], "model.head is .*; allowed for hpsv3: 2 widths"),
+        (["model.head=[8]"], r"Key 'model.head' in .* got \[8\] .list.\. List should have at least 2 items"),
+        (["model.head=[8, 0]"], r"Key 'model.head\[1\]' in .* got 0 .int.\. Input should be greater"),
+        (
+            ["model.kind=pair", "objective.task=yes_no", "model.head=[8, 4]"],
+            "Unknown key 'model.head' in .* It is read where model.kind is hpsv3 or hp",
+        ),
+        (
+            ["data.batch=0"],
+            r"Key 'data.batch' in .* got 0 .int.\. Input should be greater than or equal to 1",
+        ),
+        (["data.theta=2"], r"Key 'data.theta' in .* Input should be less than or equal to 1"),
+        (["data.kinds=[]"], r"Key 'data.kinds' in .* List should have at least 1 item"),
         (
             ["model.kind=hp", "objective.task=hp", "model.train=head", "model.dtype=bfloat16"],
-            "model.dtype is 'bfloat16', and a judge of kind hp is trained in float32",
+            "Unknown key 'model.dtype' in .* It is read where model.kind is hpsv3 or yes_no or pair",
         ),
         (
             ["model.kind=checklist", "model.train=head", "model.autocast=bfloat16"],
@@ -369,8 +382,14 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
         ),
         (["objective.task=hp"], "objective.task is 'hp'; a judge of kind hpsv3 learns by uncertainty"),
         (["data.train=shapes:quality"], "data.train is shapes:quality, which holds single rated pictures"),
-        (["data.labels=majority"], "data.labels is 'majority'.*Allowed: votes, truth, probability"),
-        (["data.kinds=[color]"], "data.kinds is .*; give one or more of alignment, quality, richness, mixed"),
+        (
+            ["data.labels=majority"],
+            "Key 'data.labels' in .* got 'majority' .*'votes', 'truth', 'probability'",
+        ),
+        (
+            ["data.kinds=[color]"],
+            r"Key 'data.kinds\[0\]' in .* got 'color' .*'alignment', 'quality', 'richness', 'mixed'",
+        ),
     ],
 )
 def test_impossible_configurations_by_message(overrides, message):

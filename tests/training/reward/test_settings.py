@@ -13,8 +13,7 @@ from rich.console import Console
 from visalign.config import load_config
 from visalign.core.preference.ict import ict_labels
 from visalign.errors import UserError
-from visalign.pipelines.train_reward.config import JUDGE_TASKS, TrainRewardConfig
-from visalign.pipelines.train_reward.unused_settings import USED
+from visalign.pipelines.train_reward.config import JUDGE_TASKS, USED, TrainRewardConfig
 from visalign.training.loop.metrics import METRICS
 from visalign.training.loop.progress import SHOWN_OF_A_JUDGE, TrainingProgress
 from visalign.training.reward.batch import RewardBatch

@@ -145,6 +145,10 @@ class PreferenceSet:
     def __len__(self) -> int:
         return len(self.pairs)
 
+    def row(self, number: int) -> int:
+        """The row of record 0, 1, 2, ... as its file counts them; from 1 where there is none."""
+        return self.rows[number] if self.rows else number + 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class QualitySet:
@@ -158,6 +162,10 @@ class QualitySet:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def row(self, number: int) -> int:
+        """As of a `PreferenceSet`."""
+        return self.rows[number] if self.rows else number + 1
 
 
 def mixed_side(pair: PreferencePair) -> PreferencePair:

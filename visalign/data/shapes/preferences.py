@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -25,8 +25,9 @@ from .scenes import DISTORTIONS, STYLES, Scene, sample_scene
 from .verifier import verify_scene
 
 SPLITS = ("train", "heldout")
-KINDS = ("alignment", "quality", "richness", "mixed")
+Kind = Literal["alignment", "quality", "richness", "mixed"]
 """What the pictures of a pair differ in; "mixed" draws everything freely."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 CLEAR = 0.3
 """From this difference of utility on, the truth of a pair counts as clear."""
