@@ -62,13 +62,14 @@ def run(name: str, command: list[str]) -> Outcome:
 
 
 def _types(command: list[str], environment: dict[str, str], begun: float) -> Outcome:
-    """Pyright fetches its engine when first used: a machine that may not fetch has no types check."""
+    """Pyright runs on node, which `pyright[nodejs]` brings; where either is missing, types are not checked."""
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="", flush=True)
     seconds = time.perf_counter() - begun
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     if not any(" errors, " in line or " error, " in line for line in lines):
-        note = lines[-1].strip() if lines else "pyright said nothing"
+        said = lines[-1].strip() if lines else "pyright said nothing"
+        note = f'{said}; run: python -m pip install -e ".[test]"'
         return Outcome("types", "not available", seconds, note)
     return Outcome("types", "failed" if done.returncode else "passed", seconds)
 

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from visalign import __version__
 from visalign.data.assets import PACKAGED, assets_folder
 
 from .config import config_folder, list_configs
 from .errors import UserError
-from .versions import NEEDED, installed_version
+from .versions import NEEDED, installed_version, own_version
 
 OPTIONAL = {"wandb": "experiment tracking", "hypothesis": "tests", "ruff": "checks", "pyright": "checks"}
 """Distributions that one can do without, and what for."""
@@ -118,7 +117,7 @@ def _facts() -> tuple[tuple[str, str], ...]:
         for name, purpose in OPTIONAL.items()
     ]
     return (
-        ("visalign", f"{__version__} at {Path(__file__).resolve().parent}"),
+        ("visalign", f"{own_version()} at {Path(__file__).resolve().parent}"),
         ("python", f"{platform.python_version()} at {sys.executable}"),
         ("platform", f"{platform.platform()}, {os.cpu_count()} CPU cores, {_memory()}"),
         *_torch_facts(),
@@ -238,10 +237,12 @@ def _sde_step() -> str:
 
     generator = torch.Generator().manual_seed(0)
     x, v, noise = torch.randn(3, 4, 8, 8, 8, generator=generator)
-    step = sde_step(x, v, 0.8, 0.7, schedule="flow", level=0.7)
+    step = sde_step(x, v, 0.8, 0.7, schedule="flow", noise_level=0.7)
     x_next = step.sample(noise).bfloat16()
     old = step.log_prob(x_next, log_prob_reduction="sum")
-    rows = [sde_step(x[i : i + 1], v[i : i + 1], 0.8, 0.7, schedule="flow", level=0.7) for i in range(4)]
+    rows = [
+        sde_step(x[i : i + 1], v[i : i + 1], 0.8, 0.7, schedule="flow", noise_level=0.7) for i in range(4)
+    ]
     new = torch.cat([row.log_prob(x_next[i : i + 1], log_prob_reduction="sum") for i, row in enumerate(rows)])
     worst = float((new - old).exp().sub(1).abs().max())
     if not worst < 1e-3:

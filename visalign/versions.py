@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import platform
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 NEEDED = (
     "torch",
@@ -37,7 +39,16 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+def own_version() -> str:
+    """The version of visalign: the installed one, in a checkout that nobody installed the one to be."""
+    if installed := installed_version("visalign"):
+        return installed
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
+
+
 def versions() -> dict[str, str]:
     """Python, platform, visalign and every needed package -> version; "absent" where not installed."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    return found | {name: installed_version(name) or "absent" for name in ("visalign", *NEEDED)}
+    found["visalign"] = own_version()
+    return found | {name: installed_version(name) or "absent" for name in NEEDED}

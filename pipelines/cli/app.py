@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from visalign import __version__
+from visalign.versions import own_version
 
 from .agree import agree
 from .compare import compare, rank
@@ -46,7 +46,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        typer.echo(own_version())
         raise typer.Exit
 
 

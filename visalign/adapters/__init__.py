@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of other libraries as policies: SD3 pipelines, causal language models, LoRA, contract tests.
 
-Everything is imported at its first use: text policies do without diffusers.
+It needs `flow`, `text` and the libraries of the models; no objective and no reward comes in. Everything is
+imported at its first use: text policies do without diffusers.
 """
 
 from __future__ import annotations

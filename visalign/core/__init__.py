@@ -3,7 +3,7 @@
 
 B samples, T decisions, `group` any labels, `weight` 0 for what is absent. Order of use: combine rewards,
 advantage, log-ratio, surrogate, off-policy correction, selection, KL, aggregation; `Objective` composes them.
-README.md here has the paper of each function.
+README.md here has the paper of each function. It needs torch; no model, no file, no configuration comes in.
 """
 
 from visalign.core.advantages.baselines import (

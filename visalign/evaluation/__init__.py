@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out evaluation of a model, and of rewards on preference and quality sets, with intervals and pages."""
+"""Held-out evaluation of a model, and of rewards on preference and quality sets, with intervals and pages.
+
+It needs what was sampled or judged, handed in; no model and no judge is loaded here.
+"""
 
 from visalign.evaluation.heldout.comparison import Comparison, compare
 from visalign.evaluation.heldout.correctness import check_judge

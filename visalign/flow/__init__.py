@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flow trajectories: time grids, one SDE kernel and CPS, Gaussian log-probs, rollout and replay."""
+"""Flow trajectories: time grids, one SDE kernel and CPS, Gaussian log-probs, rollout and replay.
+
+It needs torch and a `DiffusionPolicy` handed in; no model family, no reward and no objective comes in.
+"""
 
 from visalign.core.surrogates.ratio_check import RatioCheck, RatioError, check_log_ratio
 from visalign.seeds import sample_seed

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to OpenAI-compatible servers, for generation and for judging alike."""
+"""Requests to OpenAI-compatible servers, for generation and for judging alike.
+
+It needs the standard library; no judge and no policy comes in.
+"""
 
 from .connection import ServerConnection, ServerError
 

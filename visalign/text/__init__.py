@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token trajectories: the distribution that is sampled, seeds, stop conditions, the rollout, the policy."""
+"""Token trajectories: the distribution that is sampled, seeds, stop conditions, the rollout, the policy.
+
+It needs torch; no model library and no reward comes in.
+"""
 
 from visalign.interfaces import Message, Prompt
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training loops: sample, judge, compare, update; with exact resume."""
+"""Training loops: sample, judge, compare, update; with exact resume.
+
+It needs a policy and a reward handed in; no model family and no judge comes in.
+"""
 
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Labels, moments and statistics of groups.
 
-It needs torch alone and imports no other room.
+It needs torch alone; no other room comes in.
 """
