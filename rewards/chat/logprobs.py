@@ -2,9 +2,10 @@
 """P(yes) from a server's list of the most probable first tokens, with what the list does not say.
 
 log-odds = logsumexp over the yes tokens − logsumexp over the no tokens (RewardDance, arXiv 2509.08826, reads
-P("yes") at the decision token). A list has the top 20 or so alone: where one side is missing its probability
-is below the last of the list, which bounds the log-odds; where both are missing nothing is known, and it is a
-failure (Flow-Factory gives 0.0 there).
+P("yes") at the decision token). A list has the top 20 or so alone: where one side is missing the log-odds are
+undefined (not infinite: a token that is not listed has some probability), but that is below the last of the
+list, which bounds them; where both are missing nothing is known, and it is a failure (Flow-Factory gives 0.0
+there).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from visalign.core.preference.yes_no import YesNo, yes_no_answer
+from visalign.core.preference.yes_no import yes_no_answer
 from visalign.rewards.reading.numbers import AnswerError
 
 _ROUNDING = 1e-7
@@ -28,27 +29,24 @@ _MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
 class ListedAnswer:
     """What a list of first tokens says of yes and no."""
 
-    answer: YesNo
-    """By the list alone, one float64 number each: log-odds are infinite where it has one side only."""
+    log_odds: float
+    """ln P(yes) − ln P(no), in nats; NaN where one side is not listed, which leaves them undefined."""
     bound: float
-    """The log-odds, finite always: where one side is missing, they are at least this far from 0."""
-    is_bound: bool
-    """Whether one side was missing."""
+    """The log-odds; where one side is not listed, the nearest to 0 that they can be. Finite always."""
+    mass: float
+    """Probability of the listed yes and no together."""
+    missing: str | None = None
+    """The side that is not listed: "yes", "no" or None."""
 
     @property
     def prob(self) -> float:
-        """σ(bound): P(yes) / (P(yes) + P(no)), or the nearest to ½ that the list allows."""
-        return _sigmoid(self.bound)
-
-    @property
-    def mass(self) -> float:
-        """Probability of the listed yes and no together."""
-        return float(self.answer.mass)
+        """P(yes) / (P(yes) + P(no)) = σ(log_odds); NaN where these are undefined."""
+        return sigmoid(self.log_odds)
 
     @property
     def left_over(self) -> float:
         """Probability of everything else."""
-        return max(0.0, float(self.answer.left_over))
+        return max(0.0, 1 - self.mass)
 
 
 def read_yes_no(
@@ -80,23 +78,25 @@ def read_yes_no(
         sides.append([place for place, word in enumerate(spelled) if word in wanted])
     log_prob = torch.tensor(list(listed.values()), dtype=torch.float64)
     answer = yes_no_answer(log_prob, *sides, normalised=True)
-    log_yes, log_no = float(answer.log_yes), float(answer.log_no)
+    log_yes, log_no, mass = float(answer.log_yes), float(answer.log_no), float(answer.mass)
     if log_yes == log_no == -math.inf:
         first = max(listed, key=lambda token: listed[token], default=None)
         raise AnswerError(
             f"neither yes nor no is among the {len(listed)} likeliest first tokens ({first!r} leads)"
         )
-    if not float(answer.mass) >= min_mass:
+    if not mass >= min_mass:
         raise AnswerError(
-            f"the model answers neither yes nor no: both together have probability {float(answer.mass):.3g}, "
+            f"the model answers neither yes nor no: both together have probability {mass:.3g}, "
             f"and min_mass is {min_mass:g}"
         )
+    if -math.inf not in (log_yes, log_no):
+        return ListedAnswer(log_yes - log_no, log_yes - log_no, mass)
     total = math.fsum(math.exp(value) for value in listed.values())
     unseen = max(min(1 - total, min(math.exp(value) for value in listed.values())), _ROUNDING)
-    is_bound, cap = -math.inf in (log_yes, log_no), math.log(unseen)
-    bound = max(log_yes, cap) - max(log_no, cap) if is_bound else log_yes - log_no
-    return ListedAnswer(answer, bound, is_bound)
+    bound = max(log_yes, math.log(unseen)) - max(log_no, math.log(unseen))
+    return ListedAnswer(math.nan, bound, mass, "no" if log_no == -math.inf else "yes")
 
 
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+def sigmoid(x: float) -> float:
+    """1 / (1 + exp(−x)) without overflow; NaN of NaN."""
+    return 1 / (1 + math.exp(-x)) if not x < 0 else math.exp(x) / (1 + math.exp(x))

@@ -23,7 +23,7 @@ MAX_PIXELS = 16384 * 28 * 28
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
 ) -> tuple[int, int]:
-    """Height and width of a picture as Qwen's processors resize it; see `visalign.vision.patches`.
+    """Height and width of a picture as qwen-vl-utils and the published HPSv3 resize it.
 
     Args:
         height: in pixels.
@@ -35,7 +35,7 @@ def smart_resize(
     Raises:
         ValueError: no pixels, or one side more than 200 times the other.
     """
-    return _smart_resize(height, width, factor, min_pixels, max_pixels)
+    return _smart_resize(height, width, factor, min_pixels, max_pixels, whole_tokens=True)
 
 
 def current_key(key: str) -> str:

@@ -133,8 +133,17 @@ def aspect_mean(scores: Mapping[str, float]) -> tuple[float, float]:
     return mean, (min(max(mean, 1.0), 5.0) - 1.0) / 4.0
 
 
-def tagged_score(text: str, *, low: float = 1, high: float = 5) -> float:
+def tagged_score(text: str, *, low: float = 1, high: float = 5, first: bool = False) -> float:
     """The whole number in <Score>n</Score>, the form that flow_grpo asks a general model for.
+
+    The rule for several tags: equal numbers are one, and two that differ are no score, since nobody knows
+    which of them the judge means. The peer takes the first whatever the others say.
+
+    Args:
+        text: what the judge wrote.
+        low: smallest score.
+        high: largest.
+        first: read the first tag alone, as the peer does.
 
     Raises:
         AnswerError: no such tag, tags that differ, no whole number, or out of range.
@@ -142,7 +151,7 @@ def tagged_score(text: str, *, low: float = 1, high: float = 5) -> float:
     found = [float(number) for number in _TAG.findall(text)]
     if not found:
         raise AnswerError("the judge's text has no <Score> with a whole number")
-    return check_range(_one("<Score>", found), low, high)
+    return check_range(found[0] if first else _one("<Score>", found), low, high)
 
 
 def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:

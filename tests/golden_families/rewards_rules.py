@@ -63,8 +63,8 @@ def _quality(case: Any) -> Outputs:
 def _yes_no_list(case: Any) -> Outputs:
     found = [_or(lambda row=row: read_yes_no(row), None) for row in case.inputs["top_logprobs"]]
     return {
-        "prob": [math.nan if row is None else float(row.answer.prob) for row in found],
-        "log_odds": [math.nan if row is None else float(row.answer.log_odds) for row in found],
+        "prob": [math.nan if row is None else row.prob for row in found],
+        "log_odds": [math.nan if row is None else row.log_odds for row in found],
         "mass": [0.0 if row is None else row.mass for row in found],
     }
 
@@ -88,7 +88,7 @@ def _unified(case: Any) -> Outputs:
             "pref_grpo_dims": {name.title(): _filled([row.get(name) for row in named]) for name in ASPECTS},
             "flow_grpo_final": [_or(lambda t=t: final_score(t), 0.0) for t in texts],
             "flow_grpo_qwen": [
-                _or(lambda t=t: tagged_score(t, low=0, high=math.inf) / 5, 0.0) for t in texts
+                _or(lambda t=t: tagged_score(t, low=0, high=math.inf, first=True) / 5, 0.0) for t in texts
             ],
         }
     }

@@ -45,6 +45,13 @@ def test_halves_round_to_even_and_little_pictures_grow() -> None:
     assert smart_resize(1000, 3000, 28, 200704, 200704) == (252, 756)
 
 
+def test_a_side_below_half_a_token_is_nothing_or_one_token() -> None:
+    # transformers: 0 · 392 is too little, 400 · √(3136 / 4000) = 354 grows to 13 · 28
+    assert smart_resize(10, 400, 28, 3136, 10**6) == (28, 364)
+    assert smart_resize(10, 400, 28, 3136, 10**6, whole_tokens=True) == (28, 392)
+    assert smart_resize(10, 60, 28, 3136, 10**6, whole_tokens=True) == (28, 140)  # 1 · 56 · 28 is too little
+
+
 @pytest.mark.parametrize("size", [(1, 201), (201, 1), (0, 5)])
 def test_stripes_are_refused(size) -> None:
     with pytest.raises(ValueError, match=f"{size[1]}×{size[0]} pixels: one side may be at most 200 times"):

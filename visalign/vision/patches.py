@@ -115,7 +115,15 @@ class PatchCutter:
         return parts.reshape(rows * columns, 3 * self.frames * side * side)
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def smart_resize(
+    height: int,
+    width: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    *,
+    whole_tokens: bool = False,
+) -> tuple[int, int]:
     """Height and width that are multiples of `factor`, with about the picture's aspect, within the pixels.
 
     Halves round to even, as the published processors have it; one multiple at least remains of each side.
@@ -126,18 +134,22 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
         factor: pixels of a token, on each side.
         min_pixels: of the result; it may end above `max_pixels` where the two leave no room between.
         max_pixels: of the result.
+        whole_tokens: a side below half a token (14 pixels of 28) counts as one token when the limits are
+            looked at, as in qwen-vl-utils and the published HPSv3; in transformers' processors it counts as
+            nothing, so that the picture is enlarged.
 
     Raises:
         ValueError: one side is more than 200 times the other, or the picture has no pixels.
 
-    Source: Qwen2-VL, arXiv 2409.12191, section 2.1 (dynamic resolution); rounding as in transformers.
+    Source: Qwen2-VL, arXiv 2409.12191, section 2.1 (dynamic resolution).
     """
     if min(height, width) < 1 or max(height, width) > LONGEST * min(height, width):
         raise ValueError(
             f"a picture of {width}×{height} pixels: one side may be at most {LONGEST} times the other; crop "
             "it first"
         )
-    tall, wide = round(height / factor) * factor, round(width / factor) * factor
+    least = factor if whole_tokens else 0
+    tall, wide = (max(least, round(side / factor) * factor) for side in (height, width))
     if tall * wide > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         tall = max(factor, math.floor(height / shrink / factor) * factor)

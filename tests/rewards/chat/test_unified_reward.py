@@ -302,6 +302,8 @@ def test_a_meta_judge_that_hardly_answers_keeps_nothing():
         lenient = least.score(bright(0.5), ["a"])
     assert found.value.tolist() == [3] and lenient.value.tolist() == [9]
     assert least.identity.options["min_mass"] == 0
+    with pytest.raises(RewardError, match=r"one_sided is 'zero'; allowed are 'invalid' and 'bound'"):
+        YesNoServer("http://localhost:1", "tiny", one_sided="zero")  # type: ignore[arg-type]
     with pytest.raises(RewardError, match=r"min_mass is 1\.5; allowed are probabilities"):
         DeepSeekGRM("http://localhost:1", "tiny", min_mass=1.5)
 
@@ -317,8 +319,13 @@ def test_yes_no_of_a_server():
     with serving(
         lambda body: chat("", finish="length", logprobs=said[words(body).split("Text: ")[1].split("\n")[0]])
     ) as stub:
-        judge = YesNoServer(stub.url, "tiny", **QUICK)
-        found = judge.score(bright(0.5).repeat(5, 1, 1, 1), list(said))
+        pictures = bright(0.5).repeat(5, 1, 1, 1)
+        strict = YesNoServer(stub.url, "tiny", **QUICK).score(pictures, list(said))
+        found = YesNoServer(stub.url, "tiny", one_sided="bound", **QUICK).score(pictures, list(said))
+    assert strict.valid.tolist() == [True, False, False, False, False] and strict.reason is not None
+    assert "no is not among the 2 likeliest first tokens, so the log-odds are undefined" in str(
+        strict.reason[1]
+    )
     assert found.valid.tolist() == [True, True, False, False, False]
     assert found.value[:2].tolist() == pytest.approx([math.log(3), math.log(0.9 / 0.05)])
     assert found.parts["prob"][:2].tolist() == pytest.approx([0.75, 0.9 / 0.95]), "σ of the value"

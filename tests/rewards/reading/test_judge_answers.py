@@ -169,6 +169,10 @@ def test_aspect_mean_of_nothing():
 
 def test_tagged_score():
     assert tagged_score("<Score>4</Score>") == 4
+    both = "<Score>4</Score> no, <Score>2</Score>"
+    assert tagged_score(both, first=True) == 4 and tagged_score("<Score>3</Score> <Score>3</Score>") == 3
+    with pytest.raises(AnswerError, match="<Score>"):
+        tagged_score(both)
     for text, reason in (
         ("<Score>4.5</Score>", "whole number"),
         ("<Score>6</Score>", "outside"),
@@ -387,24 +391,24 @@ def test_yes_no_list():
     said = read_yes_no(
         {" Yes": math.log(0.5), "yes": math.log(0.1), "NO": math.log(0.2), "Maybe": math.log(0.1)}
     )
-    assert float(said.answer.log_odds) == said.bound == pytest.approx(math.log(3))
+    assert said.log_odds == said.bound == pytest.approx(math.log(3))
     assert (said.prob, said.mass, said.left_over) == pytest.approx((0.75, 0.8, 0.2))
-    assert not said.is_bound
+    assert said.missing is None
 
 
-def test_a_missing_side_is_bounded():
+def test_a_missing_side_leaves_the_log_odds_undefined_and_bounded():
     said = read_yes_no({"yes": math.log(0.7), "The": math.log(0.2)})
-    assert said.is_bound and float(said.answer.log_odds) == math.inf and float(said.answer.prob) == 1
-    assert said.prob == pytest.approx(0.7 / 0.8), "not surer than the bound"
+    assert said.missing == "no" and math.isnan(said.log_odds) and math.isnan(said.prob)
+    assert said.mass == pytest.approx(0.7)
     assert said.bound == pytest.approx(
         math.log(0.7 / 0.1)
     )  # what the list leaves is 0.1, below its last, 0.2
     other = read_yes_no({"no": math.log(0.5), "a": math.log(0.02)})
-    assert other.bound == pytest.approx(-math.log(0.5 / 0.02))
+    assert other.bound == pytest.approx(-math.log(0.5 / 0.02)) and other.missing == "yes"
     assert math.isfinite(read_yes_no({"yes": 0.0}).bound)
     assert read_yes_no({"▁ja": -1.0, "Ġnein": -1.0}, yes=("ja",), no=("nein",)).bound == 0
     certain = read_yes_no({"no": 0.0})
-    assert 0 < certain.prob < 1e-6 and certain.left_over == 0
+    assert -20 < certain.bound < -10 and certain.left_over == 0
     with pytest.raises(AnswerError, match=r"both together have probability 0\.3, and min_mass is 0\.4"):
         read_yes_no({"yes": math.log(0.1), "no": math.log(0.2), "The": math.log(0.7)}, min_mass=0.4)
 
@@ -480,6 +484,7 @@ def test_key_map():
 def test_smart_resize():
     assert smart_resize(512, 512, min_pixels=200704, max_pixels=200704) == (448, 448)
     assert smart_resize(14, 42) == (56, 112)
+    assert smart_resize(13, 400) == (28, 392), "13 pixels count as one token, so that nothing grows"
     assert smart_resize(720, 1280, factor=32, min_pixels=65536, max_pixels=1048576) == (704, 1280)
     with pytest.raises(ValueError, match="200 times"):
         smart_resize(1, 300)
