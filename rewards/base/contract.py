@@ -23,6 +23,9 @@ from .images import ImageBatch, load_images
 _INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")
 """Unicode's categories of separators, control and format characters."""
 
+GROUP_KEY = "group_id"
+"""Key of the metadata by which a reward that compares inside groups (`needs_group`) knows them."""
+
 
 class RewardError(RuntimeError):
     """A reward cannot be loaded, broke while judging, or failed too often."""
@@ -105,6 +108,18 @@ def _read_metadata(name: str, metadata: Metadata | None, size: int) -> list[Mapp
                 f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None."
             )
     return list(metadata)
+
+
+def without_group(
+    metadata: Sequence[Mapping[str, Any] | None], key: str = GROUP_KEY
+) -> list[Mapping[str, Any] | None]:
+    """Records without their group's name, which is no property of the prompt."""
+    return [
+        {field: value for field, value in record.items() if field != key}
+        if record and key in record
+        else record
+        for record in metadata
+    ]
 
 
 def scatter(values: Sequence[float] | Tensor, rows: Sequence[int], size: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.contract import RewardError, make_scores, read_request, without_group
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import as_contract
 
@@ -60,6 +60,11 @@ class WeightedSum:
         )
         self.rewards, self.unit, self.range = self._terms.rewards, self._terms.unit, self._terms.range
 
+    @property
+    def needs_group(self) -> bool:
+        """Whether a term compares inside groups, so that the metadata must name them."""
+        return any(getattr(reward, "needs_group", False) for reward, _ in self.rewards.values())
+
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Judge with every reward and add up; images are read once for all of them."""
         request = read_request(self.name, images, prompts, metadata)
@@ -67,9 +72,12 @@ class WeightedSum:
         loaded = as_contract([image for _, image in request.images.readable()])
         texts = [request.prompts[row] for row in usable]
         records = [request.metadata[row] for row in usable]
-        return self._terms.add_up(
-            lambda reward: reward.score(loaded, list(texts), list(records)), usable, request.images.reasons
-        )
+
+        def judge(reward: PointwiseReward) -> Scores:
+            known = records if getattr(reward, "needs_group", False) else without_group(records)
+            return reward.score(loaded, list(texts), list(known))
+
+        return self._terms.add_up(judge, usable, request.images.reasons)
 
 
 class WeightedTerms:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from visalign.core import group_pairs, win_rates
 from visalign.interfaces import Metadata, PairwiseReward, Scores
-from visalign.rewards.base.contract import Request, make_scores, read_request, scatter
+from visalign.rewards.base.contract import (
+    GROUP_KEY,
+    Request,
+    make_scores,
+    read_request,
+    scatter,
+    without_group,
+)
 
 from .asking import Answers, PairAsker, distinct_images
 from .ranking import ask_in_rounds, calls_of
@@ -28,7 +35,8 @@ def as_pointwise(judge: PairwiseReward, **options: Any) -> GroupWinRate:
 class GroupWinRate:
     """Win rate of each image against the others of its group, in [0, 1].
 
-    A group is the images of one prompt, or of one `metadata[group_key]`. By definition a score depends on the
+    A group is the images of one `metadata["group_id"]`, which trainers fill in: two groups may have the same
+    prompt. Where no record has the key it is the images of one prompt. By definition a score depends on the
     group (`needs_group`): give `score` whole groups, never parts of them. Without a budget each pair of
     distinct images is asked once, and by default in both orders, the two log-odds averaged:
     ½ (ℓ_ij − ℓ_ji), so that a judge's liking for one side cancels. With a budget the pairs are chosen in
@@ -54,7 +62,7 @@ class GroupWinRate:
         both_orders: bool | None = None,
         hard: bool = False,
         budget: float | None = None,
-        group_key: str | None = None,
+        group_key: str = GROUP_KEY,
         name: str | None = None,
     ) -> None:
         """Choose how the pairs are asked.
@@ -67,7 +75,7 @@ class GroupWinRate:
                 win. With both orders the averaged answer is what is decided.
             budget: share of the G(G − 1)/2 pairs of a group that may be asked as single calls, in (0, 1];
                 None for all pairs.
-            group_key: of the metadata, whose value names the group; the prompt when None.
+            group_key: of the metadata, whose value names the group; the judge does not see it.
             name: for messages and logs.
 
         Raises:
@@ -91,7 +99,8 @@ class GroupWinRate:
         """Win rates of B images, groups in any order.
 
         Raises:
-            ValueError: a record lacks the group's key; or images of one group have different prompts.
+            ValueError: some records lack the group's key, or all do and it is not the default; or images of
+                one group have different prompts.
             RewardError: the judge raised, or did not return one preference per pair.
         """
         request = read_request(self.name, images, prompts, metadata)
@@ -104,7 +113,7 @@ class GroupWinRate:
             self.judge,
             [found[i][1] for i in first],
             [request.prompts[rows[i]] for i in first],
-            [request.metadata[rows[i]] for i in first],
+            without_group([request.metadata[rows[i]] for i in first], self.group_key),
         )
         groups = [own[i] for i in first]
         ask = self._round_robin if self.budget is None else self._budgeted
@@ -114,16 +123,15 @@ class GroupWinRate:
 
     def _labels(self, request: Request) -> list[Hashable]:
         """The group of each row."""
-        if self.group_key is None:
+        has_key = [record is not None and self.group_key in record for record in request.metadata]
+        if self.group_key == GROUP_KEY and not any(has_key):
             return list(request.prompts)
-        labels: list[Hashable] = []
-        for row, record in enumerate(request.metadata):
-            if record is None or self.group_key not in record:
-                raise ValueError(
-                    f"{self.name}: metadata[{row}] has no {self.group_key!r}; give each image its group, or "
-                    "leave group_key out to group by prompt."
-                )
-            labels.append(record[self.group_key])
+        if not all(has_key):
+            raise ValueError(
+                f"{self.name}: metadata[{has_key.index(False)}] has no {self.group_key!r}; give each image "
+                f"its group, or no image a {GROUP_KEY!r} to group by prompt."
+            )
+        labels: list[Hashable] = [record[self.group_key] for record in request.metadata if record is not None]
         prompt_of: dict[Hashable, str] = {}
         for label, prompt in zip(labels, request.prompts, strict=True):
             if prompt_of.setdefault(label, prompt) != prompt:

@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 from tests.support.pair_judges import Brightness, BrightnessPairs, grey
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences
-from visalign.rewards import RewardError, check_reward
+from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward
 from visalign.rewards.pairs.as_pairwise import as_pairwise, logistic_odds
 from visalign.rewards.pairs.as_pointwise import GroupWinRate, as_pointwise
 from visalign.rewards.pairs.asking import PairAsker, distinct_images, read_preferences
@@ -149,6 +149,10 @@ def test_groups_are_prompts_or_a_key() -> None:
     assert scores.value[:4].tolist() == [0, 1, 1, 0] and scores.valid.tolist() == [True] * 4 + [False]
     assert scores.reason is not None and scores.reason[4] == "its group has no other image to compare it with"
     assert len(judge.asked) == 4
+    with pytest.raises(
+        ValueError, match=r"metadata\[1\] has no 'group_id'; give each image its group, or no"
+    ):
+        as_pointwise(judge).score(images[:2], ["a", "a"], [{"group_id": 1}, {}])
     keyed = as_pointwise(BrightnessPairs(hard=True), group_key="set")
     records = [{"set": k} for k in (0, 0, 1, 1, 1)]
     assert keyed.score(images, ["a"] * 5, records).value.tolist() == [0, 1, 0, 1, 0.5]
@@ -156,6 +160,23 @@ def test_groups_are_prompts_or_a_key() -> None:
         keyed.score(images, ["a"] * 5)
     with pytest.raises(ValueError, match="group 0 has the prompts 'a' and 'b'"):
         keyed.score(images[:2], ["a", "b"], records[:2])
+
+
+def test_two_groups_of_one_prompt_stay_apart_in_a_sum() -> None:
+    judge, seen = BrightnessPairs(hard=True), []
+
+    def plain(images: Any, prompts: list[str], metadata: list[Any]) -> list[float]:
+        seen.extend(metadata)
+        return [0.0] * len(prompts)
+
+    total = WeightedSum(
+        {"wins": (as_pointwise(judge), 1.0), "plain": (FunctionReward(plain), 0.0)}, allow_mixed_units=True
+    )
+    images = grey([0.1, 0.9, 0.2, 0.8])
+    records = [{"group_id": group, "tag": "t"} for group in (0, 1, 1, 0)]
+    assert total.needs_group and total.score(images, ["a"] * 4, records).value.tolist() == [0, 1, 0, 1]
+    assert total.score(images, ["a"] * 4).value.tolist() == pytest.approx([0, 1, 1 / 3, 2 / 3])
+    assert seen[:4] == [{"tag": "t"}] * 4, "a judge of single images does not see the group"
 
 
 def test_failures_are_left_out_and_never_ties() -> None:
