@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards by name: one dict, and dotted paths for a user's own classes, objects and functions."""
+"""Rewards by name, of pictures and of text: a dict each, and dotted paths for a user's own."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from visalign import dotted_path
-from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.errors import did_you_mean, nearest
+from visalign.interfaces import PairwiseReward, PointwiseReward, TextReward
 from visalign.rewards.base.contract import RewardError
 
 CATALOGUE = {
@@ -48,8 +48,36 @@ CATALOGUE = {
 }
 """name -> module:class. A module is imported when its reward is loaded."""
 
+_ANSWERS = "visalign.rewards.text.verifiable:VerifiableAnswer"
 
-def load_reward(name: str, **options: Any) -> PointwiseReward:
+TEXT_CATALOGUE: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "exact_answer": (_ANSWERS, {"compare": "exact", "name": "exact_answer"}),
+    "numeric_answer": (
+        _ANSWERS,
+        {"compare": "number", "extract": "last_number", "name": "numeric_answer"},
+    ),
+    "boxed_answer": (
+        _ANSWERS,
+        {"compare": "auto", "extract": "boxed", "normalise": "latex", "name": "boxed_answer"},
+    ),
+    "list_answer": (_ANSWERS, {"compare": "list", "extract": "last_line", "name": "list_answer"}),
+    "text_format": ("visalign.rewards.text.format:TextFormat", {}),
+    "json_format": ("visalign.rewards.text.format:JsonFormat", {}),
+    "task_answer": ("visalign.rewards.text.tasks:TaskAnswer", {}),
+    "length": ("visalign.rewards.text.length:LengthReward", {}),
+    "repetition": ("visalign.rewards.text.length:RepetitionPenalty", {}),
+    "code_tests": ("visalign.rewards.code.reward:CodeTests", {}),
+    "reward_model": ("visalign.rewards.text.reward_model:RewardModel", {}),
+    "process_reward": ("visalign.rewards.text.process_reward:ProcessRewardModel", {}),
+}
+"""name -> (module:class, its options, which a caller's override)."""
+
+_IMAGE_FUNCTION = "visalign.rewards.base.callables:FunctionReward"
+_TEXT_FUNCTION = "visalign.rewards.text.callables:TextFunctionReward"
+_DECLARED = ("name", "unit", "range", "higher_is_better", "score")
+
+
+def load_reward(name: str, *, run_device: str | None = None, **options: Any) -> PointwiseReward:
     """The reward of that name, or the user's own; it scores one image at a time.
 
     Arguments, and errors besides the one below, are those of `load_judge`.
@@ -61,7 +89,7 @@ def load_reward(name: str, **options: Any) -> PointwiseReward:
         >>> load_reward("jpeg_size", quality=90).unit
         'kB'
     """
-    found = load_judge(name, **options)
+    found = load_judge(name, run_device=run_device, **options)
     if isinstance(found, PointwiseReward):
         return found
     raise RewardError(
@@ -70,54 +98,106 @@ def load_reward(name: str, **options: Any) -> PointwiseReward:
     )
 
 
-def load_judge(name: str, **options: Any) -> PointwiseReward | PairwiseReward:
+def load_judge(
+    name: str, *, run_device: str | None = None, **options: Any
+) -> PointwiseReward | PairwiseReward:
     """The reward or pairwise judge of that name, or the user's own.
 
     Args:
         name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
             name a class or an object with the reward contract (`visalign.interfaces.PointwiseReward`), or a
             function in one of the forms of `visalign.rewards.base.callables`.
+        run_device: where the run computes, such as "cuda:0". A judge with a network of its own (one that
+            takes `device`) runs there unless its options say otherwise; for all others it means nothing.
+            None leaves each at its default, the CPU.
         **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).
 
     Returns:
         An object with the reward contract, or one that compares (`visalign.interfaces.PairwiseReward`).
 
     Raises:
-        RewardError: unknown name, module or attribute; wrong options; or what was found is no reward.
+        RewardError: unknown name, module or attribute; wrong options, `device` among them for a judge that
+            runs no network; or what was found is no reward.
     """
     if name not in CATALOGUE and ":" not in name:
-        nearest = nearest_name(name, CATALOGUE)
-        raise RewardError(
-            f"There is no reward {name!r}.{nearest} Allowed: {', '.join(CATALOGUE)}, or your own as "
-            "'package.module:Name' or 'path/to/file.py:Name'."
-        )
-    found = find_target(CATALOGUE.get(name, name))
-    if isinstance(found, type):
-        found = _construct(name, found, options)
-    elif options and not inspect.isroutine(found):
-        raise RewardError(
-            f"Reward {name!r} is an object already, so it takes no options; given: {', '.join(options)}. "
-            "Name its class instead."
-        )
+        raise _unknown("reward", name, CATALOGUE)
+    found = _make(name, CATALOGUE.get(name, name), options, run_device, _IMAGE_FUNCTION, noun="Reward")
     if isinstance(found, PointwiseReward | PairwiseReward):
         return found
-    missing = [
-        key for key in ("name", "unit", "range", "higher_is_better", "score") if not hasattr(found, key)
-    ]
-    if callable(found) and not hasattr(found, "score"):
-        return _wrap(name, found, options)
-    raise RewardError(
-        f"{name!r} is a {type(found).__name__} without {', '.join(missing)}, so it is no reward. Add these "
-        "(visalign.interfaces.PointwiseReward says what they are), or name a plain function."
+    raise _incomplete(name, found, "reward", "PointwiseReward")
+
+
+def load_text_reward(name: str, *, run_device: str | None = None, **options: Any) -> TextReward:
+    """The reward for text of that name, or the user's own.
+
+    Args:
+        name: a name of `TEXT_CATALOGUE`; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
+            name a class or an object with the contract (`visalign.interfaces.TextReward`), or a
+            function in one of the forms of `visalign.rewards.text.callables`.
+        run_device: as in `load_judge`.
+        **options: arguments of the class; for a function those of `TextFunctionReward` (unit, range, ...).
+
+    Raises:
+        RewardError: as in `load_judge`, or what was found judges images.
+
+    Example:
+        >>> load_text_reward("boxed_answer", conflict="refuse").unit
+        '1 = correct'
+    """
+    if name not in TEXT_CATALOGUE and ":" not in name:
+        raise _unknown("text reward", name, TEXT_CATALOGUE)
+    path, preset = TEXT_CATALOGUE.get(name, (name, {}))
+    found = _make(name, path, {**preset, **options}, run_device, _TEXT_FUNCTION, noun="Text reward")
+    if any(not hasattr(found, key) for key in _DECLARED):
+        raise _incomplete(name, found, "text reward", "TextReward")
+    if next(iter(inspect.signature(found.score).parameters), "") == "images":
+        raise RewardError(
+            f"{name!r} judges images: its score() takes them first. Name a reward for text "
+            f"({', '.join(TEXT_CATALOGUE)}), or load it with visalign.rewards.load_reward."
+        )
+    return found
+
+
+def _make(
+    name: str, path: str, options: Mapping[str, Any], run_device: str | None, function: str, *, noun: str
+) -> Any:
+    """What the path names: a class constructed, a function wrapped by the class at `function`."""
+    found, options = find_target(path), dict(options)
+    if isinstance(found, type):
+        found, options = _construct(name, found, options, run_device), {}
+    if callable(found) and not hasattr(found, "score") and not hasattr(found, "compare"):
+        wrapper = find_target(function)
+        return _construct(
+            name, wrapper, {"function": found, "name": name.rpartition(":")[2], **options}, run_device
+        )
+    if options:
+        raise RewardError(
+            f"{noun} {name!r} is an object already, so it takes no options; given: {', '.join(options)}. "
+            "Name its class instead."
+        )
+    return found
+
+
+def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run_device: str | None) -> Any:
+    if run_device is not None and "device" in inspect.signature(kind).parameters:
+        options = {"device": run_device, **options}
+    check_options(name, kind, options)
+    return kind(**options)
+
+
+def _unknown(kind: str, name: str, catalogue: Iterable[str]) -> RewardError:
+    return RewardError(
+        f"There is no {kind} {name!r}. {_hint(name, catalogue)}Allowed: {', '.join(catalogue)}, or your own "
+        "as 'package.module:Name' or 'path/to/file.py:Name'."
     )
 
 
-def _wrap(name: str, function: Callable[..., Any], options: dict[str, Any]) -> PointwiseReward:
-    from visalign.rewards.base.callables import FunctionReward
-
-    options = {"name": name.rpartition(":")[2], **options}
-    check_options(name, FunctionReward, {"function": function, **options})
-    return FunctionReward(function, **options)
+def _incomplete(name: str, found: Any, kind: str, contract: str) -> RewardError:
+    missing = ", ".join(key for key in _DECLARED if not hasattr(found, key))
+    return RewardError(
+        f"{name!r} is a {type(found).__name__} without {missing}, so it is no {kind}. Add these "
+        f"(visalign.interfaces.{contract} says what they are), or name a plain function."
+    )
 
 
 def find_target(path: str) -> Any:
@@ -125,16 +205,10 @@ def find_target(path: str) -> Any:
     return dotted_path.named_object(path, what="reward", error=RewardError)
 
 
-def _construct(name: str, kind: type, options: dict[str, Any]) -> Any:
-    check_options(name, kind, options)
-    return kind(**options)
-
-
 def check_options(name: str, target: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuse options that the constructor does not know, or that it lacks."""
     dotted_path.check_options(f"Reward {name!r}", target, options, RewardError)
 
 
-def nearest_name(given: str, allowed: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(allowed), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def _hint(given: str, allowed: Iterable[str]) -> str:
+    return did_you_mean(nearest(given, allowed, limit=1))

@@ -109,7 +109,7 @@ def _written(source: str, data: TextDataConfig, seed: int) -> Records:
 
 
 def _terms(terms: Mapping[str, RewardTerm]) -> dict[str, Any]:
-    from visalign.rewards.text.catalogue import load_text_reward
+    from visalign.rewards.catalogue import load_text_reward
 
     return {label: load_text_reward(term.name or label, **term.options) for label, term in terms.items()}
 

@@ -110,7 +110,7 @@ def check_text_reward(
 
 def _resolve(reward: Any) -> Any:
     if isinstance(reward, str):
-        from visalign.rewards.text.catalogue import load_text_reward
+        from visalign.rewards.catalogue import load_text_reward
 
         return load_text_reward(reward)
     if callable(reward) and not hasattr(reward, "score"):

@@ -34,6 +34,7 @@ class Calibrated:
             writes it.
         std: N standard deviations of the reference scores; 0 when None.
         scale: "quantile" or "better".
+        device: where a reward given by name runs, if it has a network; see `load_judge`.
         **options: of a reward given by name.
 
     Raises:
@@ -51,13 +52,14 @@ class Calibrated:
         *,
         std: Sequence[float] | Tensor | None = None,
         scale: Scale = "better",
+        device: str | None = None,
         **options: Any,
     ) -> None:
         from visalign.rewards.catalogue import load_reward
 
         if scale not in UNITS:
             raise ValueError(f"scale is {scale!r}; allowed are {', '.join(UNITS)}.")
-        self.reward = load_reward(reward, **options) if isinstance(reward, str) else reward
+        self.reward = load_reward(reward, run_device=device, **options) if isinstance(reward, str) else reward
         if isinstance(reference, str | Path):
             reference, std = _read(Path(reference))
         self._value = torch.as_tensor(reference, dtype=torch.float64).flatten()

@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 
 import numpy as np
 import pytest
 import torch
 
 from visalign.interfaces import PointwiseReward
-from visalign.rewards import CATALOGUE, FunctionReward, RewardError, check_reward, load_reward
+from visalign.rewards import (
+    CATALOGUE,
+    TEXT_CATALOGUE,
+    FunctionReward,
+    RewardError,
+    check_reward,
+    load_reward,
+)
+from visalign.rewards.catalogue import find_target
 
 IMAGES = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "bb", "ccc"]
@@ -150,6 +159,45 @@ def test_dotted_paths(tmp_path):
 def test_refused_names(name, options, message):
     with pytest.raises(RewardError, match=message):
         load_reward(name, **options)
+
+
+class OnDevice(Constant):
+    def __init__(self, device: str = "cpu"):
+        super().__init__()
+        self.device = device
+
+
+def factory(device: str):
+    return lambda images: [float(device == "cuda:7")] * len(images)
+
+
+def test_judges_follow_the_device_of_the_run():
+    made = load_reward(here("OnDevice"), run_device="cuda:7")
+    own = load_reward(here("OnDevice"), run_device="cuda:7", device="cuda:1")
+    assert (made.device, own.device) == ("cuda:7", "cuda:1")
+    assert load_reward(here("OnDevice")).device == "cpu"
+    assert load_reward(here("factory"), run_device="cuda:7").score(IMAGES, PROMPTS).value.tolist() == [1] * 3
+    assert load_reward("sharpness", run_device="cuda:7").name == "sharpness", "it runs no network"
+    with pytest.raises(RewardError, match=r"Reward 'sharpness': .* argument 'device'. Its options: "):
+        load_reward("sharpness", device="cuda:7")
+
+
+def test_every_judge_with_a_network_takes_a_device():
+    paths = CATALOGUE | {name: path for name, (path, _) in TEXT_CATALOGUE.items()}
+    without = {name for name in paths if "device" not in signature(find_target(paths[name])).parameters}
+    statistics = {
+        "brightness",
+        "contrast",
+        "saturation",
+        "colourfulness",
+        "edge_density",
+        "jpeg_size",
+        "sharpness",
+    }
+    servers = {"remote", "unified_reward", "unified_reward_pairs", "lift", "deepseek_grm", "yes_no_server"}
+    answers = {"exact_answer", "numeric_answer", "boxed_answer", "list_answer", "task_answer", "code_tests"}
+    forms = {"text_format", "json_format", "length", "repetition", "shapes_verifier", "ocr"}
+    assert without == statistics | servers | answers | forms
 
 
 def test_a_file_may_hold_a_dataclass(tmp_path):

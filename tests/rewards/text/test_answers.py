@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from visalign.rewards.text.catalogue import load_text_reward
+from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.text.parsing import (
     boxed_answers,
     normalise_latex,

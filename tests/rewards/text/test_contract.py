@@ -13,9 +13,9 @@ import torch
 
 from visalign.interfaces import Scores, TextReward
 from visalign.rewards import RewardError
+from visalign.rewards.catalogue import TEXT_CATALOGUE, load_text_reward
 from visalign.rewards.checks.text_reward import check_text_reward
 from visalign.rewards.text.callables import TextFunctionReward
-from visalign.rewards.text.catalogue import TEXT_CATALOGUE, load_text_reward
 from visalign.rewards.text.contract import read_text_request
 
 ANSWERS = {"completions": ["4", r"\boxed{4}", "5"], "metadata": [{"answer": "4"}, {"answer": "4"}, {}]}
