@@ -21,8 +21,8 @@ from .chat.server import ChatServer as ChatServer
 from .chat.unified_reward import UnifiedReward as UnifiedReward
 from .chat.unified_reward_pairs import UnifiedRewardPairs as UnifiedRewardPairs
 from .chat.yes_no import YesNoServer as YesNoServer
-from .checks.image_reward import check_reward as check_reward
-from .checks.text_reward import check_text_reward as check_text_reward
+from .checks import check_reward as check_reward
+from .checks import check_text_reward as check_text_reward
 from .code.reward import CodeTests as CodeTests
 from .combine.calibrated import Calibrated as Calibrated
 from .combine.ensemble import Ensemble as Ensemble

@@ -13,7 +13,7 @@ from tests.support.tiny_judges import noise, tiny_judge
 from tests.support.tiny_vision_language_models import save_tiny_seeing_model
 from visalign.core.preference.uncertainty import soft_clamp
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.checks.image_reward import check_reward
+from visalign.rewards.checks import check_reward
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import REWARD_TOKEN, TEMPLATE, HPSv3, HPSv3Model
 from visalign.rewards.vlm.engine import VisionLanguageJudge

@@ -20,7 +20,7 @@ from visalign.data.assets import resolve_model
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_reward
-from visalign.rewards.checks.image_reward import check_reward
+from visalign.rewards.checks import check_reward
 from visalign.rewards.combine.uncertainty import UncertaintyUsed
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.hpsv3.ensemble_model import LoraEnsembleModel, stretched

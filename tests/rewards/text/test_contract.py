@@ -14,7 +14,7 @@ import torch
 from visalign.interfaces import Scores, TextReward
 from visalign.rewards import RewardError
 from visalign.rewards.catalogue import TEXT_CATALOGUE, load_text_reward
-from visalign.rewards.checks.text_reward import check_text_reward
+from visalign.rewards.checks import check_text_reward
 from visalign.rewards.text.callables import TextFunctionReward
 from visalign.rewards.text.contract import read_text_request
 
@@ -287,7 +287,7 @@ class Unnamed:
         (NoNan(), "an invalid sample has no reason"),
         (Big(), r"the score 1 is outside the declared range \(0, 0.5\)"),
         (Careless(), "it accepts fewer prompts than completions"),
-        (Changing(), "it changed what it was given: work on copies"),
+        (Changing(), "it changed the completions, prompts or metadata that it was given: work on copies"),
         (Long(), "gave 5 values for 4 completions"),
         (lambda completions: [1.0], "raised RewardError: Reward '<lambda>' returned 1 scores for 4"),
         (lambda completion: None, "it judged none of the completions"),

@@ -15,7 +15,7 @@ from transformers import (
 
 from visalign.interfaces import TextReward
 from visalign.rewards import RewardError
-from visalign.rewards.checks.text_reward import check_text_reward
+from visalign.rewards.checks import check_text_reward
 from visalign.rewards.text.reward_model import RewardModel
 
 WORDS = ["<pad>", "<unk>", "<end>", "user", "assistant", "good", "bad", "two", "and"]

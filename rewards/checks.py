@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check_reward` and `check_text_reward`: the contract that every reward keeps, for those who write their own.
+
+Both try the same promises, each a probe that returns what it found wrong with its mend; images have two more.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, PointwiseReward, Prompt, Scores, TextReward
+from visalign.rewards.base.attempt import Attempt
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.images import load_images, to_pil
+from visalign.rewards.catalogue import load_reward, load_text_reward
+
+_PROMPTS = ("a red circle", "a blue square", "two green triangles", "a white cross left of a red circle")
+_COMPLETIONS = ("The answer is 4.", "", "\\boxed{4} 🙂\n", "<think>2+2</think><answer>4</answer>")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What differs between rewards for pictures and for text, in words."""
+
+    noun: str
+    title: str
+    function: str
+    unit: str
+    """An example."""
+    reader: str
+
+
+_IMAGE = _Kind("image", "Reward", "check_reward", "cosine", "read_request")
+_TEXT = _Kind("completion", "Text reward", "check_text_reward", "1 = correct", "read_text_request")
+
+
+def check_reward(
+    reward: PointwiseReward | str | Callable[..., Any],
+    *,
+    images: Any = None,
+    prompts: Sequence[str] | None = None,
+    metadata: Metadata | None = None,
+    tolerance: float = 1e-6,
+) -> list[str]:
+    """Try a reward against the contract.
+
+    Args:
+        reward: an object with the reward contract, a name for `load_reward`, or a plain function.
+        images: B ≥ 2 images of one size that the reward can judge; four noisy 64×64 pictures when None.
+        prompts: their prompts; shapes-world prompts when None.
+        metadata: their records.
+        tolerance: how much equal scores may differ, absolute and relative (bf16 towers need more).
+
+    Returns:
+        The names of the checks, all of which passed.
+
+    Raises:
+        RewardError: lists everything that is wrong, each with its mend.
+
+    Example:
+        >>> check_reward("sharpness")[0]
+        'declares name, unit, range, direction'
+    """
+    subject: Any = load_reward(reward) if isinstance(reward, str) else reward
+    if callable(subject) and not hasattr(subject, "score"):
+        from visalign.rewards.base.callables import FunctionReward
+
+        subject = FunctionReward(subject)
+    probes = _PROBES | {
+        "PIL, uint8 and float images agree": _image_forms,
+        "one unreadable image is invalid alone": _unreadable_image,
+    }
+    return _check(_IMAGE, subject, lambda: _pictures(images, prompts), metadata, tolerance, probes)
+
+
+def check_text_reward(
+    reward: TextReward | str | Callable[..., Any],
+    *,
+    completions: Sequence[str] | None = None,
+    prompts: Sequence[Prompt] | None = None,
+    metadata: Metadata | None = None,
+    tolerance: float = 1e-6,
+) -> list[str]:
+    """Try a reward for text against the contract.
+
+    Args:
+        reward: an object with the contract, a name for `load_text_reward`, or a plain function.
+        completions: B ≥ 2 completions that it can judge; four short texts, one of them empty, when None.
+        prompts: their prompts; "2 + 2 = ?" when None.
+        metadata: their records.
+        tolerance: how much equal scores may differ, absolute and relative (bf16 models need more).
+
+    Returns:
+        The names of the checks, all of which passed.
+
+    Raises:
+        RewardError: lists everything that is wrong, each with its mend.
+        ValueError: fewer than two completions, or prompts of another number.
+
+    Example:
+        >>> check_text_reward("repetition")[0]
+        'declares name, unit, range, direction'
+    """
+    texts = list(_COMPLETIONS if completions is None else completions)
+    asked: list[Prompt] = ["2 + 2 = ?"] * len(texts) if prompts is None else list(prompts)
+    if len(texts) < 2 or len(asked) != len(texts):
+        raise ValueError(
+            f"check_text_reward got {len(texts)} completions and {len(asked)} prompts; give at least two, "
+            "and one prompt each."
+        )
+    subject: Any = load_text_reward(reward) if isinstance(reward, str) else reward
+    if callable(subject) and not hasattr(subject, "score"):
+        from visalign.rewards.text.callables import TextFunctionReward
+
+        subject = TextFunctionReward(subject)
+    return _check(_TEXT, subject, lambda: (texts, asked), metadata, tolerance, _PROBES)
+
+
+class _Case:
+    """One reward with the samples that it is tried on; images are on the 8-bit grid that PIL can hold."""
+
+    def __init__(
+        self,
+        kind: _Kind,
+        reward: Any,
+        samples: Tensor | list[str],
+        prompts: list[Any],
+        metadata: Metadata | None,
+        tolerance: float,
+    ) -> None:
+        self.kind, self.reward, self.samples, self.prompts = kind, reward, samples, prompts
+        self.metadata = None if metadata is None else list(metadata)
+        self.tolerance = tolerance
+        self.rows = range(len(prompts))
+        self.scores = self.run(self.rows)
+
+    def run(self, rows: Iterable[int], samples: Any = None) -> Scores:
+        """Score copies of the chosen rows, with other samples in their place if given."""
+        rows = list(rows)
+        metadata = None if self.metadata is None else [copy.deepcopy(self.metadata[row]) for row in rows]
+        if samples is None:
+            own = self.samples
+            samples = own[rows].clone() if isinstance(own, Tensor) else [own[row] for row in rows]
+        return self.reward.score(samples, [copy.deepcopy(self.prompts[row]) for row in rows], metadata)
+
+    def same(self, scores: Scores, rows: Iterable[int]) -> bool:
+        """Whether `scores` of the chosen rows equal those of the whole batch."""
+        index = list(rows)
+        expected, valid = self.scores.value[index], self.scores.valid[index]
+        if len(scores) != len(index) or not torch.equal(scores.valid, valid):
+            return False
+        return torch.allclose(scores.value[valid], expected[valid], rtol=self.tolerance, atol=self.tolerance)
+
+
+_Probe = Callable[[_Case], list[str]]
+
+
+def _check(
+    kind: _Kind,
+    subject: Any,
+    inputs: Callable[[], tuple[Any, list[Any]]],
+    metadata: Metadata | None,
+    tolerance: float,
+    probes: dict[str, _Probe],
+) -> list[str]:
+    name = str(getattr(subject, "name", type(subject).__name__))
+    if problems := _declaration_problems(kind, subject):
+        raise _report(kind, name, problems)
+    samples, prompts = inputs()
+    with Attempt() as attempt:
+        case = _Case(kind, subject, samples, prompts, metadata, tolerance)
+    if attempt.error is not None:
+        error = attempt.error
+        message = f"score({kind.noun}s, prompts, metadata) raised {type(error).__name__}: {error}"
+        raise _report(kind, name, [message]) from error
+    if problems := _form_problems(case):
+        raise _report(kind, name, problems)
+    promises = {promise.format(noun=kind.noun): probe for promise, probe in probes.items()}
+    for promise, probe in promises.items():
+        with Attempt() as attempt:
+            problems += probe(case)
+        if attempt.error is not None:
+            problems.append(f"trying '{promise}' raised {attempt.error!r}: accept every allowed input")
+    if problems:
+        raise _report(kind, name, problems)
+    return ["declares name, unit, range, direction", "returns well-formed Scores", *promises]
+
+
+def _pictures(images: Any, prompts: Sequence[str] | None) -> tuple[Tensor, list[str]]:
+    """Images [B, 3, H, W] on the 8-bit grid, and prompts."""
+    if images is None:
+        generator = torch.Generator().manual_seed(0)
+        count = 4 if prompts is None else len(prompts)
+        images = torch.randint(0, 256, (count, 3, 64, 64), generator=generator, dtype=torch.uint8)
+    batch = load_images(images)
+    loaded = [image for _, image in batch.readable()]
+    texts = (
+        list(prompts) if prompts is not None else [_PROMPTS[row % len(_PROMPTS)] for row in range(len(batch))]
+    )
+    if len(loaded) != len(batch) or len(loaded) < 2 or len({image.shape for image in loaded}) != 1:
+        raise ValueError("check_reward needs at least two readable images of one size; give such images.")
+    if len(texts) != len(loaded):
+        raise ValueError(
+            f"check_reward got {len(loaded)} images and {len(texts)} prompts; give one prompt per image."
+        )
+    return torch.stack(loaded).mul(255).round() / 255, texts
+
+
+def _report(kind: _Kind, name: str, problems: list[str]) -> RewardError:
+    listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return RewardError(f"{kind.title} {name!r} breaks its contract in {len(problems)} place(s):\n{listed}")
+
+
+def _declaration_problems(kind: _Kind, reward: Any) -> list[str]:
+    """Attributes that say what the numbers mean."""
+    wanted = {
+        "name": "a short string",
+        "unit": f'what 1 means, e.g. "{kind.unit}"',
+        "range": "(smallest, largest) possible value, infinities allowed",
+        "higher_is_better": "True or False",
+        "score": f"score(self, {kind.noun}s, prompts, metadata=None) -> Scores",
+    }
+    problems = [
+        f"it has no {key}: set it on the class ({mend})"
+        for key, mend in wanted.items()
+        if not hasattr(reward, key)
+    ]
+    if problems:
+        return problems
+    for key in ("name", "unit"):
+        if not isinstance(getattr(reward, key), str) or not getattr(reward, key):
+            problems.append(f"{key} is {getattr(reward, key)!r}: make it a non-empty string")
+    ends = reward.range
+    if (
+        not isinstance(ends, tuple)
+        or len(ends) != 2
+        or any(math.isnan(end) for end in ends)
+        or ends[0] >= ends[1]
+    ):
+        problems.append(f"range is {ends!r}: make it a pair (smallest, largest) with smallest < largest")
+    if not isinstance(reward.higher_is_better, bool):
+        problems.append(f"higher_is_better is {reward.higher_is_better!r}: make it True or False")
+    return problems
+
+
+def _form_problems(case: _Case) -> list[str]:
+    """Types and lengths of what came back; everything after relies on them."""
+    scores, size, noun, unit = case.scores, len(case.rows), case.kind.noun, case.reward.unit
+    if not isinstance(scores, Scores):
+        return [f"score() returned a {type(scores).__name__}: return visalign.interfaces.Scores"]
+    problems = []
+    if len(scores) != size:
+        problems.append(
+            f"score() gave {len(scores)} values for {size} {noun}s: give one per {noun}, NaN where invalid"
+        )
+    for key, value, dtype in (("value", scores.value, torch.float32), ("valid", scores.valid, torch.bool)):
+        if value.dtype != dtype:
+            problems.append(f"{key} has dtype {value.dtype}: make it {dtype}")
+    if scores.value.requires_grad:
+        problems.append(
+            "value carries a gradient graph, which keeps memory: detach it, or score under torch.no_grad()"
+        )
+    if scores.unit != unit:
+        problems.append(f"Scores.unit is {scores.unit!r}, the reward declares {unit!r}: use one of them")
+    for key, column in {"std": scores.std, **scores.parts}.items():
+        if column is not None and tuple(column.shape) != (size,):
+            problems.append(f"{key!r} has shape {tuple(column.shape)}: make it [{size}]")
+    for key, texts in (("text", scores.text), ("reason", scores.reason)):
+        if texts is not None and len(texts) != size:
+            problems.append(f"{key} has {len(texts)} entries for {size} {noun}s: give one per {noun}")
+    return problems
+
+
+def _validity(case: _Case) -> list[str]:
+    """`valid`, NaN and reasons tell the same story."""
+    scores, problems, kind = case.scores, [], case.kind
+    reasons = scores.reason or [None] * len(scores)
+    if not scores.valid.any():
+        return [
+            f"it judged none of the {kind.noun}s ({reasons[0]}): give {kind.function} {kind.noun}s=, "
+            "prompts=, metadata= that it can judge"
+        ]
+    if not torch.isfinite(scores.value[scores.valid]).all():
+        problems.append("a valid score is NaN or infinite: set valid=False and a reason for that sample")
+    if not torch.isnan(scores.value[~scores.valid]).all():
+        problems.append("an invalid sample has a number as its value: make it NaN, a failure is no score")
+    if any(not ok and not reason for ok, reason in zip(scores.valid.tolist(), reasons, strict=True)):
+        problems.append("an invalid sample has no reason: say in Scores.reason why it could not be judged")
+    return problems
+
+
+def _in_range(case: _Case) -> list[str]:
+    low, high = case.reward.range
+    outside = [v for v in case.scores.value[case.scores.valid].tolist() if not low <= v <= high]
+    if not outside:
+        return []
+    return [
+        f"the score {outside[0]:g} is outside the declared range ({low:g}, {high:g}): declare the true range"
+    ]
+
+
+def _determinism(case: _Case) -> list[str]:
+    if case.same(case.run(case.rows), case.rows):
+        return []
+    return [
+        f"the same {case.kind.noun}s got other scores the second time: seed it, and put a model into eval() "
+        "mode"
+    ]
+
+
+def _order(case: _Case) -> list[str]:
+    if case.same(case.run(reversed(case.rows)), reversed(case.rows)):
+        return []
+    noun = case.kind.noun
+    return [f"the scores do not follow the {noun}s when their order is reversed: score each {noun} by itself"]
+
+
+def _independence(case: _Case) -> list[str]:
+    if all(case.same(case.run([row]), [row]) for row in case.rows):
+        return []
+    article = "an" if case.kind.noun == "image" else "a"
+    return [
+        f"{article} {case.kind.noun} alone scores otherwise than in a batch: take out whatever mixes samples "
+        "(batch statistics, padding to the longest, z-scores, ranks and comparisons over the batch)"
+    ]
+
+
+def _inputs_kept(case: _Case) -> list[str]:
+    given = copy.deepcopy([case.samples, case.prompts, case.metadata])
+    case.reward.score(*given)
+    samples, *rest = given
+    own = case.samples
+    kept = torch.equal(samples, own) if isinstance(own, Tensor) else samples == own
+    if kept and rest == [case.prompts, case.metadata]:
+        return []
+    return [f"it changed the {case.kind.noun}s, prompts or metadata that it was given: work on copies"]
+
+
+def _lengths_refused(case: _Case) -> list[str]:
+    with Attempt() as attempt:
+        case.reward.score(copy.deepcopy(case.samples), case.prompts[:-1], None)
+    if attempt.error is not None:
+        return []
+    noun, reader = case.kind.noun, case.kind.reader
+    return [f"it accepts fewer prompts than {noun}s: raise a ValueError ({reader} does)"]
+
+
+def _image_forms(case: _Case) -> list[str]:
+    assert isinstance(case.samples, Tensor)
+    levels = case.samples.mul(255).round().to(torch.uint8)
+    forms = {
+        "a list of PIL images": [to_pil(image) for image in case.samples],
+        "a uint8 tensor [B, 3, H, W]": levels,
+        "a uint8 array [B, H, W, 3]": levels.permute(0, 2, 3, 1).contiguous().numpy(),
+    }
+    problems = []
+    for form, images in forms.items():
+        with Attempt() as attempt:
+            if not case.same(case.run(case.rows, images), case.rows):
+                problems.append(
+                    f"{form} gets other scores than the float tensor: read images with load_images"
+                )
+        if attempt.error is not None:
+            problems.append(f"{form} raised {attempt.error!r}: read images with visalign.rewards.load_images")
+    return problems
+
+
+def _unreadable_image(case: _Case) -> list[str]:
+    assert isinstance(case.samples, Tensor)
+    pictures: list[Any] = ["no/such/image.png", *(to_pil(image) for image in case.samples[1:])]
+    with Attempt() as attempt:
+        scores = case.run(case.rows, pictures)
+        others = list(case.rows)[1:]
+        kept = Scores(value=scores.value[others], valid=scores.valid[others], unit=scores.unit)
+        if scores.valid[0] or not case.same(kept, others):
+            return [
+                "an unreadable image must be invalid and leave the other scores alone: read images with "
+                "load_images"
+            ]
+    if attempt.error is not None:
+        return [
+            f"one unreadable image stopped the batch ({attempt.error!r}): give valid=False and a reason for "
+            "it"
+        ]
+    return []
+
+
+_PROBES: dict[str, _Probe] = {
+    "failure is NaN, invalid, and has a reason": _validity,
+    "values are inside the range": _in_range,
+    "the same {noun}s get the same scores": _determinism,
+    "scores follow the order of the {noun}s": _order,
+    "a score does not depend on its neighbours": _independence,
+    "inputs are left as they were": _inputs_kept,
+    "unequal lengths are refused": _lengths_refused,
+}
