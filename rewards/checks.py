@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_reward` and `check_text_reward`: the contract that every reward keeps, for those who write their own.
+"""`check_reward` and `check_text_reward`: the contract of every reward, as functions for those who write one.
 
 Both try the same promises, each a probe that returns what it found wrong with its mend; images have two more.
 """

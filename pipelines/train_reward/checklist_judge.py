@@ -18,8 +18,8 @@ from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.questions.checklist_data import Checklist
 from visalign.rewards.questions.reward_dance_questions import YES_NO
 from visalign.rewards.questions.vision_reward import CHECKLIST, VisionReward, checklist_of
-from visalign.rewards.vlm.bases import name_base
 from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.requests import check_fields
 from visalign.rewards.vlm.template import JudgeSettings, Template
 from visalign.rewards.vlm.yes_no import NO, YES, token_set

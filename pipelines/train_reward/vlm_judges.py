@@ -16,8 +16,8 @@ from visalign.rewards.hpsv3.head import HIDDEN, RanknetHead
 from visalign.rewards.hpsv3.model import REWARD_TOKEN, HPSv3Model
 from visalign.rewards.questions.reward_dance_questions import PAIR, YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
-from visalign.rewards.vlm.bases import name_base
 from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.requests import check_fields
 from visalign.rewards.vlm.template import JudgeSettings, Template
 from visalign.rewards.vlm.yes_no import NO, YES, token_set

@@ -22,9 +22,8 @@ from visalign.rewards.base.contract import RewardError, make_scores, read_reques
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import boxed_scores
-from visalign.rewards.vlm.requests import requests
+from visalign.rewards.vlm.requests import Ask, requests
 from visalign.rewards.vlm.template import Template
-from visalign.rewards.vlm.tokens import Ask
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
 from .asking import Drawing, as_template, connect, failed

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.images import to_uint8
+from visalign.rewards.vlm.requests import Ask
 from visalign.rewards.vlm.template import Template, escape
-from visalign.rewards.vlm.tokens import Ask
 
 _SPECIAL = re.compile(
     r"<\|[^<>|]{1,40}\|>|</?(?:s|img|image|video|bos|eos|pad|unk|IMG_CONTEXT|start_of_turn|end_of_turn|think|answer)>"

@@ -19,8 +19,8 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure_alarm import FailureAlarm
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.generation import Answers
+from visalign.rewards.vlm.requests import Ask
 from visalign.rewards.vlm.template import Template
-from visalign.rewards.vlm.tokens import Ask
 
 from .messages import PictureUrls, chat_messages
 from .replies import Reply, explain, read_reply

@@ -21,8 +21,8 @@ from visalign.rewards.base.contract import Request, RewardError, prompt_problem,
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.verdicts import flex_answer, pair_scores, verdict
+from visalign.rewards.vlm.requests import Ask
 from visalign.rewards.vlm.template import Template
-from visalign.rewards.vlm.tokens import Ask
 
 from .asking import Drawing, as_template, connect, failed
 from .messages import question

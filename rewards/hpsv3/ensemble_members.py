@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.bases import ADAPTER, base_of
+from visalign.rewards.vlm.loading import ADAPTER, base_of
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings
 from visalign.rewards.weights.checkpoint_files import local_folder
 

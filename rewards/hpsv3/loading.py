@@ -22,9 +22,8 @@ from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
-from visalign.rewards.vlm.bases import base_of
 from visalign.rewards.vlm.engine import VisionLanguageJudge
-from visalign.rewards.vlm.loading import find_model, load_processor
+from visalign.rewards.vlm.loading import base_of, find_model, load_processor
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
 from visalign.rewards.weights.checkpoint_files import local_folder, read_tensors
 from visalign.rewards.weights.quiet_loading import quiet_loading

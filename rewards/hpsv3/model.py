@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from visalign.core.preference.uncertainty import soft_clamp
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.bases import name_base
 from visalign.rewards.vlm.engine import Ask, Row, VisionLanguageJudge
+from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.template import JudgeSettings, Template
 
 from .head import RanknetHead

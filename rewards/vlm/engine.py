@@ -13,6 +13,7 @@ identity.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,32 @@ from .generation import Answers, generate_answers
 from .loading import load_seeing_model
 from .network import SeeingNetwork, eye_of
 from .pictures import Shown
-from .replies import AnswerLogits, HiddenStates
+from .requests import Ask, Row, RowEncoder
 from .template import JudgeSettings, Template, check_positions
-from .tokens import Ask, Row, RowEncoder
 
 __all__ = ["AnswerLogits", "Answers", "Ask", "HiddenStates", "Row", "VisionLanguageJudge"]
+
+
+@dataclass(frozen=True)
+class AnswerLogits:
+    """What a model would say next, for B requests."""
+
+    logits: Tensor
+    """[B, K] float32 of the asked-for tokens; NaN where there is a reason."""
+    log_total: Tensor | None
+    """[B] float32 logsumexp over the whole vocabulary; None where it was not asked for."""
+    reasons: list[str | None]
+    """Why a request could not be judged; None for the others."""
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Last hidden states of B requests."""
+
+    states: Tensor
+    """[B, H] float32; NaN where there is a reason."""
+    reasons: list[str | None]
+    """Why a request could not be judged; None for the others."""
 
 
 class VisionLanguageJudge:

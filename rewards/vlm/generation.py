@@ -19,7 +19,7 @@ from visalign.rewards.base.contract import RewardError
 
 from .network import SeeingNetwork
 from .packing import Batch, collate, pack_rows
-from .tokens import Row
+from .requests import Row
 
 
 @dataclass(frozen=True)

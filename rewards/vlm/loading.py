@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision-language model with its processor and settings, from a folder, a packaged name or a hub id."""
+"""A vision-language model with its processor and settings, from a folder, a packaged name or a hub id.
+
+A folder may hold a LoRA, or settings alone, and name its base.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,8 +20,10 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.weights.quiet_loading import quiet_loading
 
-from .bases import base_of, has_base, is_adapter
 from .template import SETTINGS, JudgeSettings
+
+ADAPTER = "adapter_config.json"
+"""The file by which peft knows the folder of a LoRA."""
 
 
 @dataclass(frozen=True)
@@ -199,3 +205,46 @@ def _unfit(missing: Iterable[Any], left: Iterable[Any]) -> str:
         for keys in both
     ]
     return f"missing {shown[0]}; unexpected {shown[1]}" if any(both) else ""
+
+
+def base_of(folder: Path, settings: JudgeSettings) -> str | Path:
+    """Where the base of a folder's LoRA is: beside the folder, or under a name; else the folder itself.
+
+    Args:
+        folder: of a judge.
+        settings: its `judge.json`, whose "base" is a packaged name, a hub id, or a folder relative to this
+            one. Where it names none, peft's file is read.
+
+    Raises:
+        RewardError: peft's file is no JSON.
+    """
+    named = settings.rest.get("base")
+    if named is None and (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        try:
+            named = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        except ValueError as error:
+            raise RewardError(f"{ADAPTER} of {folder.name} is no JSON: {error}.") from error
+    if not named:
+        return folder
+    beside = folder / str(named)
+    return beside.resolve() if beside.is_dir() else str(named)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a LoRA and no model of its own."""
+    return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
+
+
+def has_base(folder: Path) -> bool:
+    """Whether a folder holds no model of its own but a LoRA, or a `judge.json` that names a base."""
+    if (folder / "config.json").is_file():
+        return False
+    return is_adapter(folder) or "base" in JudgeSettings.read(folder).rest
+
+
+def name_base(folder: Path, base: str) -> None:
+    """Put the base's name into a LoRA's config, where peft writes the place it was loaded from."""
+    file = folder / ADAPTER
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = base
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.feature_cache import FeatureCache
 from visalign.vision.pictures import PictureFeatures, insert_features
 
 from .packing import Batch, attention_mask, batch_packs, collate, pack_rows
-from .pictures import Eye, FeatureCache, QwenEye, Shown, TileEye
-from .tokens import Row
+from .pictures import Eye, QwenEye, Shown, TileEye, by_patches
+from .requests import Row
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TILES = ("internvl",)
@@ -68,7 +69,7 @@ class SeeingNetwork:
         self.trunk: Any = model.base_model
         self.merge = eye.merge if positions == "mrope" else 0
         self.image_token: int = model.config.image_token_id
-        self.cache = FeatureCache(self._look, limit=feature_bytes)
+        self.cache: FeatureCache[PictureFeatures] = FeatureCache(feature_bytes)
         self._seen_with: int | None = None
         text = model.config.get_text_config()
         attention = getattr(text, "_attn_implementation", "sdpa")
@@ -137,17 +138,26 @@ class SeeingNetwork:
     def features(self, shown: Sequence[Shown]) -> dict[Shown, PictureFeatures]:
         """Features of pictures: kept ones, or live with gradient where the tower is trained.
 
-        What is kept is forgotten when a weight of the tower was changed.
+        What is kept is found by the pixels, across prompts and calls, and forgotten when a weight of the
+        tower was changed.
         """
+        different = list(dict.fromkeys(shown))
         tower = [one for name, one in self.trunk.named_parameters() if "language_model." not in name]
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower):
-            different = list(dict.fromkeys(shown))
-            return dict(zip(different, self._look(different), strict=True)) if different else {}
+            live = self.eye.features(self.trunk, different) if different else []
+            return dict(zip(different, live, strict=True))
         state = hash(tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in tower))
         if state != self._seen_with:
             self.cache.clear()
             self._seen_with = state
-        return self.cache(shown)
+        kept = {picture: self.cache.get(picture.digest) for picture in different}
+        found = {picture: features for picture, features in kept.items() if features is not None}
+        with torch.no_grad():
+            for part in by_patches([picture for picture in different if picture not in found]):
+                for picture, features in zip(part, self.eye.features(self.trunk, part), strict=True):
+                    self.cache.put(picture.digest, features)
+                    found[picture] = features
+        return found
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """What the language part takes for a batch, but its mask.
@@ -180,6 +190,3 @@ class SeeingNetwork:
         given["attention_mask"] = mask
         given = given if change is None else change(given)
         return self.trunk.language_model(**given, use_cache=False).last_hidden_state
-
-    def _look(self, shown: Sequence[Shown]) -> list[PictureFeatures]:
-        return self.eye.features(self.trunk, shown)

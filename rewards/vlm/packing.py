@@ -16,7 +16,7 @@ from torch import Tensor
 from visalign.vision.positions import rotary_positions
 
 from .pictures import Shown
-from .tokens import Row
+from .requests import Row
 
 PACK = 1024
 """Tokens of a pack at most, where it holds more than one row: attention costs their square."""

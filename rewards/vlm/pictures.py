@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a vision-language judge: each different one goes through the vision tower once, and is kept.
-
-What is kept is found by the pixels, across prompts and calls, up to a limit in bytes.
-"""
+"""How families of vision-language models take pictures in: their size in tokens, their way to the tower."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,17 +62,14 @@ class QwenEye:
         self.merge = self.cutter.merge
 
     def look(self, pixels: Tensor) -> Shown:
-        """See `Eye`."""
         grid = self.cutter.grid(pixels.shape[1], pixels.shape[2])
         return Shown(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
     def features(self, trunk: Any, shown: Sequence[Shown]) -> list[PictureFeatures]:
-        """See `Eye`."""
         cut = [Picture(s.digest, s.grid, s.tokens, self.cutter.cut(s.pixels)) for s in shown]
         return tower_features(trunk, cut)
 
     def settings(self) -> dict[str, Any]:
-        """See `Eye`."""
         return self.cutter.settings()
 
 
@@ -93,12 +86,10 @@ class TileEye:
         self._images, self._length = processor.image_processor, int(processor.image_seq_length)
 
     def look(self, pixels: Tensor) -> Shown:
-        """See `Eye`."""
         tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
         return Shown(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
 
     def features(self, trunk: Any, shown: Sequence[Shown]) -> list[PictureFeatures]:
-        """See `Eye`."""
         cut = [
             self._images(
                 images=[s.pixels],
@@ -114,67 +105,11 @@ class TileEye:
         return [PictureFeatures(part.flatten(0, 1)) for part in parts]
 
     def settings(self) -> dict[str, Any]:
-        """See `Eye`."""
         names = ("size", "image_mean", "image_std", "resample", "min_patches", "max_patches")
         return {name: str(getattr(self._images, name, None)) for name in names}
 
 
-class FeatureCache:
-    """Features by picture, the least recently used leave first.
-
-    Args:
-        compute: pictures to features, in one pass.
-        limit: bytes of features that are kept.
-    """
-
-    def __init__(
-        self, compute: Callable[[Sequence[Shown]], list[PictureFeatures]], *, limit: int = 1 << 28
-    ) -> None:
-        self._compute, self._limit = compute, limit
-        self._known: OrderedDict[str, PictureFeatures] = OrderedDict()
-        self._bytes = 0
-        self.computed = 0
-        """Pictures that went through the tower so far."""
-
-    def __call__(self, shown: Sequence[Shown]) -> dict[Shown, PictureFeatures]:
-        """Features of pictures; what is not known is computed, without gradient.
-
-        Args:
-            shown: pictures, repeats allowed.
-        """
-        found: dict[Shown, PictureFeatures] = {}
-        missing: list[Shown] = []
-        for picture in dict.fromkeys(shown):
-            if picture.digest in self._known:
-                self._known.move_to_end(picture.digest)
-                found[picture] = self._known[picture.digest]
-            else:
-                missing.append(picture)
-        with torch.no_grad():
-            for part in _by_patches(missing):
-                for picture, features in zip(part, self._compute(part), strict=True):
-                    found[picture] = PictureFeatures(
-                        features.embeds.clone(), tuple(layer.clone() for layer in features.deeper)
-                    )
-                self.computed += len(part)
-        for picture in missing:
-            self._keep(picture.digest, found[picture])
-        return found
-
-    def clear(self) -> None:
-        """Forget all, e.g. after the tower's weights changed."""
-        self._known.clear()
-        self._bytes = 0
-
-    def _keep(self, digest: str, features: PictureFeatures) -> None:
-        self._known[digest] = features
-        self._bytes += features.nbytes
-        while self._bytes > self._limit and self._known:
-            _, oldest = self._known.popitem(last=False)
-            self._bytes -= oldest.nbytes
-
-
-def _by_patches(shown: Sequence[Shown]) -> list[list[Shown]]:
+def by_patches(shown: Sequence[Shown]) -> list[list[Shown]]:
     """Parts of at most `PATCHES` patches, one picture at least."""
     parts: list[list[Shown]] = []
     room = 0

@@ -1,19 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What judges on the vision-language engine share: finding the engine, requests of images and prompts."""
+"""Requests to a vision-language model: made of images and prompts, turned into token ids.
+
+No user can write a special token: a prompt that spells one out is taken apart or refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from visalign.rewards.base.contract import Request, prompt_problem
+from visalign.rewards.base.contract import Request, RewardError, prompt_problem
 
-from .template import Template
+from .pictures import Eye, Shown
+from .template import Template, escape
 
+TEXTS = 4096
+"""Texts whose tokens are remembered."""
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request: pictures for the slots of a template, and what fills its names."""
+
+    images: Sequence[Tensor]
+    """Each [3, H, W] float in [0, 1], or uint8."""
+    prompt: str
+    """Fills `{prompt}`."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Fills other names."""
+    continuation: str = ""
+    """What the assistant is made to have written behind the template's answer_prefix."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the network reads for one request."""
+
+    ids: tuple[int, ...]
+    """Tokens, with as many image tokens as the pictures take."""
+    shown: tuple[Shown, ...]
+    """Pictures in the order of their tokens."""
+    mark: int
+    """The position whose hidden state is read."""
+
+
+class RowEncoder:
+    """Turns requests into rows.
+
+    Args:
+        processor: of the model: chat template, tokenizer, image tokens.
+        image_token: id that stands for pictures.
+        eye: sizes of pictures in tokens.
+        longest: tokens of a row at most.
+    """
+
+    def __init__(self, processor: Any, image_token: int, eye: Eye, longest: int | None) -> None:
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.image_token, self._eye, self.longest = image_token, eye, longest
+        self._around = _marks_around(processor)
+        self._texts: OrderedDict[Any, tuple[int, ...]] = OrderedDict()
+        self._plain: dict[Any, int] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the tokenizer's special tokens again, after one was added."""
+        added = self.tokenizer.added_tokens_decoder
+        self.specials = {str(token): token_id for token_id, token in added.items() if str(token).strip()}
+        self._ids = frozenset(self.specials.values()) - {self.tokenizer.unk_token_id}
+        self._texts.clear()
+        self._plain.clear()
+
+    def __call__(
+        self, template: Template, ask: Ask, at: str | None, looked: dict[int, Shown] | None = None
+    ) -> Row:
+        """One request.
+
+        Args:
+            template: what is asked.
+            ask: of whom and with what.
+            at: token whose place is read, or None for the last one.
+            looked: pictures that were looked at before, by the id of their tensor; filled here.
+
+        Raises:
+            ValueError: with the reason why this request cannot be judged.
+            RewardError: the template does not fit the request or the model.
+        """
+        if len(ask.images) != template.images:
+            raise RewardError(
+                f"The template {template.name!r} has {template.images} image slots, and {len(ask.images)} "
+                "images were given for it."
+            )
+        text_ids = self._text_ids(template, ask)
+        looked = {} if looked is None else looked
+        for image in ask.images:
+            if id(image) not in looked:
+                looked[id(image)] = self._eye.look(_levels(image))
+        shown = tuple(looked[id(image)] for image in ask.images)
+        left, ids = iter(shown), []
+        before, after = self._around
+        for token in text_ids:
+            ids += [*before, *[token] * next(left).tokens, *after] if token == self.image_token else [token]
+        if self.longest is not None and len(ids) > self.longest:
+            raise ValueError(
+                f"prompt and pictures take {len(ids)} tokens; the model reads at most {self.longest}: "
+                "shorten the prompt or shrink the pictures"
+            )
+        return Row(tuple(ids), shown, len(ids) - 1 if at is None else self._place(ids, at, template))
+
+    def word_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
+        """The ids of words that are one token each, without repeats.
+
+        Args:
+            words: as they stand in the answer, blanks included.
+            skip_missing: leave out what is several tokens instead of raising.
+
+        Raises:
+            RewardError: a word is several tokens, or none is left.
+        """
+        found: dict[int, None] = {}
+        for word in words:
+            ids = self.tokenizer(word, add_special_tokens=False)["input_ids"]
+            if len(ids) == 1 and ids[0] != self.tokenizer.unk_token_id:
+                found[int(ids[0])] = None
+            elif not skip_missing:
+                raise RewardError(
+                    f"The word {word!r} is {len(ids)} tokens of this model "
+                    f"({self.tokenizer.convert_ids_to_tokens(ids)}), and an answer is read at one; give "
+                    "words that are one token each."
+                )
+        if not found:
+            raise RewardError(f"None of the words {list(words)} is one token of this model.")
+        return list(found)
+
+    def _text_ids(self, template: Template, ask: Ask) -> tuple[int, ...]:
+        """Tokens with one image token per picture; remembered."""
+        key = (template.digest, ask.prompt, tuple(sorted(ask.fields.items())), ask.continuation)
+        if key in self._texts:
+            self._texts.move_to_end(key)
+            return self._texts[key]
+        fields = {"prompt": ask.prompt, **ask.fields}
+        missing = template.fields & {"prompt", "question"} - set(fields)
+        if missing:
+            raise RewardError(f"The template {template.name!r} needs {', '.join(sorted(missing))}.")
+        for name, text in fields.items():
+            if any("\ud800" <= sign <= "\udfff" for sign in text):
+                raise ValueError(f"the {name} is no text in Unicode: it holds half of a surrogate pair")
+        safe = {name: escape(text, self.specials) for name, text in fields.items()}
+        ids = self._tokens(template, safe, ask.continuation)
+        if _count(ids, self._ids) != self._own_specials(template, fields, ask.continuation):
+            raise ValueError("the prompt spells out special tokens of the model; take them out")
+        if ids.count(self.image_token) != template.images:
+            raise RewardError(
+                f"The chat template of the model marks {ids.count(self.image_token)} images for the "
+                f"{template.images} of template {template.name!r}; give the processor's own chat template."
+            )
+        self._texts[key] = ids
+        while len(self._texts) > TEXTS:
+            self._texts.popitem(last=False)
+        return ids
+
+    def _own_specials(self, template: Template, fields: Mapping[str, str], continuation: str) -> int:
+        """Special tokens of the template itself; remembered."""
+        key = (template.digest, tuple(sorted(fields)), continuation)
+        if key not in self._plain:
+            if len(self._plain) >= TEXTS:
+                self._plain.clear()
+            ids = self._tokens(template, dict.fromkeys(fields, ""), continuation)
+            self._plain[key] = _count(ids, self._ids)
+        return self._plain[key]
+
+    def _tokens(self, template: Template, fields: Mapping[str, str], continuation: str) -> tuple[int, ...]:
+        if not (
+            getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+        ):
+            raise RewardError(
+                "The model's processor has no chat template, so nobody knows how it is asked. Put the "
+                "chat_template.jinja of the model it came from into its folder."
+            )
+        holder = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+        text = holder.apply_chat_template(
+            template.filled(fields), tokenize=False, add_generation_prompt=True, **template.chat
+        )
+        whole = text + template.answer_prefix + continuation
+        # Rows that are too long get a reason of their own, so that transformers need not warn of them.
+        return tuple(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _place(self, ids: Sequence[int], token: str, template: Template) -> int:
+        """Where the one token stands that is read."""
+        if token not in self.specials:
+            raise RewardError(f"The tokenizer has no token {token!r}, at which this judge reads.")
+        places = [place for place, one in enumerate(ids) if one == self.specials[token]]
+        if len(places) != 1:
+            raise RewardError(
+                f"The template {template.name!r} holds {token} {len(places)} times; a judge reads at exactly "
+                "one."
+            )
+        return places[0]
+
+
+def _levels(image: Tensor) -> Tensor:
+    """uint8 [3, H, W] on the CPU."""
+    if image.dtype == torch.uint8:
+        return image.cpu()
+    return image.detach().cpu().float().mul(255).round().clamp(0, 255).to(torch.uint8)
+
+
+def _marks_around(processor: Any) -> tuple[list[int], list[int]]:
+    """Tokens that the processor, not the chat template, writes around a picture."""
+    names = ("start_image_token_id", "end_image_token_id")
+    ids = [getattr(processor, name, None) for name in names]
+    before, after = ([] if one is None else [int(one)] for one in ids)
+    return before, after
+
+
+def _count(ids: Sequence[int], special: frozenset[int]) -> int:
+    return sum(one in special for one in ids)
 
 
 def engine_of(model: Any, *, device: str | torch.device = "cpu", precision: str = "fp32") -> Any:
@@ -52,8 +260,6 @@ def requests(
     Returns:
         (their rows, the asks).
     """
-    from .engine import Ask
-
     rows, asks = [], []
     for row, image in request.images.readable():
         if reasons[row] is not None:

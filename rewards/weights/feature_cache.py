@@ -5,14 +5,27 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 
-class FeatureCache:
+class Stored(Protocol):
+    """A tensor, or several that belong together."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def clone(self) -> Self: ...
+
+
+V = TypeVar("V", bound=Stored)
+
+
+class FeatureCache(Generic[V]):
     """Tensors by content key, the least recently used thrown out above a number of bytes.
 
     Attributes:
@@ -33,7 +46,7 @@ class FeatureCache:
             raise ValueError(f"max_bytes is {max_bytes}; allowed are numbers of bytes from 0 (no cache).")
         self.max_bytes = max_bytes
         self.hits = self.misses = 0
-        self._held: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._held: OrderedDict[Hashable, V] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
 
@@ -45,8 +58,8 @@ class FeatureCache:
         """What the stored tensors take together."""
         return self._bytes
 
-    def get(self, key: bytes) -> Tensor | None:
-        """The tensor of that key, or None."""
+    def get(self, key: Hashable) -> V | None:
+        """What is stored under that key, or None."""
         with self._lock:
             if key not in self._held:
                 self.misses += 1
@@ -55,18 +68,16 @@ class FeatureCache:
             self._held.move_to_end(key)
             return self._held[key]
 
-    def put(self, key: bytes, value: Tensor) -> None:
-        """Store a tensor; one that is larger than the whole cache is left out."""
-        size = value.numel() * value.element_size()
+    def put(self, key: Hashable, value: V) -> None:
+        """Store a copy; what is larger than the whole cache is left out."""
         with self._lock:
-            if key in self._held or size > self.max_bytes:
+            if key in self._held or value.nbytes > self.max_bytes:
                 return
             # A row of a batch shares the batch's memory; the copy holds its own alone.
             self._held[key] = value.clone()
-            self._bytes += size
+            self._bytes += value.nbytes
             while self._bytes > self.max_bytes:
-                _, old = self._held.popitem(last=False)
-                self._bytes -= old.numel() * old.element_size()
+                self._bytes -= self._held.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
         """Forget everything."""
@@ -79,7 +90,7 @@ def encode_once(
     keys: Sequence[bytes],
     encode: Callable[[list[int]], Tensor],
     *,
-    cache: FeatureCache,
+    cache: FeatureCache[Tensor],
     batch_size: int,
 ) -> Tensor:
     """Features of N items, each distinct one that the cache lacks encoded once.

@@ -39,6 +39,10 @@ class PictureFeatures:
     def nbytes(self) -> int:
         return self.embeds.nbytes + sum(layer.nbytes for layer in self.deeper)
 
+    def clone(self) -> PictureFeatures:
+        """The same in memory of its own."""
+        return PictureFeatures(self.embeds.clone(), tuple(layer.clone() for layer in self.deeper))
+
 
 def pixel_digest(pixels: Tensor) -> str:
     """32 hex digits that tell pictures apart.

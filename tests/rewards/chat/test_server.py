@@ -18,8 +18,8 @@ from visalign.rewards.chat.messages import PictureUrls, chat_messages, question,
 from visalign.rewards.chat.replies import Reply, read_reply
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.vlm.requests import Ask
 from visalign.rewards.vlm.template import Template
-from visalign.rewards.vlm.tokens import Ask
 
 SHOW = question("show", "What of {prompt}?")
 

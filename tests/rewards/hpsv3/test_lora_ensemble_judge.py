@@ -99,7 +99,7 @@ def test_one_pass_and_one_look_at_each_picture(place: Path) -> None:
     network.trunk.language_model.register_forward_hook(lambda *_: calls.append("language"))
     network.trunk.visual.register_forward_hook(lambda *_: calls.append("tower"))
     judge.score(PICTURES, PROMPTS)
-    assert calls == ["tower", "language"] and network.cache.computed == 3
+    assert calls == ["tower", "language"] and network.cache.misses == 3
 
 
 def test_the_judge_keeps_the_contract_of_rewards(judge: LoraEnsembleReward) -> None:

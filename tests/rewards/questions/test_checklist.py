@@ -192,7 +192,7 @@ def test_the_pictures_are_seen_once_for_all_questions():
     model = tiny_engine()
     judge = VisionReward(model, checklist={**FACE, **RULE}, template=QUESTION, **LETTERS)
     judge.score(images(3), PROMPTS[:3])
-    assert model.network.cache.computed == 3
+    assert model.network.cache.misses == 3
 
 
 def test_each_answer_is_what_the_question_alone_gets():

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.tiny_judges import ONE, noise
 from tests.support.tiny_vision_language_models import save_tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.bases import base_of, is_adapter, name_base
 from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.rewards.vlm.loading import base_of, is_adapter, name_base
 from visalign.rewards.vlm.template import JudgeSettings
 
 ASK = Ask(images=[noise(16, 24)], prompt="a cat")

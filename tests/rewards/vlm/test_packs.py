@@ -5,7 +5,7 @@ import torch
 
 from visalign.rewards.vlm.packing import attention_mask, batch_packs, collate, pack_rows
 from visalign.rewards.vlm.pictures import Shown
-from visalign.rewards.vlm.tokens import Row
+from visalign.rewards.vlm.requests import Row
 from visalign.vision.positions import rotary_positions
 
 IMAGE, MERGE = 5, 2

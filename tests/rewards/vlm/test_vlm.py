@@ -90,7 +90,7 @@ def test_plain_positions_are_those_without_pictures() -> None:
     judge, ask = tiny_judge(positions="1d"), asks_of_one()[0]
     row = judge.encode(ONE, [ask])[0][0]
     assert row is not None
-    features = judge.network.cache(row.shown)
+    features = judge.network.features(row.shown)
     ids = torch.tensor([row.ids])
     embeds = judge.model.get_input_embeddings()(ids).detach().clone()
     embeds[ids == judge.network.image_token] = features[row.shown[0]].embeds
@@ -105,15 +105,15 @@ def test_plain_positions_are_those_without_pictures() -> None:
 def test_pictures_go_through_the_tower_once_across_prompts_and_calls(kind) -> None:
     judge, asks = tiny_judge(kind), asks_of_one()
     first = judge.hidden(ONE, asks).states
-    assert judge.network.cache.computed == 3
+    assert judge.network.cache.misses == 3
     again = judge.hidden(ONE, [Ask(images=[ask.images[0].clone()], prompt=ask.prompt) for ask in asks]).states
-    assert judge.network.cache.computed == 3
+    assert judge.network.cache.misses == 3
     assert torch.equal(first, again)
     judge.clear_features()
-    assert torch.equal(judge.hidden(ONE, asks).states, first) and judge.network.cache.computed == 6
+    assert torch.equal(judge.hidden(ONE, asks).states, first) and judge.network.cache.misses == 6
     small = tiny_judge(kind, feature_bytes=0)
     torch.testing.assert_close(small.hidden(ONE, asks).states, first)
-    assert small.network.cache._bytes == 0
+    assert small.network.cache.bytes == 0
 
 
 def test_a_users_special_tokens_stay_text() -> None:
