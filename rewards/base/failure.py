@@ -24,9 +24,6 @@ class Naming:
     """Turns what a reward raises into a RewardError that names the reward; the cause stays chained.
 
     Errors that are messages already pass as they are.
-
-    Args:
-        name: of the reward.
     """
 
     def __init__(self, name: str) -> None:

@@ -38,9 +38,6 @@ class FailureAlarm:
     def note(self, reason: str | None) -> None:
         """Count one answer.
 
-        Args:
-            reason: why it failed, or None.
-
         Raises:
             RewardError: the share is above the limit.
         """

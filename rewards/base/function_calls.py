@@ -104,11 +104,6 @@ def read_numbers(name: str, answer: Any, size: int, *, noun: str, place: str) ->
 def read_number(name: str, item: Any, place: str) -> float:
     """One number of a function, NaN for None.
 
-    Args:
-        name: of the reward.
-        item: what it returned.
-        place: where, for the message.
-
     Raises:
         RewardError: no number.
     """
@@ -124,11 +119,6 @@ def read_number(name: str, item: Any, place: str) -> float:
 
 def unjudged(name: str, number: float, range: tuple[float, float]) -> str | None:
     """Why a number is no score.
-
-    Args:
-        name: of the reward.
-        number: what it returned.
-        range: that it declares.
 
     Returns:
         The reason, None for a score.

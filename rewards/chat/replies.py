@@ -64,12 +64,7 @@ def read_reply(sent: Mapping[str, Any], *, first_token_only: bool = False) -> Re
 
 
 def explain(error: AnswerError, text: str) -> AnswerError:
-    """The error of a text that could not be read, as a refusal if the text is one.
-
-    Args:
-        error: of the reader.
-        text: that it read.
-    """
+    """The error of a text that could not be read, as a refusal if the text is one."""
     return AnswerError(f"the judge refused: {_short(text)}") if _REFUSAL.search(text) else error
 
 

@@ -172,14 +172,6 @@ class ChatServer:
 
         An answer that failed is an unfinished empty text; a request of which all failed has the first reason.
 
-        Args:
-            template: what is asked.
-            asks: B requests.
-            answers: K of each request.
-            seed: of the draws.
-            temperature: of the draws.
-            max_new_tokens: of an answer.
-
         Raises:
             RewardError: see `ask`.
         """
@@ -206,12 +198,7 @@ class ChatServer:
         return default
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
-        """Arguments of `Identity` but `judge`; the address is none of them, the served model's name is.
-
-        Args:
-            template: what is asked.
-            **options: what else moves the scores.
-        """
+        """Arguments of `Identity` but `judge`; the address is none of them, the served model's name is."""
         return {
             "model": self.model,
             "template": template.text,

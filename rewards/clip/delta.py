@@ -67,10 +67,6 @@ def save_changes(folder: str | Path, parts: ClipParts, base: str, *, load: Load,
 def load_changes(folder: Path, *, load: Load) -> ClipParts:
     """The base with the changed tensors in it, in evaluation mode, without gradients.
 
-    Args:
-        folder: that `save_changes` wrote.
-        load: of the base.
-
     Raises:
         FileNotFoundError: the changes are missing.
         RewardError: the file names no base or its own folder, or tensors that the base does not have, each

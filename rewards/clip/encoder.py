@@ -101,12 +101,7 @@ class ClipParts:
         return f"{self.base}+{own}" if self.base else own
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
-        """Write config, weights and tokenizer into a folder that `load_clip` reads again.
-
-        Args:
-            folder: is made.
-            dtype: of the floating-point weights on disk.
-        """
+        """Write config, weights and tokenizer into a folder that `load_clip` reads again."""
         model: Any = self.encoder.model
         if self.encoder.is_open_clip:
             if self.model_cfg is None:

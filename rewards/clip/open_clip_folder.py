@@ -122,10 +122,6 @@ def save_open_clip(
 def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
     """Make sure that every text, also one that is cut, holds the token that the model pools at.
 
-    Args:
-        model: an open_clip model.
-        tokenizer: its tokenizer.
-
     Returns:
         The id of the end token, or None for models that pool elsewhere (last or first position, mean).
 

@@ -186,10 +186,7 @@ class ClipTowers:
             return encode_once(keys, encode, cache=self.texts, batch_size=self.batch_size)
 
     def image_features_with_gradient(self, images: Tensor) -> Tensor:
-        """Embeddings of images of one size, differentiable with respect to their pixels and the weights.
-
-        Args:
-            images: [B, 3, H, W] float in [0, 1].
+        """Embeddings of images [B, 3, H, W] of one size, differentiable in their pixels and the weights.
 
         Returns:
             [B, D] float32 on the encoder's device, not normalised; the values of `image_features`.

@@ -37,9 +37,6 @@ class Checklist:
     def from_dict(cls, given: Mapping[str, Any]) -> Checklist:
         """Read {"questions": [...], and the keys of `ChecklistRule.from_dict`}.
 
-        Args:
-            given: the JSON object.
-
         Raises:
             ValueError: keys or numbers that do not fit.
         """

@@ -76,10 +76,6 @@ class ChecklistRule:
     def features(self, yes: Tensor, alignment: Tensor | None = None) -> Tensor:
         """What each weight is multiplied with: the alignment where the rule has it, then x_f·m_f.
 
-        Args:
-            yes: as in `score`.
-            alignment: as in `score`.
-
         Returns:
             [B, F] in the dtype of `yes`, differentiable.
 

@@ -40,15 +40,7 @@ PAIR_EXPLAIN = _question("pair_explain", 2, _TWO + _REASON)
 def reasons_behind(
     engine: Any, template: Template, asks: Sequence[Any], odds: Odds, max_new_tokens: int
 ) -> list[str]:
-    """What the model writes behind its decision, decision included, without chance; "" where it made none.
-
-    Args:
-        engine: the vision-language engine.
-        template: that was asked.
-        asks: B requests.
-        odds: their answers.
-        max_new_tokens: of a reason.
-    """
+    """What the model writes behind its decision, decision included, without chance; "" where it made none."""
     texts = [""] * len(asks)
     rows = [row for row, reason in enumerate(odds.reasons) if reason is None]
     decided = [replace(asks[row], continuation=odds.decision[row]) for row in rows]

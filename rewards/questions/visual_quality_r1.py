@@ -205,9 +205,6 @@ class VisualQuality:
 def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
     """The ratings in a judge's answers; what cannot be read is left out.
 
-    Args:
-        answers: K texts.
-
     Returns:
         (ratings that could be read, why the first of the others could not, the first readable text).
     """

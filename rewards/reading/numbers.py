@@ -51,9 +51,6 @@ class Statement:
 def statement(text: str) -> Statement:
     """The last complete <answer> block, or without one the text outside <think>.
 
-    Args:
-        text: what the judge wrote.
-
     Raises:
         AnswerError: nothing was written, or it ends inside its thinking or inside its answer.
     """

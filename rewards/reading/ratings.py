@@ -55,11 +55,6 @@ _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 def final_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
     """UnifiedReward's point score: the number after "Final Score:".
 
-    Args:
-        text: what the judge wrote.
-        low: smallest score.
-        high: largest.
-
     Raises:
         AnswerError: the words are missing (as spelled), or come with different numbers or one out of range.
     """
@@ -157,11 +152,6 @@ def tagged_score(text: str, *, low: float = 1, high: float = 5, first: bool = Fa
 def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
     """VisualQuality-R1's rating: the number in its last complete <answer>.
 
-    Args:
-        text: what the judge wrote.
-        low: smallest rating.
-        high: largest.
-
     Raises:
         AnswerError: cut off, no number, several, a decimal comma, or out of range; never a random rating.
     """
@@ -170,9 +160,6 @@ def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
 
 def lift_label(text: str) -> str:
     """The one label of LiFT's three that a text states as a word, "not Bad" being no statement of Bad.
-
-    Args:
-        text: what the judge wrote.
 
     Raises:
         AnswerError: no label spelled so, more than one, or one that may be denied.

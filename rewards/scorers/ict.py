@@ -110,12 +110,7 @@ class Ict:
         return IctModel(self.towers.encoder)
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
-        """Write towers, config and tokenizer, which `from_pretrained` reads again.
-
-        Args:
-            folder: is made.
-            dtype: of the weights on disk.
-        """
+        """Write towers, config and tokenizer, which `from_pretrained` reads again."""
         self.towers.parts.save(folder, dtype)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

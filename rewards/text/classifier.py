@@ -21,10 +21,6 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 def check_counts(name: str, **counts: int | None) -> None:
     """Refuse options that are no whole numbers from 1.
 
-    Args:
-        name: of the reward.
-        **counts: option -> what was given; None is allowed.
-
     Raises:
         ValueError: naming the option.
     """
@@ -102,23 +98,13 @@ def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: An
 
 
 def longest_text(model: Any, tokenizer: Any, given: int | None) -> int:
-    """Tokens that model and tokenizer read at most, and no more than asked for.
-
-    Args:
-        model: with its config.
-        tokenizer: with its limit.
-        given: asked for, or None.
-    """
+    """Tokens that model and tokenizer read at most, and no more than asked for."""
     limits = [given, getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
     return int(min(limit for limit in [*limits, UNBOUNDED] if limit is not None and limit > 0))
 
 
 def spelled_out(tokenizer: Any, completion: str) -> str | None:
     """Why a completion cannot be read: it spells out a special token, with which it could forge turns.
-
-    Args:
-        tokenizer: of the model.
-        completion: what a policy wrote.
 
     Returns:
         The reason, or None.

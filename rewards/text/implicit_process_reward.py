@@ -86,9 +86,6 @@ class ImplicitProcessReward:
     def score_rollout(self, rollout: TextRollout) -> ImplicitScores:
         """Judge every token and every step.
 
-        Args:
-            rollout: B answers.
-
         Returns:
             Rewards of tokens, prefixes, answers and steps; `steps.tokens("last")` puts the sum of a step on
             its last token.

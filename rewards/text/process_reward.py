@@ -131,10 +131,6 @@ class ProcessRewardModel:
     def steps(self, completions: Sequence[str], prompts: Sequence[Prompt]) -> StepScores:
         """Judge every step.
 
-        Args:
-            completions: B texts.
-            prompts: B texts or conversations.
-
         Returns:
             Spans and probabilities per completion.
 

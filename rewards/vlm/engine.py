@@ -160,12 +160,7 @@ class VisionLanguageJudge:
         return self.rows.word_ids(words, skip_missing=skip_missing)
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
-        """Arguments of `Identity` but `judge`.
-
-        Args:
-            template: what is asked.
-            **options: what else moves the scores.
-        """
+        """Arguments of `Identity` but `judge`."""
         return {
             "model": self.name,
             "weights": self.weights,

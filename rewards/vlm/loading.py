@@ -97,9 +97,6 @@ def load_seeing_model(
 def find_model(folder_or_id: str | Path) -> Path | str:
     """An existing folder with a config, or a hub id.
 
-    Args:
-        folder_or_id: folder, packaged name, or owner/name.
-
     Raises:
         FileNotFoundError: neither.
     """
@@ -121,9 +118,6 @@ def find_model(folder_or_id: str | Path) -> Path | str:
 
 def load_processor(place: Path | str) -> Any:
     """The processor of a model that sees.
-
-    Args:
-        place: folder or hub id.
 
     Raises:
         RewardError: there is none.

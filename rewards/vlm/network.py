@@ -120,11 +120,7 @@ class SeeingNetwork:
         return linear(states.to(wide), head.weight[index].to(wide), bias).float()
 
     def log_total(self, states: Tensor) -> Tensor:
-        """logsumexp [N] float32 of the logits of the whole vocabulary, a part of the head at a time.
-
-        Args:
-            states: [N, H].
-        """
+        """logsumexp [N] float32 over the whole vocabulary at states [N, H], a part of the head at a time."""
         head = self.model.get_output_embeddings()
         total: Tensor | None = None
         for start in range(0, len(head.weight), STRIP):
@@ -160,11 +156,7 @@ class SeeingNetwork:
         return found
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """What the language part takes for a batch, but its mask.
-
-        Args:
-            batch: rows or packs.
-        """
+        """What the language part takes for a batch, but its mask."""
         device = self.device
         features = self.features(batch.shown)
         embeds = self.trunk.get_input_embeddings()(batch.ids.to(device))

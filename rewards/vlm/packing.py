@@ -194,12 +194,8 @@ def _positions(pack: Pack, image_token: int, merge: int) -> Tensor:
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, 1, S, S] added to attention scores: 0 where a token is seen, the lowest number where not.
-
-    Args:
-        segments: [b, S] of `Batch`.
-        dtype: of the scores.
-    """
+    """[b, 1, S, S] added to attention scores, of segments [b, S]: 0 where a token is seen, the lowest number
+    where not."""
     size = segments.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
     same = segments[:, None, :] == segments[:, :, None]

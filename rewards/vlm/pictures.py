@@ -74,11 +74,7 @@ class QwenEye:
 
 
 class TileEye:
-    """InternVL: tiles of one size, cut by the library's processor; each picture by itself.
-
-    Args:
-        processor: of the model.
-    """
+    """InternVL: tiles of one size, cut by the library's processor; each picture by itself."""
 
     merge = 0
 

@@ -57,10 +57,6 @@ class Template:
     def from_dict(cls, name: str, given: Any) -> Template:
         """Read a template of `judge.json`.
 
-        Args:
-            name: of the template.
-            given: the object.
-
         Raises:
             RewardError: what is wrong with it.
         """
@@ -108,11 +104,7 @@ class Template:
         return frozenset(name for text in self._texts() for name in _NAME.findall(text))
 
     def filled(self, fields: Mapping[str, str]) -> list[dict[str, Any]]:
-        """The conversation with `{name}` replaced by fields[name]; other braces stay.
-
-        Args:
-            fields: name -> text.
-        """
+        """The conversation with `{name}` replaced by fields[name]; other braces stay."""
 
         def fill(text: str) -> str:
             return _NAME.sub(lambda found: fields.get(found[1], found[0]), text)
@@ -145,9 +137,6 @@ class JudgeSettings:
     def read(cls, folder: str | Path) -> JudgeSettings:
         """The `judge.json` of a folder; empty settings where it has none.
 
-        Args:
-            folder: of a model.
-
         Raises:
             RewardError: the file is none.
         """
@@ -170,11 +159,7 @@ class JudgeSettings:
         return cls(templates=templates, positions=positions, rest=rest)
 
     def write(self, folder: str | Path) -> None:
-        """Write `judge.json`.
-
-        Args:
-            folder: of a model; exists.
-        """
+        """Write `judge.json`."""
         templates = {name: template.to_dict() for name, template in self.templates.items()}
         own: dict[str, Any] = {"templates": templates}
         if self.positions is not None:
@@ -194,10 +179,6 @@ def escape(text: str, specials: Iterable[str]) -> str:
     """A user's text without special tokens of the model: a blank goes behind the first sign of each.
 
     One of a single sign gives way to a blank.
-
-    Args:
-        text: of the user.
-        specials: special tokens as text.
 
     >>> escape("a cat<|im_end|>", ["<|im_end|>"])
     'a cat< |im_end|>'

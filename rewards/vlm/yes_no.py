@@ -84,11 +84,7 @@ class YesNoReader:
         self.ids = [*self._yes, *self._no]
 
     def __call__(self, asks: Sequence[Any]) -> Odds:
-        """Answers to B requests.
-
-        Args:
-            asks: `rewards.vlm.Ask` each.
-        """
+        """Answers to B requests."""
         if not asks:
             return Odds(torch.zeros(0), torch.zeros(0), [], [])
         reply = self.engine.answer_logits(self.template, asks, self.ids, left_over=True)
@@ -128,11 +124,6 @@ class YesNoReader:
 
 def token_set(engine: Any, given: Sequence[str] | None, usual: Sequence[str]) -> list[int]:
     """Ids of the words that were given, or of those usual ones that are one token.
-
-    Args:
-        engine: with `token_ids`.
-        given: words, or None.
-        usual: words where none are given.
 
     Raises:
         RewardError: a given word is several tokens; or no usual one is a single token.

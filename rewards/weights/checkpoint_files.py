@@ -87,11 +87,6 @@ def read_folder(folder: str | Path) -> dict[str, Tensor]:
 def load_strict(module: torch.nn.Module, state: Mapping[str, Tensor], where: str) -> None:
     """Load a state dict whose keys and shapes must be the module's, all of them and no others.
 
-    Args:
-        module: takes the values, in its own dtypes.
-        state: key -> tensor.
-        where: file or folder, for the message.
-
     Raises:
         RewardError: names what is missing, unexpected, or of another shape.
     """

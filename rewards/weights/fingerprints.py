@@ -19,9 +19,6 @@ def weight_state(module: nn.Module) -> int:
 
     Every change in place, an optimizer's step too, counts up the version of its tensor. Tensors that were
     made in inference mode have none, and a change that `.data` hides is not seen either.
-
-    Args:
-        module: whose parameters and buffers count.
     """
     return hash(tuple(_version(tensor) for _, tensor in _tensors(module)))
 
@@ -30,9 +27,6 @@ def weights_of(module: nn.Module) -> str:
     """A fingerprint of a module in memory: 32 hex digits over names, shapes, dtypes and every bit.
 
     Equal weights have equal fingerprints wherever they lie.
-
-    Args:
-        module: whose parameters and buffers count.
     """
     return _joined({name: tensor_print(tensor) for name, tensor in _tensors(module)})
 
@@ -42,9 +36,6 @@ def tensor_print(tensor: Tensor) -> str:
 
     Of each block of words x of 8 bytes the sum Σ w_i x_i modulo 2^64, with fixed odd factors w: one changed
     word always changes it, and so do, but for one chance in 2^60 or so, swapped words. The sums are hashed.
-
-    Args:
-        tensor: any dtype.
     """
     digest = hashlib.sha256(f"{tuple(tensor.shape)}:{tensor.dtype}".encode())
     with torch.no_grad():

@@ -88,11 +88,7 @@ class PatchCutter:
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def levels(self, pixels: Tensor) -> Tensor:
-        """The resized picture, float32 [3, h, w] of whole numbers from 0 to 255.
-
-        Args:
-            pixels: uint8 [3, H, W].
-        """
+        """A picture uint8 [3, H, W] resized: float32 [3, h, w] of whole numbers from 0 to 255."""
         _, rows, columns = self.grid(pixels.shape[1], pixels.shape[2])
         size = (rows * self.patch, columns * self.patch)
         if tuple(pixels.shape[1:]) == size:
@@ -100,11 +96,8 @@ class PatchCutter:
         return resize_like_pil(pixels[None].float(), size, self.resample)[0]
 
     def cut(self, pixels: Tensor) -> Tensor:
-        """Patches [rows · columns, 3 · frames · patch²] float32; those of one token stand together.
-
-        Args:
-            pixels: uint8 [3, H, W].
-        """
+        """Patches [rows · columns, 3 · frames · patch²] float32 of a picture uint8 [3, H, W]; those of one
+        token stand together."""
         mean, std = (torch.tensor(of, device=pixels.device).view(3, 1, 1) for of in (self.mean, self.std))
         image = (self.levels(pixels) / 255 - mean) / std
         side, merge = self.patch, self.merge

@@ -45,11 +45,7 @@ class PictureFeatures:
 
 
 def pixel_digest(pixels: Tensor) -> str:
-    """32 hex digits that tell pictures apart.
-
-    Args:
-        pixels: uint8 [3, H, W].
-    """
+    """32 hex digits that tell pictures uint8 [3, H, W] apart."""
     shape = f"{tuple(pixels.shape)}".encode()
     content = pixels.cpu().contiguous().numpy().tobytes()
     return hashlib.blake2b(shape + content, digest_size=16).hexdigest()
@@ -57,10 +53,6 @@ def pixel_digest(pixels: Tensor) -> str:
 
 def tower_features(trunk: Any, pictures: Sequence[Picture]) -> list[PictureFeatures]:
     """Pictures through the vision tower of a Qwen-VL model in one pass; with gradient where the model has it.
-
-    Args:
-        trunk: the model without its language head.
-        pictures: at least one.
 
     Source of the deeper features: DeepStack, arXiv 2406.04334 (Qwen3-VL).
     """
