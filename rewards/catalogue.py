@@ -12,7 +12,11 @@ from visalign.errors import did_you_mean, nearest
 from visalign.interfaces import PairwiseReward, PointwiseReward, TextReward
 from visalign.rewards.base.contract import RewardError
 
-CATALOGUE = {
+Entry = str | tuple[str, Mapping[str, Any]]
+"""module:class, or that and its options, which a caller's override. A module is imported at its first use."""
+
+_STATISTIC = "visalign.rewards.statistics:PictureStatistic"
+CATALOGUE: dict[str, Entry] = {
     "shapes_verifier": "visalign.rewards.verifiers.shapes_verifier:ShapesVerifier",
     "clip_score": "visalign.rewards.scorers.clip_score:ClipScore",
     "pick_score": "visalign.rewards.scorers.pick_score:PickScore",
@@ -22,11 +26,11 @@ CATALOGUE = {
     "ict": "visalign.rewards.scorers.ict:Ict",
     "hp": "visalign.rewards.scorers.hp:Hp",
     "ict_hp": "visalign.rewards.scorers.ict_hp:IctHp",
-    "brightness": "visalign.rewards.statistics.image_statistics:Brightness",
-    "contrast": "visalign.rewards.statistics.image_statistics:Contrast",
-    "saturation": "visalign.rewards.statistics.image_statistics:Saturation",
-    "colourfulness": "visalign.rewards.statistics.image_statistics:Colourfulness",
-    "edge_density": "visalign.rewards.statistics.image_statistics:EdgeDensity",
+    "brightness": (_STATISTIC, {"statistic": "brightness"}),
+    "contrast": (_STATISTIC, {"statistic": "contrast"}),
+    "saturation": (_STATISTIC, {"statistic": "saturation"}),
+    "colourfulness": (_STATISTIC, {"statistic": "colourfulness"}),
+    "edge_density": (_STATISTIC, {"statistic": "edge_density"}),
     "hpsv3": "visalign.rewards.hpsv3.judge:HPSv3",
     "visual_quality_r1": "visalign.rewards.questions.visual_quality_r1:VisualQuality",
     "lora_ensemble": "visalign.rewards.hpsv3.ensemble_judge:LoraEnsembleReward",
@@ -36,8 +40,8 @@ CATALOGUE = {
     "heie": "visalign.rewards.heie.judge:Heie",
     "geneval": "visalign.rewards.verifiers.geneval:GenEval",
     "ocr": "visalign.rewards.verifiers.ocr:OcrReward",
-    "jpeg_size": "visalign.rewards.statistics.jpeg_size:JpegSize",
-    "sharpness": "visalign.rewards.statistics.sharpness:Sharpness",
+    "jpeg_size": "visalign.rewards.statistics:JpegSize",
+    "sharpness": "visalign.rewards.statistics:Sharpness",
     "calibrated": "visalign.rewards.combine.calibrated:Calibrated",
     "remote": "visalign.rewards.serve.client:RemoteReward",
     "unified_reward": "visalign.rewards.chat.unified_reward:UnifiedReward",
@@ -46,11 +50,11 @@ CATALOGUE = {
     "deepseek_grm": "visalign.rewards.chat.deepseek_grm:DeepSeekGRM",
     "yes_no_server": "visalign.rewards.chat.yes_no:YesNoServer",
 }
-"""name -> module:class. A module is imported when its reward is loaded."""
+"""Rewards and pairwise judges of pictures."""
 
 _ANSWERS = "visalign.rewards.text.verifiable:VerifiableAnswer"
 
-TEXT_CATALOGUE: dict[str, tuple[str, Mapping[str, Any]]] = {
+TEXT_CATALOGUE: dict[str, Entry] = {
     "exact_answer": (_ANSWERS, {"compare": "exact", "name": "exact_answer"}),
     "numeric_answer": (
         _ANSWERS,
@@ -61,16 +65,16 @@ TEXT_CATALOGUE: dict[str, tuple[str, Mapping[str, Any]]] = {
         {"compare": "auto", "extract": "boxed", "normalise": "latex", "name": "boxed_answer"},
     ),
     "list_answer": (_ANSWERS, {"compare": "list", "extract": "last_line", "name": "list_answer"}),
-    "text_format": ("visalign.rewards.text.format:TextFormat", {}),
-    "json_format": ("visalign.rewards.text.format:JsonFormat", {}),
-    "task_answer": ("visalign.rewards.text.tasks:TaskAnswer", {}),
-    "length": ("visalign.rewards.text.length:LengthReward", {}),
-    "repetition": ("visalign.rewards.text.length:RepetitionPenalty", {}),
-    "code_tests": ("visalign.rewards.code.reward:CodeTests", {}),
-    "reward_model": ("visalign.rewards.text.reward_model:RewardModel", {}),
-    "process_reward": ("visalign.rewards.text.process_reward:ProcessRewardModel", {}),
+    "text_format": "visalign.rewards.text.format:TextFormat",
+    "json_format": "visalign.rewards.text.format:JsonFormat",
+    "task_answer": "visalign.rewards.text.tasks:TaskAnswer",
+    "length": "visalign.rewards.text.length:LengthReward",
+    "repetition": "visalign.rewards.text.length:RepetitionPenalty",
+    "code_tests": "visalign.rewards.code.reward:CodeTests",
+    "reward_model": "visalign.rewards.text.reward_model:RewardModel",
+    "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",
 }
-"""name -> (module:class, its options, which a caller's override)."""
+"""Rewards for text."""
 
 _IMAGE_FUNCTION = "visalign.rewards.base.callables:FunctionReward"
 _TEXT_FUNCTION = "visalign.rewards.text.callables:TextFunctionReward"
@@ -146,8 +150,8 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
     """
     if name not in TEXT_CATALOGUE and ":" not in name:
         raise _unknown("text reward", name, TEXT_CATALOGUE)
-    path, preset = TEXT_CATALOGUE.get(name, (name, {}))
-    found = _make(name, path, {**preset, **options}, run_device, _TEXT_FUNCTION, noun="Text reward")
+    entry = TEXT_CATALOGUE.get(name, name)
+    found = _make(name, entry, options, run_device, _TEXT_FUNCTION, noun="Text reward")
     if any(not hasattr(found, key) for key in _DECLARED):
         raise _incomplete(name, found, "text reward", "TextReward")
     if next(iter(inspect.signature(found.score).parameters), "") == "images":
@@ -159,10 +163,11 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
 
 
 def _make(
-    name: str, path: str, options: Mapping[str, Any], run_device: str | None, function: str, *, noun: str
+    name: str, entry: Entry, options: Mapping[str, Any], run_device: str | None, function: str, *, noun: str
 ) -> Any:
-    """What the path names: a class constructed, a function wrapped by the class at `function`."""
-    found, options = find_target(path), dict(options)
+    """What the entry names: a class constructed, a function wrapped by the class at `function`."""
+    path, preset = (entry, {}) if isinstance(entry, str) else entry
+    found, options = find_target(path), {**preset, **options}
     if isinstance(found, type):
         found, options = _construct(name, found, options, run_device), {}
     if callable(found) and not hasattr(found, "score") and not hasattr(found, "compare"):

@@ -11,7 +11,7 @@ import torch
 from visalign.interfaces import PointwiseReward, Preferences, Scores
 from visalign.rewards.base.contract import make_scores, read_request
 from visalign.rewards.base.images import load_images
-from visalign.rewards.statistics.image_statistics import brightness, saturation
+from visalign.rewards.statistics import brightness, saturation
 from visalign.rewards.verifiers.shapes_verifier import ShapesVerifier
 
 

@@ -144,7 +144,7 @@ def test_dotted_paths(tmp_path):
             "module 'no_such_module' cannot be imported. Is it installed, or on PYTHONPATH",
         ),
         ("nowhere.py:f", {}, "There is no file nowhere.py"),
-        ("visalign.rewards.statistics.jpeg_size:JpegSiz", {}, r"has no 'JpegSiz'. Did you mean 'JpegSize'\?"),
+        ("visalign.rewards.statistics:JpegSiz", {}, r"has no 'JpegSiz'. Did you mean 'JpegSize'\?"),
         (
             "jpeg_size",
             {"qualty": 3},
@@ -183,7 +183,10 @@ def test_judges_follow_the_device_of_the_run():
 
 
 def test_every_judge_with_a_network_takes_a_device():
-    paths = CATALOGUE | {name: path for name, (path, _) in TEXT_CATALOGUE.items()}
+    paths = {
+        name: entry if isinstance(entry, str) else entry[0]
+        for name, entry in (CATALOGUE | TEXT_CATALOGUE).items()
+    }
     without = {name for name in paths if "device" not in signature(find_target(paths[name])).parameters}
     statistics = {
         "brightness",

@@ -17,8 +17,7 @@ from visalign.rewards import (
     check_reward,
     failure_reasons,
 )
-from visalign.rewards.statistics.jpeg_size import JpegSize
-from visalign.rewards.statistics.sharpness import Sharpness
+from visalign.rewards.statistics import JpegSize, Sharpness
 
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["p"] * 4

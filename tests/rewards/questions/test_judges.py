@@ -13,8 +13,7 @@ from PIL import Image, ImageFilter
 
 from visalign.interfaces import Scores
 from visalign.rewards import RewardError, check_reward, failure_reasons, load_reward, make_scores
-from visalign.rewards.statistics.jpeg_size import JpegSize
-from visalign.rewards.statistics.sharpness import Sharpness, laplacian_variance
+from visalign.rewards.statistics import JpegSize, Sharpness, laplacian_variance
 from visalign.rewards.verifiers.shapes_verifier import ShapesVerifier
 
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from visalign.rewards import check_reward, load_reward
-from visalign.rewards.statistics.image_statistics import (
+from visalign.rewards.statistics import (
     brightness,
     colourfulness,
     contrast,

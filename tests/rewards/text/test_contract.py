@@ -214,7 +214,7 @@ def test_dotted_paths_and_files(tmp_path, monkeypatch):
         (f"{file}:number", {}, "is a int without name, unit, range, higher_is_better, score"),
         (f"{file}:shrt", {}, "has no 'shrt'. Did you mean 'short'?"),
         (
-            "visalign.rewards.statistics.sharpness:Sharpness",
+            "visalign.rewards.statistics:Sharpness",
             {},
             "judges images: its score() takes them first",
         ),

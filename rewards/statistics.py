@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges without a model, to show what drifted while another reward rose: no weights, no prompt."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import PIL
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.base.images import to_pil
+
+LUMA = (0.299, 0.587, 0.114)
+"""ITU-R BT.601 weights of red, green and blue."""
+EDGE_THRESHOLD = 0.1
+"""Gradient of the luma per pixel from which a pixel counts as edge; full contrast over one pixel is 0.5."""
+
+
+def brightness(image: Tensor) -> Tensor:
+    """Mean luma Y = .299 R + .587 G + .114 B of an image [3, H, W] in [0, 1]: scalar float64 in [0, 1]."""
+    return _luma(image).mean()
+
+
+def contrast(image: Tensor) -> Tensor:
+    """RMS contrast, the population standard deviation of the luma: scalar float64 in [0, 0.5].
+
+    Source: Peli, "Contrast in complex images", JOSA A 7(10), 1990 (RMS contrast).
+    """
+    return _luma(image).std(correction=0)
+
+
+def saturation(image: Tensor) -> Tensor:
+    """Mean of HSV's S = (max − min)/max over the channels, 0 where max is 0: scalar float64 in [0, 1]."""
+    levels = image.double()
+    high, low = levels.amax(0), levels.amin(0)
+    return torch.where(high > 0, (high - low) / high.clamp(min=1e-12), 0.0).mean()
+
+
+def colourfulness(image: Tensor) -> Tensor:
+    """√(σ²_rg + σ²_yb) + 0.3 √(μ²_rg + μ²_yb) with rg = R − G, yb = (R + G)/2 − B on 0-255: scalar float64.
+
+    About 0 for grey, 15 slightly, 45 averagely, 82 highly and above 109 extremely colourful pictures.
+
+    Source: Hasler and Süsstrunk, "Measuring colourfulness in natural images", SPIE 5007, 2003, sec. 7 (M⁽³⁾).
+    """
+    red, green, blue = image.double() * 255
+    opponents = torch.stack([red - green, (red + green) / 2 - blue]).flatten(1)
+    return opponents.var(1, correction=0).sum().sqrt() + 0.3 * opponents.mean(1).square().sum().sqrt()
+
+
+def edge_density(image: Tensor) -> Tensor:
+    """Share of pixels whose Sobel gradient |∇Y|/8 exceeds `EDGE_THRESHOLD`: scalar float64 in [0, 1].
+
+    The borders repeat the outermost pixels. Pictures of one flat colour have 0; a hard edge has two pixels.
+    """
+    luma = F.pad(_luma(image)[None, None], (1, 1, 1, 1), mode="replicate")
+    across = luma.new_tensor([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]]) / 8
+    kernels = torch.stack([across, across.T])[:, None]
+    gradient = F.conv2d(luma, kernels).square().sum(1).sqrt()
+    return (gradient > EDGE_THRESHOLD).double().mean()
+
+
+def laplacian_variance(image: Tensor) -> Tensor:
+    """Var(∇²Y) of the luma Y on the 0-255 scale, with the 4-neighbour Laplacian, borders left out.
+
+    Args:
+        image: [3, H, W] in [0, 1], H and W at least 3.
+
+    Returns:
+        Scalar float64, population variance in squared 8-bit levels.
+
+    Source: Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000 (LAPV).
+    """
+    luma = _luma(image) * 255
+    kernel = luma.new_tensor([[0, 1, 0], [1, -4, 1], [0, 1, 0]])
+    return F.conv2d(luma[None, None], kernel[None, None]).var(correction=0)
+
+
+STATISTICS: dict[str, tuple[Callable[[Tensor], Tensor], str, tuple[float, float]]] = {
+    "brightness": (brightness, "mean luma", (0.0, 1.0)),
+    "contrast": (contrast, "standard deviation of luma", (0.0, 0.5)),
+    "saturation": (saturation, "mean HSV saturation", (0.0, 1.0)),
+    # √S + 0.3 √M with S + M ≤ 2 · 255² is largest at S : M = 1 : 0.09
+    "colourfulness": (colourfulness, "Hasler-Süsstrunk M3", (0.0, 255 * math.sqrt(2 * 1.09))),
+    "edge_density": (edge_density, "share of pixels", (0.0, 1.0)),
+}
+"""name -> (function of an image, unit, range). Brightness drifts when a reward likes bright or dark pictures,
+saturation rises with CLIP-type rewards that are over-optimized."""
+
+
+class PictureStatistic:
+    """One of `STATISTICS` as a reward.
+
+    Args:
+        statistic: its name.
+        prefer: "larger" or "smaller" is better; the value is the statistic either way.
+
+    Raises:
+        ValueError: unknown statistic or direction.
+    """
+
+    def __init__(self, statistic: str, prefer: str = "larger") -> None:
+        if statistic not in STATISTICS:
+            raise ValueError(f"statistic is {statistic!r}; allowed are {', '.join(STATISTICS)}.")
+        self.name = statistic
+        self._measure, self.unit, self.range = STATISTICS[statistic]
+        self.higher_is_better = _direction(statistic, prefer)
+        self.identity = Identity(judge=statistic, model="statistic of the pixels")
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Measure each image; prompts and metadata are not looked at."""
+        request = read_request(self.name, images, prompts, metadata)
+        readable = request.images.readable()
+        values = [float(self._measure(image)) for _, image in readable]
+        value = scatter(values, [row for row, _ in readable], len(request))
+        return make_scores(value, list(request.images.reasons), self.unit)
+
+
+class Sharpness:
+    """Variance of the Laplacian; higher means more and harder edges (noise counts as edges, too)."""
+
+    name = "sharpness"
+    unit = "8-bit levels²"
+    range = (0.0, 1020.0**2)
+    """The upper end is a checkerboard of single black and white pixels: ∇²Y = ±4·255."""
+    higher_is_better = True
+    identity = Identity(judge="sharpness", model="variance of the Laplacian")
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Measure each image; prompts and metadata are not looked at. Images below 3×3 are invalid."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows, values = [], []
+        for row, image in request.images.readable():
+            height, width = image.shape[1:]
+            if min(height, width) < 3:
+                reasons[row] = (
+                    f"sharpness needs an image of at least 3×3 pixels, this one has {width}×{height}"
+                )
+                continue
+            rows.append(row)
+            values.append(laplacian_variance(image).item())
+        return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
+
+
+class JpegSize:
+    """Size of the JPEG file of an image in kilobytes of 1000 bytes, a cheap stand-in for its detail.
+
+    The value is always the size; `prefer` says which direction is better. flow_grpo's
+    `jpeg_incompressibility` is this value at quality 95; its `jpeg_compressibility` is the negative. The byte
+    count depends on the JPEG library that PIL was built with, so compare numbers of one machine only.
+    """
+
+    name = "jpeg_size"
+    unit = "kB"
+    range = (0.0, float("inf"))
+
+    def __init__(self, quality: int = 95, prefer: str = "larger") -> None:
+        """Choose the encoder's quality and the direction.
+
+        Args:
+            quality: JPEG quality, 1 to 95 (above 95 PIL switches quantisation off in parts).
+            prefer: "larger" rewards detail, "smaller" rewards simplicity.
+
+        Raises:
+            ValueError: quality or prefer is none of the allowed.
+        """
+        if isinstance(quality, bool) or not isinstance(quality, int) or not 1 <= quality <= 95:
+            raise ValueError(f"jpeg_size: quality is {quality!r}; allowed are whole numbers from 1 to 95.")
+        self.quality = quality
+        self.higher_is_better = _direction(self.name, prefer)
+        self.identity = Identity(
+            judge=self.name, model="PIL", options={"quality": quality, "pillow": PIL.__version__}
+        )
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Encode each image and count its bytes; prompts and metadata are not looked at."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows, sizes = [], []
+        for row, image in request.images.readable():
+            try:
+                sizes.append(self._kilobytes(image))
+            except (OSError, ValueError) as error:
+                height, width = image.shape[1:]
+                reasons[row] = f"JPEG cannot hold it, {width}×{height} pixels (sides up to 65500): {error}"
+            else:
+                rows.append(row)
+        return make_scores(scatter(sizes, rows, len(request)), reasons, self.unit)
+
+    def _kilobytes(self, image: Tensor) -> float:
+        buffer = io.BytesIO()
+        to_pil(image).save(buffer, format="JPEG", quality=self.quality)
+        return buffer.tell() / 1000
+
+
+def _direction(name: str, prefer: str) -> bool:
+    if prefer not in ("larger", "smaller"):
+        raise ValueError(f"{name}: prefer is {prefer!r}; allowed are 'larger' and 'smaller'.")
+    return prefer == "larger"
+
+
+def _luma(image: Tensor) -> Tensor:
+    weights = torch.tensor(LUMA, dtype=torch.float64, device=image.device)
+    return torch.einsum("c,chw->hw", weights, image.double())
