@@ -11,20 +11,27 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Preferences, Scores
-from visalign.rewards.base.contract import RewardError, read_request
+from visalign.rewards.base.columns import answer_of, columns_of
+from visalign.rewards.base.contract import RewardError, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import load_images
 
-from .client_answers import spread_preferences, spread_scores, unknown_preferences, unknown_scores
-from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, Pixels, WireError, pack_request
-from .wire_answer import unpack_answer
+from .wire import (
+    JUDGE_HEADER,
+    MEDIA_TYPE,
+    JudgeRequest,
+    Pixels,
+    WireError,
+    pack_request,
+    unpack_answer,
+)
 
 _PASSING = (408, 429, 502, 503, 504)
 _OURS = (401, 403, 404, 411, 415)
@@ -32,8 +39,6 @@ _IN_FLIGHT = 2
 """Requests of one call that are under way at once."""
 _LONGEST_REST = 30.0
 """Seconds that a server's Retry-After is obeyed."""
-
-Answer = TypeVar("Answer", Scores, Preferences)
 
 
 class RemoteReward:
@@ -102,15 +107,7 @@ class RemoteReward:
         """Score B images."""
         if not self._scores:
             raise RewardError(f"{self.name!r} at {self.url} only compares pairs; use compare.")
-        (pixels,), texts, records, reasons = read_pictures(self.name, [images], prompts, metadata)
-        rows = [row for row, reason in enumerate(reasons) if reason is None]
-
-        def ask(part: slice) -> Scores:
-            asked = JudgeRequest(images=pixels[part], prompts=texts[part], metadata=records[part])
-            answer, why = self._ask("/v1/score", asked)
-            return answer if isinstance(answer, Scores) else unknown_scores(len(asked), why, self.unit)
-
-        return spread_scores(self._in_turn(ask, self._chunks([pixels], texts)), rows, reasons, self.unit)
+        return self._judged("/v1/score", [images], prompts, metadata)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -118,23 +115,31 @@ class RemoteReward:
         """Compare B pairs."""
         if not self._compares:
             raise RewardError(f"{self.name!r} at {self.url} scores single images; use score.")
-        (one, two), texts, records, reasons = read_pictures(self.name, [left, right], prompts, metadata)
+        return self._judged("/v1/compare", [left, right], prompts, metadata)
+
+    def _judged(
+        self, path: str, images: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
+    ) -> Any:
+        sides, texts, records, reasons = read_pictures(self.name, images, prompts, metadata)
         rows = [row for row, reason in enumerate(reasons) if reason is None]
 
-        def ask(part: slice) -> Preferences:
-            asked = JudgeRequest(
-                images=one[part], right=two[part], prompts=texts[part], metadata=records[part]
+        def ask(part: slice) -> Scores | Preferences:
+            one, *other = (side[part] for side in sides)
+            right = other[0] if other else None
+            return self._ask(
+                path, JudgeRequest(images=one, right=right, prompts=texts[part], metadata=records[part])
             )
-            answer, why = self._ask("/v1/compare", asked)
-            return answer if isinstance(answer, Preferences) else unknown_preferences(len(asked), why)
 
-        return spread_preferences(self._in_turn(ask, self._chunks([one, two], texts)), rows, reasons)
+        found = self._in_turn(ask, self._chunks(sides, texts))
+        return spread(found, rows, reasons, self.unit if path == "/v1/score" else None)
 
     def close(self) -> None:
         """Hang up."""
         self._end()
 
-    def _in_turn(self, ask: Callable[[slice], Answer], parts: list[slice]) -> list[Answer]:
+    def _in_turn(
+        self, ask: Callable[[slice], Scores | Preferences], parts: list[slice]
+    ) -> list[Scores | Preferences]:
         """The answers in order; while the server judges one request the next is packed and sent."""
         if len(parts) < 2:
             return [ask(part) for part in parts]
@@ -174,8 +179,12 @@ class RemoteReward:
             )
         return about
 
-    def _ask(self, path: str, asked: JudgeRequest) -> tuple[Scores | Preferences | None, str]:
-        """The answer, or None and why there is none."""
+    def _ask(self, path: str, asked: JudgeRequest) -> Scores | Preferences:
+        """The answer, or one of which nothing is valid that says why there is none."""
+
+        def unknown(why: str) -> Scores | Preferences:
+            return spread([], [], [why] * len(asked), None if asked.right is not None else self.unit)
+
         body = pack_request(asked)
         why, rest = "", 0.0
         for attempt in range(self._attempts):
@@ -190,17 +199,20 @@ class RemoteReward:
             if reply.status_code == 200:
                 self._check_judge(reply.headers.get(JUDGE_HEADER, ""))
                 try:
-                    return unpack_answer(reply.content, len(asked)), ""
+                    answer = unpack_answer(reply.content, len(asked))
+                    if isinstance(answer, Scores) != (asked.right is None):
+                        raise WireError("it is of another kind than what was asked for.")
+                    return answer
                 except WireError as error:
-                    return None, f"the reward server's answer is unreadable: {error}"
+                    return unknown(f"the reward server's answer is unreadable: {error}")
             failed = "failed" if reply.status_code >= 500 else "refused it"
             why = f"the reward server {failed} ({reply.status_code}): {_complaint(reply)}"
             rest = _rest(reply.headers.get("Retry-After", ""))
             if reply.status_code in _OURS:
                 raise RewardError(f"{self.name!r} at {self.url}: {why}")
             if reply.status_code not in _PASSING:
-                return None, why
-        return None, f"{why}; {self._attempts} attempts"
+                return unknown(why)
+        return unknown(f"{why}; {self._attempts} attempts")
 
     def _check_judge(self, digest: str) -> None:
         """Refuse answers of another judge than the one whose card was read."""
@@ -212,6 +224,39 @@ class RemoteReward:
             )
 
 
+def spread(
+    found: Sequence[Scores | Preferences],
+    rows: Sequence[int],
+    reasons: Sequence[str | None],
+    unit: str | None,
+) -> Scores | Preferences:
+    """The answers to several requests as one, over all rows; what was not asked about is NaN and invalid.
+
+    Args:
+        found: the answers, in order.
+        rows: which were asked about.
+        reasons: why each of the others was not; sets B.
+        unit: of scores; None for preferences.
+    """
+    size = len(reasons)
+    each = [{**columns_of(answer), "valid": answer.valid.float()} for answer in found]
+    columns = {
+        name: scatter(
+            torch.cat([own.get(name, torch.full_like(own["valid"], torch.nan)) for own in each]), rows, size
+        )
+        for name in dict.fromkeys(name for own in each for name in own)
+    }
+    empty = torch.full((size,), torch.nan)
+    said: dict[str, list[Any]] = {"text": [None] * size, "reason": list(reasons)}
+    for name, words in said.items():
+        told = (word for answer in found for word in getattr(answer, name) or [None] * len(answer))
+        for row, word in zip(rows, told, strict=True):
+            words[row] = word
+    text = [word or "" for word in said["text"]] if any(said["text"]) else None
+    valid = columns.pop("valid", empty) == 1
+    return answer_of({"main": empty, **columns}, valid, unit, text, said["reason"])
+
+
 def read_pictures(
     name: str, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[list[Pixels], list[str], list[Mapping[str, Any] | None], list[str | None]]:
@@ -219,7 +264,7 @@ def read_pictures(
 
     Args:
         name: of the judge, for messages.
-        sides: images in any form that `load_images` takes; left and right ones of pairs.
+        sides: images in any form that `load_images` takes; of pairs the left and the right ones.
         prompts: B texts.
         metadata: B records, or None.
 

@@ -21,15 +21,40 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from visalign.interfaces import Preferences, Scores
+from visalign.rewards.base.attempt import Attempt
 from visalign.rewards.base.contract import RewardError
 
-from .batches import Asked, Batcher, QueueFull
-from .process import JudgeRefused
-from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, WireError, unpack_request
-from .wire_answer import pack_answer
-from .worker import WorkerDied, WorkerTimeout, WorkerUnavailable
+from .wire import (
+    JUDGE_HEADER,
+    MEDIA_TYPE,
+    JudgeRequest,
+    WireError,
+    joined,
+    pack_answer,
+    rows_of,
+    unpack_request,
+)
+from .worker import JudgeRefused, WorkerDied, WorkerTimeout, WorkerUnavailable
+
+try:
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise RewardError(
+        "A reward server needs Starlette, which is not installed: python -m pip install 'visalign[serve]'."
+    ) from error
+
+
+class Asked(Protocol):
+    """What answers a batch: `JudgeWorker`, or anything like it."""
+
+    def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +75,186 @@ class Limits:
     """Seconds in which a body must have arrived."""
 
 
-class Refused(Exception):
-    """An answer other than 200.
+class Refused(HTTPException):
+    """An answer other than 200: what was given, what is allowed."""
+
+    def __init__(self, status: int, message: str, **headers: str) -> None:
+        message = message.encode(errors="replace").decode()  # JSON can name what UTF-8 cannot hold
+        super().__init__(status, message, {name.replace("_", "-"): said for name, said in headers.items()})
+
+
+class QueueFull(RuntimeError):
+    """Too many images wait already."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    request: JudgeRequest
+    answer: asyncio.Future[Scores | Preferences]
+
+
+@dataclass(kw_only=True)
+class BatchCounts:
+    """What a batcher has done."""
+
+    requests: int = 0
+    images: int = 0
+    batches: int = 0
+    failed: int = 0
+    given_up: int = 0
+    """Requests whose client went away before they were answered."""
+    largest: int = 0
+
+
+class Batcher:
+    """Collects requests until a batch is full or its oldest has waited long enough, then has it judged.
+
+    While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is asked again
+    request by request, so that only the one at fault fails.
 
     Args:
-        status: of HTTP.
-        message: what was given, what is allowed.
-        retry_after: seconds, for a 503.
+        judge: answers a batch; called in a thread, one batch at a time.
+        max_batch: rows in a batch; a larger single request is its own batch.
+        max_wait: seconds that the first request of a batch waits for others.
+        max_waiting: rows that may wait in all.
+        max_pixels: of the images that wait in all, which bounds the memory: 3 bytes each.
+        timeout: seconds for one batch.
     """
 
-    def __init__(self, status: int, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message.encode(errors="replace").decode())  # JSON can name what UTF-8 cannot hold
-        self.status = status
-        self.headers: dict[str, str] = {}
-        if status == 401:
-            self.headers["WWW-Authenticate"] = "Bearer"
-        if status == 503:
-            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+    def __init__(
+        self,
+        judge: Asked,
+        *,
+        max_batch: int = 64,
+        max_wait: float = 0.005,
+        max_waiting: int = 4096,
+        max_pixels: int = 1 << 29,
+        timeout: float | None = 120.0,
+    ) -> None:
+        self._judge = judge
+        self.max_batch, self.max_wait, self.max_waiting = max_batch, max_wait, max_waiting
+        self.max_pixels, self.timeout = max_pixels, timeout
+        self.counts = BatchCounts()
+        self._queue: list[_Waiting] = []
+        self._ended = False
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait."""
+        return sum(len(item.request) for item in self._queue)
+
+    async def submit(self, request: JudgeRequest) -> Scores | Preferences:
+        """Judge a request.
+
+        Raises:
+            QueueFull: too much waits already; nothing was queued.
+            RewardError: what the judge raised of this request.
+            WorkerDied, WorkerTimeout: the judge died of this request, or was too slow for it.
+            WorkerUnavailable: there is no judge now, or the server ends.
+        """
+        if self._ended:
+            raise _ending()
+        if self._queue and self.waiting + len(request) > self.max_waiting:
+            raise QueueFull(f"{self.waiting} images wait already; at most {self.max_waiting} may")
+        pixels = sum(item.request.pixels for item in self._queue)
+        if self._queue and pixels + request.pixels > self.max_pixels:
+            raise QueueFull(f"{pixels} pixels wait already; at most {self.max_pixels} may")
+        if self._task is None:
+            self._task = asyncio.create_task(self._work())
+        item = _Waiting(request, asyncio.get_running_loop().create_future())
+        self.counts.requests += 1
+        self.counts.images += len(request)
+        self._queue.append(item)
+        self._arrived.set()
+        try:
+            return await item.answer
+        except asyncio.CancelledError:
+            self.counts.given_up += 1
+            if item in self._queue:
+                self._queue.remove(item)
+            raise
+
+    def stop(self) -> None:
+        """Refuse what waits and what comes; what is being judged gets its answer."""
+        self._ended = True
+        self._fail(self._queue, _ending())
+        self._queue.clear()
+
+    async def close(self) -> None:
+        """Stop, and wait for nothing."""
+        self.stop()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while True:
+            await self._arrived.wait()
+            if self.max_wait and self.waiting < self.max_batch:
+                await asyncio.sleep(self.max_wait)
+            batch = self._take()
+            if not self._queue:
+                self._arrived.clear()
+            try:
+                await self._answer(batch)
+            finally:  # closed meanwhile: nobody else would end their waiting
+                self._fail(batch, _ending())
+
+    def _take(self) -> list[_Waiting]:
+        """The oldest requests of one kind (scores or pairs) that fit into a batch."""
+        batch: list[_Waiting] = []
+        room = self.max_batch
+        while self._queue:
+            request = self._queue[0].request
+            is_other = bool(batch) and (request.right is None) != (batch[0].request.right is None)
+            if batch and (is_other or len(request) > room):
+                break
+            room -= len(request)
+            batch.append(self._queue.pop(0))
+        return batch
+
+    async def _answer(self, batch: list[_Waiting], tries: int = 2) -> None:
+        """Hand each request its rows, or its error. What is alone has failed by itself, but a death is tried
+        once more; where there is no judge, nobody is at fault and nothing is asked again."""
+        batch = [item for item in batch if not item.answer.done()]
+        if not batch:
+            return
+        whole = joined([item.request for item in batch])
+        self.counts.batches += 1
+        self.counts.largest = max(self.counts.largest, len(whole))
+        with Attempt() as asking:  # whatever is raised is the requests', and must not end this task
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(None, self._judge.ask, whole, self.timeout)
+            start = 0
+            for item in batch:
+                end = start + len(item.request)
+                if not item.answer.done():
+                    item.answer.set_result(rows_of(answer, slice(start, end)))
+                start = end
+            return
+        error = asking.error
+        is_hopeless = self._ended or isinstance(error, WorkerUnavailable)
+        if not is_hopeless and (len(batch) > 1 or (isinstance(error, WorkerDied) and tries > 1)):
+            for item in batch:
+                if not self._ended:
+                    await self._answer([item], tries - 1)
+        elif self._ended and len(batch) > 1:  # the error may be a neighbour's
+            self._fail(batch, _ending())
+        else:
+            self._fail(batch, error)
+
+    def _fail(self, items: list[_Waiting], error: Exception | None) -> None:
+        """Hand an error to those who still wait."""
+        for item in items:
+            if error is not None and not item.answer.done():
+                item.answer.set_exception(error)
+                self.counts.failed += 1
+
+
+def _ending() -> WorkerUnavailable:
+    return WorkerUnavailable("the server is ending", 5.0)
 
 
 def judge_server(
@@ -75,10 +263,8 @@ def judge_server(
     *,
     token: str | None = None,
     limits: Limits | None = None,
-    max_batch: int = 64,
-    max_wait: float = 0.005,
-    max_waiting: int = 4096,
-) -> Any:
+    **batching: Any,
+) -> Starlette:
     """The application, for uvicorn.
 
     Args:
@@ -86,23 +272,14 @@ def judge_server(
         card: `judge_card` of it.
         token: that requests must bring as `Authorization: Bearer TOKEN`; None asks for none.
         limits: of a request.
-        max_batch: rows judged together.
-        max_wait: seconds that the first request of a batch waits for others.
-        max_waiting: rows that may wait; what comes beyond is refused with 503.
+        **batching: max_batch, max_wait, max_waiting, max_pixels of `Batcher`; too much is refused with 503.
 
     Returns:
-        A FastAPI application; `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or
+        An ASGI application; `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or
         signal handler, has it refuse what waits and what comes.
-
-    Raises:
-        RewardError: FastAPI is not installed.
     """
-    FastAPI, Request, JSONResponse, HTTPException = _fastapi()
     bounds = limits or Limits()
-    batcher = Batcher(
-        judge, max_batch=max_batch, max_wait=max_wait, max_waiting=max_waiting, timeout=bounds.timeout
-    )
-    desk = _Desk(judge, card, token, bounds, batcher)
+    batcher = Batcher(judge, timeout=bounds.timeout, **batching)
 
     @asynccontextmanager
     async def living(_: Any) -> AsyncIterator[None]:
@@ -110,85 +287,46 @@ def judge_server(
         yield
         await batcher.close()
 
-    async def health() -> Any:
-        return JSONResponse(desk.about())
+    async def health(_: Request) -> Response:
+        counts = asdict(batcher.counts) | {"waiting": batcher.waiting}
+        about = {
+            "judge": card,
+            "limits": asdict(bounds) | {"max_batch": batcher.max_batch},
+            "counts": counts | {"restarts": getattr(judge, "restarts", 0)},
+            "down": getattr(judge, "down", None),
+            "token": token is not None,
+        }
+        return JSONResponse(about)
 
-    async def score(request: Any) -> Any:
-        return await desk.answer(request, is_pair=False)
+    async def answer(request: Request, *, is_pair: bool) -> Response:
+        _authorise(request.headers.get("authorization"), token)
+        _check_head(request.headers, card, bounds, is_pair)
+        asked = _read(await _receive(request, bounds), bounds, is_pair)
+        told = await _unless_gone(request, _judged(batcher, asked))
+        return Response(told, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
 
-    async def compare(request: Any) -> Any:
-        return await desk.answer(request, is_pair=True)
+    async def score(request: Request) -> Response:
+        return await answer(request, is_pair=False)
 
-    # annotations are texts in this file, and FastAPI would look for the classes among the module's names
-    for function in (score, compare):
-        function.__annotations__["request"] = Request
-    app = FastAPI(title="visalign", lifespan=living, docs_url=None, redoc_url=None, openapi_url=None)
+    async def compare(request: Request) -> Response:
+        return await answer(request, is_pair=True)
+
+    routes = [
+        Route("/health", health),
+        Route("/v1/score", score, methods=["POST"]),
+        Route("/v1/compare", compare, methods=["POST"]),
+    ]
+    app = Starlette(routes=routes, lifespan=living, exception_handlers={HTTPException: _refusal})
     app.state.batcher, app.state.stop = batcher, batcher.stop
-    app.add_exception_handler(HTTPException, _no_such_place)
-    routes = (("/health", health, "GET"), ("/v1/score", score, "POST"), ("/v1/compare", compare, "POST"))
-    for path, function, method in routes:
-        app.add_api_route(path, function, methods=[method], response_model=None)
     return app
 
 
-async def _no_such_place(_: Any, error: Any) -> Any:
-    """The answer to another path or method than ours, in the form of all refusals."""
-    from fastapi.responses import JSONResponse
-
-    said = f"{error.detail}. There are GET /health, POST /v1/score and POST /v1/compare."
-    return JSONResponse({"error": said}, error.status_code, headers=error.headers)
-
-
-def _fastapi() -> tuple[Any, Any, Any, Any]:
-    """Its application, request, JSON response and the exception that it raises itself."""
-    try:
-        from fastapi import FastAPI, Request
-        from fastapi.responses import JSONResponse
-        from starlette.exceptions import HTTPException
-    except ModuleNotFoundError as error:
-        raise RewardError(
-            "A reward server needs FastAPI, which is not installed: python -m pip install 'visalign[serve]'."
-        ) from error
-    return FastAPI, Request, JSONResponse, HTTPException
-
-
-@dataclass(frozen=True)
-class _Desk:
-    """What all requests of a server meet."""
-
-    judge: Asked
-    card: dict[str, Any]
-    token: str | None
-    limits: Limits
-    batcher: Batcher
-
-    def about(self) -> dict[str, Any]:
-        """The content of /health."""
-        batcher = self.batcher
-        counts = asdict(batcher.counts) | {"waiting": batcher.waiting}
-        return {
-            "judge": self.card,
-            "limits": asdict(self.limits) | {"max_batch": batcher.max_batch},
-            "counts": counts | {"restarts": getattr(self.judge, "restarts", 0)},
-            "down": getattr(self.judge, "down", None),
-            "token": self.token is not None,
-        }
-
-    async def answer(self, request: Any, *, is_pair: bool) -> Any:
-        """The answer to a request, or its refusal."""
-        from fastapi import Response
-        from fastapi.responses import JSONResponse
-
-        try:
-            _authorise(request.headers.get("authorization"), self.token)
-            _check_head(request.headers, self.card, self.limits, is_pair)
-            raw = await _receive(request, self.limits)
-            asked = _read(raw, self.limits, is_pair)
-            answer = await _unless_gone(request, _judged(self.batcher, asked))
-            told = {JUDGE_HEADER: self.card["identity"] or ""}
-            return Response(answer, media_type=MEDIA_TYPE, headers=told)
-        except Refused as refusal:
-            return JSONResponse({"error": str(refusal)}, refusal.status, headers=refusal.headers)
+async def _refusal(_: Request, error: Any) -> Response:
+    """Every refusal in one form; those that are not ours are of another path or method."""
+    places = (
+        "" if isinstance(error, Refused) else ". There are GET /health, POST /v1/score and POST /v1/compare."
+    )
+    return JSONResponse({"error": f"{error.detail}{places}"}, error.status_code, error.headers)
 
 
 def _authorise(given: str | None, token: str | None) -> None:
@@ -196,7 +334,8 @@ def _authorise(given: str | None, token: str | None) -> None:
         return
     scheme, _, sent = (given or "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode(), token.encode()):
-        raise Refused(401, "No or a wrong token; send the header 'Authorization: Bearer TOKEN'.")
+        said = "No or a wrong token; send the header 'Authorization: Bearer TOKEN'."
+        raise Refused(401, said, WWW_Authenticate="Bearer")
 
 
 def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: bool) -> None:
@@ -216,8 +355,6 @@ def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: boo
 
 async def _receive(request: Any, limits: Limits) -> bytearray:
     """The body; a client that sends more than it said, too slowly, or goes away is refused."""
-    from starlette.requests import ClientDisconnect
-
     body = bytearray()  # pixels are later read in place, which takes memory that can be written to
     try:
         async with asyncio.timeout(limits.receive_timeout):
@@ -254,7 +391,7 @@ def _read(raw: bytearray, limits: Limits, is_pair: bool) -> JudgeRequest:
     return request
 
 
-async def _unless_gone(request: Any, judging: Coroutine[Any, Any, bytes]) -> bytes:
+async def _unless_gone(request: Request, judging: Coroutine[Any, Any, bytes]) -> bytes:
     """The answer; if the client goes away meanwhile, its request is taken out of the queue."""
     answer, leaving = asyncio.ensure_future(judging), asyncio.ensure_future(_gone(request))
     try:
@@ -268,7 +405,7 @@ async def _unless_gone(request: Any, judging: Coroutine[Any, Any, bytes]) -> byt
         await asyncio.gather(answer, leaving, return_exceptions=True)
 
 
-async def _gone(request: Any) -> None:
+async def _gone(request: Request) -> None:
     """Return when the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -278,12 +415,13 @@ async def _judged(batcher: Batcher, request: JudgeRequest) -> bytes:
     try:
         return pack_answer(await batcher.submit(request))
     except QueueFull as error:
-        raise Refused(503, f"Busy: {error}. Try again.") from error
+        raise Refused(503, f"Busy: {error}. Try again.", Retry_After="1") from error
     except WorkerUnavailable as error:
         why = f"There is no judge at the moment: {error}. Try later."
-        raise Refused(503, why, error.retry_after) from error
+        raise Refused(503, why, Retry_After=str(max(1, math.ceil(error.retry_after)))) from error
     except WorkerDied as error:
-        raise Refused(503, f"Twice {error} while it worked on this request. Try later.") from error
+        why = f"Twice {error} while it worked on this request. Try later."
+        raise Refused(503, why, Retry_After="1") from error
     except WorkerTimeout as error:
         raise Refused(504, f"Too slow: {error}. Send fewer images at once.") from error
     except (JudgeRefused, ValueError, TypeError) as error:

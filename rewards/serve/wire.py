@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels to a reward server: safetensors, nothing that could run. Answers stand in `wire_answer`.
+"""What travels to a reward server and back: safetensors, nothing that could run.
 
 A request holds images as uint8: of one size as one tensor [B, 3, H, W] named "image", of several sizes as
 "image.0", "image.1", ... [3, H, W]; for pairs "left" and "right" in the same way. In the file's header under
 "request" stands JSON with prompts and records. Pixels are written and read without a detour: what was read
 are views of the message.
+
+An answer holds float32 columns [B]: "main" (value or probability), "valid", "std", "log_odds", "part.NAME";
+under "answer" stands JSON with kind, unit, texts and reasons.
 """
 
 from __future__ import annotations
@@ -16,7 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
+
+from visalign.interfaces import Preferences, Scores
+from visalign.rewards.base.columns import answer_of, columns_of
 
 FORMAT = "visalign-judge-2"
 MEDIA_TYPE = "application/x-safetensors"
@@ -57,10 +65,7 @@ class JudgeRequest:
 
 
 def pack_request(request: JudgeRequest) -> bytes:
-    """A request as safetensors.
-
-    Args:
-        request: records must be JSON values.
+    """A request as safetensors; its records must be JSON values.
 
     Raises:
         TypeError: a record holds something that JSON does not have.
@@ -136,11 +141,7 @@ def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
 
 
 def joined(requests: Sequence[JudgeRequest]) -> JudgeRequest:
-    """Several requests of one kind as one, nothing copied.
-
-    Args:
-        requests: at least one; all of images or all of pairs.
-    """
+    """Several requests, all of images or all of pairs, as one; nothing is copied."""
     if len(requests) == 1:
         return requests[0]
     right: list[Tensor] | None = None
@@ -157,11 +158,7 @@ def joined(requests: Sequence[JudgeRequest]) -> JudgeRequest:
 
 
 def as_batch(images: Pixels) -> Pixels:
-    """Images of one size as one tensor, of several as they are.
-
-    Args:
-        images: uint8 [B, 3, H, W], or B tensors [3, H, W].
-    """
+    """Images of one size as one tensor, of several as they are."""
     if isinstance(images, Tensor) or len({image.shape for image in images}) != 1:
         return images
     return torch.stack(list(images))
@@ -185,11 +182,7 @@ def _words(request: JudgeRequest) -> str:
 
 
 def parse_header(raw: bytes | bytearray, key: str) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """The header of a message.
-
-    Args:
-        raw: a safetensors file.
-        key: the entry of its metadata that is wanted.
+    """The header of a message, with the JSON under `key` of its metadata.
 
     Returns:
         Its entries by tensor, the JSON object under `key`, and where the data begin.
@@ -252,3 +245,61 @@ def _place(name: str, entry: Any, size: int) -> tuple[list[int], int]:
         where = f"{begin} to {end} of {size} bytes"
         raise _unreadable(ValueError(f"{name} has the shape {shape} and is said to lie at {where}"))
     return shape, begin
+
+
+def rows_of(answer: Scores | Preferences, rows: slice) -> Scores | Preferences:
+    """Some rows of an answer."""
+    columns = {name: column[rows] for name, column in columns_of(answer).items()}
+    text = None if answer.text is None else list(answer.text)[rows]
+    reason = None if answer.reason is None else list(answer.reason)[rows]
+    unit = answer.unit if isinstance(answer, Scores) else None
+    return answer_of(columns, answer.valid[rows], unit, text, reason)
+
+
+def pack_answer(answer: Scores | Preferences) -> bytes:
+    """Scores or preferences as safetensors."""
+    # clone: safetensors refuses tensors that share memory, as rows of one column do
+    tensors = {name: column.detach().cpu().float().clone() for name, column in columns_of(answer).items()}
+    tensors["valid"] = answer.valid.cpu().to(torch.uint8)
+    is_scores = isinstance(answer, Scores)
+    about = {
+        "kind": "scores" if is_scores else "preferences",
+        "unit": answer.unit if is_scores else None,
+        "text": None if answer.text is None else list(answer.text),
+        "reason": None if answer.reason is None else list(answer.reason),
+    }
+    return save(tensors, {"format": FORMAT, "answer": json.dumps(about)})
+
+
+def unpack_answer(raw: bytes, size: int) -> Scores | Preferences:
+    """Read an answer; a row that is called valid and has no finite number is invalid, with that as reason.
+
+    Args:
+        raw: what `pack_answer` wrote.
+        size: B, the rows it must have.
+
+    Raises:
+        WireError: it is something else, or has another number of rows.
+    """
+    _, header, _ = parse_header(raw, "answer")
+    try:
+        tensors = load(bytes(raw))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise WireError(f"it cannot be read as safetensors ({type(error).__name__}: {error}).") from error
+    if wrong := sorted(name for name, column in tensors.items() if tuple(column.shape) != (size,)):
+        raise WireError(f"the answer's columns {', '.join(wrong[:4])} do not have {size} rows.")
+    if not {"main", "valid"} <= tensors.keys() or header.get("kind") not in ("scores", "preferences"):
+        raise WireError("the answer lacks its columns 'main' and 'valid', or its kind.")
+    for name in ("text", "reason"):
+        words = header.get(name)
+        if words is not None and (not isinstance(words, list) or len(words) != size):
+            raise WireError(f"the answer's entry '{name}' is no list of {size} texts.")
+    main, claimed = tensors["main"].float(), tensors.pop("valid").bool()
+    valid = claimed & main.isfinite()
+    reason = header.get("reason")
+    for row in (claimed & ~valid).nonzero().flatten().tolist():
+        reason = reason or list[str | None]([None] * size)
+        reason[row] = f"the judge's answer is {float(main[row])}, which is no score"
+    tensors["main"] = torch.where(valid, main, torch.nan)
+    unit = str(header.get("unit")) if header["kind"] == "scores" else None
+    return answer_of(tensors, valid, unit, header.get("text"), reason)

@@ -1,20 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge in a process of its own: if it dies, another takes its place and nobody else is harmed."""
+"""A judge in a process of its own: if it dies, another takes its place and nobody else is harmed.
+
+Requests go to the process as the bytes that they came in, over a plain pipe: nothing is copied, a death is
+known at once with its exit code, and the process ends when the server is gone, however that went.
+"""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
-from visalign.interfaces import Preferences, Scores
+from torch import Tensor
+
+from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.rewards.base.attempt import Attempt
 from visalign.rewards.base.contract import RewardError
 
-from .process import read_reply, serve_judge
-from .wire import JudgeRequest, pack_request
+from .wire import (
+    JudgeRequest,
+    Pixels,
+    WireError,
+    as_batch,
+    joined,
+    pack_answer,
+    pack_request,
+    unpack_answer,
+    unpack_request,
+)
+
+
+class JudgeRefused(RewardError):
+    """The judge found fault with the request (it raised a ValueError or TypeError)."""
+
+
+class JudgeFailed(RewardError):
+    """The judge broke on a request that has no fault of its own."""
 
 
 class WorkerDied(RuntimeError):
@@ -87,7 +113,7 @@ class JudgeWorker:
             timeout: seconds; None waits for ever.
 
         Raises:
-            JudgeRefused, JudgeFailed: what the judge raised.
+            JudgeRefused, JudgeFailed: what the judge raised, or an answer that is none.
             WorkerDied, WorkerTimeout: the process ended, and a new one is ready.
             WorkerUnavailable: no new one could be started, several died in a row, or it is closed.
         """
@@ -95,17 +121,22 @@ class JudgeWorker:
             self._make_ready()
             try:
                 messages = request.messages or (pack_request(request),)
-                self._link.send_bytes(len(messages).to_bytes(4, "little"))
+                self._link.send(len(messages))
                 for message in messages:
                     self._link.send_bytes(message)
                 if not self._link.poll(timeout):
                     self._restart()
                     raise WorkerTimeout(f"the judge did not answer within {timeout:g} seconds")
-                reply = self._link.recv_bytes()
+                reply = self._link.recv()
             except (EOFError, OSError) as error:
                 raise self._died() from error
             self._troubles = 0
-        return read_reply(reply, len(request))
+        if isinstance(reply, RewardError):
+            raise reply
+        try:
+            return unpack_answer(reply, len(request))
+        except WireError as error:
+            raise JudgeFailed(f"the judge's answer is unusable: {error}") from error
 
     @property
     def pid(self) -> int | None:
@@ -122,29 +153,28 @@ class JudgeWorker:
             self._process.kill()  # a death wakes who waits for an answer, a closed link does not
         self._link.close()
         self._process.join(2.0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._process.kill()
+        self._process.join()
 
     def _start(self) -> dict[str, Any]:
         context = multiprocessing.get_context("spawn")
         self._link, child = context.Pipe()
-        self._process = context.Process(target=serve_judge, args=(child, *self._arguments), daemon=True)
+        self._process = context.Process(target=_serve, args=(child, *self._arguments), daemon=True)
         self._process.start()
         child.close()
-        name, begun = self._arguments[0], time.monotonic()
+        begun = time.monotonic()
         try:
-            ready = self._link.poll(self._load_timeout)
-            reply = self._link.recv_bytes() if ready else b"-it was not ready in time"
+            reply = self._link.recv() if self._link.poll(self._load_timeout) else "it was not ready in time"
         except (EOFError, OSError):
             self._process.join(5.0)
-            reply = f"-its process ended while loading (exit code {self._process.exitcode})".encode()
-        if reply[:1] != b"+":
+            reply = f"its process ended while loading (exit code {self._process.exitcode})"
+        if isinstance(reply, str):
             self._end()
             seconds = time.monotonic() - begun
-            said = reply[1:].decode(errors="replace")
-            raise RewardError(f"The judge {name!r} could not be loaded ({seconds:.0f} s): {said}")
-        return json.loads(reply[1:])
+            raise RewardError(
+                f"The judge {self._arguments[0]!r} could not be loaded ({seconds:.0f} s): {reply}"
+            )
+        return reply
 
     def _make_ready(self) -> None:
         """Start the judge again if it is down and has rested."""
@@ -193,3 +223,89 @@ class JudgeWorker:
         rest = min(2.0 ** max(0, self._troubles - _PATIENCE), _LONGEST_REST)
         self.down, self._retry_at = why, time.monotonic() + rest
         return WorkerUnavailable(why, rest)
+
+
+def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | None) -> None:
+    """What the process does: load the judge, then answer until the other end hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the server decides
+    import torch
+
+    from visalign.rewards.catalogue import load_judge
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    judge: Any = None
+    reply: Any = None
+    with Attempt() as loading:
+        judge = load_judge(name, **options)
+        reply = judge_card(judge)
+    if loading.error is not None:
+        reply = _named(loading.error)
+    try:
+        link.send(reply)
+        while loading.error is None:
+            messages = [bytearray(link.recv_bytes()) for _ in range(link.recv())]
+            with Attempt() as judging:  # one bad request must not end the process
+                request = joined([unpack_request(message) for message in messages])
+                reply = pack_answer(answer_request(judge, request))
+            if judging.error is not None:
+                is_own = isinstance(judging.error, JudgeRefused | JudgeFailed)
+                reply = judging.error if is_own else JudgeFailed(_named(judging.error))
+                if not isinstance(reply, JudgeRefused):
+                    traceback.print_exception(judging.error)  # clients get the message alone
+            link.send(reply)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def judge_card(judge: PointwiseReward | PairwiseReward) -> dict[str, Any]:
+    """What a client must know of a judge: JSON values."""
+    identity = getattr(judge, "identity", None)
+    card: dict[str, Any] = {
+        "name": judge.name,
+        "scores": isinstance(judge, PointwiseReward),
+        "compares": isinstance(judge, PairwiseReward),
+        "identity": None if identity is None else identity.digest,
+        "needs_group": bool(getattr(judge, "needs_group", False)),
+    }
+    if isinstance(judge, PointwiseReward):
+        low, high = judge.range
+        card |= {
+            "unit": judge.unit,
+            "range": [str(low), str(high)],
+            "higher_is_better": judge.higher_is_better,
+        }
+    return card
+
+
+def answer_request(judge: Any, request: JudgeRequest) -> Scores | Preferences:
+    """Score or compare, as the request asks.
+
+    Raises:
+        JudgeRefused: the judge cannot do that, or finds fault with the request.
+        JudgeFailed: it raised anything else.
+    """
+    is_pair = request.right is not None
+    contract: type = PairwiseReward if is_pair else PointwiseReward
+    if not isinstance(judge, contract):
+        able = (
+            "scores single images and does not compare pairs" if is_pair else "only compares pairs of images"
+        )
+        raise JudgeRefused(f"{judge.name!r} {able}.")
+    with Attempt() as judging:
+        sides = [_readable(side) for side in (request.images, request.right) if side is not None]
+        return (judge.compare if is_pair else judge.score)(*sides, request.prompts, request.metadata)
+    kind = JudgeRefused if isinstance(judging.error, ValueError | TypeError) else JudgeFailed
+    raise kind(_named(judging.error)) from judging.error
+
+
+def _named(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _readable(images: Pixels) -> Pixels:
+    """Images in a form that every judge takes and reads with the channels first."""
+    batch = as_batch(images)
+    if isinstance(batch, Tensor):
+        return batch / 255 if batch.shape[-1] == 3 else batch  # [3, H, 3] could be read either way
+    return [image / 255 if image.shape[-1] == 3 else image for image in batch]

@@ -41,8 +41,7 @@ from tests.support.reward_servers import serving
 from visalign.rewards import load_judge
 from visalign.rewards.serve.client import RemoteReward, read_pictures
 from visalign.rewards.serve.server import judge_server
-from visalign.rewards.serve.wire import JudgeRequest, pack_request, unpack_request
-from visalign.rewards.serve.wire_answer import pack_answer, unpack_answer
+from visalign.rewards.serve.wire import JudgeRequest, pack_answer, pack_request, unpack_answer, unpack_request
 from visalign.rewards.serve.worker import JudgeWorker
 
 _CUT = """

@@ -72,7 +72,7 @@ class Inline:
         self.restarts = 0
 
     def ask(self, request: Any, timeout: float | None = None) -> Any:
-        from visalign.rewards.serve.process import answer_request
+        from visalign.rewards.serve.worker import answer_request
 
         return answer_request(self.judge, request)
 

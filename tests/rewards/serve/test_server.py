@@ -24,22 +24,28 @@ from visalign.pipelines.serve_reward import serve_reward
 from visalign.pipelines.shared.option_items import parse_options
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.serve.batches import Batcher
 from visalign.rewards.serve.client import RemoteReward
-from visalign.rewards.serve.process import JudgeRefused, judge_card
-from visalign.rewards.serve.server import Limits, Refused, _receive, judge_server
+from visalign.rewards.serve.server import Batcher, Limits, Refused, _receive, judge_server
 from visalign.rewards.serve.wire import (
     FORMAT,
     MEDIA_TYPE,
     JudgeRequest,
     WireError,
+    pack_answer,
     pack_request,
+    unpack_answer,
     unpack_request,
 )
-from visalign.rewards.serve.wire_answer import pack_answer, unpack_answer
-from visalign.rewards.serve.worker import JudgeWorker, WorkerDied, WorkerTimeout, WorkerUnavailable
+from visalign.rewards.serve.worker import (
+    JudgeRefused,
+    JudgeWorker,
+    WorkerDied,
+    WorkerTimeout,
+    WorkerUnavailable,
+    judge_card,
+)
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 ROOT = Path(__file__).resolve().parents[3]
 HOME = f"{ROOT / 'tests/support/reward_servers.py'}:Habits"
@@ -437,9 +443,9 @@ def test_a_full_queue_says_so_and_the_client_tries_again():
 def test_no_server_and_other_servers_are_told_apart(habits: Any):
     with pytest.raises(RewardError, match=r"No reward server at http://127\.0\.0\.1:9 "):
         RemoteReward("http://127.0.0.1:9")
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
-    with serving(FastAPI()) as url, pytest.raises(RewardError, match="answers, but is no reward server"):
+    with serving(Starlette()) as url, pytest.raises(RewardError, match="answers, but is no reward server"):
         RemoteReward(url)
     with pytest.raises(ValueError, match="attempts is 0"):
         RemoteReward(habits[0], attempts=0)
@@ -486,7 +492,7 @@ def test_the_card_is_plain_json(habits: Any):
 def test_the_pixels_that_wait_are_bounded():
     import asyncio
 
-    from visalign.rewards.serve.batches import Batcher, QueueFull
+    from visalign.rewards.serve.server import Batcher, QueueFull
 
     async def run() -> None:
         batcher = Batcher(Inline(Habits()), max_wait=5.0, max_pixels=200)

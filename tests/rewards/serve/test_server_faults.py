@@ -28,14 +28,19 @@ from visalign.interfaces import Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.serve import worker as judge_worker
-from visalign.rewards.serve.batches import Batcher
 from visalign.rewards.serve.client import RemoteReward
-from visalign.rewards.serve.process import JudgeFailed, JudgeRefused, judge_card
-from visalign.rewards.serve.server import Limits, judge_server
+from visalign.rewards.serve.server import Batcher, Limits, judge_server
 from visalign.rewards.serve.wire import FORMAT, MEDIA_TYPE, JudgeRequest, pack_request
-from visalign.rewards.serve.worker import JudgeWorker, WorkerDied, WorkerUnavailable
+from visalign.rewards.serve.worker import (
+    JudgeFailed,
+    JudgeRefused,
+    JudgeWorker,
+    WorkerDied,
+    WorkerUnavailable,
+    judge_card,
+)
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 ROOT = Path(__file__).resolve().parents[3]
 HOME = f"{ROOT / 'tests/support/reward_servers.py'}:Habits"
