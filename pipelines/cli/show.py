@@ -198,7 +198,9 @@ def result_files(folder: Path) -> list[str]:
         "report.html": "before and after, opens in a browser",
         "lora": "for peft.PeftModel.from_pretrained" if of_text else "for pipe.load_lora_weights",
         "judge": "the judge and its card; give this folder as the model of its reward",
-        "model": f"for {'StableDiffusion3Pipeline' if is_pipeline else 'AutoModelForCausalLM'}.from_pretrained",
+        "model": "for "
+        + ("StableDiffusion3Pipeline" if is_pipeline else "AutoModelForCausalLM")
+        + ".from_pretrained",
         "summary.json": "the numbers",
         "metrics.jsonl": "a line per iteration",
     }

@@ -16,7 +16,7 @@ from visalign.pipelines.shared.sections import (
     check_correctness,
     check_dtype,
 )
-from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
+from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 
@@ -125,7 +125,7 @@ class FlowGRPOConfig:
     """Optimize win rates inside each group instead of scores (the pipeline pref_grpo); null: the scores."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """How samples are made."""
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    objective: DiffusionObjectiveSettings = field(default_factory=DiffusionObjectiveSettings)
     """The loss."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     """How the weights move."""

@@ -15,7 +15,7 @@ from visalign.evaluation.heldout.correctness import check_judge
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.shared.parts import Records, build_judges, build_records, build_reward, pointwise_only
 from visalign.pipelines.shared.run_inputs import fingerprint
-from visalign.training.diffusion.loss import step_weights
+from visalign.training.diffusion.flow_grpo import step_weights
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
 
 from .config import FlowGRPOConfig

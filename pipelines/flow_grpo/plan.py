@@ -79,9 +79,14 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
         steps=config.rollout.steps,
         trained=config.rollout.trained_per_image,
         guided=config.model.guidance > 1,
-        reference=config.objective.beta > 0,
+        reference=_has_reference(config),
         trained_share=trained_share,
     )
+
+
+def _has_reference(config: FlowGRPOConfig) -> bool:
+    """Whether each pair costs a pass of the reference."""
+    return config.objective.build(length=1).kl > 0
 
 
 def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures: int) -> dict[str, float]:
@@ -108,7 +113,7 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
             parameter.grad = None
 
     sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
-    reference = sample if config.objective.beta > 0 else 0.0
+    reference = sample if _has_reference(config) else 0.0
     per_image = (
         config.rollout.steps * sample + decode + config.rollout.trained_per_image * (train + reference)
     )

@@ -16,7 +16,7 @@ from .resume import resume_command
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
-    from visalign.training.loop.loop import TrainResult
+    from visalign.training import TrainResult
 
 
 def costs_of(
@@ -30,7 +30,7 @@ def costs_of(
         evaluating: seconds of the evaluations before and after.
         counts: what was made and what one of it cost, by the names of the summary.
     """
-    state, peak = result.state, peak_memory_bytes()
+    state, peak = result.counters, peak_memory_bytes()
     phases: dict[str, float] = {}
     for record in read_metrics(output / "metrics.jsonl"):
         for key, value in record.items():

@@ -198,7 +198,7 @@ class TextConfig:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         at_least("seed", self.seed, 0)
         check_correctness(self.evaluation.correctness, self.rewards, self.evaluation.rewards)
-        objective = self.objective.build(max_new_tokens=self.rollout.max_new_tokens)
+        objective = self.objective.build(length=self.rollout.max_new_tokens)
         if objective.value and self.model.value == "none":
             raise UserError(
                 f"objective.algorithm={self.objective.algorithm} fits a value function, and model.value is "

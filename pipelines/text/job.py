@@ -3,69 +3,85 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from visalign.pipelines.shared.job import Job, run_job, run_settings
 from visalign.pipelines.shared.parts import build_accelerator, heldout_metrics
 
 from .config import TextConfig
 from .parts import (
+    build_demonstrations,
     build_log_partition,
     build_process,
     build_server,
     build_text_policy,
     build_value_model,
-    build_written,
     prepare,
     syncing,
 )
-from .run import TextJob, evaluator, keeping_of, run_text
+from .run import evaluator, text_job
+
+_NAMES = {"text_grpo": "GRPO", "text_ppo": "PPO"}
 
 
 def run(config: TextConfig, output: Path, resume: bool, *, pipeline: str) -> dict[str, Any]:
-    """Run the job; see `visalign.pipelines.text.run.run_text`."""
-    return run_text(config, output, resume, pipeline=pipeline, build=_build)
+    """Run the job; see `visalign.pipelines.shared.job.run_job`."""
+    return run_job(config, output, resume, pipeline=pipeline, build=partial(_build, _NAMES[pipeline]))
 
 
-def _build(config: TextConfig, output: Path) -> TextJob:
+def _build(name: str, config: TextConfig, output: Path) -> Job:
     """Everything a run needs; reads, writes nothing."""
+    from visalign.training import TextRL, Trainer
     from visalign.training.loop.progress import TrainingProgress
-    from visalign.training.text.trainer import TextTrainer
     from visalign.training.text.trajectories import needs_reference
 
     accelerator = build_accelerator(config.run, output)
     inputs = prepare(config)
-    objective = config.objective.build(max_new_tokens=config.rollout.max_new_tokens)
+    objective = config.objective.build(length=config.rollout.max_new_tokens)
     policy = build_text_policy(
         config.model, accelerator.device, config.seed, reference=needs_reference(objective)
     )
     rollout, judge = config.rollout, config.evaluation.correctness
     measure = evaluator(policy, inputs.rewards, rollout.sampling, rollout.stopping(), judge)
     generator = build_server(config, policy)
-    trainer = TextTrainer(
+    algorithm = TextRL(
         policy,
         inputs.reward,
         inputs.records,
         rollout=config.rollout,
         objective=config.objective,
-        optimizer=config.optimizer,
-        dynamic=config.dynamic,
-        keeping=keeping_of(config, output),
         seed=config.seed,
         accelerator=accelerator,
+        dynamic=config.dynamic,
         generator=generator,
         after_update=syncing(config, policy, generator, output),
         value_model=build_value_model(config.model, accelerator.device),
         log_partition=build_log_partition(config, policy),
         process=build_process(config, policy),
-        written=build_written(config, policy, inputs.written),
+        demonstrations=build_demonstrations(config, policy, inputs.written),
+    )
+    trainer = Trainer(
+        algorithm,
+        optimizer=config.optimizer,
+        run=run_settings(config, output),
         evaluate=lambda _: heldout_metrics(measure(inputs.some, config.evaluation.seeds[:1])),
         progress=TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds),
     )
     read = {"data.train": inputs.records, "data.heldout": inputs.heldout}
     if inputs.written is not None:
         read["data.written"] = inputs.written
-    return TextJob(policy=policy, trainer=trainer, measure=measure, heldout=inputs.heldout, read=read)
+    return text_job(
+        config,
+        output,
+        name=name,
+        policy=policy,
+        trainer=trainer,
+        measure=measure,
+        heldout=inputs.heldout,
+        read=read,
+    )
 
 
 def plan(config: TextConfig) -> dict[str, Any]:
@@ -83,7 +99,7 @@ def plan(config: TextConfig) -> dict[str, Any]:
     inputs, rollout, pace = prepare(config), config.rollout, config.optimizer
     answers = rollout.prompts_per_iteration * rollout.group_size
     updates = config.objective.epochs * pace.updates_per_iteration
-    objective = config.objective.build(max_new_tokens=rollout.max_new_tokens)
+    objective = config.objective.build(length=rollout.max_new_tokens)
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
     greedy = int(config.evaluation.correctness is not None)
     whole = 2 * len(inputs.heldout) * (len(config.evaluation.seeds) + greedy)

@@ -193,7 +193,7 @@ def build_value_model(model: TextModelConfig, device: torch.device) -> Any:
 
 def build_log_partition(config: TextConfig, policy: CausalLMPolicy) -> Any:
     """log Z for an objective of trajectory balance, else None."""
-    objective = config.objective.build(max_new_tokens=config.rollout.max_new_tokens)
+    objective = config.objective.build(length=config.rollout.max_new_tokens)
     if objective.surrogate != "flow_balance":
         return None
     from visalign.adapters.causal_lm.log_partition import PromptLogPartition
@@ -201,7 +201,7 @@ def build_log_partition(config: TextConfig, policy: CausalLMPolicy) -> Any:
     return PromptLogPartition(policy, seed=config.seed)
 
 
-def build_written(config: TextConfig, policy: CausalLMPolicy, written: Sequence[Any] | None) -> Any:
+def build_demonstrations(config: TextConfig, policy: CausalLMPolicy, written: Sequence[Any] | None) -> Any:
     """The stream of given answers, or None."""
     if written is None:
         return None

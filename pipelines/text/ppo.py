@@ -33,7 +33,7 @@ class TextPPOConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        built = self.objective.build(max_new_tokens=self.rollout.max_new_tokens)
+        built = self.objective.build(length=self.rollout.max_new_tokens)
         if built.advantage != "gae":
             raise UserError(
                 f"objective.algorithm={self.objective.algorithm} has no value function (advantage "

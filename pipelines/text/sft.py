@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from visalign.errors import UserError
+from visalign.pipelines.shared.job import Job, run_job, run_settings
 from visalign.pipelines.shared.parts import build_accelerator, heldout_metrics
 
 from .parts import build_text_policy
-from .run import TextJob, evaluator, keeping_of, run_text
+from .run import evaluator, text_job
 from .sft_config import TextSFTConfig
 from .sft_inputs import prepare_sft, prompt_keys
 
@@ -18,16 +19,16 @@ __all__ = ["TextSFTConfig", "plan", "run"]
 
 
 def run(config: TextSFTConfig, output: Path, resume: bool = False) -> dict[str, Any]:
-    """Run the job; see `visalign.pipelines.text.run.run_text`."""
-    return run_text(config, output, resume, pipeline="text_sft", build=_build)
+    """Run the job; see `visalign.pipelines.shared.job.run_job`."""
+    return run_job(config, output, resume, pipeline="text_sft", build=_build)
 
 
-def _build(config: TextSFTConfig, output: Path) -> TextJob:
+def _build(config: TextSFTConfig, output: Path) -> Job:
     """Everything a run needs; reads, writes nothing."""
     from visalign.adapters.causal_lm.written_answers import WrittenBatches
     from visalign.adapters.causal_lm.written_lengths import fitting_answers
+    from visalign.training import SFT, Trainer
     from visalign.training.loop.progress import TrainingProgress
-    from visalign.training.text.sft import SFTTrainer
 
     inputs = prepare_sft(config)
     accelerator = build_accelerator(config.run, output)
@@ -38,27 +39,29 @@ def _build(config: TextSFTConfig, output: Path) -> TextJob:
         raise UserError(f"data.train: {error}") from error
     generation, judge = config.generation, config.evaluation.correctness
     measure = evaluator(policy, inputs.rewards, generation.sampling, generation.stopping(), judge)
-    trainer = SFTTrainer(
-        policy,
-        WrittenBatches(policy, fitting, size=config.data.batch, seed=config.seed),
+    batches = WrittenBatches(policy, fitting, size=config.data.batch, seed=config.seed)
+    trainer = Trainer(
+        SFT(policy, batches, accelerator=accelerator),
         optimizer=config.optimizer,
-        keeping=keeping_of(config, output),
-        accelerator=accelerator,
+        run=run_settings(config, output),
         evaluate=lambda _: heldout_metrics(measure(inputs.some, config.evaluation.seeds[:1])),
         progress=TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds),
     )
-    return TextJob(
+    return text_job(
+        config,
+        output,
+        name="Supervised fine-tuning",
         policy=policy,
         trainer=trainer,
         measure=measure,
         heldout=inputs.heldout,
         read={"data.train": inputs.answers, "data.heldout": inputs.heldout},
-        said=lambda state: {
+        said=lambda counters: {
             "answers": len(fitting),
             "answers_left_out": len(inputs.answers) - len(fitting),
-            "heldout_prompts_trained_on": inputs.seen,
-            "epochs": state.samples / len(fitting),
+            "epochs": counters.samples / len(fitting),
         },
+        seen=inputs.seen,
     )
 
 

@@ -7,20 +7,21 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from visalign.config import config_to_yaml, flatten
-from visalign.pipelines.shared.interrupted import TrainingInterrupted
+from visalign.pipelines.shared.job import Job, run_job, run_settings
 from visalign.pipelines.shared.parts import build_accelerator
-from visalign.pipelines.shared.run_folder import check_same_run
-from visalign.pipelines.shared.run_inputs import FINGERPRINTS, check_unchanged, write_once
-from visalign.pipelines.shared.sections import FREE_KEYS
+from visalign.pipelines.shared.run_inputs import check_unchanged, write_once
 
 from .card import card_notes, first_notes, reward_card
 from .config import TrainRewardConfig
 from .inputs import RewardInputs, prepare_reward
 from .measure import Measure
+
+if TYPE_CHECKING:
+    from visalign.training import Trainer, TrainResult
 
 __all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
 
@@ -43,14 +44,13 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
         UserError: something in the configuration, the data or the folder cannot be used.
         TrainingInterrupted: after Ctrl-C.
     """
-    import torch
+    return run_job(config, output, resume, pipeline="train_reward", build=partial(_build, resume))
 
+
+def _build(resume: bool, config: TrainRewardConfig, output: Path) -> Job:
+    """Everything a run needs; reads, writes nothing."""
     from .judges import build_judge, remembered
 
-    output = Path(output)
-    check_same_run(config, output, resume=resume, free=FREE_KEYS)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
     inputs = prepare_reward(config)
     if resume:
         check_unchanged(output, inputs.fingerprints)
@@ -63,16 +63,12 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
     trainer = _trainer(config, inputs, judge, measure, accelerator, output)
     for note in (*inputs.notes, *first_notes(judge)):
         trainer.progress.note(note)
-    if accelerator.is_main_process:
-        write_once(output / "config.yaml", "pipeline: train_reward\n" + config_to_yaml(config))
-        write_once(output / FINGERPRINTS, json.dumps(dict(inputs.fingerprints), indent=1) + "\n")
-    if not config.run.trackers:
-        return _work(config, inputs, judge, trainer, measure, output, resume)
-    accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
-    try:
-        return _work(config, inputs, judge, trainer, measure, output, resume)
-    finally:
-        accelerator.end_training()
+    return Job(
+        trainer=trainer,
+        fingerprints=inputs.fingerprints,
+        before=lambda: _before(trainer, measure, output / "before.json"),
+        after=partial(_after, config, inputs, judge, trainer, measure, output),
+    )
 
 
 def _trainer(
@@ -82,32 +78,20 @@ def _trainer(
     measure: Measure,
     accelerator: Any,
     output: Path,
-) -> Any:
-    from visalign.training.loop.loop import Keeping
+) -> Trainer:
+    from visalign.training import RewardModeling, Trainer
     from visalign.training.loop.progress import SHOWN_OF_A_JUDGE, TrainingProgress
-    from visalign.training.reward.trainer import RewardTrainer
 
     from .batches import ExampleBatches
 
     data, length = config.data, config.run
-    keeping = Keeping(
-        folder=output,
-        iterations=length.iterations,
-        checkpoint_every=length.checkpoint_every,
-        keep_checkpoints=length.keep_checkpoints,
-        evaluate_every=config.evaluation.every,
-        max_seconds=length.max_seconds,
-        config=asdict(config),
-        free_keys=FREE_KEYS,
+    batches = ExampleBatches(
+        inputs.train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
     )
-    return RewardTrainer(
-        judge,
-        ExampleBatches(inputs.train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed),
-        objective=config.objective,
+    return Trainer(
+        RewardModeling(judge, batches, objective=config.objective, accelerator=accelerator, seed=config.seed),
         optimizer=config.optimizer,
-        keeping=keeping,
-        accelerator=accelerator,
-        seed=config.seed,
+        run=run_settings(config, output),
         evaluate=lambda _: measure(),
         progress=TrainingProgress(
             length.iterations,
@@ -118,48 +102,41 @@ def _trainer(
     )
 
 
-def _work(
+def _after(
     config: TrainRewardConfig,
     inputs: RewardInputs,
     judge: Any,
-    trainer: Any,
+    trainer: Trainer,
     measure: Measure,
     output: Path,
-    resume: bool,
+    before: dict[str, Any],
+    result: TrainResult,
+    measuring: float,
 ) -> dict[str, Any]:
-    """Measure, train, measure, write; returns the summary."""
-    from visalign.training.loop.runtime import peak_memory_bytes
+    """Measure, save the judge with its card, write the summary."""
+    from visalign.training import peak_memory_bytes
     from visalign.versions import versions
 
     begin = time.perf_counter()
-    before = _before(trainer, measure, output / "before.json")
-    measuring = time.perf_counter() - begin
-    if resume:
-        trainer.resume()
-    with trainer.progress:
-        result = trainer.train()
-    if result.stopped == "interrupted":
-        raise TrainingInterrupted
-    begin = time.perf_counter()
-    with trainer.ema.applied():
+    with trainer.averaged():
         after = measure(final=True)
         measuring += time.perf_counter() - begin
         if trainer.accelerator.is_main_process:
             judge.save(output / JUDGE)
         notes = card_notes(judge)
-    state, peak = result.state, peak_memory_bytes()
+    done, peak = result.counters, peak_memory_bytes()
     summary = {
         "before": before,
         "after": after,
-        "examples": state.examples,
-        "epochs": state.examples / len(inputs.train),
-        "iterations": state.iteration,
-        "updates": state.updates,
-        "updates_skipped": state.skipped,
+        "examples": done.samples,
+        "epochs": done.samples / len(inputs.train),
+        "iterations": done.iteration,
+        "updates": done.updates,
+        "updates_skipped": done.skipped,
         "stopped": result.stopped,
-        "seconds": state.seconds + measuring,
-        "training_seconds": state.seconds,
-        "trainable_parameters": sum(p.numel() for _, p in trainer.parameters),
+        "seconds": done.seconds + measuring,
+        "training_seconds": done.seconds,
+        "trainable_parameters": sum(p.numel() for _, p in trainer.weights.named),
         "peak_memory_bytes": peak.get("cuda", peak.get("host")),
         "config": asdict(config),
         "versions": versions(),
@@ -170,7 +147,6 @@ def _work(
         card = reward_card(config, summary, len(inputs.train), notes)
         write_atomic(output / JUDGE / "README.md", card.encode())
         write_atomic(output / "summary.json", _json(summary).encode())
-    trainer.accelerator.wait_for_everyone()
     return json.loads(_json(summary))
 
 

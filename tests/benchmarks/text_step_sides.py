@@ -29,9 +29,9 @@ from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.data.text_tasks.tasks import text_tasks
 from visalign.interfaces import Scores
 from visalign.rewards.text.tasks import TaskAnswer
-from visalign.training.loop.loop import Keeping
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import PromptSampler
+from visalign.training.loop.trainer import RunSettings
 from visalign.training.text.settings import TextObjectiveSettings, TextRolloutSettings
 from visalign.training.text.trainer import TextTrainer
 
@@ -145,7 +145,7 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
             ema_decay=0.0,
             ema_every=1,
         ),
-        keeping=Keeping(folder=folder, iterations=len(order), config={}),
+        run=RunSettings(folder=folder, iterations=len(order), config={}),
         seed=SEED,
         accelerator=Accelerator(cpu=True),
     )

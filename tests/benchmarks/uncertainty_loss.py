@@ -31,7 +31,7 @@ from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance_questions import YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
 from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
-from visalign.training.loop.loop import Keeping
+from visalign.training.loop.trainer import RunSettings
 from visalign.training.reward.batch import Outputs, RewardBatch
 from visalign.training.reward.heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
@@ -194,7 +194,7 @@ def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: i
                 updates_per_iteration=updates,
                 weight_decay=1e-3,
             ),
-            keeping=Keeping(folder=Path(folder), iterations=1, config={}),
+            run=RunSettings(folder=Path(folder), iterations=1, config={}),
             accelerator=Accelerator(cpu=True),
             seed=seed,
         ).train()

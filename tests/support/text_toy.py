@@ -17,16 +17,21 @@ from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
 from visalign.adapters.causal_lm.written_answers import WrittenBatches
 from visalign.interfaces import Metadata, Scores
-from visalign.training.loop.loop import Keeping
-from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
-from visalign.training.text.trainer import TextTrainer
+from visalign.training import (
+    DynamicSettings,
+    OptimizerSettings,
+    RunSettings,
+    TextObjectiveSettings,
+    TextRL,
+    TextRolloutSettings,
+    Trainer,
+)
 
 RECORDS = [{"prompt": prompt, "tag": prompt[0]} for prompt in ("b c", "d e f", "g", "h i", "k l m", "n")]
 WRITTEN = [{"prompt": prompt, "completion": "zz"} for prompt in ("b c", "g", "n")]
 
 ROLLOUT = {"prompts_per_iteration": 4, "group_size": 6, "max_new_tokens": 5}
-OPTIMISER = {
+OPTIMIZER = {
     "lr": 3e-3,
     "weight_decay": 0.0,
     "updates_per_iteration": 2,
@@ -77,14 +82,16 @@ def toy_text_trainer(
     rollout: dict[str, Any] | None = None,
     objective: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
-    keeping: dict[str, Any] | None = None,
+    run: dict[str, Any] | None = None,
     dynamic: dict[str, Any] | None = None,
     separate_value: bool = False,
+    evaluate: Any = None,
+    progress: Any = None,
     **arguments: Any,
-) -> TextTrainer:
+) -> Trainer[TextRL]:
     """A trainer with the parts that the algorithm needs; each dictionary changes single settings."""
     settings = TextObjectiveSettings(**{"algorithm": algorithm, **(objective or {})})
-    built = settings.build(max_new_tokens=5)
+    built = settings.build(length=5)
     if policy is None:
         policy = toy_policy(value=bool(built.value) and not separate_value)
     if separate_value:
@@ -95,24 +102,29 @@ def toy_text_trainer(
     if built.surrogate == "flow_balance":
         arguments.setdefault("log_partition", PromptLogPartition(policy))
     if built.ptx:
-        arguments.setdefault("written", WrittenBatches(policy, WRITTEN, size=2, seed=0))
-    return TextTrainer(
+        arguments.setdefault("demonstrations", WrittenBatches(policy, WRITTEN, size=2, seed=0))
+    trained = TextRL(
         policy,
         reward or Letters(),
         RECORDS,
         rollout=TextRolloutSettings(**{**ROLLOUT, **(rollout or {})}),
         objective=settings,
-        optimizer=OptimizerSettings(**{**OPTIMISER, **(optimizer or {})}),
         dynamic=None if dynamic is None else DynamicSettings(**{"enabled": True, **dynamic}),
-        keeping=Keeping(**{"folder": folder, "iterations": 3, "config": {"seed": 0}, **(keeping or {})}),
         accelerator=arguments.pop("accelerator", None) or Accelerator(cpu=True),
         **{"seed": 0, **arguments},
     )
+    return Trainer(
+        trained,
+        run=RunSettings(**{"folder": folder, "iterations": 3, "config": {"seed": 0}, **(run or {})}),
+        optimizer=OptimizerSettings(**{**OPTIMIZER, **(optimizer or {})}),
+        evaluate=evaluate,
+        progress=progress,
+    )
 
 
-def weights_of(trainer: TextTrainer) -> torch.Tensor:
+def weights_of(trainer: Trainer) -> torch.Tensor:
     """All trained numbers, in a row."""
-    return torch.cat([p.detach().flatten() for _, p in trainer.parameters])
+    return torch.cat([p.detach().flatten() for _, p in trainer.weights.named])
 
 
 class OtherEngine:

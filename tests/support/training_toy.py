@@ -13,10 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.interfaces import DiffusionPolicy, ForwardCount, Scores
-from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
-from visalign.training.diffusion.trainer import FlowGRPOTrainer
-from visalign.training.loop.loop import Keeping
-from visalign.training.loop.optimizer import OptimizerSettings
+from visalign.training import (
+    DiffusionObjectiveSettings,
+    FlowGRPO,
+    OptimizerSettings,
+    RolloutSettings,
+    RunSettings,
+    Trainer,
+)
 
 RECORDS = [
     {"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]
@@ -150,8 +154,12 @@ class Brightness:
 
 
 ROLLOUT = {"prompts_per_iteration": 6, "group_size": 8, "steps": 4, "batch_size": 48, "noise_level": 0.5}
-OBJECTIVE = {"eps_low": 0.1, "eps_high": 0.1, "advantage_scale": "group"}
-OPTIMISER = {"lr": 0.05, "updates_per_iteration": 2, "micro_batch": 64, "ema_decay": 0.5, "ema_every": 1}
+CHANGES = {
+    "kl": 0.0,
+    "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1},
+    "advantage_options": {"scale": "group"},
+}
+OPTIMIZER = {"lr": 0.05, "updates_per_iteration": 2, "micro_batch": 64, "ema_decay": 0.5, "ema_every": 1}
 
 
 def toy_trainer(
@@ -162,19 +170,29 @@ def toy_trainer(
     rollout: dict[str, Any] | None = None,
     objective: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
-    keeping: dict[str, Any] | None = None,
+    run: dict[str, Any] | None = None,
     accelerator: Accelerator | None = None,
+    evaluate: Any = None,
+    progress: Any = None,
     **arguments: Any,
-) -> FlowGRPOTrainer:
-    """A trainer on the toy; each dictionary changes single settings."""
-    return FlowGRPOTrainer(
+) -> Trainer[FlowGRPO]:
+    """A trainer on the toy; each dictionary changes single settings, and the row's fields with `changes`."""
+    chosen = dict(objective or {})
+    row = {"algorithm": "flow_grpo"} if "algorithm" not in chosen else {}
+    changes = {**(CHANGES if row else {}), **chosen.pop("changes", {})}
+    algorithm = FlowGRPO(
         cast(DiffusionPolicy, policy or ToyPolicy()),
         reward or Brightness(),
         RECORDS,
         rollout=RolloutSettings(**{**ROLLOUT, **(rollout or {})}),
-        objective=ObjectiveSettings(**{**OBJECTIVE, **(objective or {})}),
-        optimizer=OptimizerSettings(**{**OPTIMISER, **(optimizer or {})}),
-        keeping=Keeping(**{"folder": folder, "iterations": 3, "config": {"seed": 0}, **(keeping or {})}),
+        objective=DiffusionObjectiveSettings(**row, **chosen, changes=changes),
         accelerator=accelerator or Accelerator(cpu=True),
         **{"seed": 0, **arguments},
+    )
+    return Trainer(
+        algorithm,
+        run=RunSettings(**{"folder": folder, "iterations": 3, "config": {"seed": 0}, **(run or {})}),
+        optimizer=OptimizerSettings(**{**OPTIMIZER, **(optimizer or {})}),
+        evaluate=evaluate,
+        progress=progress,
     )

@@ -37,9 +37,9 @@ def main() -> int:
     trainer = toy_trainer(
         folder,
         reward=SlowBrightness(pause),
-        objective={"beta": 0.01},
+        objective={"changes": {"kl": 0.01}},
         rollout={"sde_window": 2},
-        keeping={"iterations": iterations, "checkpoint_every": 2},
+        run={"iterations": iterations, "checkpoint_every": 2},
         accelerator=accelerator,
     )
     trainer.resume()

@@ -1,37 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training loops: sample, judge, compare, update; with exact resume.
+"""Training: one `Trainer`, and what differs between pictures, texts, demonstrations and labels."""
 
-It needs a policy and a reward handed in; no model family and no judge comes in.
-"""
-
-from visalign.training.diffusion.cost import forward_equivalents_per_image
-from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
-from visalign.training.diffusion.trainer import FlowGRPOTrainer
-from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.ema import EMA
-from visalign.training.loop.judging import RewardFailure
-from visalign.training.loop.loop import Keeping, Loop, TrainResult
-from visalign.training.loop.metrics import METRICS, MetricsFile, read_metrics
-from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.loop.progress import TrainingProgress
-from visalign.training.loop.runtime import peak_memory_bytes
-from visalign.training.loop.sampler import Batch, PromptSampler, check_batch_algebra
+from .diffusion.cost import forward_equivalents_per_image
+from .diffusion.flow_grpo import FlowGRPO
+from .diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
+from .loop.checkpoint import CheckpointError
+from .loop.judging import RewardFailure
+from .loop.metrics import METRICS, read_metrics
+from .loop.optimizer import AdamWSettings, OptimizerSettings
+from .loop.progress import TrainingProgress
+from .loop.runtime import peak_memory_bytes
+from .loop.sampler import PromptSampler, check_batch_algebra
+from .loop.trainer import Algorithm, Counters, RunSettings, Trainer, TrainResult
+from .policy.settings import ObjectiveSettings
+from .reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
+from .reward.trainer import RewardModeling
+from .text.rl import TextRL
+from .text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+from .text.sft import SFT
 
 __all__ = [
-    "EMA",
     "METRICS",
-    "Batch",
+    "SFT",
+    "AdamWSettings",
+    "Algorithm",
     "CheckpointError",
-    "FlowGRPOTrainer",
-    "Keeping",
-    "Loop",
-    "MetricsFile",
+    "Counters",
+    "DiffusionObjectiveSettings",
+    "DynamicSettings",
+    "FlowGRPO",
     "ObjectiveSettings",
     "OptimizerSettings",
     "PromptSampler",
     "RewardFailure",
+    "RewardModeling",
+    "RewardObjectiveSettings",
+    "RewardOptimizerSettings",
     "RolloutSettings",
+    "RunSettings",
+    "TextObjectiveSettings",
+    "TextRL",
+    "TextRolloutSettings",
     "TrainResult",
+    "Trainer",
     "TrainingProgress",
     "check_batch_algebra",
     "forward_equivalents_per_image",

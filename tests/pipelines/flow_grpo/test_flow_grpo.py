@@ -22,8 +22,8 @@ from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.shared.parts import evenly
 from visalign.training.loop.checkpoint import CheckpointError, step_folder
-from visalign.training.loop.loop import Loop
 from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.trainer import Trainer
 
 BASE = (
     "model.lora.rank=4",
@@ -176,7 +176,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, inputs, tmp_path
         monkeypatch.undo()
         return "interrupted"
 
-    monkeypatch.setattr(Loop, "_why_stop", stop_once)
+    monkeypatch.setattr(Trainer, "_why_stop", stop_once)
     with pytest.raises(TrainingInterrupted):
         run(_config(inputs), tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()

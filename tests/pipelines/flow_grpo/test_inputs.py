@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,13 +16,12 @@ from tests.support.evaluation_samples import make_result
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.flow_grpo.inputs import prepare
-from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
-from visalign.pipelines.flow_grpo.results import finish, load_code
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
+from visalign.pipelines.shared.job import PolicyRun
 from visalign.pipelines.shared.run_inputs import FINGERPRINTS, check_unchanged, write_once
 from visalign.rewards import RewardError
 from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.loop import TrainResult
-from visalign.training.loop.state import RunState
+from visalign.training.loop.trainer import Counters, TrainResult
 
 SMALL = (
     "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3}",
@@ -147,15 +149,18 @@ def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -
     expected = before.correct[rows].mean()
     assert expected != before.accuracy
     for asked, seen in ((given, f"over iterations 0 to 0: from {100 * expected:.3g} to"), (config(), None)):
-        finish(
-            asked,
-            tmp_path,
-            before,
-            make_result(0.75, prompts=12, seeds=2),
-            result=TrainResult(state=RunState(), stopped="finished"),
-            evaluating=1.0,
+        ends = PolicyRun(
+            config=asked,
+            output=tmp_path,
+            title="a run",
+            policy=SimpleNamespace(save=lambda _: None),
+            trainer=cast(Any, SimpleNamespace(averaged=nullcontext)),
+            measure=lambda *_: make_result(0.75, prompts=12, seeds=2),
             heldout=heldout,
-            seen=0,
+            samples="pictures",
+            load_code="pass",
+            counts=lambda _: {"images": 0},
         )
+        ends.after(before, TrainResult(counters=Counters(), stopped="finished"), 1.0)
         page = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert seen in page if seen else "over iterations" not in page

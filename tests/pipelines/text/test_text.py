@@ -26,11 +26,11 @@ from visalign.pipelines.text import ppo as text_ppo
 from visalign.pipelines.text.grpo import TextGRPOConfig
 from visalign.pipelines.text.parts import prepare
 from visalign.pipelines.text.ppo import TextPPOConfig
-from visalign.pipelines.text.results import load_code
+from visalign.pipelines.text.run import load_code
 from visalign.rewards.base.contract import RewardError
 from visalign.seeds import sample_seed
-from visalign.training.loop.loop import Loop
 from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.trainer import Trainer
 
 SMALL = [
     "data.tasks=[add, reverse]",
@@ -134,7 +134,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
         return "interrupted"
 
     config = _grpo("evaluation.every=1")
-    monkeypatch.setattr(Loop, "_why_stop", stop_once)
+    monkeypatch.setattr(Trainer, "_why_stop", stop_once)
     with pytest.raises(TrainingInterrupted):
         text_grpo.run(config, tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -25,11 +25,11 @@ from visalign.rewards import load_judge
 from visalign.rewards.questions.checklist_data import Checklist
 from visalign.rewards.questions.checklist_fit import fit_weights
 from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.loop import Keeping
 from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import RewardBatch
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
-from visalign.training.reward.trainer import RewardTrainer
+from visalign.training.reward.trainer import RewardModeling
 
 CHECKLIST: dict[str, Any] = {
     "questions": ["is it seen", "is it red", "is it bad"],
@@ -102,13 +102,16 @@ def test_updates_of_the_trainer_go_to_the_closed_form_fit(tmp_path, penalty):
                 votes=counted,
             )
 
-    trainer = RewardTrainer(
+    algorithm = RewardModeling(
         judge,
         All(),
         objective=RewardObjectiveSettings(task="checklist", penalty=penalty, smoothing=0.0),
-        optimizer=RewardOptimizerSettings(lr=0.05, updates_per_iteration=200, decay_updates=600),
-        keeping=Keeping(folder=tmp_path, iterations=3, config={}),
         accelerator=Accelerator(cpu=True),
+    )
+    trainer = Trainer(
+        algorithm,
+        optimizer=RewardOptimizerSettings(lr=0.05, updates_per_iteration=200, decay_updates=600),
+        run=RunSettings(folder=tmp_path, iterations=3, config={}),
     )
     trainer.train()
     sign = torch.tensor([1.0, -1.0, 1.0, 1.0])

@@ -23,10 +23,10 @@ from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.pipelines.train_reward.judges import build_judge
 from visalign.pipelines.train_reward.vlm_judges import refuse
 from visalign.rewards.clip.open_clip_folder import save_open_clip
-from visalign.training.loop.loop import Keeping
 from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
-from visalign.training.reward.trainer import RewardTrainer
+from visalign.training.reward.trainer import RewardModeling
 
 
 @pytest.fixture
@@ -87,17 +87,18 @@ def test_a_run_whose_gradients_are_not_finite_stops(tmp_path):
             said = super().forward(inputs)
             return {**said, "value": said["value"] * float("nan")}
 
-    trainer = RewardTrainer(
+    algorithm = RewardModeling(
         Broken(),
         ToyPairs(),
         objective=RewardObjectiveSettings(task="bradley_terry"),
-        optimizer=RewardOptimizerSettings(updates_per_iteration=3),
-        keeping=Keeping(folder=tmp_path, iterations=2, config={}),
         accelerator=Accelerator(cpu=True),
     )
-    with pytest.raises(
-        UserError, match="None of the 3 updates of iteration 1 had a finite gradient; their mean"
-    ):
+    trainer = Trainer(
+        algorithm,
+        optimizer=RewardOptimizerSettings(updates_per_iteration=3),
+        run=RunSettings(folder=tmp_path, iterations=2, config={}),
+    )
+    with pytest.raises(UserError, match="None of the 3 updates 0 to 2 had a finite gradient; their mean"):
         trainer.train()
     assert not (tmp_path / "checkpoints").exists()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -15,13 +13,16 @@ from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.training.diffusion import update
-from visalign.training.diffusion.collect import collect
-from visalign.training.diffusion.cost import forward_equivalents_per_image
-from visalign.training.diffusion.loss import accumulate, chunks
-from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
-from visalign.training.loop.judging import RewardFailure
-from visalign.training.loop.metrics import METRICS, TEXT_ONLY, read_metrics
+from visalign.training import (
+    METRICS,
+    FlowGRPO,
+    RewardFailure,
+    RolloutSettings,
+    Trainer,
+    forward_equivalents_per_image,
+    read_metrics,
+)
+from visalign.training.loop.metrics import TEXT_ONLY
 
 
 def _weights(policy: ToyPolicy) -> torch.Tensor:
@@ -36,56 +37,58 @@ def _gradients(policy: ToyPolicy) -> torch.Tensor:
     "objective",
     [
         {},
-        {"ratio": "guard", "step_weight": "inverse_dt", "eps_low": 0.01, "eps_high": 0.01},
-        {"beta": 0.01},
+        {"algorithm": "grpo_guard", "changes": {"surrogate_options": {"eps_low": 0.01, "eps_high": 0.01}}},
+        {"changes": {"kl": 0.01}},
     ],
     ids=["published", "guard", "kl"],
 )
 def test_reward_rises(tmp_path, objective):
-    trainer = toy_trainer(tmp_path, objective=objective, keeping={"iterations": 12})
+    trainer = toy_trainer(tmp_path, objective=objective, run={"iterations": 12})
     result = trainer.train()
     rewards = [r["reward_mean"] for r in read_metrics(tmp_path / "metrics.jsonl")]
     assert result.stopped == "finished" and len(rewards) == 12
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
-def _gradient(tmp_path, micro_batch: int, objective: dict, drop: bool = True) -> torch.Tensor:
-    """The gradient of the second of two updates' chunks, in float64."""
+GSPO = {
+    "algorithm": "flow_gspo",
+    "changes": {"kl": 0.1, "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}},
+}
+GUARD = {"algorithm": "grpo_guard", "step_weights": [1.0, 2.0, 0.5, 0.0], "changes": {"kl": 0.1}}
+
+
+def _gradient(tmp_path, micro_batch: int, objective: dict, *, all_live: bool = False) -> torch.Tensor:
+    """The sum of the gradients of an iteration's two updates, in float64, the policy moved in between."""
     policy = ToyPolicy(torch.float64, guided=True)
     with torch.no_grad():
         policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.01)
     trainer = toy_trainer(
         tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": micro_batch}
     )
-    batch = trainer.sampler.batch(0)
-    experience = collect(trainer.team, batch, 0, trainer.rollout, trainer.objective)
-    if not drop:
-        experience = replace(experience, live=torch.ones_like(experience.live))
+    return _two_updates(trainer, policy, all_live)
+
+
+def _two_updates(trainer: Trainer[FlowGRPO], policy: ToyPolicy, all_live: bool = False) -> torch.Tensor:
+    algorithm = trainer.algorithm
+    experience = algorithm.collect(trainer.context).experience
     with torch.no_grad():
         policy.net.shift.add_(0.003)  # so that ratios differ from 1
-    total = 0.0
-    for chunk in chunks(experience, 2, 0, 0):
-        sums = accumulate(
-            trainer.module,
-            trainer.team,
-            experience,
-            chunk,
-            trainer.weight,
-            trainer.objective,
-            trainer.optimizer_settings,
-        )
-        total += float(sums[0])
-    assert total == int(experience.live.sum()) * 3
+    found = []
+    for step in algorithm.prepare(experience, trainer.context):
+        if all_live:
+            step = replace(step, live=torch.ones_like(step.live))
+        sums = algorithm.backward(experience, step, trainer.context)
+        found.append(sums["decisions"] == 3 * int(step.live.sum()))
+    assert len(found) == trainer.context.optimizer.updates_per_iteration and all(found)
     return _gradients(policy)
 
 
-@pytest.mark.parametrize(
-    "objective", [{}, {"ratio": "guard", "step_weights": [1.0, 2.0, 0.5, 0.0], "beta": 0.1}]
-)
+@pytest.mark.parametrize("objective", [{}, GUARD, GSPO], ids=["published", "guard", "gspo"])
 def test_accumulation_equals_one_big_batch(tmp_path, objective):
+    """GSPO couples the steps of a sample: at 1 and 2 pairs its gradient comes from two passes."""
     whole = _gradient(tmp_path, 10_000, objective)
     assert whole.norm() > 1e-4
-    for micro_batch in (1, 7, 64):
+    for micro_batch in (1, 2, 7, 64):
         torch.testing.assert_close(_gradient(tmp_path, micro_batch, objective), whole, rtol=1e-9, atol=1e-12)
 
 
@@ -98,29 +101,15 @@ class _Constant(Brightness):
         return replace(scores, value=torch.where(dark, 0.3, scores.value))
 
 
-def test_leaving_out_samples_without_signal_changes_nothing_but_the_cost(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.support.training_toy.Brightness", _Constant)
-    one_update = {"updates_per_iteration": 1}
-    gradients = []
-    for drop in (True, False):
+def test_leaving_out_samples_without_signal_changes_nothing_but_the_cost(tmp_path):
+    gradients, passes = [], []
+    for all_live in (False, True):
         policy = ToyPolicy(torch.float64)
-        trainer = toy_trainer(tmp_path, policy=policy, reward=_Constant(), optimizer=one_update)
-        experience = collect(trainer.team, trainer.sampler.batch(0), 0, trainer.rollout, trainer.objective)
-        assert experience.metrics["trained_share"] == pytest.approx(2 / 3)
-        if not drop:
-            experience = replace(experience, live=torch.ones_like(experience.live))
-        (chunk,) = chunks(experience, 1, 0, 0)
-        accumulate(
-            trainer.module,
-            trainer.team,
-            experience,
-            chunk,
-            trainer.weight,
-            trainer.objective,
-            trainer.optimizer_settings,
-        )
-        gradients.append(_gradients(policy))
+        trainer = toy_trainer(tmp_path, policy=policy, reward=_Constant())
+        gradients.append(_two_updates(trainer, policy, all_live))
+        passes.append(policy.count.forward_backward)
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-14)
+    assert passes == [32 * 3, 48 * 3]
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -132,14 +121,14 @@ def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
         policy=ToyPolicy(guided=guided),
         reward=_Constant(),
         rollout=steps,
-        objective={"beta": beta},
-        keeping={"iterations": 2},
+        objective={"changes": {"kl": beta}},
+        run={"iterations": 2},
     )
     trainer.train()
     for record in read_metrics(tmp_path / "metrics.jsonl"):
         planned = forward_equivalents_per_image(
             steps=4,
-            trained=trainer.rollout.trained_per_image,
+            trained=trainer.algorithm.rollout.trained_per_image,
             guided=guided,
             reference=beta > 0,
             trained_share=record["trained_share"],
@@ -150,15 +139,15 @@ def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
 
 def test_each_iteration_logs_the_table(tmp_path):
     trainer = toy_trainer(
-        tmp_path, keeping={"iterations": 1, "evaluate_every": 1}, evaluate=lambda _: {"accuracy": 0.5}
+        tmp_path, run={"iterations": 1, "evaluate_every": 1}, evaluate=lambda _: {"accuracy": 0.5}
     )
     trainer.train()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     families = {key.split("/")[0] + "/*" if "/" in key else key for key in record}
-    assert families == set(METRICS) - set(TEXT_ONLY)
+    assert families == set(METRICS) - set(TEXT_ONLY) - {"loss/*", "kl", "loss_scale"}
     assert record["heldout/accuracy"] == 0.5
     assert record["ratio_floor"] < 1e-5 < record["ratio_std"]
-    assert record["valid_share"] == record["signal_share"] == 1
+    assert record["valid_share"] == 1 and record["frac_reward_zero_std"] == 0
     assert {"seconds/rollout", "seconds/decode", "seconds/reward", "seconds/update", "seconds/other"} <= set(
         record
     )
@@ -170,7 +159,7 @@ def test_evaluation_sees_the_averaged_weights(tmp_path):
     trainer = toy_trainer(
         tmp_path,
         policy=policy,
-        keeping={"iterations": 1, "evaluate_every": 1},
+        run={"iterations": 1, "evaluate_every": 1},
         evaluate=lambda _: seen.append(_weights(policy)) or {},
     )
     trainer.train()
@@ -180,7 +169,7 @@ def test_evaluation_sees_the_averaged_weights(tmp_path):
 
 def test_prompts_are_encoded_once_and_cover_the_cycle(tmp_path):
     policy = ToyPolicy()
-    trainer = toy_trainer(tmp_path, policy=policy, strata=["up", "down", "up"], keeping={"iterations": 1})
+    trainer = toy_trainer(tmp_path, policy=policy, strata=["up", "down", "up"], run={"iterations": 1})
     trainer.train()
     (prompts,) = policy.encoded
     assert prompts.count("dark") == len(prompts) / 2
@@ -192,16 +181,16 @@ def test_nothing_moves_without_signal(tmp_path):
             return replace(super().score(images, prompts), value=torch.full((len(prompts),), 0.7))
 
     policy = ToyPolicy()
-    trainer = toy_trainer(tmp_path, policy=policy, reward=Flat(), keeping={"iterations": 1})
+    trainer = toy_trainer(tmp_path, policy=policy, reward=Flat(), run={"iterations": 1})
     trainer.train()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert record["signal_share"] == 0 and record["updates"] == 0 and record["loss"] is None
+    assert record["frac_reward_zero_std"] == 1 and record["updates"] == 0 and "loss" not in record
     assert not _weights(policy).any()
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_path):
     policy = ToyPolicy()
-    trainer = toy_trainer(tmp_path, policy=policy, keeping={"iterations": 1})
+    trainer = toy_trainer(tmp_path, policy=policy, run={"iterations": 1})
     policy.net.shift.register_hook(lambda grad: torch.full_like(grad, torch.nan))
     trainer.train()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -220,25 +209,18 @@ def test_a_policy_whose_ratio_is_not_one_is_stopped_before_it_moves(tmp_path):
     with pytest.raises(RatioError, match="Before the first update the ratio must be 1"):
         trainer.train()
     assert not _weights(policy).any()
-    trainer = toy_trainer(
-        tmp_path, policy=Drifting(), objective={"ratio_bound": 10.0}, keeping={"iterations": 1}
-    )
+    trainer = toy_trainer(tmp_path, policy=Drifting(), objective={"ratio_bound": 10.0}, run={"iterations": 1})
     assert trainer.train().stopped == "finished"
 
 
-@pytest.mark.parametrize(("ratio", "passes"), [("gaussian", True), ("guard", False)])
-def test_the_bound_of_the_first_ratio_grows_with_a_sum_only(ratio, passes):
+def test_the_bound_of_the_first_ratio_grows_with_a_sum_only(tmp_path):
     """Latents of 64 numbers: 64 × 1e-5 for the sum, 1e-5 for the guard, whose log-ratio is always a mean."""
-    floor = {"gaussian": 2e-4, "guard": 2e-5}[ratio]
-    experience = SimpleNamespace(
-        trajectory=SimpleNamespace(dimensions=64, kernel=SimpleNamespace(log_prob_reduction="sum"))
-    )
-    settings = ObjectiveSettings(ratio=ratio)
-    if passes:
-        update._check_ratio(floor, cast(Any, experience), settings)
-    else:
-        with pytest.raises(RatioError, match="ratio must be 1"):
-            update._check_ratio(floor, cast(Any, experience), settings)
+    rollout = {"log_prob_reduction": "sum"}
+    bounds = [
+        toy_trainer(tmp_path, rollout=rollout, objective={"algorithm": name}).algorithm.ratio_bound
+        for name in ("flow_grpo", "grpo_guard")
+    ]
+    assert bounds == [pytest.approx(64e-5), 1e-5]
 
 
 def test_a_lower_is_better_reward_is_turned_round(tmp_path):
@@ -246,10 +228,10 @@ def test_a_lower_is_better_reward_is_turned_round(tmp_path):
         higher_is_better = False
 
     trainer = toy_trainer(tmp_path, reward=Lower())
-    assert trainer.team.reward.range == (-1.0, 1.0)
+    assert trainer.algorithm.reward.range == (-1.0, 1.0)
     images = torch.rand(2, 3, 8, 8)
     torch.testing.assert_close(
-        trainer.team.reward.score(images, ["dark", "dark"]).value,
+        trainer.algorithm.reward.score(images, ["dark", "dark"]).value,
         -Brightness().score(images, ["dark", "dark"]).value,
     )
 
@@ -268,7 +250,7 @@ class _Failing(Brightness):
 
 
 def test_failed_samples_leave_the_update(tmp_path):
-    trainer = toy_trainer(tmp_path, reward=_Failing(0.15), keeping={"iterations": 1})
+    trainer = toy_trainer(tmp_path, reward=_Failing(0.15), run={"iterations": 1})
     trainer.train()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert record["valid_share"] == pytest.approx(40 / 48)
@@ -295,13 +277,13 @@ def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
 
 
 def test_time_budget_stops_at_the_end_of_an_iteration(tmp_path):
-    result = toy_trainer(tmp_path, keeping={"iterations": 50, "max_seconds": 1e-6}).train()
-    assert result.stopped == "max_seconds" and result.state.iteration == 1
+    result = toy_trainer(tmp_path, run={"iterations": 50, "max_seconds": 1e-6}).train()
+    assert result.stopped == "max_seconds" and result.counters.iteration == 1
     assert (tmp_path / "checkpoints" / "step_000001").is_dir()
 
 
 def test_step_draws_are_reproducible_and_vary():
-    from visalign.training.diffusion.collect import choose_steps
+    from visalign.training.diffusion.flow_grpo import choose_steps
 
     settings = RolloutSettings(steps=10, sde_steps=[1, 2, 3, 4, 5], sde_window=2)
     draws = [tuple(choose_steps(settings, 0, i)[0]) for i in range(20)]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from visalign.errors import UserError
 from visalign.training.diffusion.cost import forward_equivalents_per_image
-from visalign.training.diffusion.settings import ObjectiveSettings, RolloutSettings
+from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
 from visalign.training.loop import runtime
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.metrics import METRICS, MetricsFile, check_keys, read_metrics, without_times
@@ -51,7 +51,7 @@ def test_ema_every_and_warmup():
     ema.update(1)
     assert ema.state()["w"] == 0
     ema.update(2)
-    torch.testing.assert_close(ema.state()["w"], torch.tensor([1 - 2 / 11]))
+    torch.testing.assert_close(ema.state()["w"], torch.tensor([1 - 3 / 12]))
     assert [ema.decay_at(n) for n in (1, 80, 1000)] == [2 / 11, 0.9, 0.9]
 
 
@@ -237,10 +237,10 @@ def test_versions_and_memory():
         (
             RolloutSettings,
             {"schedule": "ddim"},
-            r"rollout\.schedule is 'ddim'; it must be one of flow, dance, cps",
+            r"rollout\.schedule is 'ddim'\. Allowed: flow, dance, cps",
         ),
         (RolloutSettings, {"noise_level": 0.0}, r"rollout\.noise_level is 0\.0; without noise"),
-        (RolloutSettings, {"grid": "nope"}, r"rollout\.grid is 'nope'; it must be one of diffusers, plain"),
+        (RolloutSettings, {"timestep_schedule": "nope"}, r"schedule is 'nope'\. Allowed: diffusers, plain"),
         (
             RolloutSettings,
             {"schedule": "cps", "noise_level": 1.5},
@@ -251,7 +251,7 @@ def test_versions_and_memory():
             {"schedule": "cps", "steps": 4, "sde_steps": [0, 3]},
             r"sde_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
         ),
-        (RolloutSettings, {"log_prob_reduction": "max"}, "one of mean, sum"),
+        (RolloutSettings, {"log_prob_reduction": "max"}, "Allowed: mean, sum"),
         (RolloutSettings, {"sde_steps": [3, 10]}, r"sde_steps is \[3, 10\].*among steps \[0, 1, .* 9\]"),
         (RolloutSettings, {"sde_steps": []}, "needs at least one step"),
         (
@@ -263,14 +263,18 @@ def test_versions_and_memory():
         (RolloutSettings, {"sde_window": 2, "train_steps": [3]}, "Remove one of the two"),
         (RolloutSettings, {"max_failure_rate": 1.5}, "share from 0 to 1"),
         (
-            ObjectiveSettings,
-            {"ratio": "gard"},
-            r"objective\.ratio is 'gard'; it must be one of gaussian, guard",
+            DiffusionObjectiveSettings,
+            {"changes": {"ratio": "gard"}},
+            r"objective: ratio is 'gard'.*Choose one of: log_prob, guard",
         ),
-        (ObjectiveSettings, {"eps_low": 0.0}, r"objective\.eps_low is 0\.0; it must be above 0"),
-        (ObjectiveSettings, {"beta": -1.0}, r"objective\.beta is -1\.0"),
-        (ObjectiveSettings, {"ratio_bound": 0.0}, r"ratio_bound is 0\.0; it must be above 0"),
-        (ObjectiveSettings, {"step_weights": [1.0, -1.0]}, "finite and not negative"),
+        (
+            DiffusionObjectiveSettings,
+            {"changes": {"surrogate_options": {"eps_low": 0.0}}},
+            r"eps_low of surrogate_options is 0\.0; it must be above 0",
+        ),
+        (DiffusionObjectiveSettings, {"changes": {"kl": -1.0}}, r"kl is -1\.0; it must be at least 0"),
+        (DiffusionObjectiveSettings, {"ratio_bound": 0.0}, r"ratio_bound is 0\.0; it must be above 0"),
+        (DiffusionObjectiveSettings, {"step_weights": [1.0, -1.0]}, "finite and not negative"),
         (OptimizerSettings, {"lr": 0.0}, r"optimizer\.lr is 0\.0; it must be above 0"),
         (OptimizerSettings, {"lr": float("inf")}, r"optimizer\.lr is inf; it must be above 0 and finite"),
         (OptimizerSettings, {"micro_batch": 0}, r"optimizer\.micro_batch is 0"),
@@ -295,7 +299,9 @@ def test_settings_defaults_are_the_published_ones():
     assert OptimizerSettings().lr_at(0) == OptimizerSettings().lr_at(10_000) == 3e-4
     falling = OptimizerSettings(lr=1.0, decay_updates=4, lr_end=0.2)
     assert [falling.lr_at(i) for i in range(6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert all(dataclasses.fields(kind) for kind in (RolloutSettings, ObjectiveSettings, OptimizerSettings))
+    assert all(
+        dataclasses.fields(kind) for kind in (RolloutSettings, DiffusionObjectiveSettings, OptimizerSettings)
+    )
 
 
 def test_an_average_that_is_the_parameters_stores_nothing() -> None:

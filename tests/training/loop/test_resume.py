@@ -117,7 +117,7 @@ def test_two_processes_train_what_one_trains(tmp_path):
 def _trained(folder: Path, iterations: int, **keeping: object) -> ToyPolicy:
     policy = ToyPolicy()
     keeping = {"iterations": iterations, "checkpoint_every": 2, **keeping}
-    trainer = toy_trainer(folder, policy=policy, keeping=keeping)
+    trainer = toy_trainer(folder, policy=policy, run=keeping)
     trainer.resume()
     trainer.train()
     return policy
@@ -137,9 +137,9 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, monkeypatch):
     newest = checkpoint.step_folder(tmp_path / "checkpoints", 4) / "ema.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
     said = []
-    trainer = toy_trainer(tmp_path, keeping={"iterations": 6})
+    trainer = toy_trainer(tmp_path, run={"iterations": 6})
     monkeypatch.setattr(trainer.progress, "note", said.append)
-    assert trainer.resume() and trainer.state.iteration == 2
+    assert trainer.resume() and trainer.counters.iteration == 2
     assert "step_000004 is damaged: ema.safetensors is cut short (100 bytes" in said[0]
     assert "Resumed from" in said[1] and "after iteration 2" in said[1]
     older = checkpoint.step_folder(tmp_path / "checkpoints", 2) / "state.json"
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, monkeypatch):
 
 def test_no_checkpoint_yet_starts_at_the_beginning(tmp_path):
     trainer = toy_trainer(tmp_path)
-    assert trainer.resume() is False and trainer.state.iteration == 0
+    assert trainer.resume() is False and trainer.counters.iteration == 0
 
 
 def test_another_model_is_refused(tmp_path):
@@ -165,15 +165,15 @@ def test_another_model_is_refused(tmp_path):
 
 def test_a_run_over_its_budget_resumes_to_nothing(tmp_path):
     for _ in range(2):
-        trainer = toy_trainer(tmp_path, keeping={"iterations": 50, "max_seconds": 1e-6})
+        trainer = toy_trainer(tmp_path, run={"iterations": 50, "max_seconds": 1e-6})
         trainer.resume()
         result = trainer.train()
-        assert result.stopped == "max_seconds" and result.state.iteration == 1
+        assert result.stopped == "max_seconds" and result.counters.iteration == 1
     assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     assert [f.name for f in checkpoint.folders(tmp_path / "checkpoints")] == ["step_000001"]
-    more = toy_trainer(tmp_path, keeping={"iterations": 3, "max_seconds": 1e6})
+    more = toy_trainer(tmp_path, run={"iterations": 3, "max_seconds": 1e6})
     more.resume()
-    assert more.train().state.iteration == 3
+    assert more.train().counters.iteration == 3
 
 
 def test_a_finished_run_resumes_to_nothing(tmp_path):

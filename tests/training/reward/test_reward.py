@@ -24,8 +24,8 @@ from visalign.core.preference.uncertainty import uncertain_preference_loss
 from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 from visalign.errors import UserError
 from visalign.training.loop import checkpoint
-from visalign.training.loop.loop import Keeping
 from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import RewardBatch
 from visalign.training.reward.heldout import (
     auroc,
@@ -36,7 +36,7 @@ from visalign.training.reward.heldout import (
 )
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
-from visalign.training.reward.trainer import RewardTrainer
+from visalign.training.reward.trainer import RewardModeling
 
 NOISE = torch.Generator().manual_seed(0)
 
@@ -49,26 +49,29 @@ def _trainer(
     data: Any = None,
     task: str = "uncertainty",
     seed: int = 3,
-    keeping: dict[str, Any] | None = None,
+    run: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     **more: Any,
-) -> RewardTrainer:
+) -> Trainer[RewardModeling]:
     pace: dict[str, Any] = {"lr": 1e-2, "updates_per_iteration": 5, "warmup_updates": 2, **(optimizer or {})}
-    kept: dict[str, Any] = {"config": {"seed": seed}, "checkpoint_every": 2, **(keeping or {})}
-    return RewardTrainer(
+    kept: dict[str, Any] = {"config": {"seed": seed}, "checkpoint_every": 2, **(run or {})}
+    algorithm = RewardModeling(
         judge or ToyJudge(),  # type: ignore[arg-type]
         data or ToyPairs(),
         objective=RewardObjectiveSettings(task=task, **more.pop("objective", {})),
-        optimizer=RewardOptimizerSettings(**pace),
-        keeping=Keeping(folder=folder, iterations=iterations, **kept),
         accelerator=Accelerator(cpu=True),
         seed=seed,
+    )
+    return Trainer(
+        algorithm,
+        optimizer=RewardOptimizerSettings(**pace),
+        run=RunSettings(folder=folder, iterations=iterations, **kept),
         **more,
     )
 
 
-def _weights(trainer: RewardTrainer) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for _, parameter in trainer.parameters])
+def _weights(trainer: Trainer) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for _, parameter in trainer.weights.named])
 
 
 def _loss(task: str, outputs: dict[str, Tensor], batch: RewardBatch, **settings: Any) -> float:
@@ -227,8 +230,8 @@ def test_micro_batches_and_processes_add_up_to_the_batch(tmp_path):
     found = []
     for micro in (48, 7):
         trainer = _trainer(tmp_path, judge=ToyJudge(dropout=0.0), data=ToyPairs(48, micro=micro))
-        sums = trainer._accumulate()
-        gradient = torch.cat([p.grad.flatten() for _, p in trainer.parameters if p.grad is not None])
+        sums = trainer.algorithm._accumulate(0, 1.0)
+        gradient = torch.cat([p.grad.flatten() for _, p in trainer.weights.named if p.grad is not None])
         found.append((sums, gradient))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5)
@@ -246,7 +249,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, ema):
     _trainer(tmp_path / "cut", 2, optimizer=pace).train()
     torch.rand(7)  # whatever else draws between two runs
     cut = _trainer(tmp_path / "cut", 6, optimizer=pace)
-    assert cut.resume() and cut.state.updates == 10
+    assert cut.resume() and cut.counters.updates == 10
     cut.train()
     assert torch.equal(_weights(whole), _weights(cut))
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
@@ -272,7 +275,7 @@ def test_ctrl_c_finishes_the_iteration_and_saves_it(tmp_path):
 
     trainer = _trainer(tmp_path, 6, data=Interrupting())
     assert trainer.train().stopped == "interrupted"
-    assert trainer.state.updates == 10
+    assert trainer.counters.updates == 10
     folder, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
     assert folder is not None and folder.name == "step_000002"
 
@@ -309,7 +312,7 @@ def test_the_published_monte_carlo_form_lets_the_deviation_collapse(tmp_path):
             task=task,
             optimizer=pace,
             objective={"samples": 50} if task == "upstream_monte_carlo" else {},
-            keeping={"checkpoint_every": 100},
+            run={"checkpoint_every": 100},
         ).train()
         spread[task] = _heldout(judge, task, 2)["std_mean"]
     assert spread["uncertainty"] > 5 * spread["uncertainty_upstream"]

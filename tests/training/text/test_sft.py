@@ -23,10 +23,10 @@ from visalign.adapters.causal_lm.written_lengths import fitting_answers, written
 from visalign.errors import UserError
 from visalign.text import Sampling, Stop, TextRollout
 from visalign.training.loop import checkpoint
-from visalign.training.loop.loop import Keeping
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.text.sft import SFTTrainer, backward_nll
+from visalign.training.loop.trainer import RunSettings, Trainer
+from visalign.training.text.sft import SFT, backward_nll
 
 RECORDS = [
     {"prompt": prompt, "completion": answer}
@@ -46,16 +46,15 @@ def _trainer(
     policy: CausalLMPolicy | None = None,
     batches: Any = None,
     **more: Any,
-) -> SFTTrainer:
+) -> Trainer[SFT]:
     policy = policy or _policy()
     pace = OptimizerSettings(**{**PACE, "updates_per_iteration": 2, **more.pop("optimizer", {})})
     keeping = {"folder": folder, "iterations": iterations, "config": {"seed": 0}, "checkpoint_every": 2}
-    return SFTTrainer(
-        policy,
-        batches or WrittenBatches(policy, RECORDS, size=3, seed=5),
+    batches = batches or WrittenBatches(policy, RECORDS, size=3, seed=5)
+    return Trainer(
+        SFT(policy, batches, accelerator=Accelerator(cpu=True)),
         optimizer=pace,
-        keeping=Keeping(**{**keeping, **more.pop("keeping", {})}),
-        accelerator=Accelerator(cpu=True),
+        run=RunSettings(**{**keeping, **more.pop("run", {})}),
         **more,
     )
 
@@ -129,7 +128,7 @@ def test_a_random_model_learns_the_answers_and_where_they_end(tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[-1]["loss"] < 0.2 * rows[0]["loss"] and rows[-1]["perplexity"] < 2 < rows[0]["perplexity"]
     assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) >= 4, _greedy(policy)
-    assert result.stopped == "finished" and result.state.samples == 3 * result.state.updates == 180
+    assert result.stopped == "finished" and result.counters.samples == 3 * result.counters.updates == 180
 
 
 def test_adapters_learn_and_the_reference_stays(tmp_path):
@@ -150,7 +149,7 @@ def test_the_record_says_what_was_learnt(tmp_path):
     trainer = _trainer(
         tmp_path,
         2,
-        keeping={"evaluate_every": 2},
+        run={"evaluate_every": 2},
         evaluate=lambda iteration: {"accuracy": 0.25 * iteration},
         optimizer={"warmup_updates": 1, "max_grad_norm": 0.1},
     )
@@ -165,8 +164,8 @@ def test_the_record_says_what_was_learnt(tmp_path):
     assert "heldout/accuracy" not in first and second["heldout/accuracy"] == 0.5
 
 
-def _lengths_read(trainer: SFTTrainer, batches: int) -> list[int]:
-    rollouts = [trainer.answers.batch(n) for n in range(batches)]
+def _lengths_read(trainer: Trainer[SFT], batches: int) -> list[int]:
+    rollouts = [trainer.algorithm.demonstrations.batch(n) for n in range(batches)]
     return [int(n) for rollout in rollouts for n in rollout.weight.sum(1)]
 
 
@@ -188,9 +187,9 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
         return {}
 
-    cut = _trainer(tmp_path / "cut", keeping={"evaluate_every": 1}, evaluate=ctrl_c)
+    cut = _trainer(tmp_path / "cut", run={"evaluate_every": 1}, evaluate=ctrl_c)
     result = cut.train()
-    assert result.stopped == "interrupted" and result.state.iteration == 3
+    assert result.stopped == "interrupted" and result.counters.iteration == 3
     again = _trainer(tmp_path / "cut")
     assert again.resume()
     assert again.train().stopped == "finished"
@@ -217,7 +216,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     assert len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == 3
     again = _trainer(tmp_path / "cut")
     again.resume()
-    assert again.state.iteration == 2
+    assert again.counters.iteration == 2
     again.train()
     assert_same_run(tmp_path / "whole", tmp_path / "cut", 6)
 
@@ -225,21 +224,23 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
 def test_an_update_that_is_not_finite_is_left_out(tmp_path):
     trainer = _trainer(tmp_path, 1)
     with torch.no_grad():
-        trainer.parameters[0][1][:] = torch.inf
-    kept = [p.detach().clone() for _, p in trainer.parameters[1:]]
-    trainer.train()
+        trainer.weights.named[0][1][:] = torch.inf
+    kept = [p.detach().clone() for _, p in trainer.weights.named[1:]]
+    with pytest.raises(checkpoint.CheckpointError, match=r"after iteration 1 the weight .* is not finite"):
+        trainer.train()
+    assert not (tmp_path / "checkpoints").exists()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["updates"] == row["updates_skipped"] == 2 and row["loss"] is None and row["grad_norm"] is None
-    assert all(torch.equal(p, q) for (_, p), q in zip(trainer.parameters[1:], kept, strict=True))
+    assert all(torch.equal(p, q) for (_, p), q in zip(trainer.weights.named[1:], kept, strict=True))
 
 
 def test_the_average_is_of_the_trained_weights(tmp_path):
     trainer = _trainer(tmp_path, 2)
     trainer.train()
-    own = trainer.parameters[0][1].detach().clone()
-    with trainer.ema.applied():
-        assert not torch.equal(trainer.parameters[0][1], own)
-    assert torch.equal(trainer.parameters[0][1], own)
+    own = trainer.weights.named[0][1].detach().clone()
+    with trainer.averaged():
+        assert not torch.equal(trainer.weights.named[0][1], own)
+    assert torch.equal(trainer.weights.named[0][1], own)
 
 
 def test_several_processes_are_refused(tmp_path):
@@ -248,11 +249,9 @@ def test_several_processes_are_refused(tmp_path):
 
     policy = _policy()
     with pytest.raises(UserError, match="train in one process, and 2 were started"):
-        SFTTrainer(
+        SFT(
             policy,
             WrittenBatches(policy, RECORDS, size=3, seed=5),
-            optimizer=OptimizerSettings(),
-            keeping=Keeping(folder=tmp_path, iterations=1, config={}),
             accelerator=Two(),  # type: ignore[arg-type]  # all that is asked of it
         )
 

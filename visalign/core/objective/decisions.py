@@ -10,14 +10,11 @@ an objective is alike on both.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from visalign.core.tokens.statistics import NO_STEP_ENTROPY, Decisions
 
 from . import stages
-
-if TYPE_CHECKING:
-    from .objective import Objective
 
 _NONZERO = object()
 _DIVERSITY = (
@@ -76,12 +73,12 @@ TEXT_ROW = {
 
 
 def check_decisions(
-    objective: Objective, decisions: Decisions, *, name: str = "", given: Collection[str] = ()
+    objective: Any, decisions: Decisions, *, name: str = "", given: Collection[str] = ()
 ) -> None:
     """Refuse an objective that means nothing on these decisions.
 
     Args:
-        objective: the row.
+        objective: an `Objective`, the row.
         decisions: what T counts.
         name: of the row, for the message and for its substitute.
         given: which of `EXTRA` the caller of denoising steps supplies; `Objective.prepare` looks at the
@@ -111,7 +108,7 @@ def check_decisions(
             _refuse(name, decisions, choice, *EXTRA[need])
 
 
-def _value(objective: Objective, field: str) -> Any:
+def _value(objective: Any, field: str) -> Any:
     """A field, or an option with its default."""
     name, _, option = field.partition(".")
     value = getattr(objective, name)

@@ -59,8 +59,8 @@ def check_log_ratio(log_ratio: Tensor, *, bound: float, strict: bool = True) -> 
             f"{largest:.3g}, allowed {bound:.3g}. Likely causes: dropout or train mode in one of the passes; "
             "weights moved between rollout and replay (an EMA or reference left switched on); another "
             "guidance scale, prompt order or kernel; a model in bfloat16 or float16 whose result depends on "
-            "the batch (run it in float32, or raise the bound knowingly, objective.ratio_bound in a job, with "
-            "the clip range well above it).",
+            "the batch (run it in float32, or raise the bound knowingly, objective.ratio_bound in a job, "
+            "with the clip range well above it).",
             check,
         )
     return check

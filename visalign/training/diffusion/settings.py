@@ -12,12 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from visalign.errors import UserError
-from visalign.training.loop.optimizer import _above_zero, _at_least
-
-
-def _choice(name: str, given: str, allowed: Sequence[str]) -> None:
-    if given not in allowed:
-        raise UserError(f"{name} is {given!r}; it must be one of {', '.join(allowed)}.")
+from visalign.training.loop.optimizer import at_least, choice
+from visalign.training.policy.settings import ObjectiveSettings
 
 
 def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
@@ -60,11 +56,11 @@ class RolloutSettings:
     """Largest share of samples that the reward may fail on before the run stops."""
 
     def __post_init__(self) -> None:
-        _at_least("rollout.steps", self.steps, 1)
-        _at_least("rollout.batch_size", self.batch_size, 1)
-        _choice("rollout.timestep_schedule", self.timestep_schedule, ("diffusers", "plain"))
-        _choice("rollout.schedule", self.schedule, ("flow", "dance", "cps"))
-        _choice("rollout.log_prob_reduction", self.log_prob_reduction, ("mean", "sum"))
+        at_least("rollout.steps", self.steps, 1)
+        at_least("rollout.batch_size", self.batch_size, 1)
+        choice("rollout.timestep_schedule", self.timestep_schedule, ("diffusers", "plain"))
+        choice("rollout.schedule", self.schedule, ("flow", "dance", "cps"))
+        choice("rollout.log_prob_reduction", self.log_prob_reduction, ("mean", "sum"))
         if not (math.isfinite(self.noise_level) and self.noise_level > 0):
             raise UserError(
                 f"rollout.noise_level is {self.noise_level}; without noise there is no log-probability: set "
@@ -123,47 +119,22 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveSettings:
-    """What is optimized on the samples."""
+class DiffusionObjectiveSettings(ObjectiveSettings):
+    """What is optimized on denoising steps."""
 
-    ratio: str = "gaussian"
-    """"gaussian": exp(log p − log p_old), as published. "guard": exp(mean(ε·Δμ)), GRPO-Guard's ratio (arXiv
-    2510.22319) in its per-sample form, where the mean of log r is 0 at every step."""
-    eps_low: float = 1e-4
-    """Ratios are clipped at 1 − eps_low ..."""
-    eps_high: float = 1e-4
-    """... and at 1 + eps_high."""
-    advantage_scale: str = "batch"
-    """What divides the centred reward: std of the "group", of the "batch" (as published), or "none"."""
-    baseline: str = "mean"
-    """Reward of comparison: "mean" of the group, or "leave_one_out"."""
-    advantage_clip: float = 5.0
-    """Advantages are clamped to ± this."""
-    beta: float = 0.0
-    """Weight of the exact Gaussian KL to the reference. Published: 0.04 with a KL that lacks |dt|; above zero
-    every sample is trained on and each pair costs one more pass."""
-    step_weight: str = "uniform"
-    """Weight of a step in the loss: "uniform" (as published) or "inverse_dt" (GRPO-Guard: 1/|dt|, scaled to
-    mean 1 over the trained steps)."""
+    algorithm: str = "flow_grpo"
+    """A row of `visalign.core.NAMED`: flow_grpo, flow_gspo, grpo_guard, flow_dppo, pref_grpo, and of the rows
+    for text all that mean something on denoising steps: grpo, dr_grpo, rloo, reinforce_pp, dapo, cispo, sapo,
+    gmpo, ..."""
     step_weights: list[float] | None = None
-    """Explicit weights instead, one for each of the T steps."""
-
+    """Factor of the policy's loss at each of the T steps, in place of the row's `step_weight`."""
     ratio_bound: float | None = None
     """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the
-    latent's numbers where the gaussian ratio sums over them; networks in bfloat16 need more (2e-5 to 5e-4
-    were measured)."""
+    latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
 
     def __post_init__(self) -> None:
-        _choice("objective.ratio", self.ratio, ("gaussian", "guard"))
-        _choice("objective.advantage_scale", self.advantage_scale, ("group", "batch", "none"))
-        _choice("objective.baseline", self.baseline, ("mean", "leave_one_out"))
-        _choice("objective.step_weight", self.step_weight, ("uniform", "inverse_dt"))
-        _at_least("objective.beta", self.beta, 0.0)
-        for name in ("eps_low", "eps_high", "advantage_clip"):
-            if not getattr(self, name) > 0:  # infinity switches the limit off
-                raise UserError(f"objective.{name} is {getattr(self, name)}; it must be above 0.")
-        if self.ratio_bound is not None:
-            _above_zero("objective.ratio_bound", self.ratio_bound)
+        super().__post_init__()
+        self.check("denoising_steps")
         if self.step_weights is not None and not all(math.isfinite(w) and w >= 0 for w in self.step_weights):
             raise UserError(
                 f"objective.step_weights is {self.step_weights}; weights are finite and not negative."

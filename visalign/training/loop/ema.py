@@ -13,7 +13,7 @@ from torch import Tensor
 class EMA:
     """ē ← d·ē + (1 − d)·θ after every `every`-th optimizer update, in float32.
 
-    With `warmup` the decay of average number n is min(d, (1 + n) / (10 + n)), as in TensorFlow's
+    With `warmup` the decay after n updates is min(d, (1 + n) / (10 + n)), as in TensorFlow's
     ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that short runs are not dominated by the
     starting point.
 
@@ -48,7 +48,7 @@ class EMA:
         self._average = {name: p.detach().float().clone() for name, p in kept}
 
     def decay_at(self, n: int) -> float:
-        """The decay of average number n = 1, 2, ..."""
+        """The decay of the average after n = 1, 2, ... optimizer updates."""
         return min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class EMA:
         """Take in the parameters after `updates` optimizer updates (1, 2, ...)."""
         if self._follows or updates % self.every:
             return
-        decay = self.decay_at(updates // self.every)
+        decay = self.decay_at(updates)
         for name, parameter in self._parameters:
             self._average[name].lerp_(parameter.float(), 1.0 - decay)
 

@@ -15,17 +15,17 @@ METRICS: dict[str, str] = {
     "iteration": "iterations finished; the first line says 1",
     "updates": "optimizer updates done so far in the run",
     "updates_skipped": "updates skipped so far because a gradient was not finite",
-    "images": "images generated for training so far, all processes",
-    "samples": "answers generated for training so far, those of groups that were dropped included; of "
-    "supervised fine-tuning, given answers read so far, repeats included; of the training of a judge, "
-    "labelled examples (pairs, triples, pictures)",
+    "samples": "images or completions generated for training so far, all processes, those of groups that "
+    "were dropped included; of supervised fine-tuning, demonstrations read so far, repeats included; of the "
+    "training of a judge, labelled examples (pairs, triples, pictures)",
     "tokens": "tokens of these answers so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit",
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
     "reward_group_std": "mean over groups of the standard deviation within a group, in the reward's unit",
     "reward_part/*": "mean of one named part of the reward over the samples that have it",
     "valid_share": "share of samples that the reward could judge, 0 to 1",
-    "signal_share": "share of samples with an advantage other than zero, 0 to 1",
+    "frac_reward_zero_std": "share of samples whose advantage is zero, 0 to 1: their group's rewards are all "
+    "equal, or could not be judged",
     "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is "
     "above zero",
     "advantage_abs": "mean absolute advantage over the valid samples; of a text policy over its tokens",
@@ -49,14 +49,16 @@ METRICS: dict[str, str] = {
     "ratio_floor": "largest |log r| at the iteration's first update, where r should be 1: the "
     "numerical floor",
     "clip_range": "the smaller of the two clip bounds; the floor must lie well below it",
-    "clip_low": "share of trained pairs whose ratio was cut at 1 - eps_low with a negative advantage; of a "
-    "text policy, of tokens with a negative advantage and no gradient, whatever rule took it",
-    "clip_high": "share of trained pairs whose ratio was cut at 1 + eps_high with a positive advantage; of a "
-    "text policy, of tokens with a positive advantage and no gradient, whatever rule took it",
+    "clip_low": "share of trained decisions (denoising steps, tokens) with a negative advantage and no "
+    "gradient, whatever rule took it: the clip at 1 - eps_low, a mask",
+    "clip_high": "the same of decisions with a positive advantage: the clip at 1 + eps_high, a mask",
     "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
     "log_prob_reduction mean); of a text policy the k3 estimate per token",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
     "lr": "learning rate of the iteration's last update",
+    "adam_resolution": "median of √v̂/ε of AdamW over the trained numbers that had a gradient; below 10, ε "
+    "takes a visible part of the steps",
+    "loss_scale": "factor of the loss against float16's underflow, where the network computes in float16",
     "forward_equivalents_per_image": "transformer forwards per image counted as they ran; a backward "
     "counts two",
     "seconds": "wall-clock seconds of the iteration",
@@ -72,15 +74,12 @@ METRICS: dict[str, str] = {
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 
 TEXT_ONLY = (
-    "samples",
     "tokens",
     "length_mean",
     "truncated_share",
     "entropy",
     "engine_gap",
     "groups/*",
-    "loss/*",
-    "kl_old",
     "penalty",
     "value_explained",
     "perplexity",

@@ -15,7 +15,7 @@ from rich.table import Table
 SHOWN = (
     ("reward", "reward_mean", "{:.3f}"),
     ("held-out", "heldout/accuracy", "{:.3f}"),
-    ("signal", "signal_share", "{:.0%}"),
+    ("no signal", "frac_reward_zero_std", "{:.0%}"),
     ("ratio spread", "ratio_std", "{:.1e}"),
     ("floor", "ratio_floor", "{:.0e}"),
     ("clipped", "clip", "{:.1%}"),

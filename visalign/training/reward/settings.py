@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from visalign.errors import UserError, suggestion
+from visalign.training.loop.optimizer import AdamWSettings, at_least, choice
 
 from .tasks import TASKS
 
 TIES = ("half", "rao_kupper", "davidson")
 PAIR_WEIGHTS = ("pair", "votes")
-DECAYS = ("linear", "cosine")
 
 _UNCERTAIN = ("uncertainty", "uncertainty_upstream", "upstream_monte_carlo")
 _PAIRS = ("bradley_terry", *_UNCERTAIN, "hp", "yes_no", "checklist")
@@ -80,11 +80,11 @@ class RewardObjectiveSettings:
                 f"objective.task is {self.task!r}. {suggestion(self.task, TASKS)}Allowed: {', '.join(TASKS)}."
             )
         self._refuse_unused()
-        _choice("objective.ties", self.ties, TIES)
-        _choice("objective.pair_weight", self.pair_weight, PAIR_WEIGHTS)
+        choice("objective.ties", self.ties, TIES)
+        choice("objective.pair_weight", self.pair_weight, PAIR_WEIGHTS)
         for name in ("margin", "centre", "smoothing", "negatives", "likelihood", "mass", "penalty"):
-            _at_least(f"objective.{name}", getattr(self, name), 0.0)
-        _at_least("objective.samples", self.samples, 1)
+            at_least(f"objective.{name}", getattr(self, name), 0.0)
+        at_least("objective.samples", self.samples, 1)
         least = 1.0 if self.ties == "rao_kupper" else 0.0
         if self.ties != "half" and not least < self.tie_strength < math.inf:
             raise UserError(
@@ -113,68 +113,14 @@ class RewardObjectiveSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardOptimizerSettings:
-    """How the weights of a judge move: AdamW, warm-up, decay, clipping, averages."""
+class RewardOptimizerSettings(AdamWSettings):
+    """How the weights of a judge move; HPSv3's 7B model was trained with a learning rate of 2e-6."""
 
     lr: float = 1e-3
-    """Learning rate after the warm-up; HPSv3's 7B model was trained with 2e-6."""
-    warmup_updates: int = 0
-    """Updates over which the learning rate rises linearly."""
-    decay_updates: int | None = None
-    """The learning rate falls until this update, and stays; null: constant after the warm-up."""
-    decay: str = "linear"
-    """Form of the fall: linear or cosine."""
+    """Learning rate after the warm-up."""
     lr_end: float = 0.0
     """Share of the learning rate that is left after `decay_updates`."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW β₁ and β₂."""
-    eps: float = 1e-8
-    """AdamW ε."""
     weight_decay: float = 0.0
     """AdamW decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """The gradient's L2 norm is clipped to this."""
     updates_per_iteration: int = 20
     """Optimizer updates per iteration (one line of metrics)."""
-    ema_decay: float = 0.0
-    """Decay of averaged weights, which are then evaluated and saved; 0 switches averaging off."""
-    ema_every: int = 1
-    """Updates between two averages."""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"optimizer.{name} is {getattr(self, name)}; it must be above 0.")
-        for name in ("updates_per_iteration", "ema_every"):
-            _at_least(f"optimizer.{name}", getattr(self, name), 1)
-        for name in ("warmup_updates", "weight_decay"):
-            _at_least(f"optimizer.{name}", getattr(self, name), 0)
-        _choice("optimizer.decay", self.decay, DECAYS)
-        if self.decay_updates is not None:
-            _at_least("optimizer.decay_updates", self.decay_updates, 1)
-        if not 0 <= self.lr_end <= 1:
-            raise UserError(f"optimizer.lr_end is {self.lr_end}; it is a share of the rate, from 0 to 1.")
-        if not 0 <= self.ema_decay < 1:
-            raise UserError(f"optimizer.ema_decay is {self.ema_decay}; it must be in [0, 1).")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(
-                f"optimizer.betas is {self.betas}; give two numbers in [0, 1), e.g. [0.9, 0.999]."
-            )
-
-    def lr_at(self, update: int) -> float:
-        """Learning rate of optimizer update 0, 1, 2, ..."""
-        rise = min(1.0, (update + 1) / (self.warmup_updates + 1))
-        gone = 0.0 if self.decay_updates is None else min(1.0, update / self.decay_updates)
-        if self.decay == "cosine":
-            gone = (1.0 - math.cos(math.pi * gone)) / 2.0
-        return self.lr * rise * (1.0 - (1.0 - self.lr_end) * gone)
-
-
-def _choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise UserError(f"{name} is {given!r}. {suggestion(given, allowed)}Allowed: {', '.join(allowed)}.")
-
-
-def _at_least(name: str, given: float, least: float) -> None:
-    if not (math.isfinite(given) and given >= least):
-        raise UserError(f"{name} is {given}; it must be a finite number of at least {least}.")

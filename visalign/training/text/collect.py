@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,15 +15,17 @@ from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, join_rollouts
 from visalign.training.loop.judging import check_failures, judge
+from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
+from visalign.training.loop.trainer import Collected
 
 from .dynamic_groups import DynamicGroups
+from .parts import Records, TextParts
 from .settings import TextRolloutSettings
-from .team import Records, TextTeam
 from .trajectories import engine_gap, trajectories_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TextExperience:
     """What an iteration learns from."""
 
@@ -31,15 +33,7 @@ class TextExperience:
     trajectories: Trajectories
     features: Tensor | None
     """[B, H] of the prompts, for a log-partition head."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """All answers of an iteration, those of dropped groups included."""
-
-    samples: int
-    tokens: int
-    metrics: dict[str, float]
+    signal: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +44,28 @@ class _Round:
 
 
 def collect(
-    team: TextTeam,
+    parts: TextParts,
     sampler: PromptSampler,
     groups: DynamicGroups | None,
     iteration: int,
     settings: TextRolloutSettings,
     objective: Objective,
-) -> tuple[TextExperience | None, Made]:
+    clock: PhaseClock,
+) -> Collected:
     """Make, judge and prepare the answers of an iteration.
 
     Args:
-        team: policy, reward and the rest.
+        parts: policy, reward and the rest.
         sampler: prompts of a round.
         groups: dynamic sampling, or None to take every group.
         iteration: iterations finished; the number of the round without dynamic sampling.
         settings: how answers are made.
         objective: says what has to be asked for.
+        clock: of the run.
 
     Returns:
-        The experience, None where dynamic sampling found no group with signal; and what was made for it.
+        The experience, None where dynamic sampling found no group with signal; and counts of all that was
+        made, dropped groups included.
 
     Raises:
         RewardFailure: the reward returned something else than scores, or failed too often.
@@ -76,55 +73,62 @@ def collect(
         BudgetSpent: dynamic sampling with when_spent "stop".
     """
     if groups is None:
-        rounds = [_round(team, sampler, iteration, settings)]
+        rounds = [_round(parts, sampler, iteration, settings, clock)]
         kept = rounds[0].rollout, rounds[0].scores.value.float(), _valid(rounds[0])
     else:
         rounds = []
         while groups.wants_more:
-            rounds.append(_round(team, sampler, groups.round, settings))
+            rounds.append(_round(parts, sampler, groups.round, settings, clock))
             _feed(groups, rounds[-1], len(rounds) - 1)
         kept = _taken(groups, rounds)
     metrics = _metrics(rounds)
     if groups is not None:
         metrics |= {f"groups/{key}": float(getattr(groups.last, key)) for key in GROUP_COUNTS}
-    tokens = sum(float(r.rollout.weight.sum()) for r in rounds)
-    made = Made(samples=sum(len(r.rollout) for r in rounds), tokens=int(tokens), metrics=metrics)
+    tokens = int(sum(float(r.rollout.weight.sum()) for r in rounds))
+    samples = sum(len(r.rollout) for r in rounds)
     if kept is None:
-        return None, made
+        return Collected(experience=None, samples=samples, tokens=tokens, metrics=metrics)
     rollout, reward, valid = kept
-    with team.clock.phase("replay"), torch.no_grad():
+    with clock.phase("replay"), torch.no_grad():
         asked = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
-        trajectories = trajectories_of(team, rollout, reward, valid, iteration, settings, objective, asked)
-        features = None if team.log_partition is None else team.log_partition.features(rollout)
+        trajectories = trajectories_of(parts, rollout, reward, valid, iteration, settings, objective, asked)
+        features = None if parts.log_partition is None else parts.log_partition.features(rollout)
     if trajectories.rollout_log_prob is not None:
-        made.metrics["engine_gap"] = engine_gap(trajectories, settings.allowed_gap)
-        made.metrics["entropy"] = _mean_entropy(trajectories)  # the policy's: another engine may not say
-    return TextExperience(rollout=rollout, trajectories=trajectories, features=features), made
+        metrics["engine_gap"] = engine_gap(trajectories, settings.allowed_gap)
+        metrics["entropy"] = _mean_entropy(trajectories)  # the policy's: another engine may not say
+    experience = TextExperience(rollout=rollout, trajectories=trajectories, features=features)
+    return Collected(experience=experience, samples=samples, tokens=tokens, metrics=metrics)
 
 
 GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
 """Counts of `DynamicGroups` that are logged."""
 
 
-def _round(team: TextTeam, sampler: PromptSampler, number: int, settings: TextRolloutSettings) -> _Round:
+def _round(
+    parts: TextParts,
+    sampler: PromptSampler,
+    number: int,
+    settings: TextRolloutSettings,
+    clock: PhaseClock,
+) -> _Round:
     """P prompts, G answers each, judged."""
     batch, size = sampler.batch(number), settings.group_size
-    chosen = [team.records[i] for i in batch.prompt_index[::size].tolist()]
-    with team.clock.phase("rollout"), torch.no_grad():
-        rollout = team.generator.generate(
+    chosen = [parts.records[i] for i in batch.prompt_index[::size].tolist()]
+    with clock.phase("rollout"), torch.no_grad():
+        rollout = parts.generator.generate(
             [record["prompt"] for record in chosen],
-            seeds=[sample_seed(team.seed, "sample", i) for i in batch.sample_id.tolist()],
+            seeds=[sample_seed(parts.seed, "sample", i) for i in batch.sample_id.tolist()],
             num_generations=size,
             sampling=settings.sampling,
             stop=settings.stopping(),
             group=batch.group_id[::size].tolist(),
         )
     records = [record for record in chosen for _ in range(size)]
-    with team.clock.phase("reward"):
-        scores = judge(team.reward, list(rollout.text), records, what="answers")
+    with clock.phase("reward"):
+        scores = judge(parts.reward, list(rollout.text), records, what="answers")
     made = _Round(rollout=rollout, scores=scores, records=records)
     skipped = ~rollout.generated  # a prompt that was too long is no failure of the reward
-    check_failures(scores, _valid(made) | skipped, settings.max_failure_rate, team.reward.name)
+    check_failures(scores, _valid(made) | skipped, settings.max_failure_rate, parts.reward.name)
     return made
 
 

@@ -16,7 +16,7 @@ from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, Stop
 from visalign.training.loop.judging import judge
 
-from .team import Generates
+from .parts import Generates
 
 Records = Sequence[Mapping[str, Any]]
 

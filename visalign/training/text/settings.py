@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from visalign.core import Objective, named_objective
 from visalign.errors import UserError
 from visalign.text import Sampling, Stop
+from visalign.training.policy.settings import ObjectiveSettings
 
 from .dynamic_groups import DynamicGroups
 
@@ -113,28 +111,25 @@ class DynamicSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextObjectiveSettings:
-    """What is optimized."""
+class TextObjectiveSettings(ObjectiveSettings):
+    """What is optimized on tokens."""
 
     algorithm: str = "grpo"
     """A row of `visalign.core.NAMED`: grpo, dr_grpo, rloo, reinforce_pp, gspo, dapo, cispo, sapo, gmpo,
     flowrl, clip_cov, kl_cov, ppo, ppo_kl, ppo_ptx, ..."""
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Fields of `visalign.core.Objective` that differ from the row, e.g. {kl: 0.01}."""
-    epochs: int = 1
-    """Passes over the answers of an iteration (PPO's K)."""
     heads_lr: float | None = None
     """Learning rate of the value head or network and of FlowRL's log-partition head; null: the policy's."""
     target_kl: float | None = None
     """Nats per token: PPO-KL's β is doubled or halved after an iteration that is off by more than 1.5 times
     (arXiv 1707.06347, section 4); only for ppo_kl."""
-    ratio_bound: float = 0.01
-    """Largest |log r| at the first update, where r must be 1; raise it under autocast."""
+    ratio_bound: float | None = 0.01
+    """Largest |log r| at the first update, where r must be 1; raise it under autocast, null switches the
+    check off."""
 
     def __post_init__(self) -> None:
-        objective = self.build(max_new_tokens=1)
-        if self.epochs < 1:
-            raise UserError(f"objective.epochs is {self.epochs}; it must be at least 1.")
+        super().__post_init__()
+        self.check("tokens")
+        objective = self.build(length=1)
         if self.heads_lr is not None and not (math.isfinite(self.heads_lr) and self.heads_lr > 0):
             raise UserError(f"objective.heads_lr is {self.heads_lr}; it must be above 0, or null.")
         if self.target_kl is not None and objective.surrogate != "ppo_kl":
@@ -142,36 +137,3 @@ class TextObjectiveSettings:
                 f"objective.target_kl adapts the penalty of the surrogate ppo_kl, and {self.algorithm} has "
                 f"{objective.surrogate}. Set objective.algorithm=ppo_kl, or leave target_kl null."
             )
-        if objective.surrogate_options.get("divergence") == "exact":
-            raise UserError(
-                f"objective.algorithm={self.algorithm} needs the exact divergence of each decision, which "
-                "denoising steps have and tokens do not. Use dppo_tv or dppo_kl."
-            )
-        if objective.advantage in MATRIX_ADVANTAGES:
-            raise UserError(
-                f"objective.algorithm={self.algorithm} normalises several rewards one by one "
-                f"(advantage {objective.advantage}), and this trainer hands over their sum. Use "
-                "Objective.prepare with Trajectories.reward [B, M] in your own loop."
-            )
-
-    def build(self, *, max_new_tokens: int) -> Objective:
-        """The objective; Dr.GRPO's length is the length limit unless `changes` gives one.
-
-        Args:
-            max_new_tokens: of the rollout.
-
-        Raises:
-            UserError: an unknown algorithm, field or option, with the nearest name.
-        """
-        changes: Mapping[str, Any] = dict(self.changes)
-        try:
-            objective = named_objective(self.algorithm, **changes)
-            if objective.aggregation == "dr_grpo" and objective.length is None:
-                objective = named_objective(self.algorithm, **{**changes, "length": max_new_tokens})
-        except (ValueError, TypeError) as error:
-            raise UserError(f"objective: {error}") from error
-        return objective
-
-
-MATRIX_ADVANTAGES = ("gdpo", "normalise_then_sum")
-"""Advantages of several rewards, [B, M]."""

@@ -15,8 +15,8 @@ from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
 from visalign.training.loop.judging import judge
 
+from .parts import TextParts
 from .settings import TextRolloutSettings
-from .team import TextTeam
 
 
 def needs_reference(objective: Objective) -> bool:
@@ -25,7 +25,7 @@ def needs_reference(objective: Objective) -> bool:
 
 
 def trajectories_of(
-    team: TextTeam,
+    parts: TextParts,
     rollout: TextRollout,
     reward: Tensor,
     valid: Tensor,
@@ -37,7 +37,7 @@ def trajectories_of(
     """The rollout as the core takes it, with whatever the objective asks for.
 
     Args:
-        team: who is asked.
+        parts: who is asked.
         rollout: B answers.
         reward: [B].
         valid: [B] bool, False where the reward failed.
@@ -49,28 +49,28 @@ def trajectories_of(
     Raises:
         RewardFailure: ReMax's greedy answers came back with another number of scores.
     """
-    policy, more = team.policy, {}
+    policy, more = parts.policy, {}
     if needs_reference(objective):
         with policy.reference():
             more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
     has_value = bool(objective.value) or objective.advantage == "gae"
     recompute = settings.recompute or objective.correction is not None
-    if recompute or (has_value and team.value_model is None):
+    if recompute or (has_value and parts.value_model is None):
         now = policy.log_probs(rollout)
         if recompute:
             more["old_log_prob"] = now.log_prob.cpu()
             more["entropy"] = now.entropy.cpu()
         if has_value and now.value is not None:
             more["value"] = now.value.cpu()
-    if has_value and team.value_model is not None:
-        more["value"] = team.value_model.values(rollout).cpu()
+    if has_value and parts.value_model is not None:
+        more["value"] = parts.value_model.values(rollout).cpu()
     if objective.advantage == "remax":
-        more["greedy_reward"] = _greedy_reward(team, rollout, records, settings)
+        more["greedy_reward"] = _greedy_reward(parts, rollout, records, settings)
     if objective.selection == "clip_cov":
-        generator = torch.Generator().manual_seed(sample_seed(team.seed, "uniform", iteration))
+        generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
         more["uniform"] = torch.rand(rollout.weight.shape, generator=generator)
-    if team.process is not None:
-        made = team.process.score_rollout(rollout)
+    if parts.process is not None:
+        made = parts.process.score_rollout(rollout)
         more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
     if settings.truncated == "mask":
         more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
@@ -101,7 +101,7 @@ def engine_gap(trajectories: Trajectories, allowed: float) -> float:
 
 
 def _greedy_reward(
-    team: TextTeam,
+    parts: TextParts,
     rollout: TextRollout,
     records: Mapping[Hashable, Mapping[str, Any]],
     settings: TextRolloutSettings,
@@ -110,7 +110,7 @@ def _greedy_reward(
     first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
     places = list(first.values())
     asked = [records[label] for label in first]
-    greedy = team.generator.generate(
+    greedy = parts.generator.generate(
         [rollout.prompt[i] for i in places],
         seeds=[0] * len(places),
         num_generations=1,
@@ -118,7 +118,7 @@ def _greedy_reward(
         stop=settings.stopping(),
         group=list(first),
     )
-    scores = judge(team.reward, list(greedy.text), asked, what="answers")
+    scores = judge(parts.reward, list(greedy.text), asked, what="answers")
     value = torch.where(scores.valid, scores.value, torch.nan).float().cpu()
     found = dict(zip(first, value.tolist(), strict=True))
     return torch.tensor([found[label] for label in rollout.group])

@@ -13,7 +13,6 @@ from visalign.core import Objective
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import Prompt, Sampling, Stop, TextPolicy, TextRollout
-from visalign.training.loop.runtime import PhaseClock
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -79,8 +78,16 @@ class ProcessJudge(Protocol):
         ...
 
 
+class Demonstrations(Protocol):
+    """A stream of given completions: batch n is the same in every run of a seed."""
+
+    def batch(self, number: int) -> TextRollout:
+        """Given completions, with weight 1 on the tokens to be learnt."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
-class TextTeam:
+class TextParts:
     """What all phases of a run work with."""
 
     policy: TextPolicy
@@ -93,7 +100,7 @@ class TextTeam:
     value_model: ValueFunction | None
     log_partition: LogPartition | None
     process: ProcessJudge | None
-    clock: PhaseClock
+    demonstrations: Demonstrations | None
     seed: int
 
 
@@ -101,41 +108,38 @@ PER_DECISION = ("gae", "remax", "reinforce_pp")
 """Advantages that take rewards of single tokens."""
 
 
-def check_parts(
-    team: TextTeam, objective: Objective, *, name: str, recomputed: bool, has_written: bool
-) -> None:
+def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed: bool) -> None:
     """Refuse an algorithm whose parts were not given.
 
     Args:
-        team: what was given.
+        parts: what was given.
         objective: what is optimized.
         name: the algorithm's, for messages.
         recomputed: whether old log-probs are computed anew.
-        has_written: whether there are given answers.
 
     Raises:
         UserError: with what is missing.
     """
-    has_value = team.value_model is not None or getattr(team.policy, "value_head", None) is not None
+    has_value = parts.value_model is not None or getattr(parts.policy, "value_head", None) is not None
     if objective.advantage == "gae" and not has_value:
         raise UserError(
             f"objective.algorithm={name} needs a value function: give the policy a value head, or a value "
             "model (model.value in a configuration)."
         )
-    if objective.surrogate == "flow_balance" and team.log_partition is None:
+    if objective.surrogate == "flow_balance" and parts.log_partition is None:
         raise UserError(f"objective.algorithm={name} needs a log-partition head, and none was given.")
-    if team.process is not None and objective.advantage not in PER_DECISION:
+    if parts.process is not None and objective.advantage not in PER_DECISION:
         raise UserError(
             f"objective.algorithm={name} has one advantage per answer (advantage {objective.advantage}), so "
             f"rewards of single steps have no place in it. Use an advantage of {', '.join(PER_DECISION)}, or "
             "the process reward model as a reward of the whole answer (process_reward in rewards.terms)."
         )
-    if objective.ptx and not has_written:
+    if objective.ptx and parts.demonstrations is None:
         raise UserError(
             f"objective.algorithm={name} has a ptx term (γ = {objective.ptx:g}) and no text for it. Give "
             "records with prompt and completion (data.written in a configuration), or set ptx to 0."
         )
-    if team.generator is not team.policy and not recomputed:
+    if parts.generator is not parts.policy and not recomputed:
         raise UserError(
             "Another engine writes the answers, so its log-probs are not the policy's. Set "
             "rollout.recompute=true, and a correction in objective.changes for what is left between the two."

@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flow-GRPO (arXiv 2505.05470) and its kin: a diffusion policy trained along its SDE by any `Objective`.
+
+Where this deviates from the published code, always on purpose:
+* old log-probabilities come from the rollout, whose latents are rounded before theirs is taken; the ratio is
+  checked to be 1 at the first update;
+* groups are ids, so prompts that begin alike are not merged; the sampler cannot lag behind a prefetching
+  loader;
+* samples without signal are left out of the backward, but stay in the denominator, so the update is the same;
+* the KL is the exact Gaussian one, with |dt| in the variance;
+* every random draw is a function of (seed, name, iteration or sample), so a resumed run equals an
+  uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from visalign.core import PolicyOutput, Prepared, Trajectories
+from visalign.core.groups.labels import group_index, group_sum
+from visalign.core.surrogates.kl import gaussian_kl
+from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
+from visalign.errors import UserError
+from visalign.flow.replay import RATIO_BOUND, replay
+from visalign.flow.rollout import rollout
+from visalign.flow.trajectory import Pairs, Trajectory
+from visalign.flow.transitions import Kernel
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
+from visalign.seeds import sample_seed
+from visalign.training.loop.judging import check_failures, judge, oriented
+from visalign.training.loop.runtime import PhaseClock
+from visalign.training.loop.sampler import Batch, PromptSampler
+from visalign.training.loop.trainer import Collected, Context
+from visalign.training.policy.update import (
+    PolicyStep,
+    backward,
+    couples_decisions,
+    flat_rows,
+    prepare_steps,
+    update_metrics,
+)
+
+from .settings import DiffusionObjectiveSettings, RolloutSettings
+
+
+class ReplayModule(nn.Module):
+    """`visalign.flow.replay` as a module, so that DDP wraps it and synchronises the policy's gradients."""
+
+    def __init__(self, policy: DiffusionPolicy) -> None:
+        super().__init__()
+        self.network = policy.module
+        self._policy = policy
+
+    def forward(self, condition: Condition, pairs: Pairs, kernel: Kernel) -> tuple[Tensor, Tensor]:
+        """(log_prob [N], mean [N, ...]) of the pairs under the current weights."""
+        stats = replay_pairs(self._policy, condition, pairs, kernel)
+        return stats.log_prob, stats.mean
+
+
+def replay_pairs(policy: DiffusionPolicy, condition: Condition, pairs: Pairs, kernel: Kernel) -> Any:
+    """`replay` of pairs as a trajectory gives them."""
+    return replay(policy, condition, pairs.x, pairs.x_next, pairs.sigma, pairs.sigma_next, kernel=kernel)
+
+
+@dataclass(kw_only=True)
+class Experience:
+    """What an iteration learns from: b samples of this process, and what is known of all B."""
+
+    condition: Condition
+    trajectory: Trajectory
+    trained: Tensor
+    """[T] int64, the steps to train on: places among the stochastic steps of `trajectory`."""
+    trajectories: Trajectories
+    """[B, T] of all processes in rank order, on the CPU."""
+    first: int
+    """Place of this process's first sample among the B."""
+    signal: dict[str, float] = field(default_factory=dict)
+
+
+class FlowGRPO:
+    """Trains a diffusion policy on a reward; an `Algorithm` for `visalign.training.loop.trainer.Trainer`.
+
+    Args:
+        policy: on the accelerator's device.
+        reward: judges one image at a time; higher is better (or its sign is turned).
+        records: prompt records, each with "prompt"; handed to the reward as metadata.
+        rollout: how samples are made.
+        objective: which row of the table is optimized.
+        seed: of the run.
+        accelerator: device, processes and trackers, without mixed precision: that is the policy's own matter.
+            None makes one on the policy's device.
+        strata: label per record, see `PromptSampler`.
+        cycle: see `PromptSampler`.
+
+    Raises:
+        UserError: settings that do not fit each other.
+    """
+
+    together = False
+
+    def __init__(
+        self,
+        policy: DiffusionPolicy,
+        reward: PointwiseReward,
+        records: Sequence[Mapping[str, Any]],
+        *,
+        rollout: RolloutSettings | None = None,
+        objective: DiffusionObjectiveSettings | None = None,
+        seed: int = 0,
+        accelerator: Accelerator | None = None,
+        strata: Sequence[str] | None = None,
+        cycle: Sequence[str] | None = None,
+    ) -> None:
+        self.policy, self.reward, self.records, self.seed = policy, oriented(reward), records, seed
+        self.rollout = rollout or RolloutSettings()
+        self.settings = objective or DiffusionObjectiveSettings()
+        self.objective = self.settings.build(length=self.rollout.trained_per_image)
+        self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu")
+        size = self.rollout.prompts_per_iteration, self.rollout.group_size
+        self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
+        sigmas = policy.sigmas(self.rollout.steps, timestep_schedule=self.rollout.timestep_schedule)
+        self.step_weights = step_weights(self.settings, self.rollout, sigmas)
+        policy.module.eval()  # dropout would make the replay another function than the rollout
+        self.module = self.accelerator.prepare_model(ReplayModule(policy))
+        self.ratio_bound: float | None = self._ratio_bound()
+
+    def _ratio_bound(self) -> float:
+        """The bound grows with what the log-ratio is a sum over; the guard's is a mean under either norm."""
+        if self.settings.ratio_bound is not None:
+            return self.settings.ratio_bound
+        is_sum = self.objective.ratio == "log_prob" and self.rollout.log_prob_reduction == "sum"
+        return RATIO_BOUND * (math.prod(self.policy.latent_shape) if is_sum else 1)
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """What of the policy is trained."""
+        return self.policy.trainable_parameters()
+
+    def rates(self, lr: float) -> Mapping[str, float]:
+        """One rate for all."""
+        return {}
+
+    def compute_dtype(self) -> torch.dtype:
+        """Of the policy's network."""
+        return getattr(self.policy, "compute_dtype", torch.float32)
+
+    def forward_equivalents(self) -> int:
+        """One for a forward on one latent, two more for a backward."""
+        return self.policy.forward_count.equivalents
+
+    def collect(self, run: Context) -> Collected:
+        """Sample, decode and judge one iteration's groups.
+
+        Raises:
+            RewardFailure: see `judge`.
+            FloatingPointError: the rollout ended in latents that are not finite.
+        """
+        iteration, process = run.counters.iteration, self.accelerator
+        batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
+        sde_steps, trained = choose_steps(self.rollout, self.seed, iteration)
+        records = [self.records[i] for i in batch.prompt_index.tolist()]
+        condition, trajectory = self._sample(batch, records, sde_steps, run.clock)
+        with run.clock.phase("decode"), torch.no_grad(), process.autocast():
+            chunks = trajectory.latents.split(self.rollout.batch_size)
+            images = torch.cat([self.policy.decode(chunk).float().cpu() for chunk in chunks])
+        with run.clock.phase("reward"):
+            scores = judge(self.reward, images, records)
+        value, valid, group, parts = self._gather(scores, batch)
+        check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
+        experience = Experience(
+            condition=condition,
+            trajectory=trajectory,
+            trained=torch.tensor(trained),
+            trajectories=self._trajectories(value, valid, group, trajectory, trained),
+            first=process.process_index * len(batch),
+        )
+        with run.clock.phase("replay"):
+            self._ask_again(experience, run.optimizer.micro_batch)  # type: ignore[attr-defined]
+        return Collected(
+            experience=experience,
+            samples=self.rollout.prompts_per_iteration * self.rollout.group_size,
+            metrics={**reward_metrics(value, valid, group), **parts},
+        )
+
+    def _sample(
+        self,
+        batch: Batch,
+        records: Sequence[Mapping[str, Any]],
+        sde_steps: Sequence[int],
+        clock: PhaseClock,
+    ) -> tuple[Condition, Trajectory]:
+        settings, policy = self.rollout, self.policy
+        with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
+            condition = policy.encode([record["prompt"] for record in records])
+            trajectory = rollout(
+                policy,
+                condition,
+                sigmas=policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule),
+                sde_steps=sde_steps,
+                schedule=settings.schedule,
+                noise_level=settings.noise_level,
+                seeds=[sample_seed(self.seed, "sample", i) for i in batch.sample_id.tolist()],
+                log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
+                batch_size=settings.batch_size,
+            )
+        return condition, trajectory
+
+    def _gather(self, scores: Scores, batch: Batch) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+        """(value [B] float64, valid [B], group [B]) of all processes on CPU, and the means of the parts."""
+        own = scores.value.float().cpu()
+        columns = [own, *(part.float().cpu() for part in scores.parts.values())]
+        table = self._of_all(torch.stack(columns, 1)).double()
+        valid = self._of_all(scores.valid.cpu() & torch.isfinite(own))
+        parts = {
+            f"reward_part/{name}": float(table[:, i].nanmean())
+            for i, name in enumerate(scores.parts, start=1)
+        }
+        return table[:, 0], valid, self._of_all(batch.group_id), parts
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """[b, ...] of this process -> [B, ...] of all in rank order, on the CPU."""
+        gathered: Any = self.accelerator.gather(own.to(self.accelerator.device))
+        return gathered.cpu()
+
+    def _trajectories(
+        self, value: Tensor, valid: Tensor, group: Tensor, trajectory: Trajectory, trained: Sequence[int]
+    ) -> Trajectories:
+        old = self._of_all(trajectory.log_prob[:, list(trained)].contiguous())
+        factor = self.step_weights[[trajectory.sde_steps[step] for step in trained]]
+        plain = self.settings.step_weights is None and self.objective.step_weight == "uniform"
+        return Trajectories(
+            weight=torch.ones_like(old),
+            old_log_prob=torch.zeros_like(old) if self.objective.ratio == "guard" else old,
+            group=group,
+            reward=value,
+            valid=valid,
+            loss_weight=None if plain else factor.to(old.dtype).expand_as(old).contiguous(),
+            decisions="denoising_steps",
+        )
+
+    def _ask_again(self, experience: Experience, micro_batch: int) -> None:
+        """Add what the policy or the reference says of the steps, where the objective asks for it."""
+        more: dict[str, Tensor] = {}
+        if self.objective.kl_in_reward:
+            with self.policy.reference():
+                more["ref_log_prob"] = self._log_probs(experience, micro_batch)
+        if self.objective.correction is not None:
+            more["rollout_log_prob"] = experience.trajectories.old_log_prob
+            more["old_log_prob"] = self._log_probs(experience, micro_batch)
+        if more:
+            experience.trajectories = replace(experience.trajectories, **more)
+
+    @torch.no_grad()
+    def _log_probs(self, experience: Experience, micro_batch: int) -> Tensor:
+        """[B, T] of all samples' trained steps under the present weights, as the update computes them."""
+        count, steps = len(experience.trajectory), len(experience.trained)
+        sample = torch.arange(count).repeat_interleave(steps)
+        step = experience.trained.repeat(count)
+        found = []
+        for at in torch.arange(len(sample)).split(micro_batch):
+            with self.accelerator.autocast():
+                stats = replay_pairs(
+                    self.policy,
+                    experience.condition.select(sample[at]),
+                    experience.trajectory.pairs(sample[at], step[at]),
+                    experience.trajectory.kernel,
+                )
+            found.append(stats.log_prob)
+        return self._of_all(torch.cat(found).view(count, steps))
+
+    def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:
+        """Advantages, denominators and the split into updates, over all processes' samples."""
+        steps, experience.signal = prepare_steps(
+            self.objective,
+            self.settings,
+            experience.trajectories,
+            updates=run.optimizer.updates_per_iteration,
+            seed=self.seed,
+            iteration=run.counters.iteration,
+            whole_groups=False,
+        )
+        return steps
+
+    def backward(self, experience: Experience, step: PolicyStep, run: Context) -> dict[str, float]:
+        """Replay the stored steps with gradient, in micro-batches of flat (sample, step) pairs."""
+        size: int = run.optimizer.micro_batch  # type: ignore[attr-defined]
+        return backward(
+            self.objective,
+            self._micro_batches(experience, step, size),
+            self.accelerator,
+            scale=run.counters.loss_scale,
+        )
+
+    def record(self, experience: Experience, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Metrics of the updates."""
+        options = self.objective.surrogate_options
+        clip = [options[name] for name in ("eps_low", "eps_high") if name in options]
+        return {
+            **experience.signal,
+            **update_metrics(sums),
+            **({"clip_range": min(clip)} if clip else {}),
+        }
+
+    def finish(self, run: Context) -> None:
+        """Nobody else has the weights."""
+
+    def restore(self, run: Context) -> None:
+        """All that a run keeps is in the counters and the weights."""
+
+    def _micro_batches(
+        self, experience: Experience, step: PolicyStep, size: int
+    ) -> Iterator[tuple[Prepared, PolicyOutput]]:
+        """Rows and the policy's numbers for them; a process without any gets an absent one, as DDP must
+        meet."""
+        steps = len(experience.trained)
+        own = step.own(experience.first, len(experience.trajectory))
+        if not len(own):
+            nothing = replace(
+                step.prepared.rows(slice(0, 1)), weight=torch.zeros_like(step.prepared.weight[:1])
+            )
+            yield nothing.to(self.policy.device), self._output(experience, torch.zeros(1, dtype=torch.int64))
+            return
+        if couples_decisions(self.objective):
+            whole = own.split(max(1, size // steps))
+            for number, places in enumerate(whole):
+                sample = step.sample[places] - experience.first
+                rows = step.prepared.rows(places).to(self.policy.device)
+                last = number == len(whole) - 1
+                if steps <= size:
+                    with self._sync(last):
+                        yield rows, self._output(experience, sample)
+                else:
+                    yield from self._in_two_passes(experience, rows, sample, size, last)
+            return
+        place, decision = own.repeat_interleave(steps), torch.arange(steps).repeat(len(own))
+        for at in torch.arange(len(place)).split(size):
+            rows = flat_rows(step.prepared, place[at], decision[at]).to(self.policy.device)
+            sample = step.sample[place[at]] - experience.first
+            with self._sync(int(at[-1]) == len(place) - 1):
+                yield rows, self._output(experience, sample, decision[at])
+
+    def _sync(self, last: bool) -> Any:
+        return nullcontext() if last else self.accelerator.no_sync(self.module)
+
+    def _in_two_passes(
+        self, experience: Experience, rows: Prepared, sample: Tensor, size: int, last: bool
+    ) -> Iterator[tuple[Prepared, PolicyOutput]]:
+        """One sample whose steps do not fit into a micro-batch: ∂L/∂log π of all of them first, then the
+        network's gradient in parts. It costs one forward more and gives the same update."""
+        parts = torch.arange(len(experience.trained)).split(size)
+        with torch.no_grad():
+            found = [self._output(experience, sample.expand(len(part)), part) for part in parts]
+        names = [name for name, value in vars(found[0]).items() if value is not None]
+        leaves = {
+            name: torch.cat([getattr(one, name) for one in found]).view(1, -1).requires_grad_()
+            for name in names
+        }
+        yield rows, PolicyOutput(**leaves)
+        for part in parts:
+            with self._sync(last and part is parts[-1]):
+                now = self._output(experience, sample.expand(len(part)), part)
+                pairs = [(getattr(now, name)[:, 0], leaf.grad) for name, leaf in leaves.items()]
+                live = [(value, grad[0, part]) for value, grad in pairs if grad is not None]
+                torch.autograd.backward([value for value, _ in live], [grad for _, grad in live])
+
+    def _output(self, experience: Experience, sample: Tensor, decision: Tensor | None = None) -> PolicyOutput:
+        """What the policy says of N single decisions [N, 1], or of all decisions of n samples [n, T].
+
+        Args:
+            experience: the stored steps.
+            sample: [N] places among this process's samples.
+            decision: [N] places among the trained steps; None for all of each sample.
+        """
+        steps = len(experience.trained)
+        shape = (len(sample), 1 if decision is not None else steps)
+        if decision is None:
+            decision = torch.arange(steps).repeat(len(sample))
+            sample = sample.repeat_interleave(steps)
+        pairs = experience.trajectory.pairs(sample, experience.trained[decision])
+        condition, kernel = experience.condition.select(sample), experience.trajectory.kernel
+        mean_ref = None
+        if self.objective.kl > 0:  # before the policy's own forward: a reference may swap weights in place
+            with torch.no_grad(), self.accelerator.autocast(), self.policy.reference():
+                mean_ref = replay_pairs(self.policy, condition, pairs, kernel).mean
+        log_prob, mean = self.module(condition, pairs, kernel)
+        if self.objective.ratio == "guard":
+            noise = (pairs.x_next.to(pairs.mean) - pairs.mean) / _over(pairs.std, pairs.mean)
+            log_prob = guard_log_ratio(noise, mean, pairs.mean)
+        reduction: Any = kernel.log_prob_reduction
+        more: dict[str, Tensor] = {}
+        if mean_ref is not None:
+            more["kl"] = gaussian_kl(mean, mean_ref, pairs.std, log_prob_reduction=reduction)
+        if self.objective.surrogate in ("dppo", "ppo_kl"):
+            more["divergence"] = gaussian_kl(mean, pairs.mean, pairs.std, log_prob_reduction=reduction)
+        return PolicyOutput(
+            log_prob=log_prob.view(shape), **{name: value.view(shape) for name, value in more.items()}
+        )
+
+
+def _over(value: Tensor, event: Tensor) -> Tensor:
+    """[N] beside [N, ...]."""
+    return value.reshape(-1, *[1] * (event.ndim - 1))
+
+
+def choose_steps(settings: RolloutSettings, seed: int, iteration: int) -> tuple[list[int], tuple[int, ...]]:
+    """The stochastic steps of an iteration, and which of them (by place) are trained on."""
+    sde_steps = settings.stochastic
+    if settings.sde_window is None:
+        return sde_steps, tuple(sde_steps.index(step) for step in settings.trained)
+    draw = np.random.default_rng(sample_seed(seed, "noise steps", iteration))
+    chosen = sorted(int(step) for step in draw.choice(sde_steps, settings.sde_window, replace=False))
+    return chosen, tuple(range(len(chosen)))
+
+
+def step_weights(settings: DiffusionObjectiveSettings, rollout: RolloutSettings, sigmas: Tensor) -> Tensor:
+    """[T] float32 factor of the policy's loss at each denoising step.
+
+    "inverse_dt" is GRPO-Guard's 1/|dt| divided by its mean over the trained steps, so that the choice does
+    not change the scale of the loss; GRPO-Guard itself leaves it undivided.
+
+    Raises:
+        UserError: `objective.step_weights` has not one weight per step.
+    """
+    if settings.step_weights is not None:
+        if len(settings.step_weights) != rollout.steps:
+            raise UserError(
+                f"objective.step_weights has {len(settings.step_weights)} weights for {rollout.steps} "
+                "steps; give one for each step, 0 for those that are not trained."
+            )
+        return torch.tensor(settings.step_weights, dtype=torch.float32)
+    if settings.build(length=1).step_weight == "uniform":
+        return torch.ones(rollout.steps)
+    weight = guard_step_weight(sigmas.diff().float().cpu())
+    return weight / weight[rollout.trained].mean()
+
+
+def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, float]:
+    """Mean and spreads of the reward over the samples that could be judged.
+
+    Args:
+        value: [B].
+        valid: bool [B].
+        group: [B] integer labels.
+    """
+    known = value[valid]
+    index, groups = group_index(group[valid], len(known))
+    count = group_sum(torch.ones(len(known), 1, dtype=torch.float64), index, groups)[:, 0]
+    mean = group_sum(known[:, None], index, groups)[:, 0] / count
+    spread = group_sum((known - mean[index]).square()[:, None], index, groups)[:, 0] / count
+    return {
+        "reward_mean": float(known.mean()),
+        "reward_std": float(known.std(correction=0)),
+        "reward_group_std": float(spread.sqrt().mean()),
+        "valid_share": float(valid.double().mean()),
+    }

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one run of every training: collect -> prepare -> update -> record, and all that is the same for each.
+
+    run = RunSettings(folder=Path("runs/a"), iterations=50)
+    trainer = Trainer(FlowGRPO(policy, reward, records), run=run)
+    trainer.train()
+
+A `Trainer` owns AdamW, the averages, the counters, the check that the ratio is 1, checkpoints, metrics,
+trackers, the evaluation on the way and the time budget. What is trained, and on what, is an `Algorithm`:
+pictures, texts, demonstrations, labels. It owns nothing of the run and knows no trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from visalign.core.surrogates.ratio_check import check_log_ratio
+from visalign.errors import UserError
+
+from . import checkpoint
+from .ema import EMA
+from .metrics import MetricsFile
+from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
+from .progress import TrainingProgress
+from .runtime import InterruptFlag, PhaseClock
+
+Evaluate = Callable[[int], Mapping[str, float]]
+"""Iterations finished -> name -> number."""
+
+FIRST_LOSS_SCALE = 2.0**16
+"""Of networks that compute in float16, as torch's GradScaler begins."""
+SCALE_AGAIN_AFTER = 2000
+"""Updates in a row without an overflow after which the loss scale doubles, as torch's GradScaler does."""
+LOW_RESOLUTION = 10.0
+"""Below this median of √v̂/ε, ε takes a visible part of AdamW's steps."""
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What a run has done; these and the tensors are all that a checkpoint needs."""
+
+    iteration: int = 0
+    """Iterations finished."""
+    updates: int = 0
+    """Optimizer updates, those that were skipped included."""
+    skipped: int = 0
+    """Updates left out because their gradient was not finite."""
+    samples: int = 0
+    """Samples made or read for training, all processes."""
+    tokens: int = 0
+    """Tokens of these; 0 for pictures."""
+    forward_equivalents: int = 0
+    seconds: float = 0.0
+    """Wall-clock seconds, those before a resume included."""
+    loss_scale: float = 1.0
+    """Factor of the loss against underflow; above 1 for networks in float16 alone."""
+    since_overflow: int = 0
+    own: dict[str, Any] = field(default_factory=dict)
+    """What the algorithm keeps, JSON values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What an iteration has to learn from."""
+
+    experience: Any
+    """For `Algorithm.prepare`; None where there is nothing to learn."""
+    samples: int | None = None
+    """Made or read, all processes; None where the updates count them, as "samples"."""
+    tokens: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Context:
+    """What an algorithm sees of the run that it is part of."""
+
+    counters: Counters
+    optimizer: AdamWSettings
+    clock: PhaseClock
+
+
+class Algorithm(Protocol):
+    """What differs between trainings."""
+
+    accelerator: Accelerator
+    """Device, processes, trackers; without mixed precision, which is the model's own matter."""
+    ratio_bound: float | None
+    """Largest |log r| of a run's first update; None where there is no ratio."""
+    together: bool
+    """Whether all processes share the evaluation on the way; else the first does it alone."""
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Names and parameters that the optimizer moves, in a fixed order."""
+        ...
+
+    def rates(self, lr: float) -> Mapping[str, float]:
+        """Beginning of a parameter's name -> factor of the learning rate `lr`; the others have 1."""
+        ...
+
+    def compute_dtype(self) -> torch.dtype:
+        """In which the network's products run; float16 gets its loss scaled."""
+        ...
+
+    def forward_equivalents(self) -> int:
+        """Passes of the network so far in this process; 0 where nobody counts."""
+        ...
+
+    def collect(self, run: Context) -> Collected:
+        """Samples made and judged, or read, for one iteration."""
+        ...
+
+    def prepare(self, experience: Any, run: Context) -> Sequence[Any]:
+        """One entry per optimizer update; statistics are those of the whole update, over all processes."""
+        ...
+
+    def backward(self, experience: Any, step: Any, run: Context) -> Mapping[str, float]:
+        """Add the gradient of an update's loss, times `counters.loss_scale`, in any micro-batches.
+
+        Returns:
+            Sums over all processes, the same names for each update; with a ratio "largest" (max |log r|) and
+            "decisions" among them. The trainer adds "grad_norm", before clipping.
+        """
+        ...
+
+    def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+        """Metrics of the updates of an iteration."""
+        ...
+
+    def finish(self, run: Context) -> None:
+        """End an iteration, of which the counters count already: hand the weights to whoever else has to have
+        them, put into `counters.own` what a resume needs."""
+        ...
+
+    def restore(self, run: Context) -> None:
+        """Go on from the counters of a checkpoint; the weights are in place."""
+        ...
+
+
+A = TypeVar("A", bound=Algorithm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How long a run goes on, and what it writes down on the way."""
+
+    folder: Path
+    """Run folder; `metrics.jsonl` and `checkpoints/` go there."""
+    iterations: int
+    checkpoint_every: int = 10
+    """Iterations between two checkpoints; one more is written at the end."""
+    keep_checkpoints: int = 2
+    evaluate_every: int = 0
+    """Iterations between two evaluations; 0 for none."""
+    max_seconds: float | None = None
+    """Stop at the end of the iteration in which the run's training time reaches this; where that is depends
+    on the machine, so two such runs may differ in length."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The run's configuration as JSON values; a resume under another one is refused."""
+    free_keys: Collection[str] = ()
+    """Dotted keys of `config` that may differ on resume."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a call of `train` ended."""
+
+    counters: Counters
+    stopped: str
+    """"finished", "interrupted" (Ctrl-C) or "max_seconds"."""
+
+
+class Trainer(Generic[A]):
+    """Runs an algorithm's iterations and keeps what they leave behind.
+
+    Args:
+        algorithm: what is trained, and on what.
+        run: length, checkpoints, evaluation.
+        optimizer: how the weights move; None takes Flow-GRPO's published numbers.
+        evaluate: called with the iterations finished while the averaged weights are in place; its numbers are
+            logged as `heldout/...`.
+        progress: where the records are shown.
+
+    Raises:
+        UserError: nothing is trainable, or accelerate is set to divide gradients.
+    """
+
+    def __init__(
+        self,
+        algorithm: A,
+        *,
+        run: RunSettings,
+        optimizer: AdamWSettings | None = None,
+        evaluate: Evaluate | None = None,
+        progress: TrainingProgress | None = None,
+    ) -> None:
+        self.algorithm, self.run, self.evaluate = algorithm, run, evaluate
+        self.accelerator = algorithm.accelerator
+        _check_accelerator(self.accelerator)
+        settings = OptimizerSettings() if optimizer is None else optimizer
+        named = list(algorithm.parameters())
+        if not named:
+            raise UserError(
+                "The model has no trainable parameter. Train its head, its adapters, or all of it."
+            )
+        self.weights = TrainedWeights(named, settings, rates=algorithm.rates(settings.lr))
+        every = settings.ema_every if settings.ema_decay else 1
+        self.ema = EMA(
+            self.weights.masters, decay=settings.ema_decay, every=every, warmup=settings.ema_warmup
+        )
+        self.progress = progress or TrainingProgress(run.iterations, enabled=False)
+        low = algorithm.compute_dtype() == torch.float16
+        counters = Counters(loss_scale=FIRST_LOSS_SCALE if low else 1.0)
+        self.context = Context(counters=counters, optimizer=settings, clock=PhaseClock())
+        self._checked = self._warned = False
+
+    @property
+    def counters(self) -> Counters:
+        """What the run has done so far."""
+        return self.context.counters
+
+    @property
+    def clock(self) -> PhaseClock:
+        """Seconds by phase of the iteration that runs."""
+        return self.context.clock
+
+    def train(self) -> TrainResult:
+        """Run until the last iteration, the time budget, or Ctrl-C; the last state is always saved.
+
+        A resumed run whose budget is spent does nothing, as one that has reached its last iteration.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written, or its weights are not finite.
+            RatioError: the ratio is not 1 at the first update.
+            RewardFailure: too many samples could not be judged; and what else the algorithm raises.
+        """
+        counters, metrics = self.counters, None
+        if self.accelerator.is_main_process:
+            metrics = MetricsFile(self.run.folder / "metrics.jsonl", after=counters.iteration)
+        saved = counters.iteration
+        self.clock.take()
+        with InterruptFlag(self.progress.note) as interrupt:
+            stopped = "max_seconds" if self._agreed(self._is_over_budget()) else "finished"
+            while stopped == "finished" and counters.iteration < self.run.iterations:
+                record = self.iterate()
+                if metrics is not None:
+                    metrics.write(record)
+                self.accelerator.log(record, step=counters.iteration)
+                self.progress.update(record)
+                stopped = self._why_stop(interrupt)
+                due = counters.iteration % self.run.checkpoint_every == 0
+                if stopped != "finished" or due:
+                    with self.clock.phase("checkpoint"):
+                        self.save()
+                    saved = counters.iteration
+            if saved != counters.iteration:
+                self.save()
+        if stopped != "interrupted" and counters.iteration and counters.updates == counters.skipped:
+            self.progress.note(
+                f"Warning: {counters.iteration} iterations made no update: the weights are as at the start. "
+                + ("Every gradient was infinite or NaN." if counters.skipped else "No sample had a signal.")
+            )
+        return TrainResult(counters=counters, stopped=stopped)
+
+    def iterate(self) -> dict[str, Any]:
+        """One iteration: collect, prepare, update, record; returns its record."""
+        counters, algorithm = self.counters, self.algorithm
+        spent = algorithm.forward_equivalents()
+        collected = algorithm.collect(self.context)
+        updated, sums = {}, []
+        if collected.experience is not None:
+            with self.clock.phase("update"):
+                updated, sums = self._update(collected.experience)
+        samples = collected.samples
+        if samples is None:
+            samples = int(sum(each["samples"] for each in sums))
+        counters.iteration += 1
+        counters.samples += samples
+        counters.tokens += collected.tokens
+        algorithm.finish(self.context)
+        record: dict[str, Any] = {
+            "iteration": counters.iteration,
+            "samples": counters.samples,
+            **({"tokens": counters.tokens} if counters.tokens else {}),
+            "updates": counters.updates,
+            "updates_skipped": counters.skipped,
+            **collected.metrics,
+            **updated,
+            **self._passes(algorithm.forward_equivalents() - spent, samples),
+        }
+        return {**record, **self._evaluated(), **self._timed(samples)}
+
+    def _update(self, experience: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
+        """The optimizer updates of an iteration: their metrics, and the sums of each."""
+        sums: list[dict[str, float]] = []
+        lr = math.nan
+        steps = self.algorithm.prepare(experience, self.context)
+        for step in steps:
+            lr = self.context.optimizer.lr_at(self.counters.updates)
+            self.weights.begin(lr)
+            found = self.algorithm.backward(experience, step, self.context)
+            self.weights.gather_gradients(self.counters.loss_scale)
+            norm = self.weights.clip(self.context.optimizer.max_grad_norm)
+            sums.append({**found, "grad_norm": norm})
+            self._check_ratio(found)
+            self._step(math.isfinite(norm))
+        self.weights.clear()
+        record = dict(self.algorithm.record(experience, sums))
+        if sums:
+            known = [each["grad_norm"] for each in sums if math.isfinite(each["grad_norm"])]
+            record |= {"grad_norm": float(np.mean(known)) if known else math.nan, "lr": lr}
+            record |= self._resolution()
+            if self.counters.loss_scale != 1:
+                record["loss_scale"] = self.counters.loss_scale
+        return record, sums
+
+    def _step(self, finite: bool) -> None:
+        """Move the weights, or leave the update out; float16's loss scale falls where it overflowed."""
+        counters = self.counters
+        counters.updates += 1
+        if finite:
+            self.weights.step()
+            self.ema.update(counters.updates)
+            counters.since_overflow += 1
+        else:
+            counters.skipped += 1
+            counters.since_overflow = 0
+        if counters.loss_scale != 1:
+            if not finite:
+                counters.loss_scale = max(2.0, counters.loss_scale / 2)
+            elif counters.since_overflow % SCALE_AGAIN_AFTER == 0:
+                counters.loss_scale *= 2
+
+    def _check_ratio(self, sums: Mapping[str, float]) -> None:
+        """At the first update of this process's life the weights are those of the rollout: r must be 1."""
+        bound = self.algorithm.ratio_bound
+        if bound is not None and not self._checked and sums["decisions"]:
+            check_log_ratio(torch.tensor([sums["largest"]]), bound=bound)
+            self._checked = True
+
+    def _resolution(self) -> dict[str, float]:
+        found = self.weights.resolution()
+        if found < LOW_RESOLUTION and not self._warned:
+            self._warned = True
+            self.progress.note(
+                f"Warning: the median of √v/ε is {found:.2g}: ε of AdamW takes a visible part of its steps. "
+                f"Lower optimizer.eps ({self.context.optimizer.eps:g}), for example to 1e-15."
+            )
+        return {} if math.isnan(found) else {"adam_resolution": found}
+
+    def _passes(self, own: int, samples: int) -> dict[str, float]:
+        total = int(self.accelerator.reduce(torch.tensor([own], device=self.accelerator.device), "sum"))  # type: ignore[arg-type]
+        self.counters.forward_equivalents += total
+        return {"forward_equivalents_per_image": total / samples} if total and samples else {}
+
+    def _evaluated(self) -> dict[str, float]:
+        """The evaluation on the way, where the iteration just finished is due for one."""
+        every, iteration = self.run.evaluate_every, self.counters.iteration
+        if self.evaluate is None or not every or iteration % every:
+            return {}
+        found: Mapping[str, float] = {}
+        with self.clock.phase("evaluation"):
+            if self.algorithm.together or self.accelerator.is_main_process:
+                with self.averaged():
+                    found = self.evaluate(iteration)
+            self.accelerator.wait_for_everyone()
+        return {f"heldout/{name}": value for name, value in found.items()}
+
+    def _timed(self, samples: int) -> dict[str, float]:
+        """Seconds of the iteration that ends now, in all and by phase; they are added to the counters."""
+        seconds = self.clock.take()
+        total = seconds.pop("total")
+        training = total - seconds.get("evaluation", 0.0) - seconds.get("checkpoint", 0.0)
+        self.counters.seconds += total
+        other = max(0.0, total - sum(seconds.values()))
+        phases = {f"seconds/{name}": value for name, value in {**seconds, "other": other}.items()}
+        return {"seconds": total, **phases, "samples_per_second": samples / max(training, 1e-9)}
+
+    def _why_stop(self, interrupt: InterruptFlag) -> str:
+        """What all processes agree on: "finished" means go on."""
+        if self._agreed(interrupt.raised):
+            return "interrupted"
+        return "max_seconds" if self._agreed(self._is_over_budget()) else "finished"
+
+    def _is_over_budget(self) -> bool:
+        budget = self.run.max_seconds
+        return budget is not None and self.counters.seconds >= budget
+
+    def _agreed(self, own: bool) -> bool:
+        """Whether any process says so: all of them have to stop at the same iteration."""
+        said = torch.tensor([int(own)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(said, "sum").any())  # type: ignore[union-attr]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the block the model has the averaged weights; afterwards its own again, bit for bit."""
+        try:
+            with self.ema.applied():
+                self.weights.round()
+                yield
+        finally:
+            self.weights.round()
+
+    def save(self) -> None:
+        """Write a checkpoint of the present state (main process; the others wait).
+
+        Raises:
+            CheckpointError: it could not be written, or the weights are not finite: the last one stands.
+        """
+        if self.accelerator.is_main_process:
+            for name, value in self.weights.masters:
+                if not bool(torch.isfinite(value).all()):
+                    raise checkpoint.CheckpointError(
+                        f"after iteration {self.counters.iteration} the weight {name} is not finite: the run "
+                        "has diverged, and no checkpoint of it is kept. Go on from the last whole one with a "
+                        "lower optimizer.lr, or compute in bfloat16 or float32 where the model is in float16."
+                    )
+            checkpoint.save(
+                self.run.folder / "checkpoints",
+                self.counters.iteration,
+                {**self.weights.tensors(), "ema": self.ema.state()},
+                asdict(self.counters),
+                self.run.config,
+                keep=self.run.keep_checkpoints,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def resume(self) -> bool:
+        """Take up the newest whole checkpoint; says so, and why a newer one was passed over.
+
+        Returns:
+            Whether there was one; if not, the run starts at iteration 0.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or it belongs to another configuration or model.
+        """
+        root = self.run.folder / "checkpoints"
+        folder, passed = checkpoint.newest_intact(root)
+        for reason in passed:
+            self.progress.note(f"Passing over a checkpoint: {reason}")
+        if folder is None:
+            if passed:
+                raise checkpoint.CheckpointError(
+                    f"none of the {len(passed)} checkpoints in {root} is whole: {passed[0]} Start a new run "
+                    f"in another output folder, or delete {root} and resume to train this one from the start."
+                )
+            self.progress.note("No checkpoint yet: starting at iteration 0.")
+            return False
+        loaded = checkpoint.load(folder, self.run.config, free=self.run.free_keys)
+        self.weights.restore(loaded)
+        self.ema.load(loaded.tensors["ema"])
+        self.context.counters = Counters(**loaded.state)
+        self.algorithm.restore(self.context)
+        self.progress.go_on(self.counters.iteration, self.counters.seconds)
+        self.progress.note(f"Resumed from {folder} after iteration {loaded.step}.")
+        return True
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse settings from the environment that would change the gradient without a word."""
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise UserError(
+            f"accelerate divides every gradient by {steps} (gradient_accumulation_steps, perhaps from the "
+            "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS). An update here is one whole "
+            "batch, in micro-batches of optimizer.micro_batch: unset it."
+        )

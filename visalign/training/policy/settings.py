@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which objective a policy is trained with: a row of the table, and what differs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from visalign.core import Objective, named_objective
+from visalign.core.objective.decisions import check_decisions
+from visalign.core.tokens.statistics import Decisions
+from visalign.errors import UserError
+from visalign.training.loop.optimizer import above_zero, at_least
+
+MATRIX_ADVANTAGES = ("gdpo", "normalise_then_sum")
+"""Advantages of several rewards, [B, M]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """What is optimized."""
+
+    algorithm: str = "grpo"
+    """A row of `visalign.core.NAMED`; `docs` has the table of what each means for pictures and for texts."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Fields of `visalign.core.Objective` that differ from the row, e.g. {kl: 0.01}."""
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Row -> changes that apply where it is the chosen one, before `changes`; so that a file can suit several
+    rows, and another one can be chosen on the command line."""
+    epochs: int = 1
+    """Passes over the samples of an iteration (PPO's K)."""
+    ratio_bound: float | None = None
+    """Largest |log r| at the first update, where r must be 1; null: what float32 keeps."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.build(length=1).surrogate_options.items():
+            if name.startswith("eps_") and not value > 0:  # infinity switches the limit off
+                raise UserError(f"objective: {name} of surrogate_options is {value}; it must be above 0.")
+        at_least("objective.epochs", self.epochs, 1)
+        if self.ratio_bound is not None:
+            above_zero("objective.ratio_bound", self.ratio_bound)
+
+    def build(self, *, length: int) -> Objective:
+        """The objective; Dr.GRPO's length is the given one unless `changes` has one.
+
+        Args:
+            length: most decisions of a sample: tokens, or trained denoising steps.
+
+        Raises:
+            UserError: an unknown algorithm, field or option, with the nearest name.
+        """
+        changes = _merged(self.rows.get(self.algorithm, {}), self.changes)
+        try:
+            for name, fields in self.rows.items():
+                named_objective(name, **fields)
+            objective = named_objective(self.algorithm, **changes)
+            if objective.aggregation == "dr_grpo" and objective.length is None:
+                objective = named_objective(self.algorithm, **{**changes, "length": length})
+        except (ValueError, TypeError) as error:
+            raise UserError(f"objective: {error}") from error
+        return objective
+
+    def check(self, decisions: Decisions) -> None:
+        """Refuse a row that means nothing for such decisions, or that the trainers cannot feed.
+
+        Args:
+            decisions: what T counts.
+
+        Raises:
+            UserError: with the row to take instead.
+        """
+        objective = self.build(length=1)
+        try:
+            check_decisions(objective, decisions, name=self.algorithm)
+        except ValueError as error:
+            raise UserError(f"objective: {error}") from error
+        if objective.advantage in MATRIX_ADVANTAGES:
+            raise UserError(
+                f"objective.algorithm={self.algorithm} normalises several rewards one by one "
+                f"(advantage {objective.advantage}), and this trainer hands over their sum. Use "
+                "Objective.prepare with Trajectories.reward [B, M] in your own loop."
+            )
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of both, the second's where both have one; options are merged one by one."""
+    both = {**first, **second}
+    for key in first.keys() & second.keys():
+        if isinstance(first[key], Mapping) and isinstance(second[key], Mapping):
+            both[key] = {**first[key], **second[key]}
+    return both

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reinforcement learning of a text policy with any `Objective`: GRPO, DAPO, GSPO, PPO, FlowRL and the rest.
+
+Where this deviates from what trainers usually do, always on purpose:
+* denominators, advantages and selections are those of the whole optimizer step, so a micro-batch size changes
+  memory and nothing else;
+* the ratio is of the distribution that was sampled (temperature, top-k, top-p), and is checked to be 1 at the
+  first step;
+* an answer whose reward failed leaves its group's statistics and the loss;
+* answers without signal cost no backward pass, but stay in the denominator;
+* every random draw is a function of (seed, name, iteration or sample): a resumed run equals an
+  uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty_kl_coefficient
+from visalign.errors import UserError
+from visalign.interfaces import TextReward
+from visalign.text import TextPolicy
+from visalign.training.loop.judging import oriented
+from visalign.training.loop.sampler import PromptSampler
+from visalign.training.loop.trainer import Collected, Context
+from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
+
+from .collect import TextExperience, collect
+from .parts import (
+    Demonstrations,
+    Generates,
+    LogPartition,
+    ProcessJudge,
+    TextParts,
+    ValueFunction,
+    check_parts,
+)
+from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+
+AfterUpdate = Callable[[int], None]
+
+HEADS = ("value_head.", "value_model.", "log_partition.")
+"""Beginnings of the names of what is not the policy itself."""
+
+
+class TextRL:
+    """Trains a text policy on a reward, in one process; an `Algorithm` for `Trainer`.
+
+    Args:
+        policy: on its device.
+        reward: judges one answer at a time; higher is better (or its sign is turned).
+        records: prompt records, each with "prompt"; handed to the reward as metadata.
+        rollout: how answers are made.
+        objective: which row of the table is optimized.
+        seed: of the run.
+        accelerator: trackers; one process. None makes one on the policy's device.
+        dynamic: dynamic sampling.
+        generator: who writes the answers; None is the policy.
+        value_model: a value network of its own, for PPO; None where the policy has a value head.
+        log_partition: log Z of FlowRL.
+        process: judges the steps of an answer; its rewards are added to that of the answer's end.
+        demonstrations: given completions for PPO-ptx.
+        strata: label per record, see `PromptSampler`.
+        after_update: called with the iterations finished after the update, for a server that has to take
+            over the weights.
+
+    Raises:
+        UserError: settings that do not fit each other, an algorithm that lacks a part, or several processes.
+    """
+
+    together = False
+
+    def __init__(
+        self,
+        policy: TextPolicy,
+        reward: TextReward,
+        records: Sequence[Mapping[str, Any]],
+        *,
+        rollout: TextRolloutSettings | None = None,
+        objective: TextObjectiveSettings | None = None,
+        seed: int = 0,
+        accelerator: Accelerator | None = None,
+        dynamic: DynamicSettings | None = None,
+        generator: Generates | None = None,
+        value_model: ValueFunction | None = None,
+        log_partition: LogPartition | None = None,
+        process: ProcessJudge | None = None,
+        demonstrations: Demonstrations | None = None,
+        strata: Sequence[str] | None = None,
+        after_update: AfterUpdate | None = None,
+    ) -> None:
+        self.accelerator = one_process(accelerator, policy)
+        self.rollout = rollout or TextRolloutSettings()
+        self.settings = objective or TextObjectiveSettings()
+        self.row = self.settings.build(length=self.rollout.max_new_tokens)
+        self.parts = TextParts(
+            policy=policy,
+            generator=policy if generator is None else generator,
+            reward=oriented(reward),
+            records=records,
+            value_model=value_model,
+            log_partition=log_partition,
+            process=process,
+            demonstrations=demonstrations,
+            seed=seed,
+        )
+        check_parts(
+            self.parts,
+            self.row,
+            name=self.settings.algorithm,
+            recomputed=self.rollout.recompute or self.row.correction is not None,
+        )
+        size = self.rollout.prompts_per_iteration, self.rollout.group_size
+        self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
+        is_dynamic = dynamic is not None and dynamic.enabled
+        self.groups = dynamic.groups(size[0]) if is_dynamic and dynamic is not None else None
+        self.after_update = after_update
+        self.ratio_bound = self.settings.ratio_bound
+        self._penalty: float | None = None
+        self._had_updates = False
+
+    def rates(self, lr: float) -> Mapping[str, float]:
+        """Factor of the learning rate `lr` for the heads."""
+        heads = self.settings.heads_lr
+        return {} if heads is None else dict.fromkeys(HEADS, heads / lr)
+
+    @property
+    def objective(self) -> Objective:
+        """The row, with the present coefficient of PPO-KL."""
+        if self.settings.target_kl is None or self._penalty is None:
+            return self.row
+        return replace(self.row, surrogate_options={**self.row.surrogate_options, "beta": self._penalty})
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """The policy's, and those of a value network and a log-partition head."""
+        parts = self.parts
+        named = list(parts.policy.trainable_parameters())
+        if parts.value_model is not None:
+            named += [(f"value_model.{n}", p) for n, p in parts.value_model.named_parameters()]
+        if parts.log_partition is not None:
+            named += [(f"log_partition.{n}", p) for n, p in parts.log_partition.head.named_parameters()]
+        return named
+
+    def compute_dtype(self) -> torch.dtype:
+        """Of the policy's network."""
+        return getattr(self.parts.policy, "compute_dtype", torch.float32)
+
+    def forward_equivalents(self) -> int:
+        """Not counted for texts."""
+        return 0
+
+    def collect(self, run: Context) -> Collected:
+        """Answers made, judged and, with dynamic sampling, chosen."""
+        iteration = run.counters.iteration
+        made = collect(
+            self.parts, self.sampler, self.groups, iteration, self.rollout, self.objective, run.clock
+        )
+        self._had_updates = made.experience is not None
+        return made
+
+    def prepare(self, experience: TextExperience, run: Context) -> list[PolicyStep]:
+        """Advantages, selections, denominators and the split into updates of whole groups."""
+        updates, first = run.optimizer.updates_per_iteration, run.counters.updates
+        extras = None
+        if self.parts.demonstrations is not None:
+            total = updates * self.settings.epochs
+            extras = [self.parts.demonstrations.batch(first + i) for i in range(total)]
+            weight = extras[0].weight
+            experience.trajectories = replace(experience.trajectories, ptx_weight=weight)
+        steps, experience.signal = prepare_steps(
+            self.objective,
+            self.settings,
+            experience.trajectories,
+            updates=updates,
+            seed=self.parts.seed,
+            iteration=run.counters.iteration,
+            whole_groups=True,
+            extras=extras,
+        )
+        return steps
+
+    def backward(self, experience: TextExperience, step: PolicyStep, run: Context) -> dict[str, float]:
+        """The policy's log-probs with gradient, in micro-batches of answers, the longest first."""
+        size: int = run.optimizer.micro_batch  # type: ignore[attr-defined]
+        return backward(
+            self.objective,
+            self._micro_batches(experience, step, size),
+            self.accelerator,
+            scale=run.counters.loss_scale,
+        )
+
+    def record(self, experience: TextExperience, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Metrics of the updates; moves PPO-KL's coefficient."""
+        found = {**experience.signal, **update_metrics(sums)}
+        target = self.settings.target_kl
+        if target is not None:
+            used = float(self.objective.surrogate_options.get("beta", 1.0))
+            moved = self._moved(experience)
+            self._penalty = float(penalty_kl_coefficient(used, moved, target=target))
+            found |= {"kl_old": moved, "penalty": used}
+        return found
+
+    def finish(self, run: Context) -> None:
+        """Keep the counters of dynamic sampling and of PPO-KL; hand the weights to a server."""
+        if self.groups is not None:
+            run.counters.own["groups"] = self.groups.state_dict()
+        if self._penalty is not None:
+            run.counters.own["penalty"] = self._penalty
+        if self.after_update is not None and self._had_updates:
+            with run.clock.phase("sync"):
+                self.after_update(run.counters.iteration)
+
+    def restore(self, run: Context) -> None:
+        """Go on from a checkpoint; whoever writes the answers still has other weights."""
+        own = run.counters.own
+        self._penalty = own.get("penalty")
+        if self.groups is not None and "groups" in own:
+            self.groups.load_state_dict(own["groups"])
+        if self.after_update is not None:
+            self.after_update(run.counters.iteration)
+
+    @torch.no_grad()
+    def _moved(self, experience: TextExperience) -> float:
+        """KL(π_old‖π) per token after the last step, k3."""
+        t = experience.trajectories
+        now = self.parts.policy.log_probs(experience.rollout).log_prob.cpu()
+        log_ratio = (now - t.old_log_prob).double()
+        return float((log_ratio.expm1() - log_ratio)[t.weight != 0].mean())
+
+    def _micro_batches(
+        self, experience: TextExperience, step: PolicyStep, size: int
+    ) -> Iterator[tuple[Prepared, PolicyOutput]]:
+        prepared, given = step.prepared, step.extra
+        if given is not None:
+            prepared = replace(prepared, ptx_counts=count_step(given.weight))
+        places = step.own(0, len(experience.trajectories.weight))
+        places = places[torch.argsort((prepared.weight[places] != 0).sum(1), stable=True, descending=True)]
+        parts = list(places.split(size)) or [places]
+        shares = [None] * len(parts) if given is None else torch.arange(len(given)).chunk(len(parts))
+        for number, part in enumerate(parts):
+            share = shares[number] if number < len(shares) else None
+            if len(part) or share is not None:
+                sample = step.sample[part]
+                output = self._output(experience, sample, given, share)
+                yield prepared.rows(part).to(output.log_prob.device), output
+
+    def _output(
+        self, experience: TextExperience, sample: torch.Tensor, given: Any, share: torch.Tensor | None
+    ) -> PolicyOutput:
+        """What policy and heads say of n answers, and of the micro-batch's share of the demonstrations."""
+        parts, rollout = self.parts, experience.rollout
+        out = parts.policy.log_probs(rollout, sample)
+        more: dict[str, Any] = {"value": out.value if parts.value_model is None else None}
+        if self.row.value and parts.value_model is not None:
+            more["value"] = parts.value_model.values(rollout, sample)
+        if parts.log_partition is not None and experience.features is not None:
+            more["log_z"] = parts.log_partition.head(experience.features[sample])
+        if given is not None and share is not None:
+            more["ptx_log_prob"] = parts.policy.log_probs(given, share).log_prob
+            more["ptx_weight"] = given.weight[share].to(out.log_prob.device)
+        return PolicyOutput(log_prob=out.log_prob, entropy=out.entropy, **more)
+
+
+def one_process(accelerator: Accelerator | None, policy: TextPolicy) -> Accelerator:
+    """The accelerator, or one on the policy's device.
+
+    Raises:
+        UserError: it has several processes.
+    """
+    if accelerator is None:
+        accelerator = Accelerator(cpu=torch.device(policy.device).type == "cpu")
+    if accelerator.num_processes > 1:
+        raise UserError(
+            f"Text policies train in one process, and {accelerator.num_processes} were started. Start the "
+            "command without accelerate launch or torchrun."
+        )
+    return accelerator
