@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
@@ -43,7 +42,7 @@ class ModelConfig:
     """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it."""
     use_t5: bool = True
     """false leaves the third text encoder out where the model has one."""
-    image_size: Any = None
+    image_size: int | tuple[int, int] | None = None
     """Pixels per side, or [height, width]; null: the model's own."""
     max_sequence_length: int = 256
     """Tokens of the T5 part of the context."""
@@ -52,11 +51,6 @@ class ModelConfig:
         check_dtype("model.dtype", self.dtype)
         check_dtype("model.autocast", self.autocast)
         at_least("model.guidance", self.guidance, 1.0)
-        sides = self.image_size if isinstance(self.image_size, list | tuple) else [self.image_size] * 2
-        if len(sides) != 2 or not all(type(s) is int and s > 0 for s in sides if self.image_size is not None):
-            raise UserError(
-                f"model.image_size is {self.image_size!r}; give pixels per side, [height, width], or null."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
     from visalign.adapters.lora import LoraSettings
 
     def options(model: ModelConfig) -> dict[str, Any]:
-        lora, size = None, model.image_size
+        lora = None
         if model.lora is not None:
             targets = model.lora.target_modules
             chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
@@ -39,7 +39,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             "lora": lora,
             "max_sequence_length": model.max_sequence_length,
             "autocast": None if model.autocast is None else getattr(torch, model.autocast),
-            "image_size": tuple(size) if isinstance(size, list) else size,
+            "image_size": model.image_size,
         }
 
     with no_loading_bars():

@@ -63,7 +63,7 @@ def test_a_users_own_model_trains_from_the_command_line(folder):
         ("model.adapter=null", r"There is no model folder mine"),
         (
             "model.image_size=[8, 8, 8]",
-            r"model\.image_size is \[8, 8, 8\]; give pixels per side, \[height, width\]",
+            r"Key 'model\.image_size' in .*got \[8, 8, 8\] \(list\), expected int",
         ),
     ],
 )
