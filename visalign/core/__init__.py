@@ -159,11 +159,7 @@ from visalign.core.surrogates.off_policy import (
     off_policy_mask,
 )
 from visalign.core.surrogates.ppo import (
-    ClipFractions,
-    RatioStatistics,
-    clip_fractions,
     ppo_clip,
-    ratio_statistics,
 )
 from visalign.core.surrogates.ratios import (
     LEVELS,
@@ -217,17 +213,17 @@ from visalign.core.tokens.statistics import Decisions, ppo_clipped, require_toke
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 
 __all__ = [
-    "LEVELS", "MODES", "NAMED", "PEERS", "ClipFractions", "Counts", "Decisions", "Explanation", "IctLabels",
+    "LEVELS", "MODES", "NAMED", "PEERS", "Counts", "Decisions", "Explanation", "IctLabels",
     "ImportanceWeights", "InvarianceReport", "Loss", "LossStatistics", "Objective",
     "PolicyOutput", "Prepared", "RankingFit",
-    "RatioStatistics", "Trajectories", "YesNo", "adapt_entropy_coefficient", "adaptive_kl_coefficient",
+    "Trajectories", "YesNo", "adapt_entropy_coefficient", "adaptive_kl_coefficient",
     "aem_advantages", "aem_scale", "aggregate", "aggregate_steps", "anchored_entropy_loss", "answer_counts",
     "answer_statistics", "average_pairs", "best_of_group_advantages", "best_of_n_kl_bound",
     "best_of_n_kl_estimate", "between_group_advantages", "bhattacharyya", "bhattacharyya_overlap",
     "binary_kl", "binary_tv", "both_orders", "bradley_terry_loss", "categorical_kl", "check_decisions",
     "check_invariance",
     "cispo", "clamp_advantages", "class_disagreement", "clip_b_keep", "clip_b_thresholds", "clip_cov_keep",
-    "clip_cov_thresholds", "clip_fractions", "clip_step_rewards", "clip_v_keep", "clip_v_thresholds",
+    "clip_cov_thresholds", "clip_step_rewards", "clip_v_keep", "clip_v_thresholds",
     "combine_gradients", "combine_members", "conditional_advantages", "conditional_value_at_risk",
     "consistency_entropy", "copo_advantages", "copo_weight", "count_step", "covariance_statistics",
     "ctrl_u_loss", "ctrl_u_weight", "delta_step_rewards", "diff_presets", "discounted_returns",
@@ -249,7 +245,7 @@ __all__ = [
     "opo_advantages", "outcome_loss", "pair_deviation", "paired_cosine", "pass_at_k", "pass_at_k_advantages",
     "penalise", "penalty_kl_coefficient", "pickscore_loss", "place_terminal", "ppo_clip", "ppo_clipped",
     "ppo_kl", "predicted_entropy_change", "preference_as_reward", "prl_advantages", "process_advantages",
-    "quality_preferences", "range_value_at_risk", "rank_margin_loss", "ratio_level", "ratio_statistics",
+    "quality_preferences", "range_value_at_risk", "rank_margin_loss", "ratio_level",
     "reinforce", "reinforce_pp_advantages", "reinforce_pp_baseline_advantages", "relative_log_density",
     "remax_advantages", "replay_advantages", "replay_weight", "require_tokens", "reward_fusion",
     "reward_probability", "row_tokens", "sapo", "sequence_log_ratio", "shrink_advantages", "siren_keep",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from visalign.core import clip_fractions, log_ratio, ppo_clip, ratio_statistics
+from visalign.core import log_ratio, ppo_clip
 
 NAN = float("nan")
 BOUNDS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.3}
@@ -168,61 +168,6 @@ def test_far_off_ratios_rest_at_the_ceiling() -> None:
     assert (value.item(), grad.item()) == (3.0, 0.0)
 
 
-def test_clip_fractions_count_what_has_no_gradient() -> None:
-    generator = torch.Generator().manual_seed(1)
-    log_r = torch.randn(6, 5, generator=generator) * 0.6
-    advantage = torch.randn(6, generator=generator)
-    weight = (torch.rand(6, 5, generator=generator) > 0.3).float() * 2.5
-    _, grad = gradient(log_r, advantage)
-    inside = weight > 0
-    expected = ((grad == 0) & inside).sum() / inside.sum()
-    fractions = clip_fractions(log_r, advantage, weight, **BOUNDS)
-    assert expected > 0 and fractions.low > 0 and fractions.high > 0 and fractions.dual == 0
-    torch.testing.assert_close(fractions.total, expected)
-    torch.testing.assert_close(fractions.low + fractions.high, fractions.total)
-    for options in CEILINGS.values():
-        _, grad = gradient(log_r, advantage, **options)
-        held = clip_fractions(log_r, advantage, weight, **BOUNDS, **options)
-        torch.testing.assert_close(held.total, ((grad == 0) & inside).sum() / inside.sum())
-        torch.testing.assert_close(held.low + held.high + held.dual, held.total)
-
-
-def test_clip_fractions_by_hand() -> None:
-    log_r = torch.tensor([[1.0, 1.0, -1.0, -1.0]], requires_grad=True)
-    advantage = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
-    fractions = clip_fractions(log_r, advantage, **BOUNDS)
-    assert (fractions.low, fractions.high, fractions.total) == (0.25, 0.25, 0.5)
-    assert not fractions.total.requires_grad
-    masked = clip_fractions(log_r, advantage, torch.tensor([[1.0, 0, 0, 0]]), **BOUNDS)
-    assert (masked.low, masked.high) == (0, 1)
-    nothing = clip_fractions(log_r, advantage, torch.zeros(1, 4), **BOUNDS)
-    assert nothing.total == 0
-
-
-def test_ratio_statistics_by_hand() -> None:
-    log_r = torch.tensor([[math.log(2.0), math.log(0.5), NAN]], dtype=torch.float64, requires_grad=True)
-    stats = ratio_statistics(log_r, torch.tensor([[1.0, 3.0, 0.0]]))
-    close: dict[str, Any] = {"rel": 1e-12}
-    assert stats.mean.item() == pytest.approx(1.25, **close)
-    assert stats.std.item() == pytest.approx(0.75, **close)
-    assert (stats.low.item(), stats.high.item()) == pytest.approx((0.5, 2.0), **close)
-    assert stats.kl.item() == pytest.approx(0.25, **close)
-    assert stats.largest.item() == pytest.approx(math.log(2), **close)
-    assert not stats.mean.requires_grad
-
-
-def test_ratio_statistics_see_tiny_differences_in_float32() -> None:
-    stats = ratio_statistics(torch.tensor([1e-6, -1e-6]))
-    assert stats.std.item() == pytest.approx(1e-6, rel=1e-5)
-    assert stats.largest.item() == pytest.approx(1e-6)
-
-
-def test_ratio_statistics_of_nothing_are_those_of_one() -> None:
-    stats = ratio_statistics(torch.full((2, 2), NAN), torch.zeros(2, 2))
-    values = (stats.mean, stats.std, stats.low, stats.high, stats.kl, stats.largest)
-    assert values == (1, 0, 1, 1, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("log_r", "advantage", "bounds", "message"),
     [
@@ -241,14 +186,3 @@ def test_ratio_statistics_of_nothing_are_those_of_one() -> None:
 def test_bad_input_is_named(log_r: Tensor, advantage: Tensor, bounds: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ppo_clip(log_r, advantage, **(BOUNDS | bounds))
-    with pytest.raises(ValueError, match=message):
-        clip_fractions(log_r, advantage, **(BOUNDS | bounds))
-
-
-def test_statistics_refuse_a_weight_of_another_shape() -> None:
-    for call in (
-        lambda: ratio_statistics(torch.zeros(2, 3), torch.zeros(2)),
-        lambda: clip_fractions(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), **BOUNDS),
-    ):
-        with pytest.raises(ValueError, match=r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"):
-            call()

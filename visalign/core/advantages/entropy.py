@@ -58,8 +58,8 @@ def aem_advantages(
         advantage: [B] or [B, T].
         entropy: [B], as in `aem_scale`.
         group: [B] labels.
-        lam: λ.
-        min_range: as in `aem_scale`.
+        lam: λ ≥ 0; 0 switches it off.
+        min_range: least difference of entropies that counts, in nats.
 
     Returns:
         The shape of advantage, float32 or better.

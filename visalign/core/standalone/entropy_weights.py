@@ -62,11 +62,11 @@ def empg_advantages(
         advantage: [B], from the outcome; what is not finite is missing, and its segments are absent.
         entropy: [B, S], as in `empg_scale`.
         weight: [B, S], 0 for absent segments; the next segment is the next present one.
-        k: as in `empg_scale`.
+        k: steepness of g, ≥ 0; 0 switches it off.
         k_bonus: k′ ≥ 0.
         zeta: ζ, weight of the bonus, in the unit of the advantage.
         centre: take the mean off.
-        eps: as in `empg_scale`.
+        eps: against equal entropies, in nats.
 
     Returns:
         [B, S], float32 or better; 0 where absent.

@@ -89,12 +89,12 @@ def mixed_value_at_risk(
 
     Args:
         score: any shape, e.g. [B] sums over bundles of prompts; what is not finite is missing.
-        q_down: as in `range_value_at_risk`; tracked over steps by `track_quantile`.
-        q_up: as in `range_value_at_risk`.
+        q_down: lower quantile of the scores, tracked over steps by `track_quantile`.
+        q_up: upper quantile, alike.
         level_down: α_d.
         level_up: α_u.
         tail_weight: ω ≥ 0.
-        natural_baseline: as in `range_value_at_risk`.
+        natural_baseline: shift RVaR by q_down − q_up, so that no score has a positive one.
 
     Returns:
         The shape of score, float32 or better, no gradient; 0 where missing.

@@ -103,8 +103,8 @@ def reward_fusion(
         reward: [B], any unit.
         neighbour_reward: [B, M], the same unit; what is not finite is no neighbour and takes no place.
         similarity: [B, M] to the sample itself, whose own similarity is 1.
-        threshold: as in `neighbour_weights`.
-        top: as in `neighbour_weights`.
+        threshold: least similarity that counts, in [0, 1].
+        top: most neighbours beside the sample itself.
 
     Returns:
         [B], float32 or better, no gradient; NaN where the reward itself is missing.

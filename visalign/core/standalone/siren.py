@@ -62,14 +62,14 @@ def nucleus_entropy(logits: Tensor, *, p: float = 0.8, boundary: Boundary = "ins
 
     Args:
         logits: [..., V]; float16 and bfloat16 are computed in float32.
-        p: as in `nucleus_mask`; 0.8 in the paper.
-        boundary: as in `nucleus_mask`.
+        p: mass of the nucleus, in [0, 1]; 0.8 in the paper.
+        boundary: "inside" or "crossing", see `nucleus_mask`.
 
     Returns:
         [...], in nats, float32 or better.
 
     Raises:
-        ValueError: as in `nucleus_mask`.
+        ValueError: p outside [0, 1], or an unknown boundary.
 
     SIREN, arXiv 2509.25133.
     """

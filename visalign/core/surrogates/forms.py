@@ -57,14 +57,14 @@ def gradient_keeping_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: floa
     Args:
         log_ratio: [B] or [B, T], differentiable.
         advantage: [B], or the shape of log_ratio; detached here.
-        eps_low: as in `ppo_clip`.
-        eps_high: as in `ppo_clip`.
+        eps_low: the clip's lower bound is 1 − eps_low.
+        eps_high: its upper one 1 + eps_high.
 
     Returns:
         The shape of log_ratio, float32 or better.
 
     Raises:
-        ValueError: as in `ppo_clip`.
+        ValueError: shapes that do not fit, or bounds that are no interval around 1.
 
     Dong et al., Agentic Entropy-Balanced Policy Optimization (AEPO), arXiv 2510.14545.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy surrogates: log-ratio and advantage in, one loss per decision out; and what was clipped.
+"""PPO's clipped surrogate: log-ratio and advantage in, one loss per decision out.
 
 The objectives never learn whether T counts tokens or denoising steps.
 """
@@ -59,107 +59,10 @@ def ppo_clip(
     bounds = _bounds(eps_low, eps_high, dual_clip, delta)
     value, gain = surrogate_inputs(log_ratio, advantage)
     above, below, beyond = _clipped(value, gain, bounds)
+    # −min(r A, clip(r, 1 − ε_low, 1 + ε_high) A): where the min takes a bound, the loss is a constant
     ratio = bounded_ratio(torch.where(above | below | beyond, 0.0, value))
     ratio = torch.where(above, 1 + bounds.high, torch.where(below, 1 - bounds.low, ratio))
     return -torch.where(beyond, 1 + bounds.ceiling, ratio) * gain
-
-
-@dataclass(frozen=True)
-class ClipFractions:
-    """Share of the present decisions whose gradient the clip removed; 0-dim tensors in [0, 1]."""
-
-    total: Tensor
-    """low + high + dual."""
-    low: Tensor
-    """A < 0 and r < 1 − ε_low."""
-    high: Tensor
-    """A > 0 and r > 1 + ε_high."""
-    dual: Tensor
-    """A < 0 and r above the ceiling; 0 without one."""
-
-
-def clip_fractions(
-    log_ratio: Tensor,
-    advantage: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float | None = None,
-    delta: float | None = None,
-) -> ClipFractions:
-    """Count what `ppo_clip` cuts off with the same arguments.
-
-    Args:
-        log_ratio: [B] or [B, T].
-        advantage: [B], or the shape of log_ratio.
-        weight: the shape of log_ratio; decisions of weight 0 are not counted, the others count once.
-        eps_low: as in `ppo_clip`.
-        eps_high: as in `ppo_clip`.
-        dual_clip: as in `ppo_clip`.
-        delta: as in `ppo_clip`.
-
-    Returns:
-        Fractions without gradient; 0 when no decision is present.
-
-    Raises:
-        ValueError: as in `ppo_clip`.
-    """
-    bounds = _bounds(eps_low, eps_high, dual_clip, delta)
-    value, gain = surrogate_inputs(log_ratio, advantage)
-    inside = _inside(value, weight)
-    count = inside.sum().clamp(min=1)
-    high, low, dual = ((hit & inside).sum() / count for hit in _clipped(value, gain, bounds))
-    return ClipFractions(total=low + high + dual, low=low, high=high, dual=dual)
-
-
-@dataclass(frozen=True)
-class RatioStatistics:
-    """How far the policy has moved from the rollout policy; 0-dim tensors without gradient."""
-
-    mean: Tensor
-    """Mean of r; 1 in expectation."""
-    std: Tensor
-    """Standard deviation of r (ddof 0)."""
-    low: Tensor
-    """Smallest r."""
-    high: Tensor
-    """Largest r."""
-    kl: Tensor
-    """Mean of r − 1 − log r ≥ 0, an estimate of KL(π_old ‖ π) in the unit of the log-ratio."""
-    largest: Tensor
-    """Largest |log r|: at the first update the floor that rounding sets, to hold against the clip range."""
-
-
-def ratio_statistics(log_ratio: Tensor, weight: Tensor | None = None) -> RatioStatistics:
-    """Describe the ratios of the present decisions.
-
-    Args:
-        log_ratio: any shape.
-        weight: the same shape; decisions of weight 0 are not counted, the others count once.
-
-    Returns:
-        Statistics in float32 or better; those of a single ratio of 1 when no decision is present.
-
-    Raises:
-        ValueError: shapes differ.
-    """
-    value = float32(log_ratio.detach())
-    inside = _inside(value, weight)
-    value = torch.where(inside, value, 0.0)
-    shift = torch.expm1(value.clamp(max=LOG_RATIO_LIMIT))
-    count = inside.sum().clamp(min=1)
-    mean = shift.sum() / count
-    spread = torch.where(inside, shift - mean, 0.0).square().sum() / count
-    empty = ~inside.any()
-    return RatioStatistics(
-        mean=1 + mean,
-        std=spread.sqrt(),
-        low=1 + torch.where(empty, 0.0, torch.where(inside, shift, float("inf")).min()),
-        high=1 + torch.where(empty, 0.0, torch.where(inside, shift, float("-inf")).max()),
-        kl=(shift - value).sum() / count,
-        largest=value.abs().max(),
-    )
 
 
 def surrogate_inputs(log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,13 +142,3 @@ def _clipped(log_ratio: Tensor, advantage: Tensor, bounds: _Bounds) -> tuple[Ten
         worse & (shift < -bounds.low),
         worse & (shift > bounds.ceiling),
     )
-
-
-def _inside(log_ratio: Tensor, weight: Tensor | None) -> Tensor:
-    if weight is None:
-        return torch.ones_like(log_ratio, dtype=torch.bool)
-    if weight.shape != log_ratio.shape:
-        raise ValueError(
-            f"log_ratio {tuple(log_ratio.shape)} and weight {tuple(weight.shape)} must have one shape."
-        )
-    return weight != 0

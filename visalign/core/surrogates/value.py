@@ -55,17 +55,17 @@ def value_clip_fraction(
     """Share of the present decisions whose gradient the clip of `value_loss` removed.
 
     Args:
-        values: as in `value_loss`.
-        returns: as in `value_loss`.
-        old_values: as in `value_loss`.
-        clip: as in `value_loss`.
+        values: V of the model as it is.
+        returns: the targets, of the shape of values.
+        old_values: V of the rollout.
+        clip: c of `value_loss`: V may move by c before its gradient goes.
         weight: the shape of values; decisions of weight 0 are not counted, the others count once.
 
     Returns:
         0-dim, in [0, 1], without gradient; 0 when no decision is present.
 
     Raises:
-        ValueError: as in `value_loss`.
+        ValueError: shapes that do not fit, or a clip that is not positive.
     """
     value, target, old = _prepare(values.detach(), returns, old_values, clip, weight)
     assert old is not None

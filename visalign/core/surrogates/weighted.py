@@ -64,7 +64,7 @@ def cispo(
         advantage: [B], or the shape of log_prob; detached here.
         bound_low: smallest weight, ≥ 0.
         bound_high: largest weight, ≥ bound_low; infinity: e^20.
-        weight: as in `reinforce`.
+        weight: the shape of log_prob; where it is 0, loss and gradient are exactly 0.
 
     Returns:
         The shape of log_prob, float32 or better. "token_mean" is the paper's aggregation.
@@ -140,11 +140,11 @@ def vespo(
         log_prob: [B, T] log π per decision (or [B] per sequence), differentiable.
         log_ratio: the shape of log_prob: `ratio_level(…, "sequence_sum")`, not length-normalised; detached.
         advantage: [B], or the shape of log_prob; detached here.
-        k_pos: as in `gamma_weight`.
-        lambda_pos: as in `gamma_weight`.
-        k_neg: as in `gamma_weight`.
-        lambda_neg: as in `gamma_weight`.
-        weight: as in `reinforce`.
+        k_pos: exponent of W where A ≥ 0.
+        lambda_pos: rate of its decay there.
+        k_neg: exponent of W where A < 0.
+        lambda_neg: rate of its decay there.
+        weight: the shape of log_prob; where it is 0, loss and gradient are exactly 0.
 
     Returns:
         The shape of log_prob, float32 or better.
@@ -186,7 +186,7 @@ def dppo(
         limit_high: largest D for A > 0, ≥ 0.
         cap: largest ratio, > 0.
         log_prob: the shape of log_ratio, log π, differentiable.
-        weight: as in `reinforce`.
+        weight: the shape of log_prob; where it is 0, loss and gradient are exactly 0.
 
     Returns:
         The shape of log_ratio, float32 or better.

@@ -178,7 +178,7 @@ def clip_cov_keep(
         weight: the shape of log_prob.
         noise: the shape of log_prob.
         thresholds: of the whole step.
-        excluded: as in `clip_cov_thresholds`.
+        excluded: bool, tokens that could not be drawn.
 
     Returns:
         bool, the shape of log_prob; False for drawn and for absent decisions.

@@ -149,8 +149,8 @@ def ppo_clipped(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_hig
     Args:
         log_ratio: [B, T].
         advantage: [B], or the shape of log_ratio.
-        eps_low: as in `ppo_clip`.
-        eps_high: as in `ppo_clip`.
+        eps_low: the clip's lower bound is 1 − eps_low.
+        eps_high: its upper one 1 + eps_high.
 
     Returns:
         bool, the shape of log_ratio; False where a number is missing.
