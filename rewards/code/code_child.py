@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of the code sandbox: run as a script by `code_sandbox`, standard library only.
+"""The inside of the code sandbox: run as a script by `sandbox`, standard library only.
 
-Three processes. The supervisor gives up root where it can and enters fresh user, mount, network, process and
-IPC namespaces; the init process holds the process namespace, so that its death is everybody's; the worker
-drops all capabilities, sets the resource limits, installs the audit hook, and runs the generated code.
+Three processes. The supervisor gives up root where it can, enters fresh user, mount, network, process and
+IPC namespaces, keeps the time, and ends when nothing is left; the init process holds the process namespace,
+so that its death is everybody's; the worker drops all capabilities, sets the resource limits, installs the
+audit hook, and runs the generated code.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import stat
 import struct
 import sys
+import time
 import types
 from typing import Any
 
@@ -253,10 +255,46 @@ def work(config: dict[str, Any], channel: Channel, libc: ctypes.CDLL | None, iso
     exec(compile(source, "solution.py", "exec"), module.__dict__)
 
 
-def end_like(status: int) -> None:
-    """End this process as the child ended, 128 + signal for a killed one."""
+def exit_code(status: int) -> int:
+    """Of a process that was waited for; 128 + signal for a killed one."""
     code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
+    return code if code >= 0 else 128 - code
+
+
+def supervise(child: int, seconds: float) -> int | None:
+    """The exit code of the code's process, None where its time was over. Nothing that it began is left."""
+    late: list[bool] = []
+
+    def end(*_: Any) -> None:
+        late.append(True)
+        os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    status = os.waitpid(child, 0)[1]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    with Caught():
+        os.killpg(child, signal.SIGKILL)
+    for _ in range(500):  # orphans come to this process, and so do their children once they are dead
+        for orphan in children():
+            with Caught():
+                os.kill(orphan, signal.SIGKILL)
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+        except ChildProcessError:
+            break
+    return None if late else exit_code(status)
+
+
+def children() -> list[int]:
+    """Of this process; none where there is no /proc."""
+    found = []
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with Caught(), open(f"/proc/{entry}/stat") as file:
+            if file.read().rpartition(")")[2].split()[1] == str(os.getpid()):
+                found.append(int(entry))
+    return found
 
 
 def main() -> None:
@@ -281,13 +319,12 @@ def main() -> None:
     isolated = problem is None
     channel.send(isolation="namespaces" if isolated else "process", why=problem)
     if child := os.fork():
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        channel.send(ended=code if code >= 0 else 128 - code)
-        signal.pause()  # orphans of the worker are this process's until the caller has killed them
-    if isolated and libc is not None:
+        channel.send(ended=supervise(child, config["limits"]["wall_seconds"]))
+        os._exit(0)
+    if libc is not None:
         libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the supervisor
-        if worker := os.fork():
-            end_like(os.waitpid(worker, 0)[1])
+    if isolated and (worker := os.fork()):
+        os._exit(exit_code(os.waitpid(worker, 0)[1]))
     work(config, channel, libc, isolated)
 
 

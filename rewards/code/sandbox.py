@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run generated Python in a process of its own, with limits, and come back alive.
 
-What is guaranteed on Linux where user namespaces are permitted (`isolation` says "namespaces"; the kernel
-enforces it): no network; no sight of or signal to other processes; the whole file system is read-only but for
-one empty folder of `file_mb`, which is gone afterwards; everything that was started is killed with the run,
-daemons and forks that changed their session included. No capability or set-uid program helps the code. Files
-that the user may read stay readable.
+Always: CPU seconds, address space, file size, open files per process; forks in all; the wall clock; an empty
+environment; output cut; no rights of root where everybody can read Python's library. The address space is per
+process, so a run can take `processes` times as much. Files that the user may read stay readable.
 
-Elsewhere ("process") the interpreter refuses network, programs, signals, and changes outside the folder by an
-audit hook, and what was started is found by its parents and killed. That stops accidents and
-careless code; code that means harm gets around it (native code, for one). Ask for isolation="namespaces" to
-refuse that.
+With user namespaces (`isolation` says "namespaces"; the kernel enforces it): no network; no sight of or
+signal to other processes; the whole file system is read-only but for one empty folder of `file_mb`, which is
+gone afterwards; everything that was started is killed with the run, daemons and forks that changed their
+session included. No capability or set-uid program helps the code. Root's process count cannot be bound.
 
-Everywhere: CPU seconds, address space, file size, open files per process; forks in all; the wall clock; an
-empty environment; output cut. The address space is per process, so a run can take `processes` times as much.
-A user namespace cannot bind root's process count; run as another user where that matters (root gives up its
-rights by itself if everybody can read Python's library).
+Without them ("process"; "auto" then says so once as a warning) the interpreter refuses network, programs,
+signals, and changes outside the folder by an audit hook, and what was started is found by its parents and
+killed. That stops accidents and careless code; code that means harm gets around it (native code, for one).
+Ask for isolation="namespaces" to refuse that. Where the code's author is an enemy, run all of this in a
+virtual machine: neither kind is meant as the only wall.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -133,8 +134,15 @@ def run_python(
             "isolation": isolation,
             "packages": packages,
         }
-        with _Process(config, stdin) as process:
-            run = process.watch(limits)
+        run = _run(config, stdin, limits)
+    if isolation == "auto" and run.isolation == "process":
+        warnings.warn(
+            f"The code sandbox has no isolation by the kernel here ({_first(run.records, 'why')}), but "
+            "limits and an audit hook, which code that means harm gets around. Permit user namespaces "
+            "(kernel setting, container option); isolation='namespaces' insists on them, 'process' takes the "
+            "limits as enough.",
+            stacklevel=2,
+        )
     if isolation == "namespaces" and (refused := _first(run.records, "refused")):
         raise RewardError(
             f"The code sandbox cannot make namespaces ({refused}). Permit user namespaces (kernel setting, "
@@ -143,22 +151,14 @@ def run_python(
     return run
 
 
-class _Process:
-    """The supervisor with its pipes; leaving the context kills all that it started."""
-
-    def __init__(self, config: dict[str, Any], stdin: str) -> None:
-        self._config = config
-        self._stdin = stdin
-        self._nonce = config["nonce"].encode()
-        self._open: list[IO[bytes]] = []
-
-    def __enter__(self) -> _Process:
-        read_end, write_end = os.pipe()
-        task, given = self._file(json.dumps(self._config)), self._file(self._stdin)
-        flags = ["-s", "-P", "-B"] if self._config["packages"] else ["-s", "-S", "-P", "-B"]
-        folder = self._config["folder"]
+def _run(config: dict[str, Any], stdin: str, limits: Limits) -> Run:
+    """Start the supervisor, read its pipes until all has ended, and see that nothing is left."""
+    folder, flags = config["folder"], ["-s", "-P", "-B"] if config["packages"] else ["-s", "-S", "-P", "-B"]
+    read_end, write_end = os.pipe()
+    records = open(read_end, "rb", buffering=0)
+    with records, _file(json.dumps(config)) as task, _file(stdin) as given:
         try:
-            self._popen = subprocess.Popen(
+            popen = subprocess.Popen(
                 [sys.executable, *flags, str(CHILD), str(task.fileno()), str(write_end)],
                 stdin=given,
                 stdout=subprocess.PIPE,
@@ -169,82 +169,66 @@ class _Process:
                 start_new_session=True,
             )
         except OSError as error:
-            os.close(read_end)
             raise RewardError(f"The code sandbox cannot start {sys.executable}: {error}.") from error
         finally:
             os.close(write_end)
-            task.close()
-            given.close()
-        self._records = os.fdopen(read_end, "rb", buffering=0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        kill_tree(self._popen.pid)
-        self._popen.wait()
-        for stream in (self._records, self._popen.stdout, self._popen.stderr):
-            if stream is not None:
-                stream.close()
-
-    def _file(self, text: str) -> IO[bytes]:
-        file = tempfile.TemporaryFile()  # closed by __enter__
-        file.write(text.encode("utf-8", "surrogatepass"))
-        file.seek(0)
-        return file
-
-    def watch(self, limits: Limits) -> Run:
-        """Read all pipes until the code has ended or its time is over."""
-        kept = {"records": bytearray(), "stdout": bytearray(), "stderr": bytearray()}
-        room = {"records": RECORDS_LIMIT, "stdout": limits.output_bytes, "stderr": limits.output_bytes}
-        cut = dict.fromkeys(kept, False)
-        deadline, ready, ended = time.monotonic() + limits.start_seconds, False, False
-        with selectors.DefaultSelector() as selector:
-            streams = zip(("records", "stdout", "stderr"), self._streams(), strict=True)
-            for name, stream in streams:
-                os.set_blocking(stream.fileno(), False)
-                selector.register(stream, selectors.EVENT_READ, name)
-            while (left := deadline - time.monotonic()) > 0 and selector.get_map():
-                events = selector.select(0 if ended else left)
-                if ended and not events:
-                    break
-                for key, _ in events:
-                    chunk = os.read(key.fd, _CHUNK)
-                    if not chunk:
-                        selector.unregister(key.fileobj)
-                        continue
-                    space = room[key.data] - len(kept[key.data])
-                    kept[key.data] += chunk[:space]
-                    cut[key.data] |= len(chunk) > space
-                if not ready and self._has(kept["records"], b'{"ready"'):
-                    ready, deadline = True, time.monotonic() + limits.wall_seconds
-                ended = ended or self._has(kept["records"], b'{"ended"')
-        return self._result(kept, cut["stdout"], ready)
-
-    def _streams(self) -> tuple[Any, Any, Any]:
-        return self._records, self._popen.stdout, self._popen.stderr
-
-    def _has(self, records: bytearray, start: bytes) -> bool:
-        return self._nonce + start in records
-
-    def _result(self, kept: dict[str, bytearray], stdout_cut: bool, ready: bool) -> Run:
-        records = _read_records(bytes(kept["records"]), self._nonce)
-        exit_code = _first(records, "ended")
-        texts = {name: bytes(kept[name]).decode("utf-8", "replace") for name in ("stdout", "stderr")}
-        failure = None
-        if not ready:
-            failure = f"the sandbox did not start: {texts['stderr'].strip()[-300:] or 'no word from it'}"
-        return Run(
-            failure=failure,
-            isolation=_first(records, "isolation") or "",
-            timed_out=ready and exit_code is None,
-            exit_code=exit_code,
-            stdout=texts["stdout"],
-            stdout_cut=stdout_cut,
-            stderr=texts["stderr"],
-            records=records,
-        )
+        streams = {"records": (records, RECORDS_LIMIT)}
+        streams |= {name: (getattr(popen, name), limits.output_bytes) for name in ("stdout", "stderr")}
+        with popen:
+            try:
+                seconds = limits.start_seconds + limits.wall_seconds
+                kept, cut = _read(streams, seconds, config["nonce"].encode() + b'{"ended"')
+            finally:  # the supervisor has gone by itself, or cannot be relied on
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(popen.pid, signal.SIGKILL)
+    said = _records(bytes(kept["records"]), config["nonce"].encode())
+    stdout, stderr = (kept[name].decode("utf-8", "replace") for name in ("stdout", "stderr"))
+    is_ready, exit_code = _first(said, "ready"), _first(said, "ended")
+    return Run(
+        failure=None
+        if is_ready
+        else f"the sandbox did not start: {stderr.strip()[-300:] or 'no word from it'}",
+        isolation=_first(said, "isolation") or "",
+        timed_out=bool(is_ready) and exit_code is None,
+        exit_code=exit_code,
+        stdout=stdout,
+        stdout_cut="stdout" in cut,
+        stderr=stderr,
+        records=said,
+    )
 
 
-def _read_records(raw: bytes, nonce: bytes) -> list[dict[str, Any]]:
+def _file(text: str) -> IO[bytes]:
+    file = tempfile.TemporaryFile()
+    file.write(text.encode("utf-8", "surrogatepass"))
+    file.seek(0)
+    return file
+
+
+def _read(
+    streams: Mapping[str, tuple[Any, int]], seconds: float, last: bytes
+) -> tuple[dict[str, bytearray], set[str]]:
+    """What is kept of each stream, and which were cut; until their ends, or soon after the last record."""
+    kept = {name: bytearray() for name in streams}
+    cut: set[str] = set()
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        for name, (stream, _) in streams.items():
+            selector.register(stream, selectors.EVENT_READ, name)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                chunk = os.read(key.fd, _CHUNK)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                space = streams[key.data][1] - len(kept[key.data])
+                kept[key.data] += chunk[:space]
+                cut |= {key.data} if len(chunk) > space else set()
+                if key.data == "records" and last in kept["records"]:
+                    deadline = min(deadline, time.monotonic() + 1.0)
+    return kept, cut
+
+
+def _records(raw: bytes, nonce: bytes) -> list[dict[str, Any]]:
     """The records of the lines that carry the nonce; the code's own writing on the pipe is left out."""
     records = []
     for line in raw.split(b"\n"):
@@ -258,37 +242,3 @@ def _read_records(raw: bytes, nonce: bytes) -> list[dict[str, Any]]:
 
 def _first(records: list[dict[str, Any]], key: str) -> Any:
     return next((record[key] for record in records if key in record), None)
-
-
-def kill_tree(root: int) -> None:
-    """Kill a process, its group, and all descendants, those too that left the group."""
-    for _ in range(50):
-        found = _descendants(root)
-        if not found:
-            break
-        for process in found:
-            _kill(os.kill, process)
-    _kill(os.killpg, root)
-
-
-def _kill(how: Any, target: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        how(target, signal.SIGKILL)
-
-
-def _descendants(root: int) -> list[int]:
-    """Living descendants, by the parent of every process; none where there is no /proc."""
-    parents: dict[int, int] = {}
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with contextlib.suppress(OSError, ValueError):
-            state, parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                parents[int(entry)] = int(parent)
-    found, seen = [], {root}
-    for _ in range(len(parents)):
-        fresh = [process for process, parent in parents.items() if parent in seen and process not in seen]
-        if not fresh:
-            return found
-        found += fresh
-        seen |= set(fresh)
-    return found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 
 from visalign.rewards import RewardError
 from visalign.rewards.code import sandbox as code_sandbox
-from visalign.rewards.code.reward import CodeTests
+from visalign.rewards.code.reward import CodeTests, UnreadableTests, read_tests
 from visalign.rewards.code.sandbox import Limits, run_python
-from visalign.rewards.code.test_forms import UnreadableTests, read_tests
 from visalign.rewards.text.fences import extract_code
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is exercised on Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is exercised on Linux"),
+    pytest.mark.filterwarnings("default:The code sandbox has no isolation by the kernel here"),
+]
 
 QUICK = Limits(wall_seconds=1.5, cpu_seconds=1, memory_mb=256, file_mb=2)
 ISOLATIONS = ("auto", "process")
@@ -242,6 +245,29 @@ def test_nothing_survives_the_run(isolation, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_run_ends_by_itself_where_its_caller_was_killed(isolation, tmp_path):
+    child = tmp_path / "child.py"
+    child.write_text(code_sandbox.CHILD.read_text())
+    script = (
+        "import os\nfrom pathlib import Path\nfrom visalign.rewards.code import sandbox\n"
+        "sandbox.CHILD = Path(os.environ['CHILD'])\n"
+        f"sandbox.run_python('import time; time.sleep(60)', isolation={isolation!r},"
+        " limits=sandbox.Limits(wall_seconds=4))"
+    )
+    surroundings = os.environ | {"CHILD": str(child)}
+    caller = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], env=surroundings)
+    end = time.monotonic() + 60
+    while not processes_with(bytes(child)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    caller.kill()
+    caller.wait()
+    while processes_with(bytes(child)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_files_outside_the_folder_are_safe(isolation, tmp_path):
     victim = tmp_path / "folder"
     victim.mkdir()
@@ -293,7 +319,8 @@ def test_refused_namespaces_are_an_error_that_says_what_to_do(monkeypatch, tmp_p
     monkeypatch.setattr(code_sandbox, "CHILD", child)
     with pytest.raises(RewardError, match=r"cannot make namespaces \(unshare: .*Permit user namespaces"):
         run_python("", limits=QUICK, isolation="namespaces")
-    assert run_python("print(1)", limits=QUICK).isolation == "process"
+    with pytest.warns(UserWarning, match=r"no isolation by the kernel here \(unshare: .*Permit user namesp"):
+        assert run_python("print(1)", limits=QUICK).isolation == "process"
 
 
 def test_cpu_seconds_end_a_run_before_its_wall_clock():
