@@ -43,8 +43,14 @@ from visalign.rewards.vlm.requests import PRECISIONS, requests
 from visalign.rewards.vlm.template import JudgeSettings
 from visalign.rewards.weights.fingerprints import WeightPrint
 
-from .ensemble_loading import build_ensemble, read_ensemble, write_ensemble
-from .ensemble_members import find_folder, read_member, stack_members
+from .ensemble_folders import (
+    build_ensemble,
+    find_folder,
+    read_ensemble,
+    read_member,
+    stack_members,
+    write_ensemble,
+)
 from .ensemble_model import LoraEnsembleModel
 from .model import REWARD_TOKEN
 
@@ -160,7 +166,7 @@ class LoraEnsembleReward:
         """Give all members one level and one scale on these pictures: a constant and a factor for each.
 
         The scale is that of the member whose scores are spread the most, since a deviation can be added but
-        not taken away (`lora_ensemble_model.stretched`); the level is the members' mean. A member's order of
+        not taken away (`ensemble_model.stretched`); the level is the members' mean. A member's order of
         pictures stays as it is, and so, but for an approximation, do its probabilities of pairs.
 
         Args:
@@ -182,7 +188,7 @@ class LoraEnsembleReward:
         factor = spread.max() / spread
         level = known.mean(1) * factor
         bias = model.heads.biases[-1]
-        model.stretch *= factor.to(model.stretch)
+        model.stretch.mul_(factor.to(model.stretch))
         bias[:, 0] += ((level.mean() - level).to(bias)) / model.stretch
         self._keep(model)
 
@@ -230,7 +236,7 @@ class LoraEnsembleReward:
         if rows:
             found, log_std = model(rows)
             mean[:, :, places] = torch.stack([found, log_std.exp()]).cpu()
-        return self._combined(*mean.double(), reasons)
+        return self._combined(mean[0].double(), mean[1].double(), reasons)
 
     def _combined(self, mean: Tensor, std: Tensor, reasons: list[str | None]) -> Scores:
         """One judgement [B] of the members' means and deviations [M, B]."""

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""M HPSv3-type judges on one vision-language model as one module: one pass, M means and deviations."""
+"""M HPSv3-type judges on one vision-language model as one module: one pass, M means and deviations.
+
+The batch is repeated M times and each adapted layer adds its member's x Aᵀ Bᵀ by one grouped product, so the
+frozen weights are read once for all members, and launches do not grow with M (peft's mixed batches loop over
+the adapters: equal numbers, no less time, and no training). What stands before the first adapter, the vision
+tower, runs once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,6 @@ from visalign.rewards.vlm.engine import Row, VisionLanguageJudge
 from visalign.rewards.vlm.packing import Batch
 from visalign.rewards.vlm.template import Template
 
-from .ensemble_layers import head_outputs, stack_adapters
 from .head import PLACES, RanknetHead
 from .loading import check_keys
 from .model import REWARD_TOKEN, HPSv3Model
@@ -25,6 +30,54 @@ TOKEN = "reward_token"
 """Key of the members' embeddings of the reward token, [M, H]."""
 STRETCH = "stretch"
 """Key of the factors on the members' scales, [M], at least 1; all 1 where it is missing."""
+
+
+class StackedLora(nn.Module):
+    """y = W x + b + s · B_m A_m x for rows of M members that lie one after another; A and B start at 0.
+
+    Args:
+        base: the frozen linear layer.
+        members: M.
+        rank: r.
+        scaling: s, LoRA's α/r.
+    """
+
+    def __init__(self, base: nn.Linear, members: int, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.base, self.scaling = base, scaling
+        where: Any = {"device": base.weight.device, "dtype": torch.float32}
+        self.lora_a = nn.Parameter(torch.zeros(members, rank, base.in_features, **where))
+        self.lora_b = nn.Parameter(torch.zeros(members, base.out_features, rank, **where))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M·B, ..., in] -> [M·B, ..., out]; row m·B + i belongs to member m."""
+        members, own = self.lora_a.shape[0], self.lora_a.dtype
+        if x.shape[0] % members:
+            raise ValueError(f"{x.shape[0]} rows for {members} members; give each member's rows.")
+        found = self.base(x)
+        narrow = torch.bmm(x.reshape(members, -1, x.shape[-1]).to(own), self.lora_a.mT)
+        whole = found.reshape(members, -1, found.shape[-1]).to(own)
+        return torch.baddbmm(whole, narrow, self.lora_b.mT, alpha=self.scaling).view_as(found).to(found.dtype)
+
+
+def stack_adapters(
+    backbone: nn.Module, names: Sequence[str], members: int, rank: int, scaling: float
+) -> dict[str, StackedLora]:
+    """Put stacked adapters around the linear layers of these full names, in place.
+
+    Raises:
+        RewardError: the backbone has no linear layer of such a name.
+    """
+    layers = {name: module for name, module in backbone.named_modules() if isinstance(module, nn.Linear)}
+    if lacking := sorted(set(names) - set(layers)):
+        raise RewardError(
+            f"The model lacks {len(lacking)} linear layers that the members adapt: {', '.join(lacking[:3])}. "
+            "Give the base that they were trained from."
+        )
+    adapters = {name: StackedLora(layers[name], members, rank, scaling) for name in names}
+    for name, adapter in adapters.items():
+        backbone.set_submodule(name, adapter)
+    return adapters
 
 
 class RanknetHeads(nn.Module):
@@ -45,7 +98,8 @@ class RanknetHeads(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[M, N, 2] float32 of hidden states [M, N, H]."""
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            hidden = head_outputs(hidden.relu() if layer else hidden, weight, bias)
+            before = hidden.relu() if layer else hidden.float()
+            hidden = torch.baddbmm(bias[:, None], before, weight.mT)  # h_m W_mᵀ + b_m
         return hidden
 
     def tensors(self) -> dict[str, Tensor]:
@@ -102,8 +156,7 @@ class LoraEnsembleModel(nn.Module):
                 "vision tower. Train members whose LoRA is in the language part alone."
             )
         rank = tensors[f"{layers[0]}.lora_A"].shape[1] if layers else 0
-        stacked = stack_adapters(engine.model, layers, members, rank, scaling, torch.Generator())
-        self.adapters = {name: stacked[name] for name in layers}
+        self.adapters = stack_adapters(engine.model, layers, members, rank, scaling)
         self.heads = RanknetHeads(heads).to(engine.network.device)
         size = engine.model.config.get_text_config().hidden_size
         self.tokens = nn.Parameter(torch.zeros(members, size, device=engine.network.device))
@@ -123,6 +176,11 @@ class LoraEnsembleModel(nn.Module):
         for name, layer in self.adapters.items():
             found |= {f"{name}.lora_A": layer.lora_a, f"{name}.lora_B": layer.lora_b}
         return found | {TOKEN: self.tokens, STRETCH: self.stretch}
+
+    def diversity(self) -> Tensor:
+        """`nuclear_diversity` summed over the adapted layers; add −λ times it to the members' loss."""
+        layers = self.adapters.values()
+        return torch.stack([nuclear_diversity(layer.lora_a, layer.lora_b) for layer in layers]).sum()
 
     def forward(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """(mean [M, N], log-deviation [M, N]) float32 of N encoded rows."""
@@ -192,3 +250,24 @@ def _parts(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor], list[
             "folder again: LoraEnsembleReward.from_members([...]).save(folder)."
         )
     return next(iter(sizes.values())), heads, layers
+
+
+def nuclear_diversity(lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    """‖[A_1; …; A_M]‖_* + ‖[B_1 … B_M]‖_*, the nuclear norms of the members' stacked matrices.
+
+    For rows and columns of given lengths it is largest when they are orthogonal, so maximising it
+    keeps an ensemble from collapsing into one member. UP-RLHF maximises the nuclear norm of the concatenated
+    LoRA matrices; taking A and B apart is our reading.
+
+    Args:
+        lora_a: [M, r, in].
+        lora_b: [M, out, r].
+
+    Returns:
+        A scalar, differentiable.
+
+    Zhai et al., UP-RLHF, arXiv 2401.00243.
+    """
+    stacked = lora_a.reshape(-1, lora_a.shape[-1])
+    beside = lora_b.transpose(0, 1).reshape(lora_b.shape[1], -1)
+    return torch.linalg.matrix_norm(stacked.float(), "nuc") + torch.linalg.matrix_norm(beside.float(), "nuc")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-pass LoRA ensemble against peft's adapters one after another; heads, gradients, bad input."""
+"""Stacked adapters against peft's, one after another and mixed; gradients, diversity, bad input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen2Config, Qwen2Model
 
 from visalign.rewards import RewardError
-from visalign.rewards.hpsv3.ensemble_layers import (
-    LoraEnsemble,
-    StackedLora,
-    head_outputs,
-    last_token,
-    nuclear_diversity,
-    repeat_rows,
-)
+from visalign.rewards.hpsv3.ensemble_model import StackedLora, nuclear_diversity, stack_adapters
 
 M, B, D = 3, 4, 32
 TARGETS = ["q_proj", "v_proj"]
@@ -60,66 +53,68 @@ def _peft(backbone: Qwen2Model) -> Any:
     return model.eval()
 
 
+def _stacked(peft: Any, backbone: Qwen2Model) -> Qwen2Model:
+    """The backbone with the adapters of `_peft`, stacked."""
+    states = [get_peft_model_state_dict(peft, adapter_name=f"m{m}") for m in range(M)]
+    names = sorted({key.partition(".lora_")[0].removeprefix("base_model.model.") for key in states[0]})
+    with torch.no_grad():
+        for name, layer in stack_adapters(backbone, names, M, 4, 8 / 4).items():
+            for part, target in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):
+                target.copy_(
+                    torch.stack([state[f"base_model.model.{name}.{part}.weight"] for state in states])
+                )
+    return backbone
+
+
+def _repeated(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.repeat(M, 1) for name, value in inputs.items()}
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_one_pass_equals_pefts_sequential_passes() -> None:
+def test_one_pass_equals_pefts_sequential_passes_and_its_mixed_batch() -> None:
     backbone, inputs = _backbone(), _inputs()
     peft = _peft(backbone)
-    ensemble = LoraEnsemble(
-        copy.deepcopy(backbone), members=M, hidden_size=D, targets=TARGETS, rank=4, alpha=8
-    )
     expected = []
-    for m in range(M):
-        ensemble.load_member(m, get_peft_model_state_dict(peft, adapter_name=f"m{m}"))
-        peft.set_adapter(f"m{m}")
-        with torch.no_grad():
-            feature = last_token(peft(**inputs), inputs)
-            expected.append(feature @ ensemble.head[m].T + ensemble.bias[m])
-    calls = []
-    handle = ensemble.backbone.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
-        found = ensemble(**inputs)
-    handle.remove()
-    assert found.shape == (M, B, 1) and len(calls) == 1
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
-    assert float((found[0] - found[1]).abs().max()) > 1e-2
+        for m in range(M):
+            peft.set_adapter(f"m{m}")
+            expected.append(peft(**inputs).last_hidden_state)
+        names = [f"m{m}" for m in range(M) for _ in range(B)]
+        mixed = peft(**_repeated(inputs), adapter_names=names).last_hidden_state
+        found = _stacked(peft, copy.deepcopy(backbone))(**_repeated(inputs)).last_hidden_state
+    real = inputs["attention_mask"].bool().repeat(M, 1)
+    torch.testing.assert_close(found[real], torch.cat(expected)[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[real], mixed[real], rtol=1e-5, atol=1e-5)
+    assert float((found[:B] - found[B : 2 * B])[real[:B]].abs().max()) > 1e-2
 
 
-def test_shared_embeddings_run_once() -> None:
-    """A tower before the first adapter is run by the caller on B rows; its output is repeated."""
-    backbone, inputs = _backbone(), _inputs()
-    ensemble = LoraEnsemble(backbone, members=M, hidden_size=D, targets=TARGETS, outputs=2)
-    rows = []
-    backbone.embed_tokens.register_forward_hook(lambda _, given, out: rows.append(given[0].shape[0]))
-    embeds = backbone.embed_tokens(inputs["input_ids"])
-    found = ensemble(inputs_embeds=embeds, attention_mask=inputs["attention_mask"])
-    assert rows == [B] and found.shape == (M, B, 2)
-    torch.testing.assert_close(found, ensemble(**inputs))
-
-
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    ensemble = LoraEnsemble(_backbone(), members=M, hidden_size=D, targets=TARGETS)
+    backbone, inputs = _backbone(), _inputs()
+    stacked = _stacked(_peft(backbone), backbone)
     with torch.no_grad():
-        for layer in ensemble.adapters.values():
-            layer.lora_b.normal_(generator=torch.Generator().manual_seed(3))
-        whole = ensemble(**_inputs())
+        whole = stacked(**_repeated(inputs)).last_hidden_state.unflatten(0, (M, B))
         for row in range(B):
-            alone = ensemble(**{name: value[row : row + 1] for name, value in _inputs().items()})
-            torch.testing.assert_close(alone[:, 0], whole[:, row], rtol=1e-5, atol=1e-5)
+            one = _repeated({name: value[row : row + 1] for name, value in inputs.items()})
+            alone, real = stacked(**one).last_hidden_state, inputs["attention_mask"][row].bool()
+            torch.testing.assert_close(alone[:, real], whole[:, row, real], rtol=1e-5, atol=1e-5)
 
 
-def test_only_adapters_and_heads_train_and_members_do_not_mix() -> None:
-    ensemble = LoraEnsemble(_backbone(), members=M, hidden_size=D, targets=TARGETS)
-    trained = {name for name, parameter in ensemble.named_parameters() if parameter.requires_grad}
-    assert trained and all("lora_" in name or name in ("head", "bias") for name in trained)
-    ensemble(**_inputs())[1].sum().backward()
-    for name, parameter in ensemble.named_parameters():
-        if name in trained and "lora_a" not in name:  # B is 0, so A has no gradient yet
-            assert parameter.grad is not None and float(parameter.grad[1].abs().sum()) > 0, name
-            assert float(parameter.grad[[0, 2]].abs().sum()) == 0, name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_members_do_not_mix_in_the_gradient() -> None:
+    backbone = _backbone()
+    stacked = _stacked(_peft(backbone), backbone.requires_grad_(False))
+    stacked(**_repeated(_inputs())).last_hidden_state[B : 2 * B].sum().backward()
+    trained = {name: one for name, one in stacked.named_parameters() if one.requires_grad}
+    assert len(trained) == 2 * 2 * 2 and all("lora_" in name for name in trained)
+    for name, parameter in trained.items():
+        assert parameter.grad is not None and float(parameter.grad[1].abs().sum()) > 0, name
+        assert float(parameter.grad[[0, 2]].abs().sum()) == 0, name
 
 
 def test_gradients_of_the_grouped_product() -> None:
-    layer = StackedLora(torch.nn.Linear(3, 4), 2, 2, 0.5, torch.Generator().manual_seed(0)).double()
+    layer = StackedLora(torch.nn.Linear(3, 4), 2, 2, 0.5).double()
+    torch.nn.init.normal_(layer.lora_a)
     torch.nn.init.normal_(layer.lora_b)
     x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
 
@@ -129,13 +124,6 @@ def test_gradients_of_the_grouped_product() -> None:
     assert torch.autograd.gradcheck(run, (x, layer.lora_a, layer.lora_b))
     by_hand = layer.base(x[2]) + 0.5 * x[2] @ layer.lora_a[1].T @ layer.lora_b[1].T
     torch.testing.assert_close(layer(x)[2], by_hand)
-
-
-def test_heads_on_shared_features_are_one_matmul() -> None:
-    feature, weight, bias = torch.randn(B, D), torch.randn(M, 2, D), torch.randn(M, 2)
-    shared = head_outputs(feature, weight, bias)
-    torch.testing.assert_close(shared, head_outputs(feature.expand(M, B, D), weight, bias))
-    torch.testing.assert_close(shared[1], feature @ weight[1].T + bias[1])
 
 
 def test_diversity_is_largest_for_orthogonal_members() -> None:
@@ -150,41 +138,11 @@ def test_diversity_is_largest_for_orthogonal_members() -> None:
     assert a.grad is not None and b.grad is not None
     step = 1e-3 * a.grad
     assert nuclear_diversity(a + step, b) > nuclear_diversity(a, b)
-    ensemble = LoraEnsemble(_backbone(), members=M, hidden_size=D, targets=TARGETS)
-    assert float(ensemble.diversity().detach()) > 0
-
-
-def test_the_last_token_with_padding_on_either_side() -> None:
-    hidden = torch.arange(12.0).view(3, 4, 1)
-    output = type("Output", (), {"last_hidden_state": hidden})
-    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1]])
-    assert last_token(output, {"attention_mask": mask}).flatten().tolist() == [1, 7, 11]
-    assert last_token(output, {}).flatten().tolist() == [3, 7, 11]
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match="no linear layer of the backbone is named c_attn"):
-        LoraEnsemble(_backbone(), members=2, hidden_size=D, targets=["c_attn"])
-    with pytest.raises(ValueError, match="members is 0"):
-        LoraEnsemble(_backbone(), members=0, hidden_size=D)
-    with pytest.raises(ValueError, match="outputs 3"):
-        LoraEnsemble(_backbone(), members=1, hidden_size=D, outputs=3)
-    with pytest.raises(ValueError, match=r"different numbers of rows .a: 2, b: 3"):
-        repeat_rows({"a": torch.zeros(2), "b": torch.zeros(3, 1)}, 2)
-    layer = StackedLora(torch.nn.Linear(3, 4), 2, 2, 0.5, torch.Generator())
+    layer = StackedLora(torch.nn.Linear(3, 4), 2, 2, 0.5)
     with pytest.raises(ValueError, match="3 rows for 2 members"):
         layer(torch.zeros(3, 3))
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_checkpoints_that_do_not_fit_are_refused_by_key() -> None:
-    backbone = _backbone()
-    state = get_peft_model_state_dict(_peft(backbone), adapter_name="m0")
-    ensemble = LoraEnsemble(backbone, members=M, hidden_size=D, targets=TARGETS, rank=4)
-    name = next(iter(state))
-    with pytest.raises(RewardError, match=r"0 keys for layers.0.self_attn.q_proj.lora_A.weight"):
-        ensemble.load_member(0, {key: value for key, value in state.items() if "0.self_attn.q" not in key})
-    with pytest.raises(RewardError, match="unexpected keys other"):
-        ensemble.load_member(0, state | {"other": torch.zeros(1)})
-    with pytest.raises(RewardError, match=r"has shape \(1, 1\)"):
-        ensemble.load_member(0, state | {name: torch.zeros(1, 1)})
+    with pytest.raises(RewardError, match=r"lacks 1 linear layers that the members adapt: norm\. Give"):
+        stack_adapters(_backbone(), ["norm", "layers.0.self_attn.q_proj"], 2, 2, 1.0)

@@ -23,7 +23,7 @@ from visalign.rewards.catalogue import load_reward
 from visalign.rewards.checks import check_reward
 from visalign.rewards.combine.uncertainty import UncertaintyUsed
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
-from visalign.rewards.hpsv3.ensemble_model import LoraEnsembleModel, stretched
+from visalign.rewards.hpsv3.ensemble_model import LoraEnsembleModel, nuclear_diversity, stretched
 from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.vlm.template import JudgeSettings
@@ -44,6 +44,12 @@ def judge(place: Path) -> LoraEnsembleReward:
 
 def _spoil(judge: LoraEnsembleReward, member: int) -> None:
     judge.model.heads.biases[0].data[member] = torch.nan
+
+
+def test_the_diversity_of_the_members_can_be_added_to_a_loss(judge: LoraEnsembleReward) -> None:
+    layers = judge.model.adapters.values()
+    each = [nuclear_diversity(layer.lora_a, layer.lora_b) for layer in layers]
+    assert float(judge.model.diversity()) == pytest.approx(sum(map(float, each))) and len(each) > 1
 
 
 def test_the_members_say_what_they_say_one_by_one(place: Path, judge: LoraEnsembleReward) -> None:

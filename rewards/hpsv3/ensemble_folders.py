@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members of a LoRA ensemble from their folders, checked to belong together, and stacked.
+"""Folders of a LoRA ensemble: members read, checked to belong together and stacked; the one that is kept.
 
-A member is a folder as `visalign train-reward` writes it for `model.kind=hpsv3 model.train=lora`.
+A member is a folder as `visalign train-reward` writes it for `model.kind=hpsv3 model.train=lora`. Of the
+ensemble's own, `members.safetensors` holds every tensor as [M, ...], `judge.json` the template, positions,
+name of the base, the adapters' scaling, bounds of the log-deviation, and sizes of pictures.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from visalign.data.assets import PACKAGED, assets_folder, resolve_model
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.vlm.engine import VisionLanguageJudge
 from visalign.rewards.vlm.loading import ADAPTER, base_of
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings
 from visalign.rewards.weights.checkpoint_files import local_folder
 
-from .ensemble_model import TOKEN
+from .ensemble_model import TOKEN, LoraEnsembleModel
 from .model import CLAMP, HEAD_FILE, TEMPLATE
 
+MEMBERS_FILE = "members.safetensors"
 HEAD = "ranknet members"
 """The "type" of the head in the ensemble's judge.json; HPSv3's own is another."""
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -77,25 +84,17 @@ def find_folder(place: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    from visalign.data.assets import resolve_model
-
     found = resolve_model(place)
     return found if isinstance(found, Path) else local_folder(found, ("*",))
 
 
 def read_member(place: str | Path, base: str | Path | None = None) -> Member:
-    """One trained judge.
-
-    Args:
-        place: its folder, packaged name or hub id.
-        base: in place of what its judge.json names.
+    """One trained judge of a folder, packaged name or hub id; `base` in place of what its judge.json names.
 
     Raises:
         FileNotFoundError: a part is missing.
         RewardError: it is no judge of this kind, or its LoRA has more than plain matrices.
     """
-    from safetensors.torch import load_file
-
     folder = find_folder(place)
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
@@ -169,8 +168,6 @@ def stack_members(members: Sequence[Member]) -> tuple[JudgeSettings, dict[str, T
 
 def _adapters(folder: Path) -> dict[str, Tensor]:
     """`<layer>.lora_A` and `<layer>.lora_B` of a member."""
-    from safetensors.torch import load_file
-
     found: dict[str, Tensor] = {}
     for key, value in load_file(folder / _ADAPTER_WEIGHTS).items():
         match = _KEY.fullmatch(key)
@@ -202,8 +199,6 @@ def _scaling(folder: Path) -> float:
 
 def _resolved(base: str | Path) -> str | Path:
     """The folder of a base that is here, or its name."""
-    from visalign.data.assets import resolve_model
-
     found = resolve_model(base)
     return found.resolve() if isinstance(found, Path) else found
 
@@ -212,3 +207,92 @@ def shown(value: Any) -> str:
     """A value for a message, not too long."""
     text = str(value)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def read_ensemble(folder: Path) -> tuple[JudgeSettings, dict[str, Tensor]]:
+    """Settings and tensors [M, ...] of a folder that `write_ensemble` wrote.
+
+    Raises:
+        FileNotFoundError: the weights are missing.
+        RewardError: it is another judge's folder.
+    """
+    settings = JudgeSettings.read(folder)
+    head = settings.rest.get("head")
+    if not isinstance(head, Mapping) or head.get("type") != HEAD or "scaling" not in settings.rest:
+        raise RewardError(
+            f"{folder.name} is no LoRA ensemble: its {SETTINGS} has the head {shown(head)}. Join trained "
+            "judges: LoraEnsembleReward.from_members([folder, ...]).save(folder)."
+        )
+    if not (folder / MEMBERS_FILE).is_file():
+        raise FileNotFoundError(f"{folder} holds no {MEMBERS_FILE}; copy the folder again.")
+    return settings, load_file(folder / MEMBERS_FILE)
+
+
+def build_ensemble(
+    settings: JudgeSettings,
+    tensors: Mapping[str, Tensor],
+    base: str | Path,
+    *,
+    max_tokens_per_batch: int = 8192,
+    **options: Any,
+) -> LoraEnsembleModel:
+    """The module of what `read_ensemble` or `stack_members` gave, on the model that the members start from.
+
+    Args:
+        settings: of the ensemble.
+        tensors: of its members, [M, ...].
+        base: folder or name.
+        max_tokens_per_batch: of one pass, all members counted.
+        **options: of `VisionLanguageJudge.from_pretrained`.
+
+    Raises:
+        FileNotFoundError: the base is missing.
+        RewardError: what does not fit.
+    """
+    members = max(1, len(tensors.get(TOKEN, ())))
+    options = {**settings.rest.get("pixels", {}), "settings": settings, **options}
+    options.setdefault("positions", settings.positions)
+    engine = VisionLanguageJudge.from_pretrained(
+        base, max_tokens_per_batch=max(1, max_tokens_per_batch // members), **options
+    )
+    clamp = settings.rest["head"].get("clamp", CLAMP)
+    return LoraEnsembleModel(
+        engine,
+        tensors,
+        template=settings.templates.get("hpsv3"),
+        scaling=float(settings.rest["scaling"]),
+        clamp=None if clamp is None else (float(clamp[0]), float(clamp[1])),
+    ).eval()
+
+
+def write_ensemble(
+    folder: Path, model: LoraEnsembleModel, base: str | Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write what `read_ensemble` reads.
+
+    Args:
+        folder: is made.
+        model: the ensemble.
+        base: folder, which is named relative to this one, or name.
+        dtype: of the weights; float16 where that loses nothing, else float32, when None.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Path(base)
+    named = str(base)
+    if place.is_dir():
+        packaged = place.name in PACKAGED and place.resolve().parent == assets_folder().resolve()
+        named = place.name if packaged else os.path.relpath(place.resolve(), folder.resolve())
+    tensors, engine = model.tensors(), model.engine
+    exact = all(torch.equal(value.half().float(), value.float()) for value in tensors.values())
+    dtype = dtype or (torch.float16 if exact else torch.float32)
+    kept = {key: value.detach().to("cpu", dtype).contiguous() for key, value in tensors.items()}
+    cutter, clamp = engine.network.eye.settings(), model.clamp
+    rest = {
+        "head": {"type": HEAD, "clamp": None if clamp is None else list(clamp)},
+        "pixels": {name: cutter[name] for name in ("min_pixels", "max_pixels") if name in cutter},
+        "scaling": model.scaling,
+        "base": named,
+    }
+    JudgeSettings(templates={"hpsv3": model.template}, positions=engine.positions, rest=rest).write(folder)
+    save_file(kept, folder / MEMBERS_FILE)
+    (folder / MEMBERS_FILE).chmod((folder / SETTINGS).stat().st_mode)
