@@ -37,9 +37,9 @@ from .pairs.as_pointwise import GroupWinRate as GroupWinRate
 from .pairs.as_pointwise import as_pointwise as as_pointwise
 from .pairs.ranking import Ranking as Ranking
 from .pairs.ranking import rank as rank
-from .questions.checklist_data import Checklist as Checklist
+from .questions.checklist import Checklist as Checklist
 from .questions.reward_dance import RewardDance as RewardDance
-from .questions.reward_dance_pairs import RewardDancePairs as RewardDancePairs
+from .questions.reward_dance import RewardDancePairs as RewardDancePairs
 from .questions.reward_dance_reference import ReferenceReward as ReferenceReward
 from .questions.reward_dance_reference import select_references as select_references
 from .questions.vision_reward import VisionReward as VisionReward

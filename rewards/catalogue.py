@@ -35,7 +35,7 @@ CATALOGUE: dict[str, Entry] = {
     "visual_quality_r1": "visalign.rewards.questions.visual_quality_r1:VisualQuality",
     "lora_ensemble": "visalign.rewards.hpsv3.ensemble_judge:LoraEnsembleReward",
     "reward_dance": "visalign.rewards.questions.reward_dance:RewardDance",
-    "reward_dance_pairs": "visalign.rewards.questions.reward_dance_pairs:RewardDancePairs",
+    "reward_dance_pairs": "visalign.rewards.questions.reward_dance:RewardDancePairs",
     "vision_reward": "visalign.rewards.questions.vision_reward:VisionReward",
     "heie": "visalign.rewards.heie.judge:Heie",
     "geneval": "visalign.rewards.verifiers.geneval:GenEval",

@@ -333,7 +333,7 @@ def _independence(case: _Case) -> list[str]:
 
 
 def _inputs_kept(case: _Case) -> list[str]:
-    given = copy.deepcopy([case.samples, case.prompts, case.metadata])
+    given: list[Any] = copy.deepcopy([case.samples, case.prompts, case.metadata])
     case.reward.score(*given)
     samples, *rest = given
     own = case.samples

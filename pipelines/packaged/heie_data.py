@@ -16,7 +16,7 @@ from visalign.data.shapes.scenes import Scene, sample_scene
 from visalign.data.shapes.verifier import verify_scene
 from visalign.data.shapes.wrong_regions import right_pixels, wrong_pixels
 from visalign.rewards.heie.training import HeieData, heie_data
-from visalign.rewards.questions.reward_dance_questions import EXPLAIN
+from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
 
 CHUNK = 200

@@ -24,7 +24,7 @@ from visalign.data.shapes.scenes import SIZE
 from visalign.rewards.heie.heads import HeieHeads, HeieSettings
 from visalign.rewards.heie.judge import HEADS, Heie
 from visalign.rewards.heie.training import train_heads
-from visalign.rewards.questions.reward_dance_questions import EXPLAIN
+from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import VisionLanguageJudge
 from visalign.rewards.vlm.template import JudgeSettings
 

@@ -27,7 +27,7 @@ MEANING = {
 READERS = {
     "hpsv3": "visalign.rewards.hpsv3.judge.HPSv3",
     "yes_no": "visalign.rewards.questions.reward_dance.RewardDance",
-    "pair": "visalign.rewards.questions.reward_dance_pairs.RewardDancePairs",
+    "pair": "visalign.rewards.questions.reward_dance.RewardDancePairs",
     "rating": "visalign.rewards.questions.visual_quality_r1.VisualQuality",
     "checklist": "visalign.rewards.questions.vision_reward.VisionReward",
     "ict": "visalign.rewards.scorers.ict.Ict",

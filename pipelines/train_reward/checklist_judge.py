@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from visalign.rewards.base.failure import failure_reasons
-from visalign.rewards.questions.checklist_data import Checklist
-from visalign.rewards.questions.reward_dance_questions import YES_NO
+from visalign.rewards.questions.checklist import Checklist
+from visalign.rewards.questions.reward_dance import YES_NO
 from visalign.rewards.questions.vision_reward import CHECKLIST, VisionReward, checklist_of
 from visalign.rewards.vlm.engine import Ask
 from visalign.rewards.vlm.loading import name_base
@@ -37,7 +37,7 @@ class ChecklistJudge:
 
     A question whose given weight is negative speaks of a fault and keeps its sign, so that w ≥ 0 says that no
     question turns round. After each update w is projected, w ← max(w, 0): with train=head the problem is
-    convex, and the updates go to the optimum of `visalign.rewards.questions.checklist_fit.fit_weights`.
+    convex, and the updates go to the optimum of `visalign.rewards.questions.checklist.fit_weights`.
 
     Args:
         model: settings.

@@ -92,7 +92,7 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
 
 def _checklist_print(file: str) -> str:
     """Fingerprint of a checklist that can be read."""
-    from visalign.rewards.questions.checklist_data import Checklist
+    from visalign.rewards.questions.checklist import Checklist
 
     try:
         return fingerprint([Checklist.read(file).to_dict()])

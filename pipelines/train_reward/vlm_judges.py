@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from visalign.errors import UserError
 from visalign.rewards.hpsv3.head import HIDDEN, RanknetHead
 from visalign.rewards.hpsv3.model import REWARD_TOKEN, HPSv3Model
-from visalign.rewards.questions.reward_dance_questions import PAIR, YES_NO
+from visalign.rewards.questions.reward_dance import PAIR, YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
 from visalign.rewards.vlm.engine import Ask
 from visalign.rewards.vlm.loading import name_base

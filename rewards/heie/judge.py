@@ -22,7 +22,7 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.explanation import Explanation
 from visalign.rewards.base.identity import Identity, fingerprint
-from visalign.rewards.questions.reward_dance_questions import EXPLAIN
+from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.requests import check_fields, engine_of, requests
 from visalign.rewards.vlm.template import Template
 

@@ -22,7 +22,7 @@ from visalign.rewards.base.images import as_contract, load_images
 from visalign.rewards.pairs.asking import PairAsker, read_preferences
 from visalign.rewards.weights.feature_cache import image_key
 
-from .reward_dance_questions import UNITS
+from .reward_dance import UNITS
 
 
 class ReferenceReward:

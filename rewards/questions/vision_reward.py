@@ -26,8 +26,7 @@ from visalign.rewards.vlm.requests import engine_of, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS, YesNoReader
 
-from .checklist_data import SHAPES_CHECKLIST, Checklist
-from .checklist_rule import ChecklistRule
+from .checklist import SHAPES_CHECKLIST, Checklist, ChecklistRule
 from .reward_dance import RewardDance
 
 CHECKLIST = Template(

@@ -28,7 +28,7 @@ from visalign.pipelines.train_reward.batches import pair_batch, pair_images
 from visalign.pipelines.train_reward.examples import Examples, shapes_pairs
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import HPSv3
-from visalign.rewards.questions.reward_dance_questions import YES_NO
+from visalign.rewards.questions.reward_dance import YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
 from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
 from visalign.training.loop.trainer import RunSettings

@@ -13,7 +13,7 @@ from typing import Any
 
 from visalign.rewards.chat.logprobs import read_yes_no
 from visalign.rewards.hpsv3.qwen_layout import current_key, smart_resize
-from visalign.rewards.questions.checklist_rule import ChecklistRule
+from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import (
     ASPECTS,

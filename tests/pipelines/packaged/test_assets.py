@@ -186,7 +186,7 @@ def test_the_heatmap_heads_are_as_good_as_their_card_says() -> None:
 
 def test_the_judge_of_pairs_names_the_better_one_as_its_card_says() -> None:
     from visalign.data.shapes.preferences import ShapesPreferences
-    from visalign.rewards.questions.reward_dance_pairs import RewardDancePairs
+    from visalign.rewards.questions.reward_dance import RewardDancePairs
 
     world = ShapesPreferences(11, split="heldout")
     pairs = [pair for pair in (world.pair(n) for n in range(400)) if pair.is_clear]

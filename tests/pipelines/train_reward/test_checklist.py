@@ -22,8 +22,7 @@ from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.pipelines.train_reward.judges import build_judge, remembered
 from visalign.rewards import load_judge
-from visalign.rewards.questions.checklist_data import Checklist
-from visalign.rewards.questions.checklist_fit import fit_weights
+from visalign.rewards.questions.checklist import Checklist, fit_weights
 from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.loop.trainer import RunSettings, Trainer

@@ -25,8 +25,7 @@ from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, plan, run
 from visalign.pipelines.train_reward.judges import build_judge
 from visalign.rewards.hpsv3.judge import HPSv3
-from visalign.rewards.questions.reward_dance import RewardDance
-from visalign.rewards.questions.reward_dance_pairs import RewardDancePairs
+from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
 from visalign.rewards.questions.vision_reward import VisionReward
 from visalign.rewards.questions.visual_quality_r1 import VisualQuality
 from visalign.rewards.scorers.hp import Hp

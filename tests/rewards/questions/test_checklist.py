@@ -12,8 +12,12 @@ import torch
 
 from tests.support.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
 from visalign.rewards import RewardError, check_reward
-from visalign.rewards.questions.checklist_data import SHAPES_CHECKLIST, VISIONREWARD_MASKS, Checklist
-from visalign.rewards.questions.checklist_fit import fit_checklist
+from visalign.rewards.questions.checklist import (
+    SHAPES_CHECKLIST,
+    VISIONREWARD_MASKS,
+    Checklist,
+    fit_checklist,
+)
 from visalign.rewards.questions.vision_reward import VisionReward
 from visalign.rewards.vlm.template import JudgeSettings
 

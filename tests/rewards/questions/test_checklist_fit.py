@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tests.support.core_values import assert_values, f64, normal
 from visalign.core.preference.bradley_terry import bradley_terry_loss
-from visalign.rewards.questions.checklist_fit import fit_checklist, fit_weights
-from visalign.rewards.questions.checklist_rule import ChecklistRule
+from visalign.rewards.questions.checklist import ChecklistRule, fit_checklist, fit_weights
 
 TRUE = (1.5, 0.0, 0.4, 0.8)
 

@@ -14,9 +14,7 @@ from tests.support.tiny_judges import KINDS
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.pairs.as_pointwise import GroupWinRate
-from visalign.rewards.questions.reward_dance import RewardDance
-from visalign.rewards.questions.reward_dance_pairs import RewardDancePairs
-from visalign.rewards.questions.reward_dance_questions import EXPLAIN, PAIR, YES_NO
+from visalign.rewards.questions.reward_dance import EXPLAIN, PAIR, YES_NO, RewardDance, RewardDancePairs
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
 from visalign.rewards.vlm.yes_no import SUREST
 

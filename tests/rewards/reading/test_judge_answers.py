@@ -11,7 +11,7 @@ import torch
 
 from visalign.rewards.chat.logprobs import read_yes_no
 from visalign.rewards.hpsv3.qwen_layout import current_key, current_keys, is_old_layout, smart_resize
-from visalign.rewards.questions.checklist_rule import ChecklistRule
+from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.reading.ratings import (
     all_aspects,

@@ -17,8 +17,7 @@ from tests.support.tiny_judges import noise, tiny_judge
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
 from visalign.rewards.pairs.as_pairwise import as_pairwise
-from visalign.rewards.questions.reward_dance import RewardDance
-from visalign.rewards.questions.reward_dance_pairs import RewardDancePairs
+from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward
 from visalign.rewards.questions.visual_quality_r1 import VisualQuality
 from visalign.rewards.scorers.clip_score import ClipScore
