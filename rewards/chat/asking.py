@@ -18,8 +18,7 @@ from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template
 
-from .messages import question
-from .replies import Reply
+from .messages import Reply, question
 from .server import ChatServer
 
 URL, MODEL, KEY = "VISALIGN_JUDGE_URL", "VISALIGN_JUDGE_MODEL", "VISALIGN_JUDGE_KEY"

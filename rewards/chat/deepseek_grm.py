@@ -27,10 +27,9 @@ from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
 from .asking import Drawing, as_template, connect, failed
-from .logprobs import read_yes_no
-from .messages import question
-from .replies import Reply
+from .messages import Reply, question
 from .server import ChatServer
+from .yes_no import read_yes_no
 
 LOW, HIGH = 1.0, 10.0
 TOP_LOGPROBS = 20

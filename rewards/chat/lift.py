@@ -24,8 +24,7 @@ from visalign.rewards.reading.ratings import LIFT_VALUES, lift_label
 from visalign.rewards.vlm.template import Template
 
 from .asking import Drawing, as_template, connect, rate
-from .messages import question
-from .replies import Reply
+from .messages import Reply, question
 from .server import ChatServer
 
 QUESTIONS = {

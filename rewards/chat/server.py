@@ -22,8 +22,7 @@ from visalign.rewards.vlm.generation import Answers
 from visalign.rewards.vlm.requests import Ask
 from visalign.rewards.vlm.template import Template
 
-from .messages import PictureUrls, chat_messages
-from .replies import Reply, explain, read_reply
+from .messages import PictureUrls, Reply, chat_messages, explain, read_reply
 
 T = TypeVar("T")
 

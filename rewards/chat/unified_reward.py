@@ -19,8 +19,7 @@ from visalign.rewards.reading.ratings import all_aspects, aspect_mean, final_sco
 from visalign.rewards.vlm.template import Template
 
 from .asking import Drawing, as_template, connect, rate
-from .messages import question
-from .replies import Reply
+from .messages import Reply, question
 from .server import ChatServer
 
 _CAPTION = "\n\nText Caption: [{prompt}]"

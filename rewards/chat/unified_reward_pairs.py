@@ -25,8 +25,7 @@ from visalign.rewards.vlm.requests import Ask
 from visalign.rewards.vlm.template import Template
 
 from .asking import Drawing, as_template, connect, failed
-from .messages import question
-from .replies import Reply
+from .messages import Reply, question
 from .server import ChatServer
 
 _LABELS = ("Image 1:", "Image 2:")

@@ -14,8 +14,7 @@ from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure_alarm import FailureAlarm
-from visalign.rewards.chat.messages import PictureUrls, chat_messages, question, safe_text
-from visalign.rewards.chat.replies import Reply, read_reply
+from visalign.rewards.chat.messages import PictureUrls, Reply, chat_messages, question, read_reply, safe_text
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Ask
