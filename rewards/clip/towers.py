@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.rewards.base.contract import Request, prompt_problem
+from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.rewards.base.contract import Request, make_scores, prompt_problem, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
-from visalign.rewards.weights.resize import checked_shape, model_levels, model_pixels
+from visalign.rewards.weights.resize import fitting_pictures, model_levels, model_pixels, normalised
 
 from .encoder import ClipEncoder, ClipParts
 from .loading import load_clip
 
 IMAGE_CACHE_BYTES = 64 << 20
 """Default limit of stored image features: 16,384 embeddings of 1024 numbers."""
-
-
-@dataclass(frozen=True)
-class Matched:
-    """Cosines of those rows that could be judged, and what is to be said of all rows."""
-
-    cosine: Tensor
-    """[n] float32 in [-1, 1] of the rows in `rows`."""
-    rows: list[int]
-    reasons: list[str | None]
-    notes: list[str]
-    cut: Tensor
-    """[B] float32, 1 where the prompt was longer than the context and its end was not read, else 0."""
 
 
 class ClipTowers:
@@ -135,16 +122,46 @@ class ClipTowers:
         self.images.clear()
         self.texts.clear()
 
-    def match(self, request: Request) -> Matched:
-        """Cosine of each image and its prompt, where both could be read."""
+    def score(
+        self,
+        judge: PointwiseReward,
+        images: Any,
+        prompts: Sequence[str],
+        metadata: Metadata | None,
+        *,
+        scaled: Callable[[Tensor], Tensor] | None = None,
+    ) -> Scores:
+        """A function of the cosine of each image and its prompt, where both could be read.
+
+        Args:
+            judge: whose name and unit the scores have.
+            images: as the judge was given them.
+            prompts: the same.
+            metadata: the same; not looked at.
+            scaled: of cosines [n] float32 in [-1, 1]; they are the part "cosine" then. The cosine itself when
+                None.
+
+        Returns:
+            Scores with the part "cut", 1 where the prompt was longer than the context and its end was not
+            read, else 0; `text` says so.
+
+        Raises:
+            FileNotFoundError: the model folder lacks a part.
+            RewardError: the model cannot be loaded.
+        """
+        request = read_request(judge.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         notes = self.read_prompts(request.prompts, reasons)
-        cut = torch.tensor([float(bool(note)) for note in notes])
         rows, picture = self.image_features(request, reasons)
-        if not rows:
-            return Matched(torch.zeros(0), [], reasons, notes, cut)
-        text = self.text_features([request.prompts[row] for row in rows])
-        return Matched(cosine(picture, text), rows, reasons, notes, cut)
+        found = picture
+        if rows:
+            found = cosine(picture, self.text_features([request.prompts[row] for row in rows]))
+        size = len(request)
+        parts = {"cut": torch.tensor([float(bool(note)) for note in notes])}
+        if scaled is not None:
+            parts["cosine"] = scatter(found, rows, size)
+            found = scaled(found)
+        return make_scores(scatter(found, rows, size), reasons, judge.unit, parts=parts, text=notes)
 
     def image_features(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor]:
         """Embeddings of the images in rows without a reason; notes a reason where a picture is refused.
@@ -152,27 +169,17 @@ class ClipTowers:
         Returns:
             The rows, and [n, D] float32 on the CPU, not normalised.
         """
-        rows, keys, pictures = [], [], []
-        for row, image in request.images.readable():
-            if reasons[row] is not None:
-                continue
-            try:
-                checked_shape(image.shape[1], image.shape[2], self.preprocess)
-            except ValueError as error:
-                reasons[row] = str(error)
-                continue
-            rows.append(row)
-            keys.append(image_key(image))
-            pictures.append(image)
+        rows, pictures = fitting_pictures(request, reasons, self.preprocess)
         if not rows:
             return rows, torch.zeros(0)
 
         def encode(positions: list[int]) -> Tensor:
             device = self.encoder.device
             levels = [model_levels(pictures[i], self.preprocess).to(device) for i in positions]
-            return self.encoder.encode_image(self._normalised(torch.stack(levels) / 255)).cpu()
+            return self.encoder.encode_image(normalised(torch.stack(levels) / 255, self.preprocess)).cpu()
 
         with self._judging():
+            keys = [image_key(picture) for picture in pictures]
             return rows, encode_once(keys, encode, cache=self.images, batch_size=self.batch_size)
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
@@ -199,7 +206,7 @@ class ClipTowers:
                 f"images is {images.dtype} of shape {tuple(images.shape)}; for a gradient give a float "
                 "tensor [B, 3, H, W] in [0, 1]."
             )
-        return self.encoder.encode_image(self._normalised(model_pixels(images, self.preprocess)))
+        return self.encoder.encode_image(normalised(model_pixels(images, self.preprocess), self.preprocess))
 
     def cosine_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] float32 cosines of images [B, 3, H, W] and B prompts, differentiable in the pixels."""
@@ -211,7 +218,7 @@ class ClipTowers:
     def pixels(self, images: Sequence[Tensor]) -> Tensor:
         """What the image tower takes, [N, 3, h, w] normalised float32, of N pictures [3, H, W] in [0, 1]."""
         levels = torch.stack([model_levels(image, self.preprocess) for image in images])
-        return self._normalised(levels / 255)
+        return normalised(levels / 255, self.preprocess)
 
     def tokens(self, prompts: Sequence[str]) -> Tensor:
         """What the text tower takes, ids [N, L], of N prompts; too long ones are cut before the end token."""
@@ -246,13 +253,6 @@ class ClipTowers:
         """The token that every text begins with, if there is one."""
         first = set(self.parts.tokenizer(["a", "two circles", "!"])[:, 0].tolist())
         return first.pop() if len(first) == 1 else None
-
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        mean, std = (
-            torch.tensor(self.preprocess[key], device=pixels.device).view(1, 3, 1, 1)
-            for key in ("mean", "std")
-        )
-        return (pixels - mean) / std
 
     @contextmanager
     def _judging(self) -> Iterator[None]:

@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.clip.open_clip_folder import check_end_token, load_open_clip, save_open_clip
 from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
-
-__all__ = ["ClipScore", "check_end_token", "load_open_clip", "save_open_clip"]
 
 
 class ClipScore:
@@ -63,17 +59,8 @@ class ClipScore:
         )
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Cosine per (image, prompt); metadata is not looked at.
-
-        Raises:
-            FileNotFoundError: the model folder lacks a part.
-            RewardError: the model cannot be loaded.
-        """
-        request = read_request(self.name, images, prompts, metadata)
-        found = self.towers.match(request)
-        value = scatter(found.cosine, found.rows, len(request))
-        parts = {"cut": found.cut}
-        return make_scores(value, found.reasons, self.unit, parts=parts, text=found.notes)
+        """Cosine per (image, prompt); metadata is not looked at."""
+        return self.towers.score(self, images, prompts, metadata)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from visalign.core.preference.ict import truncated_score
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.encoder import ClipEncoder
 from visalign.rewards.clip.loading import load_fine_tuned_clip
@@ -114,17 +113,9 @@ class Ict:
         self.towers.parts.save(folder, dtype)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt); metadata is not looked at.
-
-        Raises:
-            FileNotFoundError: the model folder lacks a part.
-            RewardError: the model cannot be loaded.
-        """
-        request = read_request(self.name, images, prompts, metadata)
-        found = self.towers.match(request)
-        value = scatter(self._truncated(found.cosine), found.rows, len(request))
-        parts = {"cut": found.cut}
-        return make_scores(value, found.reasons, self.unit, parts=parts, text=found.notes)
+        """Score per (image, prompt); metadata is not looked at."""
+        scaled = None if self.threshold is None else self._truncated
+        return self.towers.score(self, images, prompts, metadata, scaled=scaled)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""

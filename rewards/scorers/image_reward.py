@@ -23,7 +23,7 @@ from visalign.rewards.clip.published_layouts import DTYPES, OPENAI_MEAN, OPENAI_
 from visalign.rewards.weights.affine_head import standardise
 from visalign.rewards.weights.checkpoint_files import local_folder, read_tensors
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
-from visalign.rewards.weights.resize import checked_shape, model_levels, model_pixels
+from visalign.rewards.weights.resize import fitting_pictures, model_levels, model_pixels, normalised
 
 from .image_reward_network import ImageRewardModel, build
 from .units import INFINITE
@@ -144,18 +144,10 @@ class ImageReward:
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         tokens, mask, notes = self._tokens(request.prompts)
-        rows, pictures = [], []
-        for row, image in request.images.readable():
-            reasons[row] = prompt_problem(request.prompts[row])
-            if reasons[row] is not None:
-                continue
-            try:
-                checked_shape(image.shape[1], image.shape[2], self.preprocess)
-            except ValueError as error:
-                reasons[row] = str(error)
-                continue
-            rows.append(row)
-            pictures.append(image)
+        reasons = [
+            reason or prompt_problem(prompt) for reason, prompt in zip(reasons, request.prompts, strict=True)
+        ]
+        rows, pictures = fitting_pictures(request, reasons, self.preprocess)
         raw = self._raw(pictures, [request.prompts[row] for row in rows], tokens[rows], mask[rows])
         values = {"value": standardise(raw), "raw": raw}
         full = {key: scatter(value, rows, len(request)) for key, value in values.items()}
@@ -219,10 +211,7 @@ class ImageReward:
         return cut["input_ids"], cut["attention_mask"], notes
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        mean, std = (
-            torch.tensor(self.preprocess[key], device=self.device).view(1, 3, 1, 1) for key in ("mean", "std")
-        )
-        return ((pixels.to(self.device) - mean) / std).to(DTYPES[self.precision])
+        return normalised(pixels.to(self.device), self.preprocess).to(DTYPES[self.precision])
 
     @property
     def identity(self) -> Identity:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.loading import TRANSFORMERS
 from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
@@ -77,18 +76,8 @@ class PickScore:
         return float(self.towers.encoder.logit_scale.detach().double().exp())
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt), with the cosine among the parts; metadata is not looked at.
-
-        Raises:
-            FileNotFoundError: the model folder lacks a part.
-            RewardError: the model cannot be loaded.
-        """
-        request = read_request(self.name, images, prompts, metadata)
-        found = self.towers.match(request)
-        size = len(request)
-        value = scatter(self._scaled(found.cosine), found.rows, size)
-        parts = {"cosine": scatter(found.cosine, found.rows, size), "cut": found.cut}
-        return make_scores(value, found.reasons, self.unit, parts=parts, text=found.notes)
+        """Score per (image, prompt), with the cosine among the parts; metadata is not looked at."""
+        return self.towers.score(self, images, prompts, metadata, scaled=self._scaled)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""

@@ -10,20 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visalign.rewards.base.contract import Request
 from visalign.vision.resize import resize_like_pil, resize_weights
-
-__all__ = [
-    "MAX_GROWTH",
-    "checked_shape",
-    "model_levels",
-    "model_pixels",
-    "resize_like_pil",
-    "resize_smoothly",
-    "resize_weights",
-    "resized_shape",
-    "target_shape",
-]
-
 
 MAX_GROWTH = 64
 """A picture may be resized to at most this many times the pixels that the model sees."""
@@ -118,6 +106,30 @@ def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
         smooth = resize_smoothly(images.float(), shape, _interpolation(config))
     smooth = _centre(smooth, config)
     return smooth + (exact - smooth).detach()
+
+
+def fitting_pictures(
+    request: Request, reasons: list[str | None], config: Mapping[str, Any]
+) -> tuple[list[int], list[Tensor]]:
+    """(rows, pictures [3, H, W]) that have no reason and can be resized; a refused one gets its reason."""
+    rows, pictures = [], []
+    for row, image in request.images.readable():
+        if reasons[row] is not None:
+            continue
+        try:
+            checked_shape(image.shape[1], image.shape[2], config)
+        except ValueError as error:
+            reasons[row] = str(error)
+            continue
+        rows.append(row)
+        pictures.append(image)
+    return rows, pictures
+
+
+def normalised(pixels: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """(x − mean) / std of pixels [N, 3, h, w] in [0, 1]."""
+    mean, std = (torch.tensor(config[key], device=pixels.device).view(1, 3, 1, 1) for key in ("mean", "std"))
+    return (pixels - mean) / std
 
 
 def resize_smoothly(images: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:

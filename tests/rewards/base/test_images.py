@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from visalign.rewards.base.images import load_images, to_pil
-from visalign.rewards.weights.resize import model_levels, resize_like_pil, resized_shape
+from visalign.rewards.weights.resize import model_levels, resized_shape
+from visalign.vision.resize import resize_like_pil
 
 RED = (200, 10, 30)
 

@@ -208,7 +208,7 @@ def test_scoring_leaves_a_module_in_training_as_it_was(folder, images):
     towers = ClipTowers(folder)
     towers.encoder.train()
     towers.encoder.model.vision_model.eval()  # type: ignore[union-attr]
-    towers.match(read_request("test", images, PROMPTS, None))
+    towers.image_features(read_request("test", images, PROMPTS, None), [None] * len(PROMPTS))
     model: Any = towers.encoder.model
     assert towers.encoder.training and model.text_model.training and not model.vision_model.training
 

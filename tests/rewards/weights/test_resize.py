@@ -87,7 +87,7 @@ def test_smooth_resize_is_within_rounding_of_pil_where_nothing_is_clipped():
 
 
 def by_levels(levels: torch.Tensor) -> torch.Tensor:
-    from visalign.rewards.weights.resize import resize_like_pil
+    from visalign.vision.resize import resize_like_pil
 
     return resize_like_pil(levels, (31, 24))
 
