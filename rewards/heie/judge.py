@@ -23,7 +23,8 @@ from visalign.rewards.base.contract import RewardError, make_scores, read_reques
 from visalign.rewards.base.explanation import Explanation
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.questions.reward_dance import EXPLAIN
-from visalign.rewards.vlm.requests import check_fields, engine_of, requests
+from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.requests import check_fields, requests
 from visalign.rewards.vlm.template import Template
 
 from .heads import HeieHeads

@@ -38,8 +38,9 @@ from visalign.core.rewards.uncertainty import combine_members
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.vlm.engine import PRECISIONS
 from visalign.rewards.vlm.loading import base_of
-from visalign.rewards.vlm.requests import PRECISIONS, requests
+from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import JudgeSettings
 from visalign.rewards.weights.fingerprints import WeightPrint
 

@@ -23,7 +23,8 @@ from visalign.interfaces import Metadata, Preferences, Scores
 from visalign.rewards.base.contract import Request, make_scores, prompt_problem, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import load_images
-from visalign.rewards.vlm.requests import Ask, check_fields, engine_of, requests
+from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.requests import Ask, check_fields, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS, Odds, YesNoReader
 

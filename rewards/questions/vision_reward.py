@@ -22,7 +22,8 @@ from visalign.rewards.base.contract import Request, make_scores, prompt_problem,
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
-from visalign.rewards.vlm.requests import engine_of, requests
+from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS, YesNoReader
 

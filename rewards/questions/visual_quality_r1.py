@@ -25,7 +25,8 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import quality_score
-from visalign.rewards.vlm.requests import engine_of, requests
+from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
 

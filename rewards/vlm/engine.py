@@ -33,6 +33,9 @@ from .template import JudgeSettings, Template, check_positions
 __all__ = ["AnswerLogits", "Answers", "Ask", "HiddenStates", "Row", "VisionLanguageJudge"]
 
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 @dataclass(frozen=True)
 class AnswerLogits:
     """What a model would say next, for B requests."""
@@ -302,6 +305,26 @@ class VisionLanguageJudge:
     def weights(self) -> str:
         """Fingerprint of the weight files; of what is in memory where there are none, or it was changed."""
         return str(self._print)
+
+
+def engine_of(model: Any, *, device: str | torch.device = "cpu", precision: str = "fp32") -> Any:
+    """The vision-language engine that a judge was given, or that of a model folder.
+
+    Args:
+        model: a `rewards.vlm.VisionLanguageJudge`, which several judges may share; or a folder, hub id or
+            packaged name.
+        device: where a model that is loaded runs.
+        precision: of its weights: "fp32", "bf16" or "fp16"; log-odds and scores are float32 always.
+
+    Raises:
+        ValueError: an unknown precision.
+        RewardError: the model cannot be loaded.
+    """
+    if not isinstance(model, str | Path):
+        return model
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; allowed are {', '.join(PRECISIONS)}.")
+    return VisionLanguageJudge.from_pretrained(model, device=device, dtype=PRECISIONS[precision])
 
 
 def _full(rows: Sequence[Row | None], width: int, compute: Any) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from .template import Template, escape
 
 TEXTS = 4096
 """Texts whose tokens are remembered."""
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,28 +220,6 @@ def _marks_around(processor: Any) -> tuple[list[int], list[int]]:
 
 def _count(ids: Sequence[int], special: frozenset[int]) -> int:
     return sum(one in special for one in ids)
-
-
-def engine_of(model: Any, *, device: str | torch.device = "cpu", precision: str = "fp32") -> Any:
-    """The vision-language engine that a judge was given, or that of a model folder.
-
-    Args:
-        model: a `rewards.vlm.VisionLanguageJudge`, which several judges may share; or a folder, hub id or
-            packaged name.
-        device: where a model that is loaded runs.
-        precision: of its weights: "fp32", "bf16" or "fp16"; log-odds and scores are float32 always.
-
-    Raises:
-        ValueError: an unknown precision.
-        RewardError: the model cannot be loaded.
-    """
-    if not isinstance(model, str | Path):
-        return model
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; allowed are {', '.join(PRECISIONS)}.")
-    from .engine import VisionLanguageJudge
-
-    return VisionLanguageJudge.from_pretrained(model, device=device, dtype=PRECISIONS[precision])
 
 
 def requests(
