@@ -5,7 +5,7 @@ from .base.callables import FunctionReward as FunctionReward
 from .base.contract import RewardError as RewardError
 from .base.contract import make_scores as make_scores
 from .base.contract import read_request as read_request
-from .base.explanation import Explanation as Explanation
+from .base.explanation import HeatmapExplanation as HeatmapExplanation
 from .base.failure import failure_reasons as failure_reasons
 from .base.images import ImageBatch as ImageBatch
 from .base.images import load_images as load_images
@@ -56,5 +56,5 @@ from .text.verifiable import VerifiableAnswer as VerifiableAnswer
 from .text.weighted_sum import WeightedTextSum as WeightedTextSum
 from .verifiers.geneval import GenEval as GenEval
 from .verifiers.ocr import OcrReward as OcrReward
-from .vlm.engine import Ask as Ask
-from .vlm.engine import VisionLanguageJudge as VisionLanguageJudge
+from .vlm.engine import Query as Query
+from .vlm.engine import VisionLanguageEngine as VisionLanguageEngine

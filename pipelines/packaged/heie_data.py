@@ -17,7 +17,7 @@ from visalign.data.shapes.verifier import verify_scene
 from visalign.data.shapes.wrong_regions import right_pixels, wrong_pixels
 from visalign.rewards.heie.training import HeieData, heie_data
 from visalign.rewards.questions.reward_dance import EXPLAIN
-from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 
 CHUNK = 200
 """Pictures whose views are made at once."""
@@ -94,7 +94,7 @@ def shapes_faults(count: int, *, split: str, seed: int) -> ShapesFaults:
     )
 
 
-def faults_data(engine: VisionLanguageJudge, faults: ShapesFaults, *, tiles: int) -> HeieData:
+def faults_data(engine: VisionLanguageEngine, faults: ShapesFaults, *, tiles: int) -> HeieData:
     """What the heads read of pictures, with their truth.
 
     Args:
@@ -107,7 +107,7 @@ def faults_data(engine: VisionLanguageJudge, faults: ShapesFaults, *, tiles: int
     for start in range(0, len(faults), CHUNK):
         here = slice(start, start + CHUNK)
         shown = zip(faults.images[here], faults.prompts[here], strict=True)
-        asks = [Ask(images=[image], prompt=prompt, fields={"instruction": ""}) for image, prompt in shown]
+        asks = [Query(images=[image], prompt=prompt, fields={"instruction": ""}) for image, prompt in shown]
         parts.append(heie_data(engine, template, asks, faults.heat[here], faults.score[here], tiles=tiles))
         engine.clear_features()
     return HeieData(

@@ -25,7 +25,7 @@ from visalign.rewards.heie.heads import HeieHeads, HeieSettings
 from visalign.rewards.heie.judge import HEADS, Heie
 from visalign.rewards.heie.training import train_heads
 from visalign.rewards.questions.reward_dance import EXPLAIN
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 
 from .heie_data import faults_data, shapes_faults
@@ -35,7 +35,7 @@ NAME = "shapes-heie"
 """Folder of the packaged heads in `assets/`."""
 
 
-def train_on_shapes(engine: VisionLanguageJudge, plan: HeiePlan) -> HeieHeads:
+def train_on_shapes(engine: VisionLanguageEngine, plan: HeiePlan) -> HeieHeads:
     """Heads trained on the shapes world.
 
     Args:
@@ -60,7 +60,7 @@ def train_on_shapes(engine: VisionLanguageJudge, plan: HeiePlan) -> HeieHeads:
     return heads
 
 
-def save_heie(heads: HeieHeads, engine: VisionLanguageJudge, base: str | Path, folder: Path) -> None:
+def save_heie(heads: HeieHeads, engine: VisionLanguageEngine, base: str | Path, folder: Path) -> None:
     """Write heads in float16 and the `judge.json` that names their base.
 
     Args:
@@ -91,7 +91,7 @@ def build_heie(base: str | Path, folder: Path, plan: HeiePlan | None = None) -> 
 
     plan = plan or HeiePlan()
     started = time.process_time()
-    engine = VisionLanguageJudge.from_pretrained(base)
+    engine = VisionLanguageEngine.from_pretrained(base)
     heads = train_on_shapes(engine, plan)
     seconds = time.process_time() - started
     save_heie(heads, engine, base, folder)

@@ -18,7 +18,7 @@ from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.questions.checklist import Checklist
 from visalign.rewards.questions.reward_dance import YES_NO
 from visalign.rewards.questions.vision_reward import CHECKLIST, VisionReward, checklist_of
-from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.engine import Query
 from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.requests import check_fields
 from visalign.rewards.vlm.template import JudgeSettings, Template
@@ -199,7 +199,7 @@ class Questions:
         """
         both = list(zip(images, prompts, strict=True))
         asks = [
-            Ask(images=[image], prompt=prompt, fields={"question": question.replace("{prompt}", prompt)})
+            Query(images=[image], prompt=prompt, fields={"question": question.replace("{prompt}", prompt)})
             for image, prompt in both
             for question in self.checklist.questions
         ]
@@ -208,7 +208,7 @@ class Questions:
             given = check_fields(self.templates[1])
             more, why = self.engine.encode(
                 self.templates[1],
-                [Ask(images=[image], prompt=prompt, fields=given) for image, prompt in both],
+                [Query(images=[image], prompt=prompt, fields=given) for image, prompt in both],
             )
             rows, reasons = [*rows, *more], [*reasons, *why]
         refuse(reasons, [ask.prompt for ask in asks] + list(prompts))

@@ -16,7 +16,7 @@ from visalign.rewards.hpsv3.head import HIDDEN, RanknetHead
 from visalign.rewards.hpsv3.model import REWARD_TOKEN, HPSv3Model
 from visalign.rewards.questions.reward_dance import PAIR, YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
-from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.engine import Query
 from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.requests import check_fields
 from visalign.rewards.vlm.template import JudgeSettings, Template
@@ -154,22 +154,22 @@ class AnswerJudge:
         """Pictures of pairs one by one, pairs in both orders, or rated pictures."""
         count, prompts = len(examples), [example.prompt for example in examples]
         if self.kind == "rating":
-            rows = self._rows([Ask(images=[e.images[0]], prompt="-") for e in examples])
+            rows = self._rows([Query(images=[e.images[0]], prompt="-") for e in examples])
             target = torch.tensor([example.target for example in examples])
             return RewardBatch(inputs=(rows, 1.0), size=count, target=target)
         if self.kind == "yes_no":
             images = pair_images(examples)
-            asks = [Ask(images=[i], prompt=p) for i, p in zip(images, [*prompts, *prompts], strict=True)]
+            asks = [Query(images=[i], prompt=p) for i, p in zip(images, [*prompts, *prompts], strict=True)]
             return pair_batch((self._rows(asks), 1.0), examples, heldout=heldout)
-        asks = [Ask(images=[e.images[1], e.images[0]], prompt=e.prompt) for e in examples]
-        asks += [Ask(images=[e.images[0], e.images[1]], prompt=e.prompt) for e in examples]
+        asks = [Query(images=[e.images[1], e.images[0]], prompt=e.prompt) for e in examples]
+        asks += [Query(images=[e.images[0], e.images[1]], prompt=e.prompt) for e in examples]
         rows = self._rows(asks)
         if heldout:  # half the difference of both orders
             return pair_batch((rows, 0.5), examples, heldout=True)
         first = torch.tensor([example.label for example in examples])
         return RewardBatch(inputs=(rows, 1.0), size=count, target=torch.cat([first, 1 - first]))
 
-    def _rows(self, asks: list[Ask]) -> list[Any]:
+    def _rows(self, asks: list[Query]) -> list[Any]:
         asks = [replace(ask, fields=self._fields) for ask in asks]  # as the judge that is saved asks
         rows, reasons = self.engine.encode(self.template, asks)
         refuse(reasons, [ask.prompt for ask in asks])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from visalign.errors import UserError, suggestion
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import SETTINGS
 
 from .config import SeeingModel
@@ -23,9 +23,9 @@ _TOKENS = 1 << 16
 """Tokens of one pass while training; data.micro_batch is what limits memory."""
 
 
-def load_engine(model: SeeingModel, device: torch.device) -> VisionLanguageJudge:
+def load_engine(model: SeeingModel, device: torch.device) -> VisionLanguageEngine:
     """The vision-language model, nothing of it trainable yet."""
-    return VisionLanguageJudge.from_pretrained(
+    return VisionLanguageEngine.from_pretrained(
         model.path, device=device, dtype=getattr(torch, model.dtype), max_tokens_per_batch=_TOKENS
     )
 

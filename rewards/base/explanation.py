@@ -12,7 +12,7 @@ from visalign.interfaces import Scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
+class HeatmapExplanation:
     """Scores of B images with maps of the same rows."""
 
     scores: Scores

@@ -150,12 +150,12 @@ def rate(
     """
     size = len(request)
     reasons = list(request.images.reasons)
-    rows, asks = requests(request, template, reasons, fields)
+    rows, queries = requests(request, template, reasons, fields)
 
     def reader(reply: Reply) -> tuple[Mapping[str, float], str]:
         return read(reply), reply.text
 
-    found = server.ask(template, asks, read=reader, top_logprobs=top_logprobs, **drawing.options())
+    found = server.ask(template, queries, read=reader, top_logprobs=top_logprobs, **drawing.options())
     columns: dict[str, torch.Tensor] = {}
     text = [""] * size
     std = torch.full((size,), torch.nan)

@@ -22,7 +22,7 @@ from visalign.rewards.base.contract import RewardError, make_scores, read_reques
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import boxed_scores
-from visalign.rewards.vlm.requests import Ask, requests
+from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
@@ -127,14 +127,14 @@ class DeepSeekGRM:
         """Summed votes per image; metadata is not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        rows, asks = requests(request, self.template, reasons)
-        drawn = self.server.ask(self.template, asks, read=_read, **self.drawing.options())
+        rows, queries = requests(request, self.template, reasons)
+        drawn = self.server.ask(self.template, queries, read=_read, **self.drawing.options())
         samples = [[said for said in row if not isinstance(said, AnswerError)] for row in drawn]
         for place, row in enumerate(rows):
             if len(samples[place]) < self.drawing.least:
                 reasons[row] = failed(drawn[place])
                 samples[place] = []
-        metas = self._meta(asks, samples) if self.k_meta is not None else None
+        metas = self._meta(queries, samples) if self.k_meta is not None else None
         size = len(request)
         columns = {name: torch.full((size,), torch.nan) for name in ("value", "std", "mean", "votes", "meta")}
         text = [""] * size
@@ -151,12 +151,12 @@ class DeepSeekGRM:
         return self._scores(columns, reasons, text)
 
     def _meta(
-        self, asks: list[Ask], samples: list[list[tuple[float, str]]]
+        self, queries: list[Query], samples: list[list[tuple[float, str]]]
     ) -> list[list[float | AnswerError]]:
         """The meta score of each readable sample."""
         questions = [
-            replace(ask, fields={"critique": text})
-            for ask, row in zip(asks, samples, strict=True)
+            replace(query, fields={"critique": text})
+            for query, row in zip(queries, samples, strict=True)
             for _, text in row
         ]
         words = self.meta_template.words

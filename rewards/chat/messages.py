@@ -22,7 +22,7 @@ from torch import Tensor
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.images import to_uint8
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.vlm.requests import Ask
+from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template, escape
 
 _SPECIAL = re.compile(
@@ -61,12 +61,12 @@ def safe_text(text: str) -> str:
     return text
 
 
-def chat_messages(template: Template, ask: Ask, urls: PictureUrls) -> list[dict[str, Any]]:
+def chat_messages(template: Template, query: Query, urls: PictureUrls) -> list[dict[str, Any]]:
     """The conversation of one request.
 
     Args:
         template: what is asked; each {"type": "image"} takes the next picture.
-        ask: pictures, prompt and other fields; they are made safe.
+        query: pictures, prompt and other fields; they are made safe.
         urls: encodes the pictures.
 
     Returns:
@@ -75,18 +75,18 @@ def chat_messages(template: Template, ask: Ask, urls: PictureUrls) -> list[dict[
     Raises:
         RewardError: another number of pictures than slots.
     """
-    if len(ask.images) != template.images:
+    if len(query.images) != template.images:
         raise RewardError(
             f"The template {template.name!r} has {template.images} slots for pictures and got "
-            f"{len(ask.images)}; give one picture per slot."
+            f"{len(query.images)}; give one picture per slot."
         )
-    pictures = iter(ask.images)
-    fields = {"prompt": ask.prompt, **ask.fields}
+    pictures = iter(query.images)
+    fields = {"prompt": query.prompt, **query.fields}
     messages = template.filled({name: safe_text(text) for name, text in fields.items()})
     for message in messages:
         if not isinstance(message["content"], str):
             message["content"] = [_part(part, pictures, urls) for part in message["content"]]
-    begun = template.answer_prefix + ask.continuation
+    begun = template.answer_prefix + query.continuation
     return [*messages, {"role": "assistant", "content": begun}] if begun else messages
 
 

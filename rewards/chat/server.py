@@ -18,8 +18,8 @@ from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure_alarm import FailureAlarm
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.vlm.generation import Answers
-from visalign.rewards.vlm.requests import Ask
+from visalign.rewards.vlm.generation import JudgeAnswers
+from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
 from .messages import PictureUrls, Reply, chat_messages, explain, read_reply
@@ -35,7 +35,7 @@ _HOPELESS = (401, 403, 404)
 
 
 class ChatServer:
-    """Asks a served vision-language model; its answers serve where a `VisionLanguageJudge` gives its own.
+    """Asks a served vision-language model; its answers serve where a `VisionLanguageEngine` gives its own.
 
     Equal requests are sent once. An answer depends on its request, its number and the seed alone, as far as
     the server keeps to the seed.
@@ -103,7 +103,7 @@ class ChatServer:
     def ask(
         self,
         template: Template,
-        asks: Sequence[Ask],
+        queries: Sequence[Query],
         *,
         read: Callable[[Reply], T],
         answers: int = 1,
@@ -116,7 +116,7 @@ class ChatServer:
 
         Args:
             template: what is asked.
-            asks: B requests.
+            queries: B requests.
             read: takes from an answer what the judge wants, or raises AnswerError.
             answers: K.
             seed: of the first answer; the next have the next ones.
@@ -131,7 +131,7 @@ class ChatServer:
         urls = PictureUrls()
         bodies: dict[str, dict[str, Any]] = {}
         keys: list[list[str]] = []
-        for one in asks:
+        for one in queries:
             messages = chat_messages(template, one, urls)
             keys.append([])
             for number in range(answers):
@@ -160,14 +160,14 @@ class ChatServer:
     def generate(
         self,
         template: Template,
-        asks: Sequence[Ask],
+        queries: Sequence[Query],
         *,
         answers: int = 1,
         seed: int = 0,
         temperature: float = 1.0,
         max_new_tokens: int = 256,
-    ) -> Answers:
-        """Texts, as `VisionLanguageJudge.generate` gives them.
+    ) -> JudgeAnswers:
+        """Texts, as `VisionLanguageEngine.generate` gives them.
 
         An answer that failed is an unfinished empty text; a request of which all failed has the first reason.
 
@@ -176,7 +176,7 @@ class ChatServer:
         """
         found = self.ask(
             template,
-            asks,
+            queries,
             read=lambda reply: reply.text,
             answers=answers,
             seed=seed,
@@ -190,7 +190,7 @@ class ChatServer:
             texts.append([] if lost else ["" if isinstance(said, AnswerError) else said for said in row])
             finished.append([] if lost else [not isinstance(said, AnswerError) for said in row])
             reasons.append(str(failed[0]) if lost else None)
-        return Answers(texts, finished, reasons)
+        return JudgeAnswers(texts, finished, reasons)
 
     def template(self, kind: str, default: Template) -> Template:
         """The given template: a server has no settings of a folder."""

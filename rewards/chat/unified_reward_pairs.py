@@ -21,7 +21,7 @@ from visalign.rewards.base.contract import Request, RewardError, prompt_problem,
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.verdicts import flex_answer, pair_scores, verdict
-from visalign.rewards.vlm.requests import Ask
+from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
 from .asking import Drawing, as_template, connect, failed
@@ -144,10 +144,12 @@ class UnifiedRewardPairs:
         reasons = _unusable(first, second, self.template)
         rows = [row for row, reason in enumerate(reasons) if reason is None]
         left_images, right_images = dict(first.images.readable()), dict(second.images.readable())
-        asks = [Ask(images=[left_images[row], right_images[row]], prompt=first.prompts[row]) for row in rows]
+        queries = [
+            Query(images=[left_images[row], right_images[row]], prompt=first.prompts[row]) for row in rows
+        ]
         if self.both_orders:
-            asks += [Ask(images=list(ask.images)[::-1], prompt=ask.prompt) for ask in asks]
-        found = self.server.ask(self.template, asks, read=self._reader(), **self.drawing.options())
+            queries += [Query(images=list(query.images)[::-1], prompt=query.prompt) for query in queries]
+        found = self.server.ask(self.template, queries, read=self._reader(), **self.drawing.options())
         return self._collect(len(first), rows, reasons, found)
 
     def _reader(self) -> Callable[[Reply], tuple[float, str]]:

@@ -30,7 +30,7 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.text.contract import (
     Prompt,
-    Verdict,
+    TextVerdict,
     after_marker,
     read_text_request,
     shortened,
@@ -163,28 +163,30 @@ class CodeTests:
             raise RewardError(f"Reward {self.name!r}: {run.failure}")
         return run
 
-    def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[Verdict, float]:
+    def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[TextVerdict, float]:
         """A verdict with the share of passed tests."""
         if tests is None:
-            return Verdict(reason=f"its metadata has no {self._field!r}"), math.nan
+            return TextVerdict(reason=f"its metadata has no {self._field!r}"), math.nan
         code, problem = self._code(completion)
         try:
             listed = read_tests(tests)
             if problem:
-                return Verdict(value=0.0, remark=problem), 0.0
+                return TextVerdict(value=0.0, remark=problem), 0.0
             results = self._results(f"{setup}\n{code}" if setup else code, listed)
         except UnreadableTests as error:
-            return Verdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan
+            return TextVerdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan
         except RewardError as error:
             if self._isolation == "namespaces":
                 raise
-            return Verdict(reason=str(error)), math.nan
+            return TextVerdict(reason=str(error)), math.nan
         share = sum(result.passed for result in results) / len(results)
         failed = [
             f"test {number}: {result.remark}" for number, result in enumerate(results, 1) if not result.passed
         ]
         remark = "; ".join([f"{len(results) - len(failed)} of {len(results)} passed", *failed[:3]])
-        return Verdict(value=share if self._credit == "share" else float(share == 1), remark=remark), share
+        return TextVerdict(
+            value=share if self._credit == "share" else float(share == 1), remark=remark
+        ), share
 
     def _code(self, completion: str) -> tuple[str, str | None]:
         text = after_marker(completion, self._after)

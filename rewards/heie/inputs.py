@@ -49,16 +49,16 @@ class Maps:
 
 @torch.no_grad()
 def views(
-    engine: Any, template: Template, asks: Sequence[Any], tiles: int
+    engine: Any, template: Template, queries: Sequence[Any], tiles: int
 ) -> tuple[list[View | None], list[str | None]]:
     """Hidden states and features of B pictures and their tiles.
 
     Each tile is enlarged to the size of the picture and asked about with the same prompt.
 
     Args:
-        engine: `rewards.vlm.VisionLanguageJudge` of a Qwen-VL family.
+        engine: `rewards.vlm.VisionLanguageEngine` of a Qwen-VL family.
         template: its last position is the map's token.
-        asks: B requests of one image each.
+        queries: B requests of one image each.
         tiles: n of n × n; 1 sees the whole picture alone.
 
     Returns:
@@ -67,14 +67,14 @@ def views(
     Raises:
         RewardError: a model whose features have no grid.
     """
-    if not asks:
+    if not queries:
         return [], []
-    if not engine.network.eye.merge:
+    if not engine.network.pictures.merge:
         raise RewardError(
             "heie needs features on a grid, as the Qwen-VL families have them; this model cuts tiles."
         )
-    parts = [[ask.images[0], *cut_tiles(ask.images[0], tiles)] for ask in asks]
-    every = [replace(ask, images=[part]) for ask, cut in zip(asks, parts, strict=True) for part in cut]
+    parts = [[query.images[0], *cut_tiles(query.images[0], tiles)] for query in queries]
+    every = [replace(ask, images=[part]) for ask, cut in zip(queries, parts, strict=True) for part in cut]
     count = len(parts[0])
     said = engine.hidden(template, every)
     found: list[View | None] = []
@@ -86,9 +86,9 @@ def views(
         if reason is not None:
             found.append(None)
             continue
-        shown = [engine.network.eye.look(_levels(part)) for part in cut]
+        shown = [engine.network.pictures.measure(_levels(part)) for part in cut]
         features = engine.network.features(shown)
-        merge = engine.network.eye.merge
+        merge = engine.network.pictures.merge
         grid = shown[0].grid[1] // merge, shown[0].grid[2] // merge
         stacked = torch.stack([features[one].embeds.float().cpu() for one in shown])
         found.append(View(said.states[here].float().cpu(), stacked, grid))

@@ -20,7 +20,7 @@ import torch
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
-from visalign.rewards.base.explanation import Explanation
+from visalign.rewards.base.explanation import HeatmapExplanation
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import engine_of
@@ -65,7 +65,7 @@ class Heie:
 
         Args:
             model: folder, hub id or packaged name of a Qwen-VL model, or of heads whose `judge.json` names it
-                as "base"; or a loaded `rewards.vlm.VisionLanguageJudge`.
+                as "base"; or a loaded `rewards.vlm.VisionLanguageEngine`.
             heads: trained heads or their file; `heie_heads.safetensors` in the model's folder when None.
             tiles: n of n × n tiles beside the whole picture, 1 for none; as the heads were trained when None.
             size: cells of a returned map on each side.
@@ -105,18 +105,20 @@ class Heie:
         """Plausibility per (image, prompt), with the map's "mean_heat", "max_heat" and "mean_std"."""
         return self._judge(images, prompts, metadata, 0).scores
 
-    def explain(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Explanation:
+    def explain(
+        self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> HeatmapExplanation:
         """Plausibility, heatmap and reasons per (image, prompt)."""
         return self._judge(images, prompts, metadata, self._tokens)
 
     @torch.no_grad()
     def _judge(
         self, images: Any, prompts: Sequence[str], metadata: Metadata | None, tokens: int
-    ) -> Explanation:
+    ) -> HeatmapExplanation:
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        rows, asks = requests(request, self.template, reasons, self._fields)
-        seen, said = views(self.engine, self.template, asks, self.tiles)
+        rows, queries = requests(request, self.template, reasons, self._fields)
+        seen, said = views(self.engine, self.template, queries, self.tiles)
         for row, reason in zip(rows, said, strict=True):
             reasons[row] = reason
         size, shape = len(request), (self.size, self.size)
@@ -135,14 +137,14 @@ class Heie:
                 value[at] = found.score.sigmoid()
         parts = {"mean_heat": heat.mean((1, 2)), "max_heat": heat.amax((1, 2)), "mean_std": std.mean((1, 2))}
         text = [""] * size
-        if tokens and asks:
+        if tokens and queries:
             reply = self.engine.generate(
-                self.template, asks, answers=1, temperature=0.0, max_new_tokens=tokens
+                self.template, queries, answers=1, temperature=0.0, max_new_tokens=tokens
             )
             for row, answers in zip(rows, reply.texts, strict=True):
                 text[row] = answers[0] if answers else ""
         scores = make_scores(value, reasons, self.unit, parts=parts, text=text if any(text) else None)
-        return Explanation(scores=scores, heatmap=heat, heatmap_std=std, text=text)
+        return HeatmapExplanation(scores=scores, heatmap=heat, heatmap_std=std, text=text)
 
 
 def _find(heads: str | Path | None, model: Any) -> Path:

@@ -45,14 +45,14 @@ class HeieData:
 
 
 def heie_data(
-    engine: Any, template: Template, asks: Sequence[Any], heat: Tensor, score: Tensor, *, tiles: int = 2
+    engine: Any, template: Template, queries: Sequence[Any], heat: Tensor, score: Tensor, *, tiles: int = 2
 ) -> HeieData:
     """Views of pictures with their truth; pictures that the model cannot take are left out.
 
     Args:
-        engine: `rewards.vlm.VisionLanguageJudge`.
+        engine: `rewards.vlm.VisionLanguageEngine`.
         template: the question at whose answer the state is read.
-        asks: N requests of one image.
+        queries: N requests of one image.
         heat: [N, h, w].
         score: [N].
         tiles: n of n × n.
@@ -60,7 +60,7 @@ def heie_data(
     Raises:
         ValueError: shapes that do not fit, or pictures of different sizes.
     """
-    seen, _ = views(engine, template, asks, tiles)
+    seen, _ = views(engine, template, queries, tiles)
     kept = [place for place, view in enumerate(seen) if view is not None]
     return HeieData(seen=[view for view in seen if view is not None], heat=heat[kept], score=score[kept])
 

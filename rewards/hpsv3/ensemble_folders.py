@@ -22,7 +22,7 @@ from torch import Tensor
 
 from visalign.data.assets import PACKAGED, assets_folder, resolve_model
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import ADAPTER, base_of
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings
 from visalign.rewards.weights.checkpoint_files import local_folder
@@ -243,7 +243,7 @@ def build_ensemble(
         tensors: of its members, [M, ...].
         base: folder or name.
         max_tokens_per_batch: of one pass, all members counted.
-        **options: of `VisionLanguageJudge.from_pretrained`.
+        **options: of `VisionLanguageEngine.from_pretrained`.
 
     Raises:
         FileNotFoundError: the base is missing.
@@ -252,7 +252,7 @@ def build_ensemble(
     members = max(1, len(tensors.get(TOKEN, ())))
     options = {**settings.rest.get("pixels", {}), "settings": settings, **options}
     options.setdefault("positions", settings.positions)
-    engine = VisionLanguageJudge.from_pretrained(
+    engine = VisionLanguageEngine.from_pretrained(
         base, max_tokens_per_batch=max(1, max_tokens_per_batch // members), **options
     )
     clamp = settings.rest["head"].get("clamp", CLAMP)

@@ -98,7 +98,7 @@ class LoraEnsembleReward:
             base: the base model, in place of the one that judge.json names.
             device: where it runs.
             precision: of the base, "fp32", "bf16" or "fp16"; adapters and heads are float32 always.
-            **options: of `VisionLanguageJudge`: max_tokens_per_batch (all members counted), ...
+            **options: of `VisionLanguageEngine`: max_tokens_per_batch (all members counted), ...
 
         Raises:
             ValueError: an option that is not allowed. What loading raises comes with the first score.
@@ -225,8 +225,8 @@ class LoraEnsembleReward:
         model = self.model
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        asked, asks = requests(request, model.template, reasons)
-        encoded, told = model.engine.encode(model.template, asks, at=REWARD_TOKEN)
+        asked, queries = requests(request, model.template, reasons)
+        encoded, told = model.engine.encode(model.template, queries, at=REWARD_TOKEN)
         places, rows = [], []
         for place, row, reason in zip(asked, encoded, told, strict=True):
             reasons[place] = reason

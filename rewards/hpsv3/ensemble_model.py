@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from visalign.core.preference.uncertainty import soft_clamp
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.engine import Row, VisionLanguageJudge
+from visalign.rewards.vlm.engine import TokenRow, VisionLanguageEngine
 from visalign.rewards.vlm.packing import Batch
 from visalign.rewards.vlm.template import Template
 
@@ -129,7 +129,7 @@ class LoraEnsembleModel(nn.Module):
 
     def __init__(
         self,
-        engine: VisionLanguageJudge,
+        engine: VisionLanguageEngine,
         tensors: Mapping[str, Tensor],
         *,
         template: Template | None,
@@ -182,7 +182,7 @@ class LoraEnsembleModel(nn.Module):
         layers = self.adapters.values()
         return torch.stack([nuclear_diversity(layer.lora_a, layer.lora_b) for layer in layers]).sum()
 
-    def forward(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
         """(mean [M, N], log-deviation [M, N]) float32 of N encoded rows."""
         states = self.engine.network.states(rows, self._run)
         found = self.heads(states.view(len(rows), self.members, -1).transpose(0, 1))
@@ -233,7 +233,7 @@ def stretched(mean: Tensor, log_std: Tensor, factor: Tensor) -> tuple[Tensor, Te
     return factor * mean, torch.where(factor == 1, log_std, wide)
 
 
-def _language(engine: VisionLanguageJudge) -> nn.Module:
+def _language(engine: VisionLanguageEngine) -> nn.Module:
     return engine.network.trunk.language_model
 
 

@@ -71,7 +71,7 @@ class HPSv3:
             template: in place of the folder's.
             device: where it runs.
             precision: of the vision-language model, "fp32", "bf16" or "fp16"; the head is float32 always.
-            **options: of `VisionLanguageJudge`: positions, max_tokens_per_batch, min_pixels, ...
+            **options: of `VisionLanguageEngine`: positions, max_tokens_per_batch, min_pixels, ...
 
         Raises:
             ValueError: an unknown precision. What `load_hpsv3` raises comes with the first score.

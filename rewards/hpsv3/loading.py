@@ -22,7 +22,7 @@ from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import base_of, find_model, load_processor
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
 from visalign.rewards.weights.checkpoint_files import local_folder, read_tensors
@@ -55,7 +55,7 @@ def load_hpsv3(
         template: in place of the folder's.
         device: where it runs.
         dtype: of the vision-language model; the head is float32 always.
-        **options: of `VisionLanguageJudge`.
+        **options: of `VisionLanguageEngine`.
 
     Returns:
         The model in evaluation mode, without gradients.
@@ -93,7 +93,7 @@ def _load_ours(
     adapter = folder if (folder / "adapter_config.json").is_file() else None
     options = {**settings.rest.get("pixels", {}), "settings": settings, **options}
     options.setdefault("positions", settings.positions)
-    engine = VisionLanguageJudge.from_pretrained(
+    engine = VisionLanguageEngine.from_pretrained(
         source, device=device, dtype=dtype, adapter=adapter, **{"name": folder.name, **options}
     )
     weights = engine.weights + "+" + fingerprint(folder / HEAD_FILE)
@@ -141,7 +141,7 @@ def _load_published(
     model = _backbone(source, _renamed(state), dtype)
     options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
     options.setdefault("positions", settings.positions or "1d")
-    engine = VisionLanguageJudge(
+    engine = VisionLanguageEngine(
         model.to(device),
         processor,
         **{"name": folder.name, "settings": settings, **options},

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from visalign.core.preference.uncertainty import soft_clamp
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.engine import Ask, Row, VisionLanguageJudge
+from visalign.rewards.vlm.engine import Query, TokenRow, VisionLanguageEngine
 from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.template import JudgeSettings, Template
 
@@ -46,7 +46,7 @@ TEMPLATE = Template(
 class HPSv3Batch:
     """Pictures with their prompts, tokenised; nothing was run."""
 
-    rows: list[Row]
+    rows: list[TokenRow]
     """N rows, of those that can be judged."""
     places: list[int]
     """Their places among the B that were given."""
@@ -75,7 +75,7 @@ class HPSv3Model(nn.Module):
 
     def __init__(
         self,
-        engine: VisionLanguageJudge,
+        engine: VisionLanguageEngine,
         head: RanknetHead,
         *,
         template: Template | None = None,
@@ -101,7 +101,7 @@ class HPSv3Model(nn.Module):
             )
 
     @classmethod
-    def new(cls, engine: VisionLanguageJudge, *, seed: int = 0, **options: Any) -> HPSv3Model:
+    def new(cls, engine: VisionLanguageEngine, *, seed: int = 0, **options: Any) -> HPSv3Model:
         """A model whose head is to be trained; adds the token where it is missing.
 
         Args:
@@ -152,8 +152,10 @@ class HPSv3Model(nn.Module):
             images: B tensors [3, H, W], float in [0, 1] or uint8.
             prompts: B strings.
         """
-        asks = [Ask(images=[image], prompt=prompt) for image, prompt in zip(images, prompts, strict=True)]
-        rows, reasons = self.engine.encode(self.template, asks, at=REWARD_TOKEN)
+        queries = [
+            Query(images=[image], prompt=prompt) for image, prompt in zip(images, prompts, strict=True)
+        ]
+        rows, reasons = self.engine.encode(self.template, queries, at=REWARD_TOKEN)
         kept = [(place, row) for place, row in enumerate(rows) if row is not None]
         return HPSv3Batch([row for _, row in kept], [place for place, _ in kept], reasons)
 
@@ -208,7 +210,7 @@ class HPSv3Model(nn.Module):
         place = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         tensors["reward_token"] = model.get_input_embeddings().weight[place].detach().cpu().clone()
         save_file(tensors, folder / HEAD_FILE)
-        cutter = self.engine.network.eye.settings()
+        cutter = self.engine.network.pictures.settings()
         settings = self.engine.settings
         rest = {
             **settings.rest,

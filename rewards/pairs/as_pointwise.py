@@ -23,7 +23,7 @@ from visalign.rewards.base.contract import (
     without_group,
 )
 
-from .asking import Answers, PairAsker, distinct_images
+from .asking import PairAnswers, PairAsker, distinct_images
 from .ranking import ask_in_rounds, calls_of
 
 
@@ -150,7 +150,7 @@ class GroupWinRate:
                 a or b
                 for a, b in zip(answers.reasons[: len(pairs)], answers.reasons[len(pairs) :], strict=True)
             ]
-            answers = Answers((there - back) / 2, reasons)
+            answers = PairAnswers((there - back) / 2, reasons)
         else:
             # The odd pairs are turned round, so that each image stands on either side about equally often.
             pairs = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
@@ -221,12 +221,12 @@ class _Outcome:
     """[n] why one of its comparisons failed, if one did."""
 
 
-def _count(pairs: Tensor, answers: Answers, size: int) -> Tensor:
+def _count(pairs: Tensor, answers: PairAnswers, size: int) -> Tensor:
     valid = torch.isfinite(answers.log_odds)
     return torch.bincount(pairs[valid].flatten(), minlength=size).float()
 
 
-def _reasons(pairs: Tensor, answers: Answers, size: int) -> list[str | None]:
+def _reasons(pairs: Tensor, answers: PairAnswers, size: int) -> list[str | None]:
     reasons: list[str | None] = [None] * size
     for (i, j), reason in zip(pairs.tolist(), answers.reasons, strict=True):
         reasons[i], reasons[j] = reasons[i] or reason, reasons[j] or reason

@@ -19,7 +19,7 @@ from visalign.rewards.base.images import as_contract
 
 
 @dataclass(frozen=True)
-class Answers:
+class PairAnswers:
     """What a judge said of N ordered pairs."""
 
     log_odds: Tensor
@@ -63,14 +63,14 @@ class PairAsker:
         self.calls = 0
         self._images, self._prompts, self._metadata = list(images), list(prompts), list(metadata)
 
-    def ask(self, pairs: Tensor) -> Answers:
+    def ask(self, pairs: Tensor) -> PairAnswers:
         """Ask about each ordered pair [N, 2] (left, right) once.
 
         Raises:
             RewardError: the judge raised, or did not return one preference per pair.
         """
         if not len(pairs):
-            return Answers(torch.zeros(0, dtype=torch.float64), [])
+            return PairAnswers(torch.zeros(0, dtype=torch.float64), [])
         self.calls += len(pairs)
         with Naming(self.judge.name):
             answer = self._ask(pairs)
@@ -104,7 +104,7 @@ def one_each(name: str, answer: Any, size: int) -> Preferences:
     )
 
 
-def read_preferences(answer: Preferences) -> Answers:
+def read_preferences(answer: Preferences) -> PairAnswers:
     """Log-odds and reasons; a valid entry that is no probability counts as a failure with that reason."""
     prob = answer.prob.detach().cpu().double()
     valid = answer.valid.cpu() & (prob >= 0) & (prob <= 1)
@@ -118,7 +118,7 @@ def read_preferences(answer: Preferences) -> Answers:
     for ok, said, reason in zip(valid.tolist(), answer.valid.tolist(), given_reasons, strict=True):
         missing = "the preference is no probability" if said else "no reason given"
         reasons.append(None if ok else reason or missing)
-    return Answers(log_odds, reasons)
+    return PairAnswers(log_odds, reasons)
 
 
 def distinct_images(images: Sequence[Tensor], labels: Sequence[Any]) -> tuple[list[int], list[int]]:

@@ -18,7 +18,7 @@ from visalign.rewards.base.contract import Request, RewardError, read_request
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import as_contract
 
-from .asking import Answers, PairAsker, distinct_images
+from .asking import PairAnswers, PairAsker, distinct_images
 
 BUDGET = 0.3
 """Share of the n(n − 1)/2 pairs that `rank` asks a pairwise judge about, as single calls."""
@@ -59,7 +59,7 @@ class Ranking:
     """Its standard deviation."""
     pairs: Tensor | None = None
     """[N, 2] image numbers (left, right) of every call as it was made; None for a pointwise judge."""
-    answers: Answers | None = None
+    answers: PairAnswers | None = None
     """What the judge said of them; of equal images the first stands for all."""
 
 
@@ -211,7 +211,7 @@ def _rank_pairs(
     )
 
 
-def _why_missing(asked: Asked, number: int) -> str:
+def _why_missing(asked: Comparisons, number: int) -> str:
     """The first reason that a call about this image gave."""
     own = (asked.pairs == number).any(1).nonzero().flatten().tolist()
     said = [asked.answers.reasons[call] for call in own]
@@ -225,12 +225,12 @@ def calls_of(size: int, budget: float) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Comparisons:
     """One group's comparisons and what they say."""
 
     pairs: Tensor
     """[N, 2] (left, right) within the group: numbers 0 … G − 1."""
-    answers: Answers
+    answers: PairAnswers
     fit: RankingFit
 
 
@@ -241,7 +241,7 @@ def ask_in_rounds(
     *,
     method: Method = "active",
     model: Model | None = None,
-) -> list[Asked]:
+) -> list[Comparisons]:
     """Ask about several groups at once, in rounds, so that a judge sees large batches.
 
     Args:
@@ -280,14 +280,16 @@ def ask_in_rounds(
             reasons[at] += answers.reasons[start:end]
             start = end
     return [
-        Asked(pairs[at], Answers(odds[at], reasons[at]), _fit(pairs[at], odds[at], len(members), model))
+        Comparisons(
+            pairs[at], PairAnswers(odds[at], reasons[at]), _fit(pairs[at], odds[at], len(members), model)
+        )
         for at, members in enumerate(sets)
     ]
 
 
 def _fit(pairs: Tensor, odds: Tensor, size: int, model: Model | None) -> RankingFit:
     """The fit of the answers so far."""
-    prob = Answers(odds, []).prob
+    prob = PairAnswers(odds, []).prob
     if model is None:
         known = prob[torch.isfinite(prob)]
         is_graded = bool((torch.minimum((known - 0.5).abs(), known.minimum(1 - known)) > GRADED).any())

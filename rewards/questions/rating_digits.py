@@ -37,7 +37,7 @@ class RatingDigits:
     """Reads ratings off the next tokens' probabilities.
 
     Args:
-        engine: `rewards.vlm.VisionLanguageJudge`.
+        engine: `rewards.vlm.VisionLanguageEngine`.
         template: ends where the rating begins; its words "scores" are whole ratings, "digits" the digits 0
             to 9 in order, where ratings have two decimal places.
         low: smallest rating.
@@ -69,18 +69,18 @@ class RatingDigits:
         self._score_ids = _ids(engine, words)
         self._digit_ids = _ids(engine, digits) if digits else []
 
-    def __call__(self, asks: Sequence[Any], min_mass: float) -> Ratings:
+    def __call__(self, queries: Sequence[Any], min_mass: float) -> Ratings:
         """Rate B pictures.
 
         Args:
-            asks: `rewards.vlm.Ask` each.
+            queries: `rewards.vlm.Query` each.
             min_mass: smallest probability of all scores together that counts as a rating; of what begins as
                 one also the smallest share that goes on with digits.
         """
-        if not asks:
+        if not queries:
             none = torch.zeros(0)
             return Ratings(dict.fromkeys(self._names, none), [], [])
-        reply = self.engine.answer_logits(self.template, asks, self._score_ids, left_over=True)
+        reply = self.engine.answer_logits(self.template, queries, self._score_ids, left_over=True)
         logits = reply.logits.double().cpu()
         mass = (logits.logsumexp(-1) - reply.log_total.double().cpu()).exp().clamp(max=1.0)
         reasons = list(reply.reasons)
@@ -91,10 +91,10 @@ class RatingDigits:
                     f"{min_mass:g} is asked for"
                 )
         rows = [row for row, reason in enumerate(reasons) if reason is None]
-        mean = torch.full((len(asks),), torch.nan, dtype=torch.float64)
+        mean = torch.full((len(queries),), torch.nan, dtype=torch.float64)
         std, whole = mean.clone(), mean.clone()
         if rows:
-            value, prob, whole[rows] = self._leaves([asks[row] for row in rows], logits[rows].softmax(-1))
+            value, prob, whole[rows] = self._leaves([queries[row] for row in rows], logits[rows].softmax(-1))
             mean[rows] = (prob * value).sum(-1)
             std[rows] = (prob * (value - mean[rows, None]).square()).sum(-1).sqrt()
         for row in rows:
@@ -107,18 +107,18 @@ class RatingDigits:
                 )
                 mean[row] = std[row] = torch.nan
         columns = {"value": mean, "std": std, "mass": mass, "left_over": 1 - mass, "digit_mass": whole}
-        return Ratings({k: columns[k].float() for k in self._names}, [""] * len(asks), reasons)
+        return Ratings({k: columns[k].float() for k in self._names}, [""] * len(queries), reasons)
 
-    def _leaves(self, asks: list[Any], prob: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _leaves(self, queries: list[Any], prob: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(ratings [L], their probabilities [b, L] that sum to 1, what complete ratings have of all [b])."""
         values = torch.tensor(self.values, dtype=torch.float64)
         if not self._digit_ids:
             return values, prob, torch.ones(len(prob), dtype=torch.float64)
         whole = [n for n, value in enumerate(self.values) if value < self.high]
         top = [n for n, value in enumerate(self.values) if value >= self.high]
-        tenths, tenths_mass = self._digits(asks, [f"{self._words[n]}." for n in whole])
+        tenths, tenths_mass = self._digits(queries, [f"{self._words[n]}." for n in whole])
         stems = [f"{self._words[n]}.{digit}" for n in whole for digit in range(10)]
-        hundredths, hundredths_mass = self._digits(asks, stems)
+        hundredths, hundredths_mass = self._digits(queries, stems)
         first = (prob[:, whole, None] * tenths).flatten(1)
         both = first[..., None] * hundredths
         steps = torch.arange(100, dtype=torch.float64) / 100
@@ -127,15 +127,15 @@ class RatingDigits:
         complete = (first * share).sum(1) + prob[:, top].sum(1)
         return torch.cat([fine, values[top]]), torch.cat([both.flatten(1), prob[:, top]], 1), complete
 
-    def _digits(self, asks: list[Any], stems: list[str]) -> tuple[Tensor, Tensor]:
+    def _digits(self, queries: list[Any], stems: list[str]) -> tuple[Tensor, Tensor]:
         """Behind each stem: ([b, stems, 10] shares of the digits, [b, stems] probability of any digit)."""
-        asked = [replace(ask, continuation=stem) for ask in asks for stem in stems]
+        asked = [replace(query, continuation=stem) for query in queries for stem in stems]
         reply = self.engine.answer_logits(self.template, asked, self._digit_ids, left_over=True)
         broken = next(filter(None, reply.reasons), None)
         if broken is not None:
             raise RewardError(f"A rating's digits could not be read: {broken}.")
-        logits = reply.logits.double().cpu().view(len(asks), len(stems), 10)
-        total = reply.log_total.double().cpu().view(len(asks), len(stems))
+        logits = reply.logits.double().cpu().view(len(queries), len(stems), 10)
+        total = reply.log_total.double().cpu().view(len(queries), len(stems))
         return logits.softmax(-1), (logits.logsumexp(-1) - total).exp().clamp(max=1.0)
 
 

@@ -24,7 +24,7 @@ from visalign.rewards.base.contract import Request, make_scores, prompt_problem,
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import load_images
 from visalign.rewards.vlm.engine import engine_of
-from visalign.rewards.vlm.requests import Ask, check_fields, requests
+from visalign.rewards.vlm.requests import Query, check_fields, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS, Odds, YesNoReader
 
@@ -85,7 +85,7 @@ class RewardDance:
 
         Args:
             model: folder, hub id or packaged name of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or InternVL model; or a
-                loaded `rewards.vlm.VisionLanguageJudge`.
+                loaded `rewards.vlm.VisionLanguageEngine`.
             value: "log_odds", or "prob" as in the paper, over yes and no.
             instruction: task-specific criteria, put where the template has {instruction}.
             decision_first: ask for reasons behind the decision (template "explain"); the score is read at the
@@ -123,8 +123,8 @@ class RewardDance:
         """Score per (image, prompt); metadata is not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        rows, asks = requests(request, self.template, reasons, self._fields)
-        odds = self._read(asks)
+        rows, queries = requests(request, self.template, reasons, self._fields)
+        odds = self._read(queries)
         for row, reason in zip(rows, odds.reasons, strict=True):
             reasons[row] = reason
         prob = odds.log_odds.sigmoid()
@@ -137,7 +137,7 @@ class RewardDance:
         parts = {key: scatter(column, rows, len(request)) for key, column in columns.items()}
         text = None
         if self._tokens:
-            said = reasons_behind(self.engine, self.template, asks, odds, self._tokens)
+            said = reasons_behind(self.engine, self.template, queries, odds, self._tokens)
             text = [""] * len(request)
             for row, reason in zip(rows, said, strict=True):
                 text[row] = reason
@@ -239,12 +239,12 @@ class RewardDancePairs:
     def _compare(self, request: Request, pairs: Tensor) -> Preferences:
         reasons: list[str | None] = [self._pair_reason(request, i, j) for i, j in pairs.tolist()]
         rows = [row for row, reason in enumerate(reasons) if reason is None]
-        asks = []
+        queries = []
         for i, j in pairs[rows].tolist():
             for first, second in ((j, i), (i, j))[: 1 + self.both_orders]:
                 shown = [request.images.images[first], request.images.images[second]]
-                asks.append(Ask(images=shown, prompt=request.prompts[i], fields=self._fields))  # type: ignore[arg-type]  # unreadable ones have a reason
-        odds, step = self._read(asks), 1 + self.both_orders
+                queries.append(Query(images=shown, prompt=request.prompts[i], fields=self._fields))  # type: ignore[arg-type]  # unreadable ones have a reason
+        odds, step = self._read(queries), 1 + self.both_orders
         for place, row in enumerate(rows):
             reasons[row] = next(filter(None, odds.reasons[place * step : (place + 1) * step]), None)
         second = odds.log_odds[::step]
@@ -263,7 +263,7 @@ class RewardDancePairs:
         text = None
         if self._tokens:
             told = Odds(second, odds.mass[::step], odds.decision[::step], odds.reasons[::step])
-            said = reasons_behind(self.engine, self.template, asks[::step], told, self._tokens)
+            said = reasons_behind(self.engine, self.template, queries[::step], told, self._tokens)
             text = [""] * len(pairs)
             for row, reason in zip(rows, said, strict=True):
                 text[row] = reason
@@ -284,12 +284,12 @@ class RewardDancePairs:
 
 
 def reasons_behind(
-    engine: Any, template: Template, asks: Sequence[Any], odds: Odds, max_new_tokens: int
+    engine: Any, template: Template, queries: Sequence[Any], odds: Odds, max_new_tokens: int
 ) -> list[str]:
     """What the model writes behind its decision, decision included, without chance; "" where it made none."""
-    texts = [""] * len(asks)
+    texts = [""] * len(queries)
     rows = [row for row, reason in enumerate(odds.reasons) if reason is None]
-    decided = [replace(asks[row], continuation=odds.decision[row]) for row in rows]
+    decided = [replace(queries[row], continuation=odds.decision[row]) for row in rows]
     reply = engine.generate(template, decided, answers=1, temperature=0.0, max_new_tokens=max_new_tokens)
     for row, answers in zip(rows, reply.texts, strict=True):
         texts[row] = odds.decision[row] + (answers[0] if answers else "")

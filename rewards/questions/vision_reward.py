@@ -72,7 +72,7 @@ class VisionReward:
         """Load the model and the checklist.
 
         Args:
-            model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageJudge`.
+            model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
             checklist: the questions, as object or JSON file; "checklist" in the folder's judge.json, else
                 the one for the shapes world, when None.
             answers: "soft" or "hard".
@@ -154,7 +154,7 @@ class VisionReward:
 
     def _ask(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor, list[list[str]]]:
         """(rows, probability of yes [rows, N] float64, NaN where unanswered, the unanswered with reasons)."""
-        from visalign.rewards.vlm.engine import Ask
+        from visalign.rewards.vlm.engine import Query
 
         questions = self.checklist.questions
         asks_prompt = any("{prompt}" in question for question in questions)
@@ -162,16 +162,16 @@ class VisionReward:
             if asks_prompt:
                 reasons[row] = reasons[row] or prompt_problem(prompt)
         rows, plain = requests(request, self.template, reasons)
-        asks = [
-            Ask(
-                images=ask.images,
-                prompt=ask.prompt,
-                fields={"question": question.replace("{prompt}", ask.prompt)},
+        queries = [
+            Query(
+                images=query.images,
+                prompt=query.prompt,
+                fields={"question": question.replace("{prompt}", query.prompt)},
             )
-            for ask in plain
+            for query in plain
             for question in questions
         ]
-        odds = self._read(asks)
+        odds = self._read(queries)
         log_odds = odds.log_odds.double().view(len(rows), len(questions))
         yes = log_odds.sigmoid()
         if self.answers == "hard":

@@ -96,7 +96,7 @@ class VisualQuality:
         """Load the model and choose how it rates.
 
         Args:
-            model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageJudge`.
+            model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
             mode: "direct" or "sampled".
             thinking: let it think before it rates (template "rating_thinking"); needs "sampled".
             answers: K of each picture in "sampled"; 1 gives no standard deviation.
@@ -137,8 +137,8 @@ class VisualQuality:
         request = read_request(self.name, images, prompts, metadata)
         blank = Request(request.images, ["-"] * len(request), request.metadata)
         reasons = list(request.images.reasons)
-        rows, asks = requests(blank, self.template, reasons)
-        found = self._direct(asks) if self._digits is not None else self._sampled(asks)
+        rows, queries = requests(blank, self.template, reasons)
+        found = self._direct(queries) if self._digits is not None else self._sampled(queries)
         size = len(request)
         columns = {key: torch.full((size,), torch.nan) for key in found.columns}
         text = [""] * size
@@ -166,20 +166,20 @@ class VisualQuality:
         judge = PairsFromScores(_Floored(self), link="normal")
         return judge.compare_pairs(images, pairs, prompts, metadata)
 
-    def _direct(self, asks: list[Any]) -> Ratings:
+    def _direct(self, queries: list[Any]) -> Ratings:
         assert self._digits is not None  # only called in that mode
-        return self._digits(asks, self.min_mass)
+        return self._digits(queries, self.min_mass)
 
-    def _sampled(self, asks: list[Any]) -> Ratings:
+    def _sampled(self, queries: list[Any]) -> Ratings:
         reply = self.engine.generate(
             self.template,
-            asks,
+            queries,
             answers=self.answers,
             seed=self.seed,
             temperature=self.temperature,
             max_new_tokens=self.max_new_tokens,
         )
-        size = len(asks)
+        size = len(queries)
         value, std, share = (torch.full((size,), torch.nan) for _ in range(3))
         reasons, texts = list(reply.reasons), [""] * size
         for row, answers in enumerate(reply.texts):

@@ -31,7 +31,7 @@ from visalign.rewards.base.function_calls import (
     unjudged,
 )
 
-from .contract import Prompt, TextRequest, Verdict, read_text_request, text_scores
+from .contract import Prompt, TextRequest, TextVerdict, read_text_request, text_scores
 
 _FORMS = "fn(prompts, completions, **columns) with lists, or fn(completion) with one text"
 _WRAPPED = "lambda prompts, completions, **columns: asyncio.run(...)"
@@ -146,11 +146,11 @@ class TextFunctionReward:
             "for a completion that cannot be judged return None, or set on_error='mask'."
         ) from error
 
-    def _verdict(self, answer: float | str) -> Verdict:
+    def _verdict(self, answer: float | str) -> TextVerdict:
         if isinstance(answer, str):
-            return Verdict(reason=answer)
+            return TextVerdict(reason=answer)
         reason = unjudged(self.name, answer, self.range)
-        return Verdict(value=answer) if reason is None else Verdict(reason=reason)
+        return TextVerdict(value=answer) if reason is None else TextVerdict(reason=reason)
 
 
 def _keys(request: TextRequest) -> list[str]:

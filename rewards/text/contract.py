@@ -31,7 +31,7 @@ class TextRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class TextVerdict:
     """What a rule says of one completion: a value with a remark, or the reason why there is none."""
 
     value: float = math.nan
@@ -94,7 +94,7 @@ def read_text_request(
 
 
 def text_scores(
-    verdicts: Sequence[Verdict], unit: str, *, parts: Mapping[str, Sequence[float]] | None = None
+    verdicts: Sequence[TextVerdict], unit: str, *, parts: Mapping[str, Sequence[float]] | None = None
 ) -> Scores:
     """Scores of B verdicts; the remarks become `text`.
 

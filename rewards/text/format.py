@@ -13,7 +13,7 @@ from typing import Any
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError
 
-from .contract import Prompt, Verdict, read_text_request, shortened, text_scores
+from .contract import Prompt, TextVerdict, read_text_request, shortened, text_scores
 from .fences import fenced_blocks
 
 
@@ -144,25 +144,25 @@ class JsonFormat:
         schemas = request.column(self._field) if self._field else [None] * len(request)
         return text_scores(list(map(self._judge, request.completions, schemas)), self.unit)
 
-    def _judge(self, completion: str, schema: Any) -> Verdict:
+    def _judge(self, completion: str, schema: Any) -> TextVerdict:
         check = self._check
         if self._field is not None:
             if schema is None:
-                return Verdict(reason=f"its metadata has no {self._field!r}")
+                return TextVerdict(reason=f"its metadata has no {self._field!r}")
             try:
                 check = self._checker(schema)
             except ValueError as error:
-                return Verdict(reason=f"the schema in {self._field!r} is not valid: {error}")
+                return TextVerdict(reason=f"the schema in {self._field!r} is not valid: {error}")
         text = completion
         if self._where == "fence":
             blocks = [block for language, block in fenced_blocks(completion) if language in ("json", "")]
             if len(blocks) != 1:
-                return Verdict(value=0.0, remark=f"{len(blocks)} fenced blocks, needed is one")
+                return TextVerdict(value=0.0, remark=f"{len(blocks)} fenced blocks, needed is one")
             text = blocks[0]
         try:
             value = read_json(text)
         except (ValueError, RecursionError) as error:
-            return Verdict(value=0.0, remark=f"no JSON: {error}"[:200])
+            return TextVerdict(value=0.0, remark=f"no JSON: {error}"[:200])
         return _pass_or_fail(None if check is None else check(value))
 
     def _checker(self, schema: Any) -> Callable[[Any], str | None]:
@@ -211,8 +211,8 @@ def read_json(text: str) -> Any:
     return json.loads(text, parse_constant=constant, object_pairs_hook=unique)
 
 
-def _pass_or_fail(problem: str | None) -> Verdict:
-    return Verdict(value=float(problem is None), remark=problem or "")
+def _pass_or_fail(problem: str | None) -> TextVerdict:
+    return TextVerdict(value=float(problem is None), remark=problem or "")
 
 
 def _regular_expression(name: str, pattern: str | None) -> re.Pattern[str] | None:

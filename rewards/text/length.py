@@ -12,7 +12,7 @@ import torch
 from visalign.core.rewards.terms import soft_overlong
 from visalign.interfaces import Metadata, Scores
 
-from .contract import Prompt, Verdict, read_text_request, text_scores
+from .contract import Prompt, TextVerdict, read_text_request, text_scores
 
 RULES = ("target", "linear", "soft_overlong")
 
@@ -93,23 +93,23 @@ class LengthReward:
         read = [float(length) if _is_length(length) else math.nan for length in lengths]
         return text_scores([self._judge(*pair) for pair in pairs], self.unit, parts={"length": read})
 
-    def _judge(self, length: Any, target: Any) -> Verdict:
+    def _judge(self, length: Any, target: Any) -> TextVerdict:
         if not _is_length(length):
-            return Verdict(
+            return TextVerdict(
                 reason=f"its metadata has {length!r} as {self._length_field!r}, needed is a length"
             )
         remark = f"length {length:g}"
         if self._rule == "soft_overlong":
             tensor = torch.tensor([length], dtype=torch.float64)
             value = soft_overlong(tensor, max_length=self._max_length, cache=self._cache)
-            return Verdict(value=value.item(), remark=remark)
+            return TextVerdict(value=value.item(), remark=remark)
         if self._rule == "linear":
-            return Verdict(value=-min(length / self._scale, 1.0), remark=remark)
+            return TextVerdict(value=-min(length / self._scale, 1.0), remark=remark)
         if not _is_length(target):
-            return Verdict(
+            return TextVerdict(
                 reason=f"its metadata has {target!r} as {self._target_field!r}, needed is a length"
             )
-        return Verdict(value=-min(abs(length - target) / self._scale, 1.0), remark=remark)
+        return TextVerdict(value=-min(abs(length - target) / self._scale, 1.0), remark=remark)
 
 
 class RepetitionPenalty:
@@ -149,14 +149,14 @@ class RepetitionPenalty:
         request = read_text_request(self.name, completions, prompts, metadata)
         return text_scores([self._judge(completion) for completion in request.completions], self.unit)
 
-    def _judge(self, completion: str) -> Verdict:
+    def _judge(self, completion: str) -> TextVerdict:
         lower = completion.casefold()
         units = lower.split() if self._by == "words" else list(lower)
         grams = list(zip(*(units[start:] for start in range(self._n)), strict=False))
         if not grams:
-            return Verdict(value=0.0, remark=f"fewer than {self._n} {self._by}")
+            return TextVerdict(value=0.0, remark=f"fewer than {self._n} {self._by}")
         repeated = len(grams) - len(set(grams))
-        return Verdict(value=-repeated / len(grams), remark=f"{repeated} of {len(grams)} repeat")
+        return TextVerdict(value=-repeated / len(grams), remark=f"{repeated} of {len(grams)} repeat")
 
 
 def _check_rule(name: str, rule: str, given: set[str]) -> None:

@@ -15,7 +15,7 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError
 
 from .classifier import check_counts, load_classifier, load_tokenizer, longest_text, spelled_out
-from .contract import Prompt, Verdict, read_text_request, text_scores
+from .contract import Prompt, TextVerdict, read_text_request, text_scores
 
 
 class RewardModel:
@@ -83,15 +83,15 @@ class RewardModel:
             RewardError: a prompt is a conversation and there is no chat template.
         """
         request = read_text_request(self.name, completions, prompts, metadata)
-        verdicts = [Verdict()] * len(request)
+        verdicts = [TextVerdict()] * len(request)
         encoded: dict[int, list[int]] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
             if (forged := spelled_out(self.tokenizer, completion)) is not None:
-                verdicts[row] = Verdict(reason=forged)
+                verdicts[row] = TextVerdict(reason=forged)
                 continue
             tokens = self._encode(prompt, completion)
             if not 1 <= len(tokens) <= self.max_length:
-                verdicts[row] = Verdict(
+                verdicts[row] = TextVerdict(
                     reason=f"prompt and completion have {len(tokens)} tokens; the model reads 1 to "
                     f"{self.max_length}"
                 )
@@ -102,7 +102,7 @@ class RewardModel:
             rows = order[start : start + self.batch_size]
             for row, value in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
                 finite = math.isfinite(value)
-                verdicts[row] = Verdict(
+                verdicts[row] = TextVerdict(
                     value=value, reason=None if finite else f"the reward model gave {value} for it"
                 )
         return text_scores(verdicts, self.unit)

@@ -9,7 +9,7 @@ from typing import Any
 from visalign.data.text_tasks.tasks import TASKS, check_answer
 from visalign.interfaces import Metadata, Scores
 
-from .contract import Prompt, Verdict, read_text_request, text_scores
+from .contract import Prompt, TextVerdict, read_text_request, text_scores
 
 
 class TaskAnswer:
@@ -35,11 +35,11 @@ class TaskAnswer:
         return text_scores(verdicts, self.unit)
 
 
-def _verdict(text: str, record: Mapping[str, Any] | None) -> Verdict:
+def _verdict(text: str, record: Mapping[str, Any] | None) -> TextVerdict:
     missing = [key for key in ("task", "problem", "answer") if record is None or key not in record]
     if record is None or missing:
-        return Verdict(reason=f"the metadata lacks {', '.join(missing)}, so it is no text task's record")
+        return TextVerdict(reason=f"the metadata lacks {', '.join(missing)}, so it is no text task's record")
     if record["task"] not in TASKS:
-        return Verdict(reason=f"there is no text task {record['task']!r}")
+        return TextVerdict(reason=f"there is no text task {record['task']!r}")
     right, remark = check_answer(text, record)
-    return Verdict(value=float(right), remark=remark)
+    return TextVerdict(value=float(right), remark=remark)

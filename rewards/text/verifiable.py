@@ -16,7 +16,7 @@ from typing import Any
 
 from visalign.interfaces import Metadata, Scores
 
-from .contract import Prompt, Verdict, after_marker, read_text_request, shortened, text_scores
+from .contract import Prompt, TextVerdict, after_marker, read_text_request, shortened, text_scores
 from .parsing import EXTRACTORS, NORMALISERS, parse_list, parse_number
 
 COMPARISONS = ("exact", "number", "list", "auto")
@@ -111,26 +111,26 @@ class VerifiableAnswer:
         truths = request.column(self._field)
         return text_scores(list(map(self._judge, request.completions, truths)), self.unit)
 
-    def _judge(self, completion: str, truth: Any) -> Verdict:
+    def _judge(self, completion: str, truth: Any) -> TextVerdict:
         if truth is None:
-            return Verdict(reason=f"its metadata has no {self._field!r}")
+            return TextVerdict(reason=f"its metadata has no {self._field!r}")
         if problem := self._unreadable(truth):
-            return Verdict(reason=f"the ground truth {self._field!r} is {shortened(truth)}, {problem}")
+            return TextVerdict(reason=f"the ground truth {self._field!r} is {shortened(truth)}, {problem}")
         text = after_marker(completion, self._after)
         if text is None:
-            return Verdict(value=0.0, remark=f"no {self._after}")
+            return TextVerdict(value=0.0, remark=f"no {self._after}")
         answers, absent = self._answers(text)
         if not answers:
-            return Verdict(value=0.0, remark=absent)
+            return TextVerdict(value=0.0, remark=absent)
         answer = answers[-1].strip()
         if not answer:
-            return Verdict(value=0.0, remark="the answer is empty")
+            return TextVerdict(value=0.0, remark="the answer is empty")
         if self._conflict == "refuse" and (other := self._conflicting(answers)) is not None:
-            return Verdict(
+            return TextVerdict(
                 value=0.0, remark=f"conflicting answers {shortened(other)} and {shortened(answer)}"
             )
         correct, note = self._meets(answer, truth)
-        return Verdict(value=float(correct), remark=note or f"answer {shortened(answer)}")
+        return TextVerdict(value=float(correct), remark=note or f"answer {shortened(answer)}")
 
     def _answers(self, text: str) -> tuple[list[str], str]:
         """All answers in order, and what to say when there is none."""

@@ -34,7 +34,7 @@ from .geneval_rules import (
     POSITION_THRESHOLD,
     THRESHOLD,
     Detected,
-    Verdict,
+    GenEvalVerdict,
     colored_clauses,
     judge,
     keep_boxes,
@@ -56,9 +56,9 @@ VALUES = {"correct": "1 = correct", "strict": "1 = correct", "partial": "share o
 class GenEval:
     """1 for a correct image and 0 otherwise, by the metadata record of its prompt.
 
-    The parts hold "correct", "strict", "partial" (see `geneval_rules.Verdict`), and one 0/1 column per kind
-    of check, "count", "color", "position", "exclude": all checks of that kind hold; NaN where the record has
-    none. `text` says what is wrong. A row without a readable record is invalid.
+    The parts hold "correct", "strict", "partial" (see `geneval_rules.GenEvalVerdict`), and one 0/1 column per
+    kind of check, "count", "color", "position", "exclude": all checks of that kind hold; NaN where the record
+    has none. `text` says what is wrong. A row without a readable record is invalid.
     """
 
     name = "geneval"
@@ -153,7 +153,7 @@ class GenEval:
         """Why a class of the record cannot be detected."""
         return next(filter(None, (self.detector.problem(kind) for kind in _kinds(record))), None)
 
-    def _judge(self, images: list[Tensor], records: list[Mapping[str, Any]]) -> list[Verdict | str]:
+    def _judge(self, images: list[Tensor], records: list[Mapping[str, Any]]) -> list[GenEvalVerdict | str]:
         """A verdict for each image, or the reason why there is none."""
         found = self.detector.detect(images, [_kinds(record) for record in records])
         objects: list[dict[str, list[Detected]]] = []
@@ -215,9 +215,11 @@ class GenEval:
         features = F.normalize(self.towers.text_features(texts), dim=-1)
         return F.normalize(features.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1)
 
-    def _scores(self, rows: list[int], verdicts: list[Verdict | str], reasons: list[str | None]) -> Scores:
+    def _scores(
+        self, rows: list[int], verdicts: list[GenEvalVerdict | str], reasons: list[str | None]
+    ) -> Scores:
         size = len(reasons)
-        judged = [(row, v) for row, v in zip(rows, verdicts, strict=True) if isinstance(v, Verdict)]
+        judged = [(row, v) for row, v in zip(rows, verdicts, strict=True) if isinstance(v, GenEvalVerdict)]
         at = [row for row, _ in judged]
         columns: dict[str, list[float]] = {
             key: [float(getattr(verdict, key)) for _, verdict in judged] for key in VALUES

@@ -38,7 +38,7 @@ class Detected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class GenEvalVerdict:
     """What the rules say of one image."""
 
     correct: bool
@@ -169,7 +169,7 @@ def judge(
     record: Mapping[str, Any],
     *,
     position_threshold: float = POSITION_THRESHOLD,
-) -> Verdict:
+) -> GenEvalVerdict:
     """Apply the rules to the boxes of one image.
 
     Includes are joined by AND, excludes fail with any of them; colours and positions are read on the first
@@ -193,7 +193,7 @@ def judge(
         outcome.check(f"exclude[{number}]", present < clause["count"])
         if present >= clause["count"]:
             outcome.reasons.append(f"expected {clause['class']}<{clause['count']}, found {present}")
-    return Verdict(
+    return GenEvalVerdict(
         correct=all(outcome.checks.values()),
         strict=outcome.strict,
         partial=sum(outcome.credit) / len(outcome.credit),

@@ -23,14 +23,14 @@ from torch import Tensor
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.fingerprints import WeightPrint
 
-from .generation import Answers, generate_answers
+from .generation import JudgeAnswers, generate_answers
 from .loading import load_seeing_model
-from .network import SeeingNetwork, eye_of
-from .pictures import Shown
-from .requests import Ask, Row, RowEncoder
+from .network import SeeingNetwork, picture_encoder
+from .pictures import SeenPicture
+from .requests import Query, RowEncoder, TokenRow
 from .template import JudgeSettings, Template, check_positions
 
-__all__ = ["AnswerLogits", "Answers", "Ask", "HiddenStates", "Row", "VisionLanguageJudge"]
+__all__ = ["AnswerLogits", "HiddenStates", "JudgeAnswers", "Query", "TokenRow", "VisionLanguageEngine"]
 
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +58,7 @@ class HiddenStates:
     """Why a request could not be judged; None for the others."""
 
 
-class VisionLanguageJudge:
+class VisionLanguageEngine:
     """A vision-language model that is asked about pictures.
 
     Families: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and InternVL as transformers has it.
@@ -101,20 +101,20 @@ class VisionLanguageJudge:
         self.model, self.processor, self.name = model, processor, name
         self.settle(weights)
         self.settings = settings or JudgeSettings()
-        eye = eye_of(model, processor, **pixels)
+        pictures = picture_encoder(model, processor, **pixels)
         wanted = positions or self.settings.positions or "mrope"
-        self.positions = check_positions(wanted) if eye.merge else "1d"
+        self.positions = check_positions(wanted) if pictures.merge else "1d"
         tokenizer = processor.tokenizer
         self.network = SeeingNetwork(
             model,
-            eye,
+            pictures,
             positions=self.positions,
             pad=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
             max_tokens=max_tokens_per_batch,
             feature_bytes=feature_bytes,
         )
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.rows = RowEncoder(processor, model.config.image_token_id, eye, max_tokens or limit)
+        self.rows = RowEncoder(processor, model.config.image_token_id, pictures, max_tokens or limit)
 
     @classmethod
     def from_pretrained(
@@ -127,7 +127,7 @@ class VisionLanguageJudge:
         adapter: str | Path | None = None,
         attention: str = "sdpa",
         **options: Any,
-    ) -> VisionLanguageJudge:
+    ) -> VisionLanguageEngine:
         """Load a model with its processor and its `judge.json`.
 
         Args:
@@ -168,19 +168,19 @@ class VisionLanguageJudge:
             "model": self.name,
             "weights": self.weights,
             "template": template.text,
-            "preprocessing": self.network.eye.settings(),
+            "preprocessing": self.network.pictures.settings(),
             "dtype": str(self.network.trunk.get_input_embeddings().weight.dtype).removeprefix("torch."),
             "options": {"positions": self.positions, **options},
         }
 
     def encode(
-        self, template: Template, asks: Sequence[Ask], *, at: str | None = None
-    ) -> tuple[list[Row | None], list[str | None]]:
+        self, template: Template, queries: Sequence[Query], *, at: str | None = None
+    ) -> tuple[list[TokenRow | None], list[str | None]]:
         """Requests as rows; nothing is run.
 
         Args:
             template: what is asked.
-            asks: B requests.
+            queries: B requests.
             at: special token whose place is read; None for the last position.
 
         Returns:
@@ -189,19 +189,19 @@ class VisionLanguageJudge:
         Raises:
             RewardError: the template does not fit the requests or the model.
         """
-        rows: list[Row | None] = []
+        rows: list[TokenRow | None] = []
         reasons: list[str | None] = []
-        looked: dict[int, Shown] = {}  # the asks keep their tensors alive, so that ids stay apart
-        for ask in asks:
+        measured: dict[int, SeenPicture] = {}  # the queries keep their tensors alive, so that ids stay apart
+        for query in queries:
             try:
-                row, reason = self.rows(template, ask, at, looked), None
+                row, reason = self.rows(template, query, at, measured), None
             except ValueError as error:
                 row, reason = None, str(error)
             rows.append(row)
             reasons.append(reason)
         return rows, reasons
 
-    def states(self, rows: Sequence[Row]) -> Tensor:
+    def states(self, rows: Sequence[TokenRow]) -> Tensor:
         """Hidden states [N, H] float32 of rows, with gradient where it is enabled; see `SeeingNetwork`."""
         return self.network.states(rows)
 
@@ -214,33 +214,33 @@ class VisionLanguageJudge:
         return self.network.log_total(states)
 
     @torch.no_grad()
-    def hidden(self, template: Template, asks: Sequence[Ask], *, at: str | None = None) -> HiddenStates:
+    def hidden(self, template: Template, queries: Sequence[Query], *, at: str | None = None) -> HiddenStates:
         """Hidden states of requests.
 
         Args:
             template: what is asked.
-            asks: B requests.
+            queries: B requests.
             at: special token whose place is read, exactly one in each; None for the last position.
         """
-        rows, reasons = self.encode(template, asks, at=at)
+        rows, reasons = self.encode(template, queries, at=at)
         size = self.model.config.get_text_config().hidden_size
         return HiddenStates(_full(rows, size, self.states), reasons)
 
     @torch.no_grad()
     def answer_logits(
-        self, template: Template, asks: Sequence[Ask], ids: Sequence[int], *, left_over: bool = False
+        self, template: Template, queries: Sequence[Query], ids: Sequence[int], *, left_over: bool = False
     ) -> AnswerLogits:
         """Logits of some tokens where the answer begins.
 
         Args:
             template: what is asked.
-            asks: B requests.
+            queries: B requests.
             ids: K token ids.
             left_over: also give the logsumexp over the whole vocabulary.
         """
-        rows, reasons = self.encode(template, asks)
+        rows, reasons = self.encode(template, queries)
 
-        def both(real: Sequence[Row]) -> Tensor:
+        def both(real: Sequence[TokenRow]) -> Tensor:
             states = self.states(real)
             logits = self.head_logits(states, ids)
             return torch.cat((logits, self.log_total(states)[:, None]), 1) if left_over else logits
@@ -251,18 +251,18 @@ class VisionLanguageJudge:
     def generate(
         self,
         template: Template,
-        asks: Sequence[Ask],
+        queries: Sequence[Query],
         *,
         answers: int = 1,
         seed: int = 0,
         temperature: float = 1.0,
         max_new_tokens: int = 256,
-    ) -> Answers:
+    ) -> JudgeAnswers:
         """Answers to requests; an answer depends on its request, its number and the seed alone.
 
         Args:
             template: what is asked.
-            asks: B requests.
+            queries: B requests.
             answers: K of each request.
             seed: of the draws.
             temperature: of the draws; 0 takes the likeliest token always.
@@ -271,7 +271,7 @@ class VisionLanguageJudge:
         Raises:
             RewardError: options that are not allowed.
         """
-        rows, reasons = self.encode(template, asks)
+        rows, reasons = self.encode(template, queries)
         return generate_answers(
             self.network,
             self.processor.tokenizer,
@@ -311,7 +311,7 @@ def engine_of(model: Any, *, device: str | torch.device = "cpu", precision: str 
     """The vision-language engine that a judge was given, or that of a model folder.
 
     Args:
-        model: a `rewards.vlm.VisionLanguageJudge`, which several judges may share; or a folder, hub id or
+        model: a `rewards.vlm.VisionLanguageEngine`, which several judges may share; or a folder, hub id or
             packaged name.
         device: where a model that is loaded runs.
         precision: of its weights: "fp32", "bf16" or "fp16"; log-odds and scores are float32 always.
@@ -324,10 +324,10 @@ def engine_of(model: Any, *, device: str | torch.device = "cpu", precision: str 
         return model
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; allowed are {', '.join(PRECISIONS)}.")
-    return VisionLanguageJudge.from_pretrained(model, device=device, dtype=PRECISIONS[precision])
+    return VisionLanguageEngine.from_pretrained(model, device=device, dtype=PRECISIONS[precision])
 
 
-def _full(rows: Sequence[Row | None], width: int, compute: Any) -> Tensor:
+def _full(rows: Sequence[TokenRow | None], width: int, compute: Any) -> Tensor:
     """[B, width] on the CPU: what `compute` gives for the rows that are not None, NaN elsewhere."""
     full = torch.full((len(rows), width), torch.nan)
     real = [place for place, row in enumerate(rows) if row is not None]

@@ -19,11 +19,11 @@ from visalign.rewards.base.contract import RewardError
 
 from .network import SeeingNetwork
 from .packing import Batch, collate, pack_rows
-from .requests import Row
+from .requests import TokenRow
 
 
 @dataclass(frozen=True)
-class Answers:
+class JudgeAnswers:
     """K answers to each of B requests."""
 
     texts: list[list[str]]
@@ -38,15 +38,15 @@ class Answers:
 def generate_answers(
     network: SeeingNetwork,
     tokenizer: Any,
-    rows: Sequence[Row | None],
+    rows: Sequence[TokenRow | None],
     reasons: list[str | None],
     *,
     answers: int,
     seed: int,
     temperature: float,
     max_new_tokens: int,
-) -> Answers:
-    """Draw answers; see `VisionLanguageJudge.generate`."""
+) -> JudgeAnswers:
+    """Draw answers; see `VisionLanguageEngine.generate`."""
     if answers < 1 or max_new_tokens < 1 or not temperature >= 0:
         raise RewardError(
             f"answers is {answers}, max_new_tokens {max_new_tokens}, temperature {temperature}; allowed are "
@@ -58,7 +58,7 @@ def generate_answers(
         )
     ends = _ends(network.model, tokenizer)
     different = list(dict.fromkeys(row for row in rows if row is not None))
-    drawn: dict[Row, list[list[int]]] = {}
+    drawn: dict[TokenRow, list[list[int]]] = {}
     for part in _parts(different, answers, max_new_tokens, network.max_tokens):
         found = _answer(network, part, answers, seed, temperature, max_new_tokens, ends)
         drawn.update(zip(part, found, strict=True))
@@ -67,12 +67,12 @@ def generate_answers(
         given = [] if row is None else drawn[row]
         texts.append([tokenizer.decode(ids, skip_special_tokens=True) for ids in given])
         finished.append([bool(ids) and ids[-1] in ends for ids in given])
-    return Answers(texts, finished, reasons)
+    return JudgeAnswers(texts, finished, reasons)
 
 
 def _answer(
     network: SeeingNetwork,
-    rows: Sequence[Row],
+    rows: Sequence[TokenRow],
     answers: int,
     seed: int,
     temperature: float,
@@ -169,7 +169,7 @@ def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     return places.clamp(max=logits.shape[1] - 1)
 
 
-def _uniforms(seed: int, row: Row, answer: int, count: int) -> Tensor:
+def _uniforms(seed: int, row: TokenRow, answer: int, count: int) -> Tensor:
     """[count] float64 in [0, 1)."""
     key = repr((seed, row.ids, [shown.digest for shown in row.shown], answer))
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
@@ -187,9 +187,9 @@ def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _parts(rows: Sequence[Row], answers: int, new: int, max_tokens: int) -> list[list[Row]]:
+def _parts(rows: Sequence[TokenRow], answers: int, new: int, max_tokens: int) -> list[list[TokenRow]]:
     """Rows in parts whose answers take at most so many tokens, one row at least."""
-    parts: list[list[Row]] = []
+    parts: list[list[TokenRow]] = []
     for row in sorted(rows, key=lambda one: -len(one.ids)):
         if parts and (len(parts[-1]) + 1) * answers * (len(parts[-1][0].ids) + new) <= max_tokens:
             parts[-1].append(row)

@@ -27,7 +27,7 @@ ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model in evaluation mode, without gradients."""
 
     model: Any
@@ -46,8 +46,8 @@ def load_seeing_model(
     adapter: str | Path | None,
     attention: str,
     merge: bool = True,
-) -> Loaded:
-    """See `VisionLanguageJudge.from_pretrained`.
+) -> LoadedModel:
+    """See `VisionLanguageEngine.from_pretrained`.
 
     Raises:
         FileNotFoundError: the folder or a part of it is missing.
@@ -85,7 +85,7 @@ def load_seeing_model(
         model = add_adapter(model, one, merge=merge or one is not adapters[-1])
     weights = fingerprint(place) if isinstance(place, Path) else ""
     weights = "+".join([weights, *(fingerprint(one) for one in adapters)])
-    return Loaded(
+    return LoadedModel(
         model=model.to(device).eval().requires_grad_(False),
         processor=processor,
         settings=settings,

@@ -15,8 +15,8 @@ from visalign.rewards.weights.feature_cache import FeatureCache
 from visalign.vision.pictures import PictureFeatures, insert_features
 
 from .packing import Batch, attention_mask, batch_packs, collate, pack_rows
-from .pictures import Eye, QwenEye, Shown, TileEye, by_patches
-from .requests import Row
+from .pictures import PatchEncoder, PictureEncoder, SeenPicture, TileEncoder, by_patches
+from .requests import TokenRow
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TILES = ("internvl",)
@@ -25,7 +25,7 @@ STRIP = 16384
 """Rows of the head that are multiplied at a time where all are needed."""
 
 
-def eye_of(model: Any, processor: Any, **changes: Any) -> Eye:
+def picture_encoder(model: Any, processor: Any, **changes: Any) -> PictureEncoder:
     """How a model takes pictures in.
 
     Args:
@@ -39,11 +39,11 @@ def eye_of(model: Any, processor: Any, **changes: Any) -> Eye:
     kind = getattr(model.config, "model_type", "")
     if kind in QWEN and hasattr(getattr(processor, "image_processor", None), "merge_size"):
         try:
-            return QwenEye(processor.image_processor, **changes)
+            return PatchEncoder(processor.image_processor, **changes)
         except ValueError as error:
             raise RewardError(str(error)) from error
     if kind in TILES and hasattr(processor, "image_seq_length"):
-        return TileEye(processor)
+        return TileEncoder(processor)
     raise RewardError(
         f"A {type(model).__name__} (model type {kind!r}) with a {type(processor).__name__} is not known as a "
         f"judge that sees; known are {', '.join((*QWEN, *TILES))}, each with its own processor."
@@ -55,7 +55,7 @@ class SeeingNetwork:
 
     Args:
         model: transformers model with language head, on its device.
-        eye: how it takes pictures in.
+        pictures: how it takes pictures in.
         positions: "mrope" or "1d".
         pad: id that fills batches.
         max_tokens: of one pass, with padding.
@@ -63,11 +63,18 @@ class SeeingNetwork:
     """
 
     def __init__(
-        self, model: Any, eye: Eye, *, positions: str, pad: int, max_tokens: int, feature_bytes: int
+        self,
+        model: Any,
+        pictures: PictureEncoder,
+        *,
+        positions: str,
+        pad: int,
+        max_tokens: int,
+        feature_bytes: int,
     ) -> None:
-        self.model, self.eye, self.pad, self.max_tokens = model, eye, pad, max_tokens
+        self.model, self.pictures, self.pad, self.max_tokens = model, pictures, pad, max_tokens
         self.trunk: Any = model.base_model
-        self.merge = eye.merge if positions == "mrope" else 0
+        self.merge = pictures.merge if positions == "mrope" else 0
         self.image_token: int = model.config.image_token_id
         self.cache: FeatureCache[PictureFeatures] = FeatureCache(feature_bytes)
         self._seen_with: int | None = None
@@ -81,7 +88,7 @@ class SeeingNetwork:
         """Where the model is."""
         return self.trunk.get_input_embeddings().weight.device
 
-    def states(self, rows: Sequence[Row], run: Callable[[Batch], Tensor] | None = None) -> Tensor:
+    def states(self, rows: Sequence[TokenRow], run: Callable[[Batch], Tensor] | None = None) -> Tensor:
         """Hidden states [N, H] float32 at the rows' marks; with gradient where it is enabled.
 
         Equal rows are computed once; rows with the same pictures and a common beginning share it.
@@ -131,7 +138,7 @@ class SeeingNetwork:
         assert total is not None
         return total
 
-    def features(self, shown: Sequence[Shown]) -> dict[Shown, PictureFeatures]:
+    def features(self, shown: Sequence[SeenPicture]) -> dict[SeenPicture, PictureFeatures]:
         """Features of pictures: kept ones, or live with gradient where the tower is trained.
 
         What is kept is found by the pixels, across prompts and calls, and forgotten when a weight of the
@@ -140,7 +147,7 @@ class SeeingNetwork:
         different = list(dict.fromkeys(shown))
         tower = [one for name, one in self.trunk.named_parameters() if "language_model." not in name]
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower):
-            live = self.eye.features(self.trunk, different) if different else []
+            live = self.pictures.features(self.trunk, different) if different else []
             return dict(zip(different, live, strict=True))
         state = hash(tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in tower))
         if state != self._seen_with:
@@ -150,7 +157,7 @@ class SeeingNetwork:
         found = {picture: features for picture, features in kept.items() if features is not None}
         with torch.no_grad():
             for part in by_patches([picture for picture in different if picture not in found]):
-                for picture, features in zip(part, self.eye.features(self.trunk, part), strict=True):
+                for picture, features in zip(part, self.pictures.features(self.trunk, part), strict=True):
                     self.cache.put(picture.digest, features)
                     found[picture] = features
         return found

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from visalign.vision.positions import rotary_positions
 
-from .pictures import Shown
-from .requests import Row
+from .pictures import SeenPicture
+from .requests import TokenRow
 
 PACK = 1024
 """Tokens of a pack at most, where it holds more than one row: attention costs their square."""
@@ -30,7 +30,7 @@ MASK = 1 << 25
 class Pack:
     """Rows with the same pictures and a common beginning."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TokenRow, ...]
     numbers: tuple[int, ...]
     """Places of the rows among all."""
     shared: int
@@ -55,7 +55,7 @@ class Batch:
     """[3, b, S] or [b, S] int64; None where they count tokens and no pack holds several rows."""
     segments: Tensor | None
     """[b, S]: 0 in the common beginning, n in the n-th ending, -1 in padding; None without packs."""
-    shown: list[Shown]
+    shown: list[SeenPicture]
     """Pictures, pack by pack."""
     marks: Tensor
     """[n, 2] where the rows are read: pack and position."""
@@ -63,7 +63,7 @@ class Batch:
     """The n rows' places among all."""
 
 
-def pack_rows(rows: Sequence[Row], image_token: int, *, share: bool = True) -> list[Pack]:
+def pack_rows(rows: Sequence[TokenRow], image_token: int, *, share: bool = True) -> list[Pack]:
     """Rows by common beginnings, longest packs first.
 
     Args:
@@ -83,7 +83,7 @@ def pack_rows(rows: Sequence[Row], image_token: int, *, share: bool = True) -> l
     return sorted(packs, key=lambda pack: -pack.length)
 
 
-def _split(rows: Sequence[Row], members: Sequence[int], image_token: int) -> Iterable[Pack]:
+def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -> Iterable[Pack]:
     """Rows with the same pictures as packs of at most `PACK` tokens."""
     open_rows: list[int] = []
     shared = 0
@@ -112,7 +112,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
-def _close(rows: Sequence[Row], numbers: Sequence[int], shared: int) -> Pack:
+def _close(rows: Sequence[TokenRow], numbers: Sequence[int], shared: int) -> Pack:
     if len(numbers) == 1:
         shared = len(rows[numbers[0]].ids)
     return Pack(tuple(rows[number] for number in numbers), tuple(numbers), shared)

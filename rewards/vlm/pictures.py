@@ -18,7 +18,7 @@ PATCHES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Shown:
+class SeenPicture:
     """A picture that was not cut yet; two are equal if their pixels are."""
 
     digest: str
@@ -30,17 +30,17 @@ class Shown:
     """uint8 [3, H, W]."""
 
 
-class Eye(Protocol):
+class PictureEncoder(Protocol):
     """How a family of models takes pictures in."""
 
     merge: int
     """Patches that become one token, on each side; 0 where positions know no grid."""
 
-    def look(self, pixels: Tensor) -> Shown:
+    def measure(self, pixels: Tensor) -> SeenPicture:
         """A picture's size in tokens; ValueError with the reason where the model cannot take it."""
         ...
 
-    def features(self, trunk: Any, shown: Sequence[Shown]) -> list[PictureFeatures]:
+    def features(self, trunk: Any, shown: Sequence[SeenPicture]) -> list[PictureFeatures]:
         """Pictures through the tower, in one pass."""
         ...
 
@@ -49,7 +49,7 @@ class Eye(Protocol):
         ...
 
 
-class QwenEye:
+class PatchEncoder:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of a resized picture.
 
     Args:
@@ -61,11 +61,11 @@ class QwenEye:
         self.cutter = PatchCutter.of(image_processor, **changes)
         self.merge = self.cutter.merge
 
-    def look(self, pixels: Tensor) -> Shown:
+    def measure(self, pixels: Tensor) -> SeenPicture:
         grid = self.cutter.grid(pixels.shape[1], pixels.shape[2])
-        return Shown(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
+        return SeenPicture(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
-    def features(self, trunk: Any, shown: Sequence[Shown]) -> list[PictureFeatures]:
+    def features(self, trunk: Any, shown: Sequence[SeenPicture]) -> list[PictureFeatures]:
         cut = [Picture(s.digest, s.grid, s.tokens, self.cutter.cut(s.pixels)) for s in shown]
         return tower_features(trunk, cut)
 
@@ -73,7 +73,7 @@ class QwenEye:
         return self.cutter.settings()
 
 
-class TileEye:
+class TileEncoder:
     """InternVL: tiles of one size, cut by the library's processor; each picture by itself."""
 
     merge = 0
@@ -81,11 +81,11 @@ class TileEye:
     def __init__(self, processor: Any) -> None:
         self._images, self._length = processor.image_processor, int(processor.image_seq_length)
 
-    def look(self, pixels: Tensor) -> Shown:
+    def measure(self, pixels: Tensor) -> SeenPicture:
         tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
-        return Shown(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
+        return SeenPicture(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
 
-    def features(self, trunk: Any, shown: Sequence[Shown]) -> list[PictureFeatures]:
+    def features(self, trunk: Any, shown: Sequence[SeenPicture]) -> list[PictureFeatures]:
         cut = [
             self._images(
                 images=[s.pixels],
@@ -105,9 +105,9 @@ class TileEye:
         return {name: str(getattr(self._images, name, None)) for name in names}
 
 
-def by_patches(shown: Sequence[Shown]) -> list[list[Shown]]:
+def by_patches(shown: Sequence[SeenPicture]) -> list[list[SeenPicture]]:
     """Parts of at most `PATCHES` patches, one picture at least."""
-    parts: list[list[Shown]] = []
+    parts: list[list[SeenPicture]] = []
     room = 0
     for picture in shown:
         size = picture.grid[0] * picture.grid[1] * picture.grid[2]

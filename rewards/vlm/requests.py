@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visalign.rewards.base.contract import Request, RewardError, prompt_problem
 
-from .pictures import Eye, Shown
+from .pictures import PictureEncoder, SeenPicture
 from .template import Template, escape
 
 TEXTS = 4096
@@ -24,7 +24,7 @@ TEXTS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class Query:
     """One request: pictures for the slots of a template, and what fills its names."""
 
     images: Sequence[Tensor]
@@ -38,12 +38,12 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """What the network reads for one request."""
 
     ids: tuple[int, ...]
     """Tokens, with as many image tokens as the pictures take."""
-    shown: tuple[Shown, ...]
+    shown: tuple[SeenPicture, ...]
     """Pictures in the order of their tokens."""
     mark: int
     """The position whose hidden state is read."""
@@ -55,13 +55,15 @@ class RowEncoder:
     Args:
         processor: of the model: chat template, tokenizer, image tokens.
         image_token: id that stands for pictures.
-        eye: sizes of pictures in tokens.
+        pictures: sizes of pictures in tokens.
         longest: tokens of a row at most.
     """
 
-    def __init__(self, processor: Any, image_token: int, eye: Eye, longest: int | None) -> None:
+    def __init__(
+        self, processor: Any, image_token: int, pictures: PictureEncoder, longest: int | None
+    ) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self.image_token, self._eye, self.longest = image_token, eye, longest
+        self.image_token, self._pictures, self.longest = image_token, pictures, longest
         self._around = _marks_around(processor)
         self._texts: OrderedDict[Any, tuple[int, ...]] = OrderedDict()
         self._plain: dict[Any, int] = {}
@@ -76,31 +78,31 @@ class RowEncoder:
         self._plain.clear()
 
     def __call__(
-        self, template: Template, ask: Ask, at: str | None, looked: dict[int, Shown] | None = None
-    ) -> Row:
+        self, template: Template, query: Query, at: str | None, measured: dict[int, SeenPicture] | None = None
+    ) -> TokenRow:
         """One request.
 
         Args:
             template: what is asked.
-            ask: of whom and with what.
+            query: of whom and with what.
             at: token whose place is read, or None for the last one.
-            looked: pictures that were looked at before, by the id of their tensor; filled here.
+            measured: pictures that were measured at before, by the id of their tensor; filled here.
 
         Raises:
             ValueError: with the reason why this request cannot be judged.
             RewardError: the template does not fit the request or the model.
         """
-        if len(ask.images) != template.images:
+        if len(query.images) != template.images:
             raise RewardError(
-                f"The template {template.name!r} has {template.images} image slots, and {len(ask.images)} "
+                f"The template {template.name!r} has {template.images} image slots, and {len(query.images)} "
                 "images were given for it."
             )
-        text_ids = self._text_ids(template, ask)
-        looked = {} if looked is None else looked
-        for image in ask.images:
-            if id(image) not in looked:
-                looked[id(image)] = self._eye.look(_levels(image))
-        shown = tuple(looked[id(image)] for image in ask.images)
+        text_ids = self._text_ids(template, query)
+        measured = {} if measured is None else measured
+        for image in query.images:
+            if id(image) not in measured:
+                measured[id(image)] = self._pictures.measure(_levels(image))
+        shown = tuple(measured[id(image)] for image in query.images)
         left, ids = iter(shown), []
         before, after = self._around
         for token in text_ids:
@@ -110,7 +112,7 @@ class RowEncoder:
                 f"prompt and pictures take {len(ids)} tokens; the model reads at most {self.longest}: "
                 "shorten the prompt or shrink the pictures"
             )
-        return Row(tuple(ids), shown, len(ids) - 1 if at is None else self._place(ids, at, template))
+        return TokenRow(tuple(ids), shown, len(ids) - 1 if at is None else self._place(ids, at, template))
 
     def word_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
         """The ids of words that are one token each, without repeats.
@@ -137,13 +139,13 @@ class RowEncoder:
             raise RewardError(f"None of the words {list(words)} is one token of this model.")
         return list(found)
 
-    def _text_ids(self, template: Template, ask: Ask) -> tuple[int, ...]:
+    def _text_ids(self, template: Template, query: Query) -> tuple[int, ...]:
         """Tokens with one image token per picture; remembered."""
-        key = (template.digest, ask.prompt, tuple(sorted(ask.fields.items())), ask.continuation)
+        key = (template.digest, query.prompt, tuple(sorted(query.fields.items())), query.continuation)
         if key in self._texts:
             self._texts.move_to_end(key)
             return self._texts[key]
-        fields = {"prompt": ask.prompt, **ask.fields}
+        fields = {"prompt": query.prompt, **query.fields}
         missing = template.fields & {"prompt", "question"} - set(fields)
         if missing:
             raise RewardError(f"The template {template.name!r} needs {', '.join(sorted(missing))}.")
@@ -151,8 +153,8 @@ class RowEncoder:
             if any("\ud800" <= sign <= "\udfff" for sign in text):
                 raise ValueError(f"the {name} is no text in Unicode: it holds half of a surrogate pair")
         safe = {name: escape(text, self.specials) for name, text in fields.items()}
-        ids = self._tokens(template, safe, ask.continuation)
-        if _count(ids, self._ids) != self._own_specials(template, fields, ask.continuation):
+        ids = self._tokens(template, safe, query.continuation)
+        if _count(ids, self._ids) != self._own_specials(template, fields, query.continuation):
             raise ValueError("the prompt spells out special tokens of the model; take them out")
         if ids.count(self.image_token) != template.images:
             raise RewardError(
@@ -225,7 +227,7 @@ def _count(ids: Sequence[int], special: frozenset[int]) -> int:
 def requests(
     request: Request, template: Template, reasons: list[str | None], fields: Mapping[str, str] | None = None
 ) -> tuple[list[int], list[Any]]:
-    """One ask per image that can be judged; the others get a reason.
+    """One query per image that can be judged; the others get a reason.
 
     Args:
         request: images and prompts.
@@ -234,9 +236,9 @@ def requests(
         fields: further names that the template fills.
 
     Returns:
-        (their rows, the asks).
+        (their rows, the queries).
     """
-    rows, asks = [], []
+    rows, queries = [], []
     for row, image in request.images.readable():
         if reasons[row] is not None:
             continue
@@ -245,8 +247,8 @@ def requests(
             reasons[row] = reason
             continue
         rows.append(row)
-        asks.append(Ask(images=[image], prompt=prompt, fields=dict(fields or {})))
-    return rows, asks
+        queries.append(Query(images=[image], prompt=prompt, fields=dict(fields or {})))
+    return rows, queries
 
 
 def check_fields(template: Template, *, instruction: str = "") -> dict[str, str]:

@@ -49,7 +49,7 @@ class YesNoReader:
     """Reads one template's yes/no answers from a vision-language engine, the rows of both sets only.
 
     Args:
-        engine: `rewards.vlm.VisionLanguageJudge`.
+        engine: `rewards.vlm.VisionLanguageEngine`.
         template: the question; its words "yes" and "no" are used where given.
         yes: spellings instead of the template's, each one token of the model.
         no: spellings of no.
@@ -83,11 +83,11 @@ class YesNoReader:
             )
         self.ids = [*self._yes, *self._no]
 
-    def __call__(self, asks: Sequence[Any]) -> Odds:
+    def __call__(self, queries: Sequence[Any]) -> Odds:
         """Answers to B requests."""
-        if not asks:
+        if not queries:
             return Odds(torch.zeros(0), torch.zeros(0), [], [])
-        reply = self.engine.answer_logits(self.template, asks, self.ids, left_over=True)
+        reply = self.engine.answer_logits(self.template, queries, self.ids, left_over=True)
         logits = reply.logits.detach().double().cpu()  # rounding would tell neighbours
         log_prob = logits - reply.log_total.detach().double().cpu()[:, None]
         split, size = len(self._yes), len(self.ids)

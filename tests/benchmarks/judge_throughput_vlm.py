@@ -23,7 +23,7 @@ from torch import Tensor
 
 from visalign.data.assets import resolve_model
 from visalign.data.shapes.prompts import train_prompts
-from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.template import Template
 
 YES_NO = Template(
@@ -40,11 +40,11 @@ YES_NO = Template(
 )
 
 
-def load(model: str) -> tuple[VisionLanguageJudge, str]:
+def load(model: str) -> tuple[VisionLanguageEngine, str]:
     """The model of that name or folder, or a random one of the packaged one's size."""
     try:
         if not isinstance(place := resolve_model(model), str):
-            return VisionLanguageJudge.from_pretrained(place), place.name
+            return VisionLanguageEngine.from_pretrained(place), place.name
     except FileNotFoundError:
         pass
     from visalign.pipelines.packaged.judge import new_judge
@@ -52,7 +52,7 @@ def load(model: str) -> tuple[VisionLanguageJudge, str]:
 
     torch.manual_seed(0)
     processor: Any = judge_processor()
-    return VisionLanguageJudge(new_judge(processor.tokenizer).eval(), processor), "random weights"
+    return VisionLanguageEngine(new_judge(processor.tokenizer).eval(), processor), "random weights"
 
 
 def inputs(images: int, prompts: int, side: int) -> tuple[list[Tensor], list[str]]:
@@ -64,19 +64,19 @@ def inputs(images: int, prompts: int, side: int) -> tuple[list[Tensor], list[str
 
 
 def in_one_call(
-    judge: VisionLanguageJudge, images: list[Tensor], prompts: list[str], ids: list[int]
+    judge: VisionLanguageEngine, images: list[Tensor], prompts: list[str], ids: list[int]
 ) -> Tensor:
     """[images · prompts, 2] logits."""
     judge.clear_features()
     judge.rows.refresh()
     template = judge.template("yes_no", YES_NO)
-    asks = [Ask(images=[image], prompt=prompt) for image in images for prompt in prompts]
+    asks = [Query(images=[image], prompt=prompt) for image in images for prompt in prompts]
     return judge.answer_logits(template, asks, ids).logits
 
 
 @torch.no_grad()
 def one_at_a_time(
-    judge: VisionLanguageJudge, images: list[Tensor], prompts: list[str], ids: list[int]
+    judge: VisionLanguageEngine, images: list[Tensor], prompts: list[str], ids: list[int]
 ) -> Tensor:
     """[images · prompts, 2] logits, as the library's own classes give them."""
     template = judge.template("yes_no", YES_NO)

@@ -41,7 +41,7 @@ from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.hpsv3.ensemble_model import stack_adapters
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 
 TARGETS = ["q_proj", "v_proj"]
@@ -92,7 +92,7 @@ def alone(ensemble: LoraEnsembleReward, base: str, number: int, **options: Any) 
     """A member as a judge of its own, its LoRA merged into a copy of the base."""
     model = ensemble.model
     settings = model.engine.settings
-    engine = VisionLanguageJudge.from_pretrained(
+    engine = VisionLanguageEngine.from_pretrained(
         base, settings=settings, positions=model.engine.positions, **settings.rest["pixels"], **options
     )
     tensors = {name: value[number] for name, value in model.tensors().items()}

@@ -33,7 +33,7 @@ from visalign.interfaces import Scores
 from visalign.pipelines.train_reward.examples import Example, shapes_pairs
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.hpsv3.judge import REWARD_TOKEN, HPSv3
-from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.engine import Query
 from visalign.training.reward.heldout import HeldoutPairs, auroc, pair_measures
 
 BATCH, DRAWS, TILE = 100, 1_000, 16
@@ -84,7 +84,7 @@ def ask(judge: LoraEnsembleReward, images: Sequence[Tensor], prompts: Sequence[s
     """What each member says, with its own deviation, which `Scores` does not carry."""
     model, found = judge.model, []
     for images_, prompts_ in batches(images, prompts):
-        asks = [Ask(images=[one], prompt=prompt) for one, prompt in zip(images_, prompts_, strict=True)]
+        asks = [Query(images=[one], prompt=prompt) for one, prompt in zip(images_, prompts_, strict=True)]
         rows, reasons = model.engine.encode(model.template, asks, at=REWARD_TOKEN)
         assert not any(reasons), reasons
         mean, log_std = model([row for row in rows if row is not None])

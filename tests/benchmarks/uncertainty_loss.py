@@ -30,7 +30,7 @@ from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance import YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
-from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.training.loop.trainer import RunSettings
 from visalign.training.reward.batch import Outputs, RewardBatch
 from visalign.training.reward.heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
@@ -47,7 +47,7 @@ BATCH, DRAWS = 64, 500
 
 
 @torch.no_grad()
-def features_of(engine: VisionLanguageJudge, pairs: Examples, chunk: int = 50) -> tuple[Tensor, RewardBatch]:
+def features_of(engine: VisionLanguageEngine, pairs: Examples, chunk: int = 50) -> tuple[Tensor, RewardBatch]:
     """[2 N, D] hidden states (left pictures, then right ones), and the labels of the N pairs.
 
     Args:
@@ -66,7 +66,7 @@ def features_of(engine: VisionLanguageJudge, pairs: Examples, chunk: int = 50) -
         columns = [
             engine.hidden(
                 template,
-                [Ask(images=[i], prompt=p, fields=asked) for i, p in zip(images, prompts, strict=True)],
+                [Query(images=[i], prompt=p, fields=asked) for i, p in zip(images, prompts, strict=True)],
             )
             for template in (shows, rating, style)
         ]
@@ -77,7 +77,7 @@ def features_of(engine: VisionLanguageJudge, pairs: Examples, chunk: int = 50) -
     return torch.cat([*sides[0], *sides[1]]), pair_batch(None, examples, heldout=True)
 
 
-def kept_features(engine: VisionLanguageJudge, pairs: Examples, file: Path | None) -> FeaturePairs:
+def kept_features(engine: VisionLanguageEngine, pairs: Examples, file: Path | None) -> FeaturePairs:
     """Features and labels of pairs, from a file that an earlier call left where there is one.
 
     Args:
@@ -259,7 +259,7 @@ def main() -> None:
 
 def compare_losses(given: argparse.Namespace, heldout: Examples) -> None:
     """A row per loss."""
-    engine = VisionLanguageJudge.from_pretrained(
+    engine = VisionLanguageEngine.from_pretrained(
         given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15
     )
     cache: list[Path | None] = [None, None]

@@ -15,7 +15,7 @@ from tests.support.tiny_vision_language_models import save_tiny_seeing_model
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.model import HPSv3Model
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 
 MEMBERS = 3
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
@@ -24,7 +24,7 @@ LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
 def save_member(folder: Path, base: Path, seed: int, **changes: Any) -> Path:
     """A judge with random adapters, token and head, as the trainer saves it."""
     options = {"rank": 2, "targets": LANGUAGE, "template": None, "positions": None} | changes
-    engine = VisionLanguageJudge.from_pretrained(base, positions=options["positions"])
+    engine = VisionLanguageEngine.from_pretrained(base, positions=options["positions"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = RanknetHead(32, hidden=options.get("hidden", (8, 4)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.tiny_judges import tile_processor, tiny_tile_model
 from tests.support.tiny_vision_language_models import tiny_processor, tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.engine import AnswerLogits, Answers, Ask, VisionLanguageJudge
+from visalign.rewards.vlm.engine import AnswerLogits, JudgeAnswers, Query, VisionLanguageEngine
 from visalign.rewards.vlm.template import Template
 
 T = TypeVar("T")
@@ -26,12 +26,12 @@ def images(count: int = 4, size: int = 16, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (count, 3, size, size), generator=generator).float() / 255
 
 
-def tiny_engine(kind: str = "qwen2_vl", **options: Any) -> VisionLanguageJudge:
+def tiny_engine(kind: str = "qwen2_vl", **options: Any) -> VisionLanguageEngine:
     """A random model, whose tokens are single letters."""
     if kind == "internvl":
-        return VisionLanguageJudge(tiny_tile_model(), tile_processor(), name="tiny", **options)
+        return VisionLanguageEngine(tiny_tile_model(), tile_processor(), name="tiny", **options)
     longer = {"max_position_embeddings": 1024, "initializer_range": 0.2}
-    return VisionLanguageJudge(tiny_seeing_model(kind, **longer), tiny_processor(), name="tiny", **options)
+    return VisionLanguageEngine(tiny_seeing_model(kind, **longer), tiny_processor(), name="tiny", **options)
 
 
 def ask_text(*texts: str, pictures: int = 1, **more: Any) -> Template:
@@ -65,16 +65,16 @@ class ScriptedEngine:
 
     def __init__(
         self,
-        probability: Callable[[Template, Ask], Mapping[str, float] | None] | None = None,
-        answers: Callable[[Template, Ask], list[str]] | None = None,
+        probability: Callable[[Template, Query], Mapping[str, float] | None] | None = None,
+        answers: Callable[[Template, Query], list[str]] | None = None,
         words: Sequence[str] = ("yes", "Yes", " yes", "no", "No", *"0123456789"),
         templates: Mapping[str, Template] | None = None,
     ) -> None:
         self._probability, self._answers = probability, answers
         self._words, self._templates = list(words), dict(templates or {})
         self.processor = type("Processor", (), {"tokenizer": _Words(words)})()
-        self.asked: list[Ask] = []
-        self.generated: list[Ask] = []
+        self.asked: list[Query] = []
+        self.generated: list[Query] = []
 
     def template(self, kind: str, default: Template) -> Template:
         return self._templates.get(kind, default)
@@ -90,7 +90,7 @@ class ScriptedEngine:
         return {"model": "scripted", "template": template.text, "options": options}
 
     def answer_logits(
-        self, template: Template, asks: Sequence[Ask], ids: Sequence[int], *, left_over: bool = False
+        self, template: Template, asks: Sequence[Query], ids: Sequence[int], *, left_over: bool = False
     ) -> AnswerLogits:
         assert self._probability is not None
         self.asked += asks
@@ -106,11 +106,11 @@ class ScriptedEngine:
         total = torch.full((len(asks),), 3.0) if left_over else None
         return AnswerLogits(logits, total, reasons)
 
-    def generate(self, template: Template, asks: Sequence[Ask], **options: Any) -> Answers:
+    def generate(self, template: Template, asks: Sequence[Query], **options: Any) -> JudgeAnswers:
         assert self._answers is not None
         self.generated += asks
         texts = [self._answers(template, ask) for ask in asks]
-        return Answers(texts, [[True] * len(one) for one in texts], [None] * len(asks))
+        return JudgeAnswers(texts, [[True] * len(one) for one in texts], [None] * len(asks))
 
 
 def given(value: T | None) -> T:

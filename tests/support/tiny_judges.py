@@ -23,7 +23,7 @@ from tests.support.tiny_vision_language_models import (
     tiny_seeing_model,
     tiny_seeing_tokenizer,
 )
-from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.template import Template
 
 ONE = Template(
@@ -50,12 +50,12 @@ TWO = Template(
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 
 
-def tiny_judge(kind: str = "qwen2_vl", seed: int = 0, **options: Any) -> VisionLanguageJudge:
+def tiny_judge(kind: str = "qwen2_vl", seed: int = 0, **options: Any) -> VisionLanguageEngine:
     """A judge with random weights; pictures of 8 × 8 pixels are one token (InternVL: tiles of 4 tokens)."""
     if kind == "internvl":
-        return VisionLanguageJudge(tiny_tile_model(seed), tile_processor(), **options)
+        return VisionLanguageEngine(tiny_tile_model(seed), tile_processor(), **options)
     model = tiny_seeing_model(kind, seed, max_position_embeddings=512)
-    return VisionLanguageJudge(model, tiny_processor(), **options)
+    return VisionLanguageEngine(model, tiny_processor(), **options)
 
 
 def tiny_tile_model(seed: int = 0) -> PreTrainedModel:
@@ -117,7 +117,7 @@ def noise(height: int, width: int, seed: int = 0) -> Tensor:
     return levels.float() / 255
 
 
-def own_logits(judge: VisionLanguageJudge, template: Template, ask: Ask) -> Tensor:
+def own_logits(judge: VisionLanguageEngine, template: Template, ask: Query) -> Tensor:
     """What the library's processor and the whole model say [T, V], one request at a time."""
     fields = {"prompt": ask.prompt, **ask.fields}
     text = judge.processor.apply_chat_template(

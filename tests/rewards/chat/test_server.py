@@ -17,7 +17,7 @@ from visalign.rewards.base.failure_alarm import FailureAlarm
 from visalign.rewards.chat.messages import PictureUrls, Reply, chat_messages, question, read_reply, safe_text
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.vlm.requests import Ask
+from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
 SHOW = question("show", "What of {prompt}?")
@@ -28,9 +28,9 @@ def images(count: int, side: int = 6) -> torch.Tensor:
     return levels.float() / 255
 
 
-def asks(*prompts: str) -> list[Ask]:
+def asks(*prompts: str) -> list[Query]:
     return [
-        Ask(images=[image], prompt=prompt)
+        Query(images=[image], prompt=prompt)
         for image, prompt in zip(images(len(prompts)), prompts, strict=True)
     ]
 
@@ -59,9 +59,9 @@ def test_pictures_are_sent_without_loss_and_equal_requests_once():
     with serving(lambda body: chat("yes")) as stub:
         server = client(stub.url)
         picture = images(1)[0]
-        repeated = [Ask(images=[picture], prompt="a"), Ask(images=[picture.clone()], prompt="a")]
+        repeated = [Query(images=[picture], prompt="a"), Query(images=[picture.clone()], prompt="a")]
         found = server.ask(
-            SHOW, [*repeated, Ask(images=[1 - picture], prompt="a")], read=lambda reply: reply.text
+            SHOW, [*repeated, Query(images=[1 - picture], prompt="a")], read=lambda reply: reply.text
         )
     assert found == [["yes"]] * 3
     assert len(stub.asked) == 2
@@ -326,4 +326,4 @@ def test_drawing_refused(options, message):
 
 def test_another_number_of_pictures_is_refused():
     with pytest.raises(RewardError, match="1 slots for pictures and got 2"):
-        chat_messages(SHOW, Ask(images=list(images(2)), prompt="a"), PictureUrls())
+        chat_messages(SHOW, Query(images=list(images(2)), prompt="a"), PictureUrls())

@@ -16,12 +16,12 @@ from visalign.data.shapes.wrong_regions import blamed, right_pixels, wrong_pixel
 from visalign.evaluation.statistics.heatmaps import heatmap_quality
 from visalign.evaluation.statistics.selective import auroc
 from visalign.rewards import RewardError, check_reward
-from visalign.rewards.base.explanation import Explanation
+from visalign.rewards.base.explanation import HeatmapExplanation
 from visalign.rewards.heie.heads import HeieHeads, HeieSettings
 from visalign.rewards.heie.inputs import View, cut_tiles, draw_maps, splice_tiles, views
 from visalign.rewards.heie.judge import Heie
 from visalign.rewards.heie.training import HeieData, heie_data, pooled, train_heads
-from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.engine import Query
 
 ASK = ask_text("wrong {prompt}?")
 SMALL = HeieSettings(hidden=32, features=32, width=32, cells=4)
@@ -34,7 +34,7 @@ def heads(settings: HeieSettings = SMALL, seed: int = 0) -> HeieHeads:
 
 
 def asks(shown, prompts=PROMPTS):
-    return [Ask(images=[image], prompt=prompt) for image, prompt in zip(shown, prompts, strict=False)]
+    return [Query(images=[image], prompt=prompt) for image, prompt in zip(shown, prompts, strict=False)]
 
 
 def scene(*objects, prompt):
@@ -204,7 +204,9 @@ def test_wrong_options_are_refused():
         HeieSettings(hidden=8, features=8, width=30)
     scores = Heie(engine, heads=heads(), template=ASK).score(images(1), ["a"])
     with pytest.raises(ValueError, match=r"maps \[1, h, w\]"):
-        Explanation(scores=scores, heatmap=torch.zeros(2, 4, 4), heatmap_std=torch.zeros(2, 4, 4), text=[""])
+        HeatmapExplanation(
+            scores=scores, heatmap=torch.zeros(2, 4, 4), heatmap_std=torch.zeros(2, 4, 4), text=[""]
+        )
 
 
 def test_a_model_whose_features_have_no_grid_is_refused():

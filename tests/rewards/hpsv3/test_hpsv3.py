@@ -16,7 +16,7 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.checks import check_reward
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import REWARD_TOKEN, TEMPLATE, HPSv3, HPSv3Model
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings, Template
 
 PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
@@ -45,7 +45,7 @@ def test_the_score_is_the_head_at_the_reward_token(shared) -> None:
         ids = torch.tensor([encoded.ids])
         assert encoded.ids.count(token) == 1 and encoded.ids[encoded.mark] == token
         embeds = model.get_input_embeddings()(ids).clone()
-        patches = shared.engine.network.eye.cutter.cut(encoded.shown[0].pixels)  # type: ignore[attr-defined]
+        patches = shared.engine.network.pictures.cutter.cut(encoded.shown[0].pixels)  # type: ignore[attr-defined]
         seen = model.model.visual(patches, torch.tensor([encoded.shown[0].grid])).pooler_output
         embeds[ids == shared.engine.network.image_token] = seen
         hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
@@ -134,7 +134,7 @@ def test_the_whole_model_survives_a_round_trip(tmp_path, shared) -> None:
 
 def test_a_lora_and_a_head_beside_their_base(tmp_path) -> None:
     base = save_tiny_seeing_model(tmp_path / "base")
-    model = HPSv3Model.new(VisionLanguageJudge.from_pretrained(base))
+    model = HPSv3Model.new(VisionLanguageEngine.from_pretrained(base))
     target = r".*language_model.*\.(q_proj|v_proj)"
     model.backbone.add_adapter(LoraConfig(r=2, target_modules=target, init_lora_weights=False))  # type: ignore[operator]
     model.eval()

@@ -18,7 +18,7 @@ from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import TEMPLATE, HPSv3, HPSv3Model
 from visalign.rewards.hpsv3.loading import check_keys, load_hpsv3
 from visalign.rewards.hpsv3.qwen_layout import current_keys
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 
 PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
@@ -28,7 +28,7 @@ PROMPTS = ["a cat", "a red dog", "a cat"]
 def published(folder: Path) -> tuple[Path, HPSv3Model]:
     """A tiny checkpoint under the published names, beside the base's config and processor."""
     seeing = tiny_seeing_model(vocab_size=62, max_position_embeddings=512)
-    own = HPSv3Model.new(VisionLanguageJudge(seeing, tiny_processor(), positions="1d")).eval()
+    own = HPSv3Model.new(VisionLanguageEngine(seeing, tiny_processor(), positions="1d")).eval()
     model: Any = own.backbone
     base = folder / "base"
     tiny_seeing_model().save_pretrained(base)
@@ -59,7 +59,7 @@ def test_the_published_layout(tmp_path) -> None:
     own.clamp = None
     assert scores.std is not None
     torch.testing.assert_close(scores.std, HPSv3(own).score(PICTURES, PROMPTS).std, rtol=1e-5, atol=1e-5)
-    standard = load_hpsv3(tmp_path, base=tmp_path / "base").engine.network.eye.settings()
+    standard = load_hpsv3(tmp_path, base=tmp_path / "base").engine.network.pictures.settings()
     assert standard["min_pixels"] == standard["max_pixels"] == 200704
     torch.save(load_file(file), tmp_path / "HPSv3.pt")
     file.unlink()

@@ -246,6 +246,6 @@ def test_the_sampled_mean_comes_to_the_direct_one():
 
 
 def _asks(shown):
-    from visalign.rewards.vlm.engine import Ask
+    from visalign.rewards.vlm.engine import Query
 
-    return [Ask(images=[image], prompt="-") for image in shown]
+    return [Query(images=[image], prompt="-") for image in shown]

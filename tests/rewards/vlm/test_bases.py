@@ -12,24 +12,24 @@ from safetensors.torch import load_file, save_file
 from tests.support.tiny_judges import ONE, noise
 from tests.support.tiny_vision_language_models import save_tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
+from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.loading import base_of, is_adapter, name_base
 from visalign.rewards.vlm.template import JudgeSettings
 
-ASK = Ask(images=[noise(16, 24)], prompt="a cat")
+ASK = Query(images=[noise(16, 24)], prompt="a cat")
 TARGET = r".*language_model.*\.(q_proj|v_proj)"
 TEMPLATE = {
     "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}?"}]}]
 }
 
 
-def states(judge: VisionLanguageJudge) -> torch.Tensor:
+def states(judge: VisionLanguageEngine) -> torch.Tensor:
     return judge.hidden(ONE, [ASK]).states
 
 
 def save_lora(place, folder, seed: int, base: str, *, settings: bool = True) -> torch.Tensor:
     """A random LoRA of the model at `place` in `folder`; returns what the two give together."""
-    judge = VisionLanguageJudge.from_pretrained(place)
+    judge = VisionLanguageEngine.from_pretrained(place)
     torch.manual_seed(seed)
     judge.model.add_adapter(LoraConfig(r=2, target_modules=TARGET, init_lora_weights=False))
     judge.model.eval()
@@ -52,17 +52,17 @@ def test_a_lora_alone_is_read_with_its_base_from_wherever_both_went(models, tmp_
     wanted = save_lora(models / "base", models / "lora", 1, "../base")
     assert is_adapter(models / "lora") and not is_adapter(models / "base")
     shutil.move(models, tmp_path / "elsewhere")
-    judge = VisionLanguageJudge.from_pretrained(tmp_path / "elsewhere" / "lora")
+    judge = VisionLanguageEngine.from_pretrained(tmp_path / "elsewhere" / "lora")
     torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
     assert judge.name == "lora" and set(judge.settings.templates) == {"own1"}
-    plain = VisionLanguageJudge.from_pretrained(tmp_path / "elsewhere" / "base")
+    plain = VisionLanguageEngine.from_pretrained(tmp_path / "elsewhere" / "base")
     assert not torch.allclose(states(plain), wanted, rtol=1e-3)
     assert judge.weights.startswith(plain.weights + "+") and len(judge.weights) > len(plain.weights) + 1
 
 
 def test_pefts_own_folder_names_the_base_and_gets_its_settings(models):
     wanted = save_lora(models / "base", models / "lora", 2, str(models / "base"), settings=False)
-    judge = VisionLanguageJudge.from_pretrained(models / "lora")
+    judge = VisionLanguageEngine.from_pretrained(models / "lora")
     torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
     assert set(judge.settings.templates) == {"old"}
 
@@ -70,7 +70,7 @@ def test_pefts_own_folder_names_the_base_and_gets_its_settings(models):
 def test_a_lora_on_a_lora_adds_both(models):
     first = save_lora(models / "base", models / "one", 3, "../base")
     wanted = save_lora(models / "one", models / "two", 4, "../one")
-    judge = VisionLanguageJudge.from_pretrained(models / "two")
+    judge = VisionLanguageEngine.from_pretrained(models / "two")
     torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(first, wanted, rtol=1e-3) and judge.weights.count("+") == 2
     assert set(judge.settings.templates) == {"own4"}
@@ -80,14 +80,14 @@ def test_a_base_that_is_not_there_is_named(models, tmp_path):
     save_lora(models / "base", models / "lora", 5, "../base")
     shutil.rmtree(models / "base")
     with pytest.raises(FileNotFoundError, match=r"There is no model folder \.\./base"):
-        VisionLanguageJudge.from_pretrained(models / "lora")
+        VisionLanguageEngine.from_pretrained(models / "lora")
     (models / "lora" / "judge.json").unlink()
     (models / "lora" / "adapter_config.json").write_text("{")
     with pytest.raises(RewardError, match=r"adapter_config\.json of lora is no JSON"):
-        VisionLanguageJudge.from_pretrained(models / "lora")
+        VisionLanguageEngine.from_pretrained(models / "lora")
     (models / "lora" / "adapter_config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json.*give its base model"):
-        VisionLanguageJudge.from_pretrained(models / "lora")
+        VisionLanguageEngine.from_pretrained(models / "lora")
 
 
 def test_loras_that_name_each_other_are_refused(models):
@@ -95,7 +95,7 @@ def test_loras_that_name_each_other_are_refused(models):
     shutil.copytree(models / "one", models / "two")
     (models / "two" / "judge.json").write_text(json.dumps({"templates": {}, "base": "../one"}))
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
-        VisionLanguageJudge.from_pretrained(models / "one")
+        VisionLanguageEngine.from_pretrained(models / "one")
 
 
 def test_a_lora_is_strict(models):
@@ -108,16 +108,16 @@ def test_a_lora_is_strict(models):
     with pytest.raises(
         RewardError, match=r"missing .*layers\.0\.self_attn\.q_proj\.lora_A.*; unexpected nothing"
     ):
-        VisionLanguageJudge.from_pretrained(models / "lora")
+        VisionLanguageEngine.from_pretrained(models / "lora")
     save_file({**state, "base_model.model.other.lora_A.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
     with pytest.raises(RewardError, match=r"missing nothing; unexpected base_model\.model\.other\.lora_A"):
-        VisionLanguageJudge.from_pretrained(models / "lora")
+        VisionLanguageEngine.from_pretrained(models / "lora")
     file.write_bytes(b"nothing of the kind")
     with pytest.raises(RewardError, match=r"does not fit the model: .*header"):
-        VisionLanguageJudge.from_pretrained(models / "lora")
+        VisionLanguageEngine.from_pretrained(models / "lora")
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"lacks adapter_model\.safetensors; copy the folder"):
-        VisionLanguageJudge.from_pretrained(models / "lora")
+        VisionLanguageEngine.from_pretrained(models / "lora")
 
 
 def test_the_settings_name_comes_first(tmp_path):

@@ -8,17 +8,17 @@ import torch
 
 from tests.support.tiny_judges import KINDS, ONE, TWO, noise, tiny_judge
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.vlm.engine import Ask
+from visalign.rewards.vlm.engine import Query
 from visalign.rewards.vlm.generation import _draw
 
 ASKS = [
-    Ask(images=[noise(16, 24, 1)], prompt="a cat"),
-    Ask(images=[noise(40, 8, 2)], prompt="a dog with a long tail"),
-    Ask(images=[noise(24, 24, 3)], prompt="x"),
+    Query(images=[noise(16, 24, 1)], prompt="a cat"),
+    Query(images=[noise(40, 8, 2)], prompt="a dog with a long tail"),
+    Query(images=[noise(24, 24, 3)], prompt="x"),
 ]
 
 
-def own_greedy(judge: Any, ask: Ask, count: int) -> str:
+def own_greedy(judge: Any, ask: Query, count: int) -> str:
     text = judge.processor.apply_chat_template(
         ONE.filled({"prompt": ask.prompt}), tokenize=False, add_generation_prompt=True
     )
@@ -65,7 +65,7 @@ def test_later_tokens_are_drawn_from_the_models_distribution() -> None:
     first = judge.generate(ONE, [ask], temperature=0, max_new_tokens=6).texts[0][0]
     ids = judge.processor.tokenizer(first, add_special_tokens=False)["input_ids"]
     assert ids
-    longer = Ask(images=ask.images, prompt=ask.prompt, continuation=first)
+    longer = Query(images=ask.images, prompt=ask.prompt, continuation=first)
     every = list(range(len(judge.model.get_output_embeddings().weight)))
     logits = judge.answer_logits(ONE, [longer], every).logits[0]
     follow = judge.generate(ONE, [ask], temperature=0, max_new_tokens=len(ids) + 1).texts[0][0]
@@ -83,7 +83,7 @@ def test_draws_invert_the_cumulative_distribution() -> None:
 
 def test_refused_requests_have_no_answers_and_options_are_checked() -> None:
     judge = tiny_judge()
-    found = judge.generate(ONE, [ASKS[0], Ask(images=[noise(2, 500)], prompt="a")], max_new_tokens=2)
+    found = judge.generate(ONE, [ASKS[0], Query(images=[noise(2, 500)], prompt="a")], max_new_tokens=2)
     assert found.texts[1] == [] and found.finished[1] == [] and "200 times" in (found.reasons[1] or "")
     with pytest.raises(RewardError, match="answers is 0"):
         judge.generate(ONE, ASKS, answers=0)
@@ -91,7 +91,9 @@ def test_refused_requests_have_no_answers_and_options_are_checked() -> None:
         judge.generate(ONE, ASKS, answers=2, temperature=0)
     with pytest.raises(RewardError, match="temperature -1"):
         judge.generate(ONE, ASKS, temperature=-1)
-    two = judge.generate(TWO, [Ask(images=[noise(8, 8), noise(8, 16)], prompt="a", fields={"question": "b"})])
+    two = judge.generate(
+        TWO, [Query(images=[noise(8, 8), noise(8, 16)], prompt="a", fields={"question": "b"})]
+    )
     assert len(two.texts[0]) == 1
 
 

@@ -16,12 +16,12 @@ from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
 from tests.support.tiny_vision_language_models import save_tiny_seeing_model, tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.vlm.engine import Ask, VisionLanguageJudge
-from visalign.rewards.vlm.network import eye_of
+from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
+from visalign.rewards.vlm.network import picture_encoder
 from visalign.rewards.vlm.template import JudgeSettings, Template, escape
 from visalign.rewards.weights.quiet_loading import quiet_loading
 
-ASK = Ask(images=[noise(16, 24)], prompt="a cat")
+ASK = Query(images=[noise(16, 24)], prompt="a cat")
 OTHER = {
     "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}!"}]}]
 }
@@ -29,7 +29,7 @@ OTHER = {
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_folder_gives_the_same_as_its_parts(tmp_path, kind) -> None:
-    judge = VisionLanguageJudge.from_pretrained(save_tiny_seeing_model(tmp_path, kind))
+    judge = VisionLanguageEngine.from_pretrained(save_tiny_seeing_model(tmp_path, kind))
     assert judge.name == tmp_path.name and judge.weights and judge.positions == "mrope"
     assert not judge.model.training and not any(one.requires_grad for one in judge.model.parameters())
     torch.testing.assert_close(judge.hidden(ONE, [ASK]).states, tiny_judge(kind).hidden(ONE, [ASK]).states)
@@ -39,23 +39,23 @@ def test_the_folders_settings_come_before_the_defaults(tmp_path) -> None:
     save_tiny_seeing_model(tmp_path)
     given = {"templates": {"yes_no": {**OTHER, "yes": ["y"], "no": ["n"]}}, "positions": "1d", "more": 1}
     (tmp_path / "judge.json").write_text(json.dumps(given))
-    judge = VisionLanguageJudge.from_pretrained(tmp_path)
+    judge = VisionLanguageEngine.from_pretrained(tmp_path)
     assert judge.positions == "1d" and judge.settings.rest == {"more": 1}
     template = judge.template("yes_no", ONE)
     assert template.words == {"yes": ("y",), "no": ("n",)} and template.images == 1
     assert judge.template("pair", ONE) is ONE
-    assert VisionLanguageJudge.from_pretrained(tmp_path, positions="mrope").positions == "mrope"
+    assert VisionLanguageEngine.from_pretrained(tmp_path, positions="mrope").positions == "mrope"
     judge.settings.write(tmp_path)
     assert JudgeSettings.read(tmp_path) == judge.settings
 
 
 def test_the_identity_names_all_that_moves_a_score(tmp_path) -> None:
-    judge = VisionLanguageJudge.from_pretrained(save_tiny_seeing_model(tmp_path))
+    judge = VisionLanguageEngine.from_pretrained(save_tiny_seeing_model(tmp_path))
     first = Identity(judge="x", **judge.identity_fields(ONE))
     assert (
         first.preprocessing["patch"] == 4 and first.dtype == "float32" and first.template_hash == ONE.digest
     )
-    plain = VisionLanguageJudge.from_pretrained(
+    plain = VisionLanguageEngine.from_pretrained(
         tmp_path, positions="1d", dtype=torch.bfloat16, max_pixels=640
     )
     second = Identity(judge="x", **plain.identity_fields(ONE))
@@ -65,7 +65,7 @@ def test_the_identity_names_all_that_moves_a_score(tmp_path) -> None:
 def test_half_precision_runs_and_stays_close(tmp_path) -> None:
     folder = save_tiny_seeing_model(tmp_path)
     found = [
-        VisionLanguageJudge.from_pretrained(folder, dtype=dtype).answer_logits(ONE, [ASK], [7, 9]).logits
+        VisionLanguageEngine.from_pretrained(folder, dtype=dtype).answer_logits(ONE, [ASK], [7, 9]).logits
         for dtype in (torch.float32, torch.bfloat16)
     ]
     assert found[1].dtype == torch.float32
@@ -74,33 +74,33 @@ def test_half_precision_runs_and_stays_close(tmp_path) -> None:
 
 def test_an_adapter_is_merged(tmp_path) -> None:
     base = save_tiny_seeing_model(tmp_path / "base")
-    judge = VisionLanguageJudge.from_pretrained(base)
+    judge = VisionLanguageEngine.from_pretrained(base)
     plain = judge.hidden(ONE, [ASK]).states
     target = r".*language_model.*\.(q_proj|v_proj)"
     judge.model.add_adapter(LoraConfig(r=2, target_modules=target, init_lora_weights=False))
     judge.model.eval()
     wanted = judge.hidden(ONE, [ASK]).states
     judge.model.save_pretrained(tmp_path / "adapter")
-    again = VisionLanguageJudge.from_pretrained(base, adapter=tmp_path / "adapter")
+    again = VisionLanguageEngine.from_pretrained(base, adapter=tmp_path / "adapter")
     torch.testing.assert_close(again.hidden(ONE, [ASK]).states, wanted, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(plain, wanted, rtol=1e-3)
     assert not any("lora" in name for name, _ in again.model.named_parameters()) and "+" in again.weights
     with pytest.raises(FileNotFoundError, match=r"holds no adapter_config\.json"):
-        VisionLanguageJudge.from_pretrained(base, adapter=tmp_path / "none")
+        VisionLanguageEngine.from_pretrained(base, adapter=tmp_path / "none")
 
 
 def test_missing_parts_are_named(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="There is no model folder nowhere"):
-        VisionLanguageJudge.from_pretrained("nowhere")
+        VisionLanguageEngine.from_pretrained("nowhere")
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
-        VisionLanguageJudge.from_pretrained(tmp_path)
+        VisionLanguageEngine.from_pretrained(tmp_path)
     tiny_seeing_model().save_pretrained(tmp_path)
     with pytest.raises(RewardError, match="has no processor of a model that sees"):
-        VisionLanguageJudge.from_pretrained(tmp_path)
+        VisionLanguageEngine.from_pretrained(tmp_path)
     save_tiny_seeing_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(RewardError, match=r"cannot be loaded: .*Check that config and weights"):
-        VisionLanguageJudge.from_pretrained(tmp_path)
+        VisionLanguageEngine.from_pretrained(tmp_path)
 
 
 def test_weights_are_strict(tmp_path) -> None:
@@ -109,10 +109,10 @@ def test_weights_are_strict(tmp_path) -> None:
     lost = next(key for key in state if key.endswith("layers.0.mlp.down_proj.weight"))
     save_file({key: value for key, value in state.items() if key != lost}, file, {"format": "pt"})
     with pytest.raises(RewardError, match=r"missing .*layers\.0\.mlp\.down_proj\.weight; unexpected nothing"):
-        VisionLanguageJudge.from_pretrained(tmp_path)
+        VisionLanguageEngine.from_pretrained(tmp_path)
     save_file({**state, "extra.weight": torch.zeros(2)}, file, {"format": "pt"})
     with pytest.raises(RewardError, match=r"missing nothing; unexpected extra\.weight"):
-        VisionLanguageJudge.from_pretrained(tmp_path)
+        VisionLanguageEngine.from_pretrained(tmp_path)
 
 
 def test_a_model_that_does_not_see_is_refused() -> None:
@@ -120,9 +120,9 @@ def test_a_model_that_does_not_see_is_refused() -> None:
     with pytest.raises(
         RewardError, match=r"is not known as a judge that sees; known are qwen2_vl, .*internvl"
     ):
-        eye_of(tiny_model(), processor)
+        picture_encoder(tiny_model(), processor)
     with pytest.raises(RewardError, match=r"model type 'qwen2_vl'\) with a \w+ is not known"):
-        eye_of(tiny_seeing_model(), processor)
+        picture_encoder(tiny_seeing_model(), processor)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_loading_is_silent_and_leaves_the_users_settings(tmp_path, capfd) -> Non
 
     before, enabled = logging.set_tqdm_hook(hook), logging.is_progress_bar_enabled()
     try:
-        VisionLanguageJudge.from_pretrained(tmp_path)
+        VisionLanguageEngine.from_pretrained(tmp_path)
         assert capfd.readouterr().err == ""
         assert shown and all(kwargs["disable"] for kwargs in shown), "the user's hook is asked all the same"
         list(logging.tqdm(range(2), desc="Loading weights"))
@@ -213,10 +213,10 @@ def test_loads_at_the_same_time_put_the_settings_back_once() -> None:
 
 
 def test_a_text_that_is_too_long_is_a_reason_and_no_warning(tmp_path, capfd) -> None:
-    judge = VisionLanguageJudge.from_pretrained(save_tiny_seeing_model(tmp_path), max_tokens=64)
+    judge = VisionLanguageEngine.from_pretrained(save_tiny_seeing_model(tmp_path), max_tokens=64)
     judge.processor.tokenizer.model_max_length = 64
     capfd.readouterr()
-    long = Ask(images=ASK.images, prompt="a cat " * 400)
+    long = Query(images=ASK.images, prompt="a cat " * 400)
     (row, _), (reason, none) = judge.encode(ONE, [long, ASK])
     assert row is None and none is None and "the model reads at most 64" in str(reason)
     assert capfd.readouterr().err == ""

@@ -4,21 +4,21 @@
 import torch
 
 from visalign.rewards.vlm.packing import attention_mask, batch_packs, collate, pack_rows
-from visalign.rewards.vlm.pictures import Shown
-from visalign.rewards.vlm.requests import Row
+from visalign.rewards.vlm.pictures import SeenPicture
+from visalign.rewards.vlm.requests import TokenRow
 from visalign.vision.positions import rotary_positions
 
 IMAGE, MERGE = 5, 2
 
 
-def shown(digest: str, grid: tuple[int, int, int] = (1, 4, 6)) -> Shown:
-    return Shown(digest, grid, grid[1] * grid[2] // MERGE**2, torch.zeros(3, 1, 1))
+def shown(digest: str, grid: tuple[int, int, int] = (1, 4, 6)) -> SeenPicture:
+    return SeenPicture(digest, grid, grid[1] * grid[2] // MERGE**2, torch.zeros(3, 1, 1))
 
 
-def row(digest: str, tail: list[int], *, mark: int | None = None) -> Row:
+def row(digest: str, tail: list[int], *, mark: int | None = None) -> TokenRow:
     picture = shown(digest)
     ids = (1, 2, *[IMAGE] * picture.tokens, 3, 3, *tail)
-    return Row(ids, (picture,), len(ids) - 1 if mark is None else mark)
+    return TokenRow(ids, (picture,), len(ids) - 1 if mark is None else mark)
 
 
 ROWS = [row("a", [7, 8, 9]), row("b", [7]), row("a", [7, 8, 10, 11]), row("a", [6]), row("a", [7, 8, 9, 9])]
@@ -43,15 +43,15 @@ def test_a_row_that_is_the_beginning_of_another_keeps_its_last_token() -> None:
 
 
 def test_pictures_stand_in_the_beginning_alone() -> None:
-    early = Row((9, *ROWS[0].ids), ROWS[0].shown, len(ROWS[0].ids))
+    early = TokenRow((9, *ROWS[0].ids), ROWS[0].shown, len(ROWS[0].ids))
     assert len(pack_rows([ROWS[0], early], IMAGE)) == 2
 
 
 def test_rows_that_differ_between_their_pictures_do_not_share() -> None:
     two = (shown("a"), shown("b"))
-    rows = [Row((*[1] * 9, *[IMAGE] * 6, word, *[IMAGE] * 6, 3, 4), two, 23) for word in (7, 8)]
+    rows = [TokenRow((*[1] * 9, *[IMAGE] * 6, word, *[IMAGE] * 6, 3, 4), two, 23) for word in (7, 8)]
     assert len(pack_rows(rows, IMAGE)) == 2
-    same = [Row((*rows[0].ids[:-1], word), two, 23) for word in (4, 6)]
+    same = [TokenRow((*rows[0].ids[:-1], word), two, 23) for word in (4, 6)]
     assert [pack.shared for pack in pack_rows(same, IMAGE)] == [23]
 
 
