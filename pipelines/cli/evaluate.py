@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
 from .messages import user_messages
 
@@ -81,7 +85,6 @@ def evaluate(
 def _run(options: EvaluateOptions) -> None:
     from visalign.pipelines.evaluate.job import PAGE
     from visalign.pipelines.evaluate.job import evaluate as run
-    from visalign.pipelines.evaluate.show import show_evaluation
 
     console = Console()
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -96,3 +99,30 @@ def _run(options: EvaluateOptions) -> None:
         console.print(f"No report on {item['judge']}: {item['error']}", highlight=False, soft_wrap=True)
     if options.output is not None:
         console.print(f"Page: {options.output / PAGE}", highlight=False, soft_wrap=True)
+
+
+def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
+    """What an evaluation found: one column per judge.
+
+    Args:
+        console: Where to write.
+        result: What `visalign.pipelines.evaluate.job.evaluate` returned.
+    """
+    from visalign.evaluation.pages.reward_page import comparison_line, evaluation_tables
+
+    about, judges = result["set"], result["judges"]
+    what = "pairs" if about["kind"] == "preferences" else "images"
+    console.print(Text(f"{about['name']}: {about['size']} {what}"))
+    for finding in about["findings"]:
+        console.print(Text(f"  {finding['message']}"))
+    names = [escape(judge["judge"]["name"]) for judge in judges]
+    for entry in (table for tables in evaluation_tables(result).values() for table in tables):
+        table = Table("", *names, title=entry.title, title_justify="left", box=None, pad_edge=False)
+        for row in entry.rows:
+            table.add_row(Text(row.what), *(Text(str(cell)) for cell in row.cells))
+        console.print(table)
+    for comparison in result["comparisons"]:
+        console.print(Text(comparison_line(comparison)))
+    for judge in judges:
+        for note in judge["notes"]:
+            console.print(Text(f"! {judge['judge']['name']}: {note}"))

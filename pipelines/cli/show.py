@@ -193,14 +193,13 @@ def result_files(folder: Path) -> list[str]:
         folder: the run's folder.
     """
     of_text = (folder / "lora" / "adapter_config.json").exists()
-    is_pipeline = (folder / "model" / "model_index.json").exists()
+    drawn = (folder / "model" / "model_index.json").exists()
+    whole = "StableDiffusion3Pipeline" if drawn else "AutoModelForCausalLM"
     wanted = {
         "report.html": "before and after, opens in a browser",
         "lora": "for peft.PeftModel.from_pretrained" if of_text else "for pipe.load_lora_weights",
         "judge": "the judge and its card; give this folder as the model of its reward",
-        "model": "for "
-        + ("StableDiffusion3Pipeline" if is_pipeline else "AutoModelForCausalLM")
-        + ".from_pretrained",
+        "model": f"for {whole}.from_pretrained",
         "summary.json": "the numbers",
         "metrics.jsonl": "a line per iteration",
     }

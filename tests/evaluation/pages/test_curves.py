@@ -10,20 +10,8 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from visalign.evaluation.pages.curves import (
-    BOTTOM,
-    CURVES,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Curve,
-    label,
-    panels,
-    running_mean,
-    ticks,
-)
+from visalign.evaluation.pages.curves import CURVES, HEIGHT, RIGHT, WIDTH, Curve, panels, running_mean
+from visalign.evaluation.pages.plots import BOTTOM, LEFT, TOP, label, ticks
 
 REWARD = Curve(keys=("reward_mean",), title="Reward", unit="points", meaning="mean")
 SHARE = Curve(keys=("low", "high"), title="Clipped", unit="%", meaning="both", percent=True, from_zero=True)

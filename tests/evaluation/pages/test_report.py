@@ -18,8 +18,8 @@ from PIL import Image
 
 from tests.support.evaluation_samples import TAGS, blind_result, make_result, make_text_result
 from visalign.evaluation import HeldoutResult, compare, write_report, write_summary
-from visalign.evaluation.pages.pictures import data_uri, failures, galleries, take_in_turn
-from visalign.evaluation.pages.wording import change, duration, number, setting
+from visalign.evaluation.pages.base import change, data_uri, duration, number, setting
+from visalign.evaluation.pages.samples import failures, galleries, take_in_turn
 
 VOID = {"meta", "img", "br", "hr", "link", "input", "line", "circle", "path"}
 HOSTILE = '<script>alert("x")</script> & "red" circle\'s'
@@ -158,7 +158,8 @@ def test_the_first_point_of_a_curve_is_what_is_given(tmp_path: Path) -> None:
 
 def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     page = report(tmp_path, make_result(0.25), make_result(0.75))
-    assert page.all("script") == [] and page.all("link") == [] and page.all("iframe") == []
+    assert page.all("script") == [] and page.all("iframe") == []
+    assert page.all("link") == [{"rel": "icon", "href": "data:,"}], "not even an icon is asked for"
     assert not re.search(r"""(src|href|srcset|data|action)\s*=\s*["']?\s*(https?:)?//""", page.source, re.I)
     assert not re.search(r"url\(|@import|https?://", page.source)
     ids = {attributes.get("id") for _, attributes in page.tags}

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from visalign.evaluation.rewards.agreement import FEWEST_PROMPTS
 
-from .base import render_page
+from .base import plain, render_page, signed
 
 REDUNDANT = 0.9
 """Rank correlation from which two rewards say much the same."""
@@ -32,14 +32,34 @@ def agree_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, An
         about=result["set"],
         fewest=FEWEST_PROMPTS,
         rewards=result["rewards"],
-        pairs=result["pairs"],
+        pairs=[{**pair, "number": place} for place, pair in enumerate(result["pairs"], 1)],
+        headlines=[
+            (
+                f"{pair['first']} · {pair['second']}",
+                signed(pair["overall"]["estimate"]),
+                f"within prompts {signed(pair['within']['estimate'])}",
+            )
+            for pair in result["pairs"][:6]
+        ],
         labels=labels,
         overall=matrix(result, "overall"),
         within=matrix(result, "within"),
         pictures=pictures,
         sentences=sentences(result),
-        seconds=result["seconds"],
+        facts_of_set=list(_facts(result)),
     )
+
+
+def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    about = result["set"]
+    yield "source", about["source"]
+    yield "images, prompts", f"{about['images']}, {about['prompts']}"
+    for reward in result["rewards"]:
+        label, better = reward["label"], "" if reward["higher_is_better"] else " (lower is better)"
+        yield f"{label}, unit", f"{reward['unit']}{better}"
+        yield f"{label}, mean ± spread", f"{plain(reward['mean'])} ± {plain(reward['spread'])}"
+        yield f"{label}, judged / failed", f"{reward['judged']} / {reward['failed']}"
+    yield "seconds", plain(result["seconds"])
 
 
 def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] | None]]:

@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages of rewards in use share: one base template, numbers in words, pictures inside the file."""
+"""What all pages share: one base template, numbers in words, pictures inside the file."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
-
-from .pictures import PIXELATED_SIDE, data_uri
-from .report import environment
 
 LARGEST_SIDE = 768
 """Pictures are shrunk to this many pixels on their longer side before they go into a page."""
+PIXELATED_SIDE = 128
+"""Pictures up to this side are stored losslessly and enlarged as squares; larger ones are photographs."""
+MISSING = "–"
 
 
-def render_page(template: str, *, title: str, command: str, **values: Any) -> str:
+def render_page(template: str, *, title: str, command: str = "", **values: Any) -> str:
     """A page that extends `page.html.j2`: one file, no network, no script, light or dark, any width.
 
     Args:
@@ -29,12 +35,29 @@ def render_page(template: str, *, title: str, command: str, **values: Any) -> st
         **values: For the template.
 
     Returns:
-        HTML.
+        HTML; everything in it is escaped, and an undefined name is an error.
     """
-    found = environment()
-    found.filters |= {"plain": plain, "signed": signed, "share": share, "span": span}
-    found.globals |= {"rail": rail}
+    found = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = (plain, number, fixed, signed, change, share, whole, points, span, words, duration)
+    found.filters |= {function.__name__: function for function in filters}
+    found.globals |= found.filters | {"rail": rail}
     return found.get_template(template).render(title=title, command=command, **values)
+
+
+def data_uri(image: NDArray[np.uint8]) -> str:
+    """A picture [H, W, 3] as a data: URI: PNG when small, JPEG when larger than `PIXELATED_SIDE`."""
+    kind = "png" if max(image.shape[:2]) <= PIXELATED_SIDE else "jpeg"
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(
+        buffer, format=kind, **({"optimize": True} if kind == "png" else {"quality": 88})
+    )
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
 def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:
@@ -86,11 +109,25 @@ def plain(value: float | None, digits: int = 3) -> str:
     ('0.500', '0.0123', '1235', '–', '−2.00')
     """
     if value is None or not math.isfinite(value):
-        return "–"
+        return MISSING
     if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.{digits}g}".replace("-", "−")
+        return f"{value:.3g}".replace("-", "−")
     first = math.floor(math.log10(abs(value))) if value else -1
     return f"{value:.{min(max(0, digits - 1 - first), 5)}f}".replace("-", "−")
+
+
+def number(value: float | None) -> str:
+    """Four significant digits.
+
+    >>> number(28.456), number(0.0)
+    ('28.46', '0')
+    """
+    return "0" if value == 0 else plain(value, 4)
+
+
+def fixed(value: float | None) -> str:
+    """Three decimals, for numbers that stand in one column."""
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.3f}".replace("-", "−")
 
 
 def signed(value: float | None, decimals: int = 2) -> str:
@@ -100,49 +137,103 @@ def signed(value: float | None, decimals: int = 2) -> str:
     ('+0.25', '−1.00', '0.00', '–')
     """
     if value is None or not math.isfinite(value):
-        return "–"
+        return MISSING
     text = f"{value:+.{decimals}f}"
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
-def share(value: float | None) -> str:
+def change(value: float | None) -> str:
+    """A change with its sign and three significant digits.
+
+    >>> change(0.25), change(-1234.0), change(0.0)
+    ('+0.250', '−1234', '0')
+    """
+    return "0" if value == 0 else ("+" if value is not None and 0 < value < math.inf else "") + plain(value)
+
+
+def share(value: float | None, decimals: int = 1) -> str:
     """A share in percent.
 
     >>> share(0.123), share(None)
     ('12.3\\xa0%', '–')
     """
-    return "–" if value is None or not math.isfinite(value) else f"{100 * value:.1f}\u00a0%"
+    return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.{decimals}f}\u00a0%"
 
 
-def span(number: Mapping[str, Any] | None) -> str:
-    """The ends of an interval with their signs.
+def whole(value: float | None) -> str:
+    """A share in whole percent."""
+    return share(value, 0)
+
+
+def points(value: float | None) -> str:
+    """A difference of shares in signed percentage points."""
+    return signed(None if value is None else 100 * value, 1)
+
+
+def span(interval: Any, form: Any = signed, between: str = " to ") -> str:
+    """The ends of an interval.
+
+    Args:
+        interval: Has `low` and `high`, as an `Interval` or as JSON; None has none.
+        form: Writes an end; a percent sign is left out.
+        between: Stands between the ends.
 
     >>> span({"low": -0.5, "high": 0.25}), span({"low": None, "high": None})
     ('−0.50 to +0.25', 'no interval')
     """
-    if number is None or number["low"] is None:
+    low, high = (_part(interval, end) for end in ("low", "high"))
+    if low is None or not math.isfinite(low):
         return "no interval"
-    return f"{signed(number['low'])} to {signed(number['high'])}"
+    return between.join(form(end).removesuffix("\u00a0%") for end in (low, high))
 
 
-def rail(number: Mapping[str, Any] | None, limit: float, key: str = "mean", side: str = "after") -> Markup:
-    """An interval on a track from −limit to limit, placed in percent of its width; what is beyond is cut.
+def _part(interval: Any, name: str) -> float | None:
+    if interval is None or isinstance(interval, Mapping):
+        return (interval or {}).get(name)
+    return getattr(interval, name)
+
+
+def rail(interval: Any, low: float, high: float, *, key: str = "estimate", side: str = "after") -> Markup:
+    """An interval on a track, placed in percent so that it is legible at any width; what is beyond is cut.
 
     Args:
-        number: Has `key`, `low` and `high`; None draws nothing.
-        limit: Half of the track's length.
+        interval: Has `key`, `low` and `high`, as an `Interval` or as JSON; None draws nothing.
+        low: Left end of the track.
+        high: Right end.
         key: Of the estimate.
         side: Colour: "after" or "before".
     """
-    if number is None or number[key] is None:
+    estimate, start, end = (_part(interval, name) for name in (key, "low", "high"))
+    if estimate is None or not math.isfinite(estimate):
         return Markup("")
 
     def place(value: float) -> float:
-        return min(max(50 * (1 + value / limit), 0.0), 100.0)
+        return min(max(100 * (value - low) / (high - low), 0.0), 100.0)
 
-    dot = Markup('<span class="dot {0}" style="left:{1:.2f}%"></span>').format(side, place(number[key]))
-    if number["low"] is None:
+    dot = Markup('<span class="dot {0}" style="left:{1:.2f}%"></span>').format(side, place(estimate))
+    if start is None or end is None or not math.isfinite(start):
         return dot
-    start, end = place(number["low"]), place(number["high"])
     drawn = '<span class="ci {0}" style="left:{1:.2f}%;width:{2:.2f}%"></span>'
-    return Markup(drawn).format(side, start, end - start) + dot
+    return Markup(drawn).format(side, place(start), place(end) - place(start)) + dot
+
+
+def words(name: str) -> str:
+    """A key as words."""
+    return name.replace("_", " ")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 41 s, 5 min 12 s or 1 h 04 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def setting(value: Any) -> str:
+    """A configuration value as YAML would show it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)

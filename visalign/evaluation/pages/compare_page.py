@@ -37,9 +37,9 @@ def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Seq
         prompt=result["prompt"],
         summary=result["summary"],
         judges=[
-            {**judge, "in_words": in_words(judge), "margin": margin(judge)} for judge in result["judges"]
+            {**judge, "number": place, "in_words": in_words(judge), "margin": margin(judge)}
+            for place, judge in enumerate(result["judges"], 1)
         ],
-        winners=WINNERS,
         shots=[
             {"side": side, "name": name} | embedded(image)
             for side, name, image in zip("AB", names, images, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training curves as inline SVG: axes, units and last value are drawn, no pointer or script is needed."""
+"""Training curves: which there are, gaps and smoothing; axes, units and last value are drawn, no script."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from numpy.typing import NDArray
 
-WIDTH, HEIGHT = 440.0, 250.0
-"""Of the view box; texts are 14 units high and so stay legible on a phone."""
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 66.0, 14.0, 40.0
-"""Margins: tick labels, the last value, nothing, the x axis."""
+from .plots import Frame, label, text, ticks
+
+WIDTH, HEIGHT, RIGHT = 440.0, 250.0, 66.0
+"""Of a panel's view box, and the margin for the last value."""
 SMOOTH_FROM = 24
 """Curves of fewer points are drawn as they are; longer ones get a running mean over a tenth of the run."""
 
@@ -180,79 +180,37 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return found
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) inside [low, high], about `count` of them."""
-    if not high > low:
-        return [low]
-    power = 10.0 ** math.floor(math.log10((high - low) / count))
-    found = [_multiples(low, high, power * factor) for factor in (0.5, 1, 2, 5, 10)]
-    return min(found, key=lambda marks: abs(len(marks) - count))
-
-
-def _multiples(low: float, high: float, step: float) -> list[float]:
-    """All multiples of a step in [low, high], up to rounding."""
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
-
-
-def label(value: float, step: float) -> str:
-    """A number as short as its tick distance allows; a power of ten beyond five decimals or digits."""
-    if value == 0:
-        return "0"
-    decimals = max(0, -math.floor(math.log10(abs(step)) + 1e-9))
-    if decimals <= 5 and abs(value) < 1e5:
-        return f"{value:.{decimals}f}".replace("-", "−")
-    exponent = math.floor(math.log10(abs(value)) + 1e-12)
-    decimals = max(0, exponent - math.floor(math.log10(abs(step)) + 1e-9))
-    digits = f"{value / 10.0**exponent:.{min(decimals, 2)}f}".replace("-", "−")
-    return f"{digits}e{str(exponent).replace('-', '−')}"
-
-
 def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
     """The SVG of a panel with at least one finite value."""
-    seen, last = y[np.isfinite(y)], float(smooth[np.isfinite(smooth)][-1])
-    low, high = _limits(curve, float(seen.min()), float(seen.max()))
+    rows = np.flatnonzero(np.isfinite(y))
+    least, most = float(y[rows].min()), float(y[rows].max())
     first, end = (float(x[0]), float(x[-1])) if x[-1] > x[0] else (float(x[0]) - 0.5, float(x[0]) + 0.5)
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-
-    def at_x(value: Any) -> Any:
-        return LEFT + (value - first) / (end - first) * (right - LEFT)
-
-    def at_y(value: Any) -> Any:
-        return bottom - (value - low) / (high - low) * (bottom - TOP)
-
-    marks = ticks(low, high)
-    step = marks[1] - marks[0] if len(marks) > 1 else high - low
-    whole = [m for m in ticks(first, end, 5) if float(m).is_integer()]
-    parts = [_rule("grid", right, float(at_y(m))) for m in marks]
-    parts += [_text("tick", LEFT - 8, float(at_y(m)) + 5, label(m, step), "end") for m in marks]
-    parts += [_text("tick", float(at_x(m)), bottom + 18, f"{m:.0f}") for m in whole]
-    parts.append(_text("tick", (LEFT + right) / 2, HEIGHT - 4, "iteration"))
-    parts.append(_rule("axis", right, bottom))
-    raw = smooth is not y
-    if raw:
-        parts.append(_polyline("raw", at_x(x), at_y(y)))
-    parts.append(_polyline("line", at_x(x), at_y(smooth)))
-    if not raw:
-        places = _finite(at_x(x), at_y(y))
-        parts += [f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in places]
-    fine = step / 10
-    end_label = f"{label(last, min(fine, 0.1))} %" if curve.percent else label(last, fine)
-    end_x = float(at_x(x[np.isfinite(smooth)][-1]))
-    parts.append(_text("last", end_x + 7, at_y(last) + 5, end_label, "start"))
-    said = _alternative(curve, x, y, end_label)
-    inner = "".join(parts)
-    return Markup(  # the only text from outside is escaped in `said`
-        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(said)}">{inner}</svg>'
+    frame = Frame(
+        x=(first, end),
+        y=_limits(curve, least, most),
+        x_name="iteration",
+        width=WIDTH,
+        height=HEIGHT,
+        right=RIGHT,
+        whole=True,
     )
-
-
-def _rule(name: str, right: float, y: float) -> str:
-    return f'<line class="{name}" x1="{LEFT:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
-def _text(name: str, x: float, y: float, content: str, anchor: str = "middle") -> str:
-    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{content}</text>'
+    thick = list(zip(x.tolist(), smooth.tolist(), strict=True))
+    parts = [frame.path("line", thick)]
+    if smooth is y:
+        parts.append(frame.dots(thick, radius=3))
+    else:
+        parts.insert(0, frame.path("raw", zip(x.tolist(), y.tolist(), strict=True)))
+    marks = ticks(*frame.y)
+    fine = (marks[1] - marks[0] if len(marks) > 1 else frame.y[1] - frame.y[0]) / 10
+    last_x, last = [point for point in thick if math.isfinite(point[1])][-1]
+    shown = f"{label(last, min(fine, 0.1))} %" if curve.percent else label(last, fine)
+    across, down = frame.place(last_x, last)
+    parts.append(text(across + 7, down + 5, shown, "start", "last"))
+    said = (
+        f"{curve.title} ({curve.unit}) over iterations {x[rows[0]]:.0f} to {x[rows[-1]]:.0f}: "
+        f"from {y[rows[0]]:.3g} to {shown} at the end, smallest {least:.3g}, largest {most:.3g}."
+    )
+    return frame.svg(parts, said)
 
 
 def _limits(curve: Curve, low: float, high: float) -> tuple[float, float]:
@@ -262,29 +220,3 @@ def _limits(curve: Curve, low: float, high: float) -> tuple[float, float]:
     pad = (high - low) / 20 or abs(high) / 20 or 0.5
     low, high = low - pad, high + pad
     return (max(low, 0.0), min(high, 100.0)) if curve.percent else (low, high)
-
-
-def _finite(x: NDArray, y: NDArray) -> list[tuple[float, float]]:
-    return [(float(a), float(b)) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
-
-
-def _polyline(name: str, x: NDArray, y: NDArray) -> str:
-    """A path with breaks at the gaps."""
-    path, pen = [], "M"
-    for a, b in zip(x, y, strict=True):
-        if not math.isfinite(b):
-            pen = "M"
-            continue
-        path.append(f"{pen}{a:.1f} {b:.1f}")
-        pen = "L"
-    return f'<path class="{name}" d="{" ".join(path)}"/>'
-
-
-def _alternative(curve: Curve, x: NDArray, y: NDArray, last: str) -> str:
-    """What the picture says, in words."""
-    rows = np.flatnonzero(np.isfinite(y))
-    low, high = y[rows].min(), y[rows].max()
-    return (
-        f"{curve.title} ({curve.unit}) over iterations {x[rows[0]]:.0f} to {x[rows[-1]]:.0f}: "
-        f"from {y[rows[0]]:.3g} to {last} at the end, smallest {low:.3g}, largest {high:.3g}."
-    )

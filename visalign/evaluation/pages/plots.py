@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of a reward's evaluation as inline SVG in the page's own colours: light or dark, no script."""
+"""Plots as inline SVG in the page's own colours: light or dark, no script, texts that can be selected."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup, escape
 
-from .curves import label, ticks
-
-WIDTH, HEIGHT = 360.0, 300.0
-LEFT, RIGHT, TOP, BOTTOM = 60.0, 14.0, 12.0, 44.0
-"""Margins for tick labels and the names of the axes."""
-
+LEFT, TOP, BOTTOM = 60.0, 12.0, 44.0
+"""Margins for tick labels and the names of the axes, in units of the view box; texts are 14 units high and so
+stay legible on a phone."""
 LONGEST_X, LONGEST_Y = 38, 28
 """Letters of an axis' name that fit beside it."""
 
@@ -29,37 +26,120 @@ class Frame:
     x: tuple[float, float]
     y: tuple[float, float]
     x_name: str
-    y_name: str
+    y_name: str = ""
+    width: float = 360.0
+    height: float = 300.0
+    right: float = 14.0
+    """Margin at the right."""
+    whole: bool = False
+    """Marks on the x axis stand at whole numbers alone."""
 
     def place(self, x: float, y: float) -> Point:
         """A data point in the view box."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        return LEFT + across * (self.width - LEFT - self.right), self.height - BOTTOM - up * (
+            self.height - TOP - BOTTOM
+        )
 
-    def draw(self) -> list[str]:
-        """Grid, tick labels and names."""
-        parts = []
-        for marks, on_x in ((ticks(*self.x), True), (ticks(*self.y), False)):
-            step = marks[1] - marks[0] if len(marks) > 1 else 1.0
+    def path(self, name: str, points: Iterable[Point]) -> str:
+        """A line of that class through the points, with breaks where a value is not finite."""
+        steps, pen = [], "M"
+        for x, y in points:
+            if not math.isfinite(y):
+                pen = "M"
+                continue
+            steps.append("{}{:.1f} {:.1f}".format(pen, *self.place(x, y)))
+            pen = "L"
+        return f'<path class="{name}" d="{" ".join(steps)}"/>'
+
+    def dots(self, points: Iterable[Point], name: str = "dot", radius: float = 3.5) -> str:
+        """Circles of that class at the points whose values are finite."""
+        places = [self.place(x, y) for x, y in points if math.isfinite(y)]
+        return "".join(
+            f'<circle class="{name}" cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}"/>' for a, b in places
+        )
+
+    def bar(self, name: str, low: float, high: float, value: float) -> str:
+        """A bar of that class from `low` to `high`, from zero up to the value."""
+        (left, top), (right, base) = self.place(low, value), self.place(high, 0)
+        place = f'x="{left + 0.5:.1f}" y="{top:.1f}"'
+        size = f'width="{max(right - left - 1, 0.5):.1f}" height="{base - top:.1f}"'
+        return f'<rect class="{name}" {place} {size}/>'
+
+    def svg(self, parts: Sequence[str], said: str) -> Markup:
+        """The plot: grid, tick labels and names, then the parts.
+
+        Args:
+            parts: Elements as the methods above give them; texts from outside must be escaped in them.
+            said: What the picture says, in words.
+        """
+        low, high = self.place(self.x[0], self.y[0]), self.place(self.x[1], self.y[1])
+        drawn = []
+        for marks, on_x in ((self._x_marks(), True), (ticks(*self.y), False)):
+            step = (
+                marks[1] - marks[0] if len(marks) > 1 else (self.x if on_x else self.y)[1] - marks[0] or 1.0
+            )
             for mark in marks:
-                ends = self._ends(mark, on_x)
-                parts.append(
-                    '<line class="grid" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'.format(*ends)
+                x, y = self.place(mark, self.y[0]) if on_x else self.place(self.x[0], mark)
+                end = (x, high[1]) if on_x else (high[0], y)
+                drawn.append(
+                    '<line class="grid" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'.format(x, y, *end)
                 )
-                x, y = (ends[0], ends[1] + 17) if on_x else (ends[0] - 7, ends[1] + 5)
-                parts.append(_text(x, y, label(mark, step), "middle" if on_x else "end"))
-        across, up = escape(_cut(self.x_name, LONGEST_X)), escape(_cut(self.y_name, LONGEST_Y))
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, str(across), "middle"))
-        middle = (TOP + HEIGHT - BOTTOM) / 2
-        turned = _text(0.0, 0.0, str(up), "middle")
-        parts.append(f'<g transform="translate(14 {middle:.1f}) rotate(-90)">{turned}</g>')
-        return parts
+                drawn.append(
+                    text(x, y + 17, label(mark, step))
+                    if on_x
+                    else text(x - 7, y + 5, label(mark, step), "end")
+                )
+        drawn.append(text((low[0] + high[0]) / 2, self.height - 6, _cut(self.x_name, LONGEST_X)))
+        if self.y_name:
+            turned = text(0.0, 0.0, _cut(self.y_name, LONGEST_Y))
+            middle = (low[1] + high[1]) / 2
+            drawn.append(f'<g transform="translate(14 {middle:.1f}) rotate(-90)">{turned}</g>')
+        return Markup(
+            f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img" '
+            f'aria-label="{escape(said)}">{"".join([*drawn, *parts])}</svg>'
+        )
 
-    def _ends(self, mark: float, on_x: bool) -> tuple[float, float, float, float]:
-        low, high = (self.y, self.x)[0 if on_x else 1]
-        first, second = ((mark, low), (mark, high)) if on_x else ((low, mark), (high, mark))
-        return *self.place(*first), *self.place(*second)
+    def _x_marks(self) -> list[float]:
+        return [mark for mark in ticks(*self.x, 5) if mark.is_integer()] if self.whole else ticks(*self.x)
+
+
+def text(x: float, y: float, content: str, anchor: str = "middle", name: str = "tick") -> str:
+    """A text of that class at a place of the view box, escaped."""
+    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten) inside [low, high], about `count` of them."""
+    if not high > low:
+        return [float(low)]
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    found = [_multiples(low, high, power * factor) for factor in (0.5, 1, 2, 5, 10)]
+    return min(found, key=lambda marks: abs(len(marks) - count))
+
+
+def _multiples(low: float, high: float, step: float) -> list[float]:
+    """All multiples of a step in [low, high], up to rounding."""
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def label(value: float, step: float) -> str:
+    """A number as short as its tick distance allows; a power of ten beyond five decimals or digits."""
+    if value == 0:
+        return "0"
+    decimals = max(0, -math.floor(math.log10(abs(step)) + 1e-9))
+    if decimals <= 5 and abs(value) < 1e5:
+        return f"{value:.{decimals}f}".replace("-", "−")
+    exponent = math.floor(math.log10(abs(value)) + 1e-12)
+    decimals = max(0, exponent - math.floor(math.log10(abs(step)) + 1e-9))
+    digits = f"{value / 10.0**exponent:.{min(decimals, 2)}f}".replace("-", "−")
+    return f"{digits}e{str(exponent).replace('-', '−')}"
+
+
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: most - 1].rstrip()}…"
 
 
 def reliability_plot(calibration: Mapping[str, Any]) -> Markup:
@@ -72,25 +152,15 @@ def reliability_plot(calibration: Mapping[str, Any]) -> Markup:
     raw = _bin_points(calibration["bins"])
     scaled = _bin_points((calibration["scaled"] or {}).get("bins", []))
     largest = max((entry["count"] for entry in calibration["bins"]), default=1) or 1
-    parts = frame.draw()
-    for entry in calibration["bins"]:
-        (x1, base), (x2, top) = (
-            frame.place(entry["low"], 0),
-            frame.place(entry["high"], 0.18 * entry["count"] / largest),
-        )
-        parts.append(
-            f'<rect class="bin" x="{x1 + 1:.1f}" y="{top:.1f}" width="{x2 - x1 - 2:.1f}" '
-            f'height="{base - top:.1f}"/>'
-        )
-    parts += [_path("ideal", [frame.place(0, 0), frame.place(1, 1)])]
-    parts += [_path("scaled", [frame.place(*p) for p in scaled])] if scaled else []
-    parts += [_path("line", [frame.place(*p) for p in raw])]
-    parts += [_dot(*frame.place(*p)) for p in raw]
+    bars = [frame.bar("bin", b["low"], b["high"], 0.18 * b["count"] / largest) for b in calibration["bins"]]
+    parts = [*bars, frame.path("ideal", [(0, 0), (1, 1)]), frame.path("line", raw), frame.dots(raw)]
+    if scaled:
+        parts.append(frame.path("scaled", scaled))
     ece = calibration["ece"]["estimate"]
     said = (
         f"Reliability diagram with {len(raw)} bins that hold pairs; expected calibration error {_say(ece)}."
     )
-    return _svg(parts, said)
+    return frame.svg(parts, said)
 
 
 def risk_plot(signal: Mapping[str, Any], name: str) -> Markup:
@@ -98,15 +168,14 @@ def risk_plot(signal: Mapping[str, Any], name: str) -> Markup:
 
     Args:
         signal: Part of `selective` in a report.
-        name: What certainty is measured by, for the alternative text.
+        name: What certainty is measured by.
     """
     points = [(float(x), float(y)) for x, y in signal["curve"]]
-    top = max([y for _, y in points] + [0.1]) * 1.08
-    frame = Frame(x=(0, 1), y=(0, min(top, 1.0)), x_name="share answered, surest first", y_name="error rate")
-    risk = signal["risk_at"]
-    few, everything = _say(risk["25%"]), _say(risk["100%"])
+    top = min(1.08 * max([y for _, y in points] + [0.1]), 1.0)
+    frame = Frame(x=(0, 1), y=(0, top), x_name="share answered, surest first", y_name="error rate")
+    few, everything = (_say(signal["risk_at"][share]) for share in ("25%", "100%"))
     said = f"Risk against coverage by {name}: error {few} on the surest quarter, {everything} on all pairs."
-    return _svg([*frame.draw(), _path("line", [frame.place(*p) for p in points])], said)
+    return frame.svg([frame.path("line", points)], said)
 
 
 def scatter_plot(points: Mapping[str, Any], unit: str) -> Markup:
@@ -117,20 +186,11 @@ def scatter_plot(points: Mapping[str, Any], unit: str) -> Markup:
         unit: Of the scores.
     """
     sample = [(float(x), float(y)) for x, y in points["sample"]]
-    line = [(float(x), float(y)) for x, y in points["line"]]
-    frame = Frame(
-        x=_span([x for x, _ in sample]),
-        y=_span([y for _, y in sample]),
-        x_name=f"score, {unit}",
-        y_name="opinion",
-    )
-    parts = frame.draw()
-    for x, y in sample:
-        a, b = frame.place(x, y)
-        parts.append(f'<circle class="cloud" cx="{a:.1f}" cy="{b:.1f}" r="2"/>')
-    inside = [p for p in line if frame.y[0] <= p[1] <= frame.y[1]]
-    parts += [_path("line", [frame.place(*p) for p in inside])] if len(inside) > 1 else []
-    return _svg(parts, f"{len(sample)} images: mean opinion against score in {unit}, with the logistic fit.")
+    x, y = (_padded(side) for side in zip(*sample, strict=True))
+    frame = Frame(x=x, y=y, x_name=f"score, {unit}", y_name="opinion")
+    inside = [(float(x), float(y)) for x, y in points["line"] if frame.y[0] <= y <= frame.y[1]]
+    said = f"{len(sample)} images: mean opinion against score in {unit}, with the logistic fit."
+    return frame.svg([frame.dots(sample, "cloud", 2), frame.path("line", inside)], said)
 
 
 def histogram_plot(histogram: Mapping[str, Any], unit: str, median: float) -> Markup:
@@ -142,56 +202,53 @@ def histogram_plot(histogram: Mapping[str, Any], unit: str, median: float) -> Ma
         median: Of the scores, marked by a line.
     """
     edges, counts = histogram["edges"], histogram["counts"]
-    frame = Frame(
-        x=(edges[0], edges[-1]), y=(0, max(counts) * 1.05), x_name=f"score, {unit}", y_name="images"
-    )
-    parts = frame.draw()
-    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-        (left, top), (right, base) = frame.place(low, count), frame.place(high, 0)
-        width = max(right - left - 1, 0.5)
-        parts.append(
-            f'<rect class="bar" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{base - top:.1f}"/>'
-        )
-    parts.append(_path("ideal", [frame.place(median, frame.y[0]), frame.place(median, frame.y[1])]))
+    top = max(counts) * 1.05
+    frame = Frame(x=(edges[0], edges[-1]), y=(0, top), x_name=f"score, {unit}", y_name="images")
+    bars = [frame.bar("bar", *entry) for entry in zip(edges[:-1], edges[1:], counts, strict=True)]
     said = (
         f"Histogram of {sum(counts):.0f} scores from {edges[0]:.4g} to {edges[-1]:.4g} in {unit}, "
         f"median {median:.4g}."
     )
-    return _svg(parts, said)
+    return frame.svg([*bars, frame.path("ideal", [(median, 0), (median, top)])], said)
 
 
-def _cut(name: str, most: int) -> str:
-    return name if len(name) <= most else f"{name[: most - 1].rstrip()}…"
+def response_plot(probe: Mapping[str, Any]) -> Markup | None:
+    """Mean response with its interval against the strength of the change; None for kinds without an order.
+
+    Args:
+        probe: One of the result's probes.
+    """
+    rows = [
+        (float(level["x"]), level["mean"], level["low"], level["high"])
+        for level in probe["levels"]
+        if level["x"] is not None and level["mean"] is not None
+    ]
+    if len(rows) < 2:
+        return None
+    if probe["neutral"] is not None:
+        rows.append((float(probe["neutral"]), 0.0, 0.0, 0.0))
+    rows.sort()
+    lows = [(x, mean if low is None else low) for x, mean, low, _ in rows]
+    highs = [(x, mean if high is None else high) for x, mean, _, high in rows]
+    line = [(x, mean) for x, mean, *_ in rows]
+    bottom, top = min([y for _, y in lows] + [-0.2]), max([y for _, y in highs] + [0.2])
+    pad = (top - bottom) / 20
+    ends = (rows[0][0], rows[-1][0])
+    frame = Frame(x=ends, y=(bottom - pad, top + pad), x_name=probe["x_name"], y_name="response, spreads")
+    band, zero = frame.path("band", [*lows, *highs[::-1]]), frame.path("zero", [(x, 0.0) for x in ends])
+    said = f"{probe['title']}: mean response from {min(y for _, y in line):.3g} to "
+    said += f"{max(y for _, y in line):.3g} spreads over {len(line)} strengths."
+    return frame.svg([band, zero, frame.path("line", line), frame.dots(line)], said)
 
 
 def _bin_points(bins: Sequence[Mapping[str, Any]]) -> list[Point]:
     return [(entry["confidence"], entry["frequency"]) for entry in bins if entry["confidence"] is not None]
 
 
-def _span(values: Sequence[float]) -> tuple[float, float]:
+def _padded(values: Sequence[float]) -> Point:
     low, high = min(values), max(values)
     pad = (high - low) / 25 or abs(high) / 25 or 0.5
     return low - pad, high + pad
-
-
-def _svg(parts: Sequence[str], said: str) -> Markup:
-    inner = "".join(parts)
-    return Markup(  # texts from outside are escaped where they enter
-        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(said)}">{inner}</svg>'
-    )
-
-
-def _path(name: str, points: Sequence[Point]) -> str:
-    steps = " ".join(f"{'L' if k else 'M'}{x:.1f} {y:.1f}" for k, (x, y) in enumerate(points))
-    return f'<path class="{name}" d="{steps}"/>'
-
-
-def _dot(x: float, y: float) -> str:
-    return f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
-
-
-def _text(x: float, y: float, content: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{content}</text>'
 
 
 def _say(value: float | None) -> str:

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from markupsafe import Markup, escape
 
 from visalign.evaluation.probes.catalogue import WANTED, WANTED_OF_PAIRS
 from visalign.evaluation.probes.response import ORDER
 
 from .base import plain, render_page, share, signed, span
-from .plots import Frame
+from .plots import response_plot
 
 VERDICTS = {
     "fails": ("bad", "fails"),
@@ -48,9 +46,11 @@ def probe_page(
         command="visalign probe-reward",
         judge=judge,
         reference=reference,
-        limits=result["limits"],
         level=result["level"],
-        counts=result["summary"],
+        headlines=[
+            (VERDICTS[verdict][1], count, "probe" if count == 1 else "probes")
+            for verdict, count in result["summary"].items()
+        ],
         probes=[{**probe, "plot": response_plot(probe), "worst": worst_level(probe)} for probe in probes],
         original=original,
         pictures=pictures,
@@ -59,10 +59,28 @@ def probe_page(
         in_words=in_words,
         unit=unit_in_words(result),
         limit=min(max([1.0, *means]), 4.0),
-        seconds=result["seconds"],
+        facts_of_reference=list(_facts(result)),
         headline=headline(result),
         best=best_paid(result),
     )
+
+
+def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    judge, reference, limits = result["judge"], result["reference"], result["limits"]
+    compares = judge["kind"] == "comparisons"
+    yield "reference", reference["source"]
+    yield f"{'pairs' if compares else 'pictures'} judged", f"{reference['judged']} of {reference['size']}"
+    yield "mean log-odds" if compares else "mean score", plain(reference["mean"])
+    yield "spread", f"{plain(reference['spread'])} {judge['unit']}"
+    yield "no gain: mean at most", signed(limits["gain"])
+    yield "no change: mean size at most", plain(limits["move"])
+    yield "the very same: each at most", plain(limits["same"])
+    yield "clear loss: mean at most", f"−{plain(limits['loss'])}"
+    if compares:
+        yield "the same winner: at least", share(limits["consistent"])
+        yield "circles: at most, of chance", share(limits["circles"])
+    yield "seconds", plain(result["seconds"])
+    yield "identity", judge["digest"][:16]
 
 
 def headline(result: Mapping[str, Any]) -> str:
@@ -154,53 +172,3 @@ def best_paid(result: Mapping[str, Any]) -> str | None:
     mean, title, label, win = max(found, key=lambda entry: entry[0])
     wins = "" if win is None else f" It wins {share(win)} of its comparisons."
     return f"The best paid change is {title.lower()}, {label}: {signed(mean)} spreads on average.{wins}"
-
-
-def response_plot(probe: Mapping[str, Any]) -> Markup | None:
-    """Mean response with its interval against the strength of the change; None for kinds without an order.
-
-    Args:
-        probe: One of the result's probes.
-    """
-    points = [
-        (float(level["x"]), level["mean"], level["low"], level["high"])
-        for level in probe["levels"]
-        if level["x"] is not None and level["mean"] is not None
-    ]
-    if len(points) < 2:
-        return None
-    if probe["neutral"] is not None:
-        points.append((float(probe["neutral"]), 0.0, 0.0, 0.0))
-    points.sort()
-    lows = [mean if low is None else low for _, mean, low, _ in points]
-    highs = [mean if high is None else high for _, mean, _, high in points]
-    bottom, top = min([*lows, -0.2]), max([*highs, 0.2])
-    pad = (top - bottom) / 20
-    frame = Frame(
-        x=(points[0][0], points[-1][0]),
-        y=(bottom - pad, top + pad),
-        x_name=probe["x_name"],
-        y_name="response, spreads",
-    )
-    xs = [x for x, *_ in points]
-    outline = [frame.place(x, y) for x, y in zip(xs, lows, strict=True)]
-    outline += [frame.place(x, y) for x, y in zip(xs[::-1], highs[::-1], strict=True)]
-    band = " ".join(f"{a:.1f},{b:.1f}" for a, b in outline)
-    line = [frame.place(x, mean) for x, mean, *_ in points]
-    zero = [frame.place(frame.x[0], 0.0), frame.place(frame.x[1], 0.0)]
-    said = f"{probe['title']}: mean response from {plain(min(m for _, m, *_ in points))} to "
-    said += f"{plain(max(m for _, m, *_ in points))} spreads over {len(points)} strengths."
-    parts = [
-        *frame.draw(),
-        f'<polygon class="band" points="{band}"/>',
-        _path("zero", zero),
-        _path("line", line),
-    ]
-    parts += [f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in line]
-    inner = "".join(parts)
-    return Markup(f'<svg viewBox="0 0 360 300" role="img" aria-label="{escape(said)}">{inner}</svg>')
-
-
-def _path(name: str, points: Sequence[tuple[float, float]]) -> str:
-    steps = " ".join(f"{'L' if k else 'M'}{x:.1f} {y:.1f}" for k, (x, y) in enumerate(points))
-    return f'<path class="{name}" d="{steps}"/>'

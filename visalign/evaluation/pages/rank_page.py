@@ -20,8 +20,8 @@ MOST_AGAINST = 10
 """Answers against the order that are listed."""
 CERTAIN = 1e-6
 """Answers are taken as no surer than this."""
-HALF_PLACES = 1e-9
-"""Half of a scale on which all ends are one number."""
+LEAST_SCALE = 2e-9
+"""Of the tracks, where all ends are one number."""
 
 
 def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
@@ -36,18 +36,26 @@ def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any
         HTML.
     """
     placed = [row for row in result["images"] if row["place"] is not None]
+    failed = [row for row in result["images"] if row["place"] is None]
     low, high = _ends(placed)
-    middle, half = (low + high) / 2, max((high - low) / 2, HALF_PLACES)
+    missed = Counter(call["reason"] for call in result["asked"] or () if call["prob"] is None)
+    results = [("Images in order", len(placed), f"{len(failed)} could not be judged")]
+    of_all = "" if result["asked"] is None else f"of {result['all_pairs']} pairs of images"
+    results.append((f"Calls of {result['judge']}", result["calls"], of_all))
+    if result["position_bias"] is not None:
+        unit = f"{result['unit']}, for the left image"
+        results.append(("Position bias", signed(result["position_bias"]), unit))
     return render_page(
         "rank_page.html.j2",
         title="Best first",
         command="visalign rank",
         result=result,
-        placed=[row | {"on_track": _shifted(row, middle)} for row in placed],
-        failed=[row for row in result["images"] if row["place"] is None],
-        failed_calls=Counter(call["reason"] for call in result["asked"] or () if call["prob"] is None),
+        headlines=results,
+        placed=placed,
+        failed=failed,
+        failed_calls=[(_number(count, "call"), reason) for reason, count in missed.items()],
         ends=(low, high),
-        half=half,
+        track=(low, max(high, low + LEAST_SCALE)),
         has_intervals=any(row["low"] is not None for row in placed),
         pictures=pictures,
         shown=SHOWN,
@@ -184,8 +192,3 @@ def _ends(placed: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """The smallest and largest number that the tracks must hold."""
     values = [row[key] for row in placed for key in ("low", "score", "high") if row[key] is not None]
     return (min(values), max(values)) if values else (0.0, 0.0)
-
-
-def _shifted(row: Mapping[str, Any], middle: float) -> dict[str, float | None]:
-    """Score and interval as distances from the middle of the scale, for `rail`."""
-    return {key: None if row[key] is None else row[key] - middle for key in ("score", "low", "high")}

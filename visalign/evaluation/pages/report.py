@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from visalign.atomic import write_atomic
 from visalign.config import flatten
@@ -20,8 +18,9 @@ from visalign.evaluation.heldout.comparison import compare
 from visalign.evaluation.heldout.result import HeldoutResult
 
 from . import wording
+from .base import PIXELATED_SIDE, render_page, setting
 from .curves import CURVES, Curve, panels
-from .pictures import PIXELATED_SIDE, failures, galleries
+from .samples import failures, galleries
 
 
 def write_report(
@@ -70,12 +69,12 @@ def write_report(
         UserError: If before and after are not of the same samples.
         OSError: If it cannot be written; an older report survives.
     """
-    template = environment().get_template("report.html.j2")
-    page = template.render(
+    page = render_page(
+        "report.html.j2",
         **_results(before, after, seen),
         title=title,
         panels=panels(metrics, curves, start=start or {}),
-        config=flatten(config),
+        config=[(name, setting(value)) for name, value in flatten(config).items()],
         versions=versions,
         costs=wording.cost_rows(costs),
         phases=_phases(costs),
@@ -140,45 +139,6 @@ def write_summary(
     }
     text = json.dumps(_plain(content), indent=2, allow_nan=False, ensure_ascii=False)
     return write_atomic(path, (text + "\n").encode("utf-8"))
-
-
-def environment() -> Environment:
-    """The templates with everything escaped and no undefined name."""
-    found = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.filters |= {
-        "percent": wording.percent,
-        "span": wording.percent_span,
-        "points": wording.points,
-        "points_span": wording.points_span,
-        "number": wording.number,
-        "change": wording.change,
-        "words": wording.words,
-        "duration": wording.duration,
-        "setting": wording.setting,
-        "finite": lambda value: math.isfinite(value),
-    }
-    found.globals["track"] = _track
-    return found
-
-
-def _track(row: Any, side: str) -> Markup:
-    """One interval on a 0 to 100 % track, positioned in percent, so that it is legible at any width."""
-    interval = getattr(row, side)
-    if not math.isfinite(interval.low):
-        return Markup("")
-    low, width, dot = (
-        100 * value for value in (interval.low, interval.high - interval.low, interval.estimate)
-    )
-    return Markup(
-        '<span class="ci {0}" style="left:{1:.2f}%;width:{2:.2f}%"></span>'
-        '<span class="dot {0}" style="left:{3:.2f}%"></span>'
-    ).format(side, low, width, dot)
 
 
 def _phases(costs: Mapping[str, Any]) -> list[tuple[str, float, float]]:

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a reward's evaluation: one file, no network, no script, light or dark, any width."""
+"""The evaluation of rewards in words and tables, a column per judge: for its page, and for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from visalign.evaluation.statistics.agreement import HEADLINE
 
+from .base import MISSING, fixed, points, rail, render_page, share, signed, span, words
 from .plots import reliability_plot, risk_plot, scatter_plot
-from .report import environment
 
-CONTROL = (
-    ("identity_alone", "Between generators, predicted by their names alone"),
-    ("judge_between", "Between generators, the judge"),
-    ("judge_within", "Within one generator, the judge"),
-    ("judge_against", "Against the usual order of the generators, the judge"),
-)
+Judge = Mapping[str, Any]
+
+CONTROL = {
+    "identity_alone": "Between generators, predicted by their names alone",
+    "judge_between": "Between generators, the judge",
+    "judge_within": "Within one generator, the judge",
+    "judge_against": "Against the usual order of the generators, the judge",
+}
 """Rows of the control, in the order in which they are read."""
-
 SIGNALS = {"margin": "the size of its margin", "std": "the std it gives"}
-
 CORRELATIONS = {
     "srcc": "SRCC (Spearman)",
     "plcc": "PLCC (Pearson), no fit",
@@ -31,6 +32,45 @@ CORRELATIONS = {
     "kendall_b": "Kendall's τ-b",
     "kendall_c": "Kendall's τ-c",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one judge got in one row."""
+
+    value: str
+    ends: str = ""
+    """Of its interval, "low to high"; empty where there can be none."""
+    more: str = ""
+
+    def __str__(self) -> str:
+        """As a terminal shows it."""
+        interval = "" if self.ends in ("", "no interval") else f" [{self.ends.replace(' to ', ', ')}]"
+        return f"{self.value}{interval}{self.more}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measure of every judge."""
+
+    what: str
+    cells: list[Cell]
+    detail: str = ""
+    rails: tuple[Markup, ...] = ()
+    """Intervals of the first two judges on one track."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeTable:
+    """One table."""
+
+    title: str
+    """Of the table in a terminal, and of its first column on the page."""
+    heading: str
+    """Above the table on the page; may be empty."""
+    rows: list[Row]
+    scale: tuple[str, ...] = ()
+    """Marks of the tracks."""
 
 
 def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> str:
@@ -43,82 +83,231 @@ def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> s
     Returns:
         HTML.
     """
-    template = environment()
-    template.filters |= {
-        "share": _share,
-        "share_span": _share_span,
-        "plain": _plain,
-        "plain_span": _plain_span,
-    }
-    template.globals |= {"rail": _rail}
-    about = result["set"]
+    about, judges = result["set"], result["judges"]
     is_pairs = about["kind"] == "preferences"
-    judges = [dict(judge) | {"name": judge["judge"]["name"]} for judge in result["judges"]]
-    for judge in judges:
-        judge["plots"] = (
-            _preference_plots(judge)
-            if is_pairs
-            else [("Scores and opinions", scatter_plot(judge["points"], judge["judge"]["unit"]))]
-        )
-    return template.get_template("reward_page.html.j2").render(
-        title=title or f"{', '.join(judge['name'] for judge in judges)} on {about['name']}",
+    names = [judge["judge"]["name"] for judge in judges]
+    form = share if is_pairs else fixed
+    numbers = [j["agreement"][HEADLINE]["micro"] if is_pairs else j["correlations"]["srcc"] for j in judges]
+    return render_page(
+        "reward_page.html.j2",
+        title=title or f"{', '.join(names)} on {about['name']}",
+        command="visalign evaluate",
         about=about,
         judges=judges,
-        comparisons=result["comparisons"],
+        names=names,
+        columns=[f"#{name}" for name in names],
+        results=[
+            (name, form(n["estimate"]), f"{round(100 * n['level'])}\u00a0% interval {span(n, form)}")
+            for name, n in zip(names, numbers, strict=True)
+        ],
+        sections=evaluation_tables(result),
+        plots=[list(_plots(judge)) for judge in judges],
+        comparisons=[{**entry, "said": comparison_line(entry)} for entry in result["comparisons"]],
         is_pairs=is_pairs,
-        headline=HEADLINE,
-        control=CONTROL,
-        signals=SIGNALS,
-        correlations=CORRELATIONS,
-        seconds=result.get("seconds"),
+        facts=list(_facts(result)),
     )
 
 
-def _preference_plots(judge: Mapping[str, Any]) -> list[tuple[str, Markup]]:
-    plots = [("Reliability", reliability_plot(judge["calibration"]))]
-    for signal, name in SIGNALS.items():
-        if judge["selective"] and signal in judge["selective"]:
-            plots.append((f"Risk and coverage by {name}", risk_plot(judge["selective"][signal], name)))
-    return plots
+def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
+    """Section of the page -> its tables.
+
+    Args:
+        result: What `visalign.pipelines.evaluate.job.evaluate` returned.
+    """
+    judges = result["judges"]
+    if result["set"]["kind"] != "preferences":
+        return {"correlation": [_correlation(judges)], "slices": _slices(judges, "srcc", "images")}
+    found = {
+        "agreement": [_agreement(judges), *_both_orders(judges)],
+        "calibration": [_calibration(judges)],
+        "slices": _slices(judges, "accuracy", "pairs"),
+    }
+    return found | ({"generators": [_control(judges)]} if any(j["generators"] for j in judges) else {})
 
 
-def _rail(number: Mapping[str, Any] | None, side: str, low: float, high: float) -> Markup:
-    """An interval on a track from `low` to `high`, placed in percent of its width."""
-    if number is None or number["estimate"] is None:
-        return Markup("")
+def comparison_line(comparison: Mapping[str, Any]) -> str:
+    """Two judges in one sentence.
 
-    def place(value: float) -> float:
-        return min(max(100 * (value - low) / (high - low), 0.0), 100.0)
+    Args:
+        comparison: An entry of `comparisons`.
+    """
+    is_pairs, number = "pairs" in comparison, comparison["difference"]
+    form: Callable[[float | None], str] = points if is_pairs else lambda value: signed(value, 3)
+    line = f"{comparison['first']} − {comparison['second']}: {form(number['estimate'])} "
+    line += "points of accuracy" if is_pairs else "of SRCC"
+    if number["low"] is not None:
+        line += f" ({number['level']:.0%} interval {span(number, form)}"
+        line += ", no clear difference)" if number["low"] <= 0 <= number["high"] else ")"
+    if is_pairs:
+        test = comparison["mcnemar"]
+        line += f"; McNemar p = {test['p_value']:.2g} on the {test['pairs']} pairs that both decided"
+    return f"{line}."
 
-    parts = Markup('<span class="dot {0}" style="left:{1:.2f}%"></span>').format(
-        side, place(number["estimate"])
-    )
-    if number["low"] is None:
-        return parts
-    start, end = place(number["low"]), place(number["high"])
-    return (
-        Markup('<span class="ci {0}" style="left:{1:.2f}%;width:{2:.2f}%"></span>').format(
-            side, start, end - start
+
+def _row(
+    what: str,
+    judges: Sequence[Judge],
+    pick: Callable[[Judge], Any],
+    form: Callable[[Any], str] = fixed,
+    *,
+    detail: str = "",
+    more: Callable[[Judge], str] = lambda judge: "",
+) -> Row:
+    """One row: `pick` gives a number, a number with its interval, or None where there is none."""
+    return Row(what=what, detail=detail, cells=[_cell(pick(judge), form, more(judge)) for judge in judges])
+
+
+def _cell(number: Any, form: Callable[[Any], str], more: str = "") -> Cell:
+    if number is None:
+        return Cell(value=MISSING)
+    if isinstance(number, Mapping):
+        return Cell(value=form(number["estimate"]), ends=span(number, form), more=more)
+    return Cell(value=number if isinstance(number, str) else form(number), more=more)
+
+
+def _agreement(judges: Sequence[Judge]) -> JudgeTable:
+    def more(policy: str, judge: Judge) -> str:
+        entry = judge["agreement"][policy]
+        tuned = " · tuned here" if entry["threshold"] else ""
+        return f" · macro {share(entry['macro']['estimate'])}{tuned}"
+
+    rows = [
+        _row(
+            f"{policy} (headline)" if policy == HEADLINE else policy,
+            judges,
+            lambda judge, policy=policy: judge["agreement"][policy]["micro"],
+            share,
+            detail=entry["meaning"],
+            more=lambda judge, policy=policy: more(policy, judge),
         )
-        + parts
+        for policy, entry in judges[0]["agreement"].items()
+    ]
+    return JudgeTable(title="Agreement with people, micro", heading="", rows=rows)
+
+
+def _both_orders(judges: Sequence[Judge]) -> Iterator[JudgeTable]:
+    if any(judge["swap"] for judge in judges):
+        kinds = (
+            ("same_winner", "Same winner in both orders", share),
+            ("left_share", "How often the left side wins", share),
+            ("position_bias", "Position bias, log-odds for the left side", fixed),
+        )
+        rows = [
+            _row(what, judges, lambda j, k=key: (j["swap"] or {}).get(k), form) for key, what, form in kinds
+        ]
+        yield JudgeTable(title="Pairwise judges", heading="Asked in both orders", rows=rows)
+
+
+def _calibration(judges: Sequence[Judge]) -> JudgeTable:
+    rows = [_row("Judged / failed", judges, _judged)]
+    for key, what in (
+        ("nll", "NLL, nats (0.693 = a coin)"),
+        ("brier", "Brier score (0.25 = a coin)"),
+        ("ece", "Expected calibration error"),
+    ):
+        rows.append(_row(what, judges, lambda j, k=key: j["calibration"][k]))
+        rows.append(
+            _row("– after scaling", judges, lambda j, k=key: (j["calibration"]["scaled"] or {}).get(k))
+        )
+    rows.append(_row("Largest gap of a bin (MCE)", judges, lambda j: j["calibration"]["mce"]))
+    rows.append(
+        _row("Temperature", judges, lambda j: j["calibration"]["temperature"], detail="above 1: too sure")
     )
+    for signal, what in SIGNALS.items():
+        if any(signal in (judge["selective"] or {}) for judge in judges):
+            rows.append(
+                _row(
+                    f"AUROC of its errors by {what}",
+                    judges,
+                    lambda j, s=signal: (j["selective"] or {}).get(s, {}).get("auroc"),
+                    detail="0.5: does not know",
+                )
+            )
+    return JudgeTable(title="Calibration", heading="", rows=rows)
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+def _correlation(judges: Sequence[Judge]) -> JudgeTable:
+    rows = [
+        _row(what, judges, lambda j, k=key: j["correlations"].get(k)) for key, what in CORRELATIONS.items()
+    ]
+    rows += [
+        _row("RMSE after the 5-parameter fit", judges, lambda j: j["fit"]["5"]["rmse"]),
+        _row(
+            "Rank correlation of its std with its error",
+            judges,
+            lambda j: (j["certainty"] or {}).get("srcc_std_error"),
+        ),
+        _row("Judged / failed", judges, _judged),
+    ]
+    return JudgeTable(title="Correlation with opinions", heading="", rows=rows)
 
 
-def _share_span(number: Mapping[str, Any] | None) -> str:
-    if number is None or number["low"] is None:
-        return "no interval"
-    return f"{100 * number['low']:.1f} to {100 * number['high']:.1f}"
+def _judged(judge: Judge) -> str:
+    return f"{judge['counts']['judged']} / {judge['counts']['failed']}"
 
 
-def _plain(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}".replace("-", "−")
+def _slices(judges: Sequence[Judge], key: str, size: str) -> list[JudgeTable]:
+    form, low, scale = (
+        (share, 0, ("0", "50", "100\u00a0%")) if key == "accuracy" else (fixed, -1, ("−1", "0", "1"))
+    )
+    tables = []
+    for kind, slices in judges[0]["slices"].items():
+        rows = []
+        for place, part in enumerate(slices):
+            numbers = [judge["slices"][kind][place][key] for judge in judges]
+            sides = zip(numbers[:2], ("after", "before"), strict=False)
+            rows.append(
+                Row(
+                    what=part["name"],
+                    detail=f"{part[size]} {size}",
+                    cells=[_cell(number, form) for number in numbers],
+                    rails=tuple(rail(number, low, 1, side=side) for number, side in sides),
+                )
+            )
+        kind = words(kind)
+        tables.append(JudgeTable(title=f"{key} by {kind}", heading=f"By {kind}", rows=rows, scale=scale))
+    return tables
 
 
-def _plain_span(number: Mapping[str, Any] | None) -> str:
-    if number is None or number["low"] is None:
-        return "no interval"
-    return f"{number['low']:.3f} to {number['high']:.3f}".replace("-", "−")
+def _control(judges: Sequence[Judge]) -> JudgeTable:
+    def part(judge: Judge, key: str) -> Any:
+        return (judge["generators"] or {}).get(key)
+
+    rows = [
+        _row(
+            what,
+            judges,
+            lambda j, k=key: part(j, k),
+            share,
+            more=lambda j, k=key: f" · {part(j, k)['pairs']} pairs" if part(j, k) else "",
+        )
+        for key, what in CONTROL.items()
+    ]
+    follows = "How often the judge prefers the usually better generator"
+    rows.append(_row(follows, judges, lambda j: part(j, "judge_follows"), share))
+    return JudgeTable(title="Which generator? Accuracy", heading="", rows=rows)
+
+
+def _plots(judge: Judge) -> Iterator[tuple[str, Markup]]:
+    if "points" in judge:
+        yield "", scatter_plot(judge["points"], judge["judge"]["unit"])
+        return
+    yield "Reliability", reliability_plot(judge["calibration"])
+    for signal, name in SIGNALS.items():
+        if signal in (judge["selective"] or {}):
+            yield f"Risk and coverage by {name}", risk_plot(judge["selective"][signal], name)
+
+
+def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    about = result["set"]
+    yield "source", about["source"]
+    if about["split"]:
+        yield "split", about["split"]
+    for judge in result["judges"]:
+        name = judge["judge"]["name"]
+        yield f"{name}, unit", judge["judge"]["unit"]
+        for reason, count in judge["counts"]["failures"].items():
+            yield f"{name}, {count} failed", reason
+    yield "bootstrap draws, seed", f"{about['resamples']}, {about['seed']}"
+    if result.get("seconds") is not None:
+        yield "seconds", fixed(result["seconds"])

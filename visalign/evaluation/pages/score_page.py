@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base import render_page, short_names
+from .base import plain, render_page, short_names
 from .plots import histogram_plot
 
 
@@ -21,6 +21,14 @@ def score_page(summary: Mapping[str, Any], pictures: Mapping[str, Mapping[str, A
         HTML.
     """
     rewards = [dict(reward) | {"plot": _plot(reward)} for reward in summary["rewards"]]
+    headlines = [
+        (
+            reward["label"],
+            plain(reward["quantiles"].get("50")),
+            reward["unit"] + ("" if reward["higher_is_better"] else ", lower is better"),
+        )
+        for reward in rewards
+    ]
     shown = [row["image"] for reward in rewards for side in ("best", "worst") for row in reward[side]]
     failed = [name for reward in rewards for entry in reward["failures"] for name in entry["images"]]
     return render_page(
@@ -29,6 +37,7 @@ def score_page(summary: Mapping[str, Any], pictures: Mapping[str, Mapping[str, A
         command="visalign score",
         summary=summary,
         rewards=rewards,
+        headlines=headlines,
         pictures=pictures,
         names=short_names([*shown, *failed]),
         any_failed=any(reward["failed"] for reward in rewards),

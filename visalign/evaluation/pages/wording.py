@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's words and number formats: every sentence follows from the numbers, good or bad."""
+"""The report's words: every sentence follows from the numbers, good or bad."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from visalign.evaluation.heldout.comparison import Comparison, RewardRow
 from visalign.evaluation.heldout.result import HeldoutResult
 from visalign.evaluation.statistics.intervals import Interval
 
-MISSING = "–"
+from .base import MISSING, change, duration, number, points, setting, share, span, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,10 @@ def headline(
         )
     return Headline(
         label="Held-out accuracy",
-        before=percent(row.before.estimate, 1),
-        after=percent(row.after.estimate, 1),
+        before=share(row.before.estimate),
+        after=share(row.after.estimate),
         change=f"{points(row.change.estimate)} points",
-        interval=f"{_level(row.change)} interval {points_span(row.change)}",
+        interval=_interval(row.change, points),
         direction=_direction(row.change),
         sentences=tuple(sentences),
     )
@@ -132,7 +132,7 @@ def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | 
         before=number(row.before),
         after=number(row.after),
         change=change(row.change.estimate),
-        interval=f"{_level(row.change)} interval {_span(row.change)}",
+        interval=_interval(row.change, change),
         direction=_direction(row.change),
         sentences=(
             f"{len(before)} {kind.many} of {_prompts(len(set(before.prompts)), seen)}, {kind.same} "
@@ -191,86 +191,13 @@ def _cost(name: str, value: Any) -> list[tuple[str, str]]:
     return [(words(name).capitalize(), number(value) if isinstance(value, float) else setting(value))]
 
 
-def percent(value: float, decimals: int = 0) -> str:
-    """A share in percent; a dash for NaN."""
-    return f"{100 * value:.{decimals}f}\u00a0%" if math.isfinite(value) else MISSING
-
-
-def percent_span(interval: Interval) -> str:
-    """The ends in percent without the sign, e.g. 46–61."""
+def _interval(interval: Interval, form: Any) -> str:
     if not math.isfinite(interval.low):
-        return MISSING
-    return f"{100 * interval.low:.0f}–{100 * interval.high:.0f}"
-
-
-def points(value: float) -> str:
-    """A difference of shares in signed percentage points."""
-    return _signed(f"{100 * value:+.1f}") if math.isfinite(value) else MISSING
-
-
-def points_span(interval: Interval) -> str:
-    """The ends in signed points, e.g. +9.9 to +17.6."""
-    return (
-        f"{points(interval.low)} to {points(interval.high)}"
-        if math.isfinite(interval.low)
-        else "not available"
-    )
-
-
-def number(value: float, digits: int = 4) -> str:
-    """So many significant digits, without an exponent for ordinary sizes; a dash for NaN."""
-    if not math.isfinite(value):
-        return MISSING
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
-        return f"{value:.{min(decimals, 5)}f}".replace("-", "−")
-    return f"{value:.3g}".replace("-", "−")
-
-
-def change(value: float) -> str:
-    """A signed number of three significant digits."""
-    if not math.isfinite(value):
-        return MISSING
-    return ("+" if value > 0 else "") + number(value, 3)
-
-
-def words(name: str) -> str:
-    """A key as words."""
-    return name.replace("_", " ")
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 41 s, 5 min 12 s or 1 h 04 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def setting(value: Any) -> str:
-    """A configuration value as YAML would show it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _span(interval: Interval) -> str:
-    if not math.isfinite(interval.low):
-        return "not available"
-    return f"{change(interval.low)} to {change(interval.high)}"
-
-
-def _level(interval: Interval) -> str:
-    return f"{100 * interval.level:g}\u00a0%"
+        return "no interval"
+    return f"{100 * interval.level:g}\u00a0% interval {span(interval, form)}"
 
 
 def _direction(interval: Interval) -> str:
     if not interval.excludes_zero:
         return "flat"
     return "up" if interval.low > 0 else "down"
-
-
-def _signed(text: str) -> str:
-    return "0.0" if float(text) == 0 else text.replace("-", "−")

@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from visalign.evaluation.heldout.comparison import Comparison
 from visalign.evaluation.heldout.result import HeldoutResult
 from visalign.evaluation.heldout.text import ANY, GREEDY
 
+from .base import data_uri
 from .wording import kind_of
-
-PIXELATED_SIDE = 128
-"""Pictures up to this side are stored losslessly and enlarged as squares; larger ones are photographs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,18 +130,6 @@ def shot(row: int, result: HeldoutResult) -> Shot:
     place = int(np.searchsorted(result.image_index, row))
     source = data_uri(result.images[place])
     return Shot(source=source, text="", scores=(), verdict=verdict, reason=reason)
-
-
-def data_uri(image: NDArray[np.uint8]) -> str:
-    """A picture [H, W, 3] as a data: URI: PNG when small, JPEG when larger than `PIXELATED_SIDE`."""
-    small = max(image.shape[:2]) <= PIXELATED_SIDE
-    buffer = io.BytesIO()
-    if small:
-        Image.fromarray(image).save(buffer, format="PNG", optimize=True)
-    else:
-        Image.fromarray(image).save(buffer, format="JPEG", quality=88)
-    kind = "png" if small else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
 def _pair(row: int, before: HeldoutResult, after: HeldoutResult) -> Pair:
