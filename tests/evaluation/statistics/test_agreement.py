@@ -17,16 +17,13 @@ from visalign.evaluation.statistics.agreement import (
     credits_of,
     ranking_pairs,
 )
-from visalign.evaluation.statistics.bootstrap import (
+from visalign.evaluation.statistics.generator_control import bradley_terry, generator_control
+from visalign.evaluation.statistics.intervals import (
     RatioTable,
-    cluster_index,
     interval,
-    ratio_draws,
+    mcnemar,
     resample_weights,
 )
-from visalign.evaluation.statistics.generator_control import bradley_terry, generator_control
-from visalign.evaluation.statistics.intervals import paired_bootstrap
-from visalign.evaluation.statistics.paired import accuracy_difference, mcnemar
 
 MARGIN = np.array([2.0, -1.0, 0.0, 0.5, 0.0, -3.0])
 LABEL = np.array([1.0, 1.0, 1.0, 0.5, 0.5, 0.0])
@@ -104,23 +101,6 @@ def test_the_bootstrap_resamples_whole_clusters() -> None:
         list(resample_weights(5, generator=torch.Generator(), resamples=99))
 
 
-def test_intervals_equal_those_of_the_held_out_evaluation() -> None:
-    rng = np.random.default_rng(3)
-    before, after = rng.random(400), rng.random(400)
-    cluster = [f"prompt {k % 40}" for k in range(400)]
-    index, count = cluster_index(cluster)
-    generator = torch.Generator().manual_seed(0)
-    ours = accuracy_difference(after, before, index, generator=generator, resamples=4000)
-    theirs = paired_bootstrap(
-        before, after, cluster, generator=torch.Generator().manual_seed(0), resamples=4000
-    )
-    assert ours.estimate == pytest.approx(theirs.estimate, abs=1e-12)
-    assert ours.low == pytest.approx(theirs.low, abs=2e-3) and ours.high == pytest.approx(
-        theirs.high, abs=2e-3
-    )
-    assert count == 40
-
-
 def test_the_interval_of_a_share_covers_it_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
     hits = 0
@@ -137,17 +117,25 @@ def test_the_interval_of_a_share_covers_it_as_often_as_it_says() -> None:
 def test_one_cluster_or_mostly_undefined_draws_give_no_interval() -> None:
     assert math.isnan(interval(0.5, np.full(200, 0.5), clusters=1).low)
     assert math.isnan(interval(0.5, np.append(np.full(150, np.nan), np.zeros(50)), clusters=9).low)
-    draws = ratio_draws(np.zeros((2, 1)), np.zeros((2, 1)), generator=torch.Generator(), resamples=100)
-    assert np.isnan(draws).all()
+    table = RatioTable(np.arange(2), 2)
+    table.add("nothing", np.zeros(2), np.zeros(2))
+    found = table.intervals(generator=torch.Generator(), resamples=100)["nothing"]
+    assert np.isnan([found.estimate, found.low, found.high]).all()
 
 
 def test_mcnemar_is_the_exact_binomial_test() -> None:
     first = [True] * 8 + [False] * 2 + [True] * 5
     second = [False] * 8 + [True] * 2 + [True] * 5
     found = mcnemar(first, second)
-    assert (found.first_only, found.second_only, found.both, found.neither) == (8, 2, 5, 0)
-    assert found.p_value == pytest.approx(2 * stats.binom.cdf(2, 10, 0.5))
-    assert mcnemar([True], [True]).p_value == 1.0
+    assert [found[key] for key in ("pairs", "first_only", "second_only", "both", "neither")] == [
+        15,
+        8,
+        2,
+        5,
+        0,
+    ]
+    assert found["p_value"] == pytest.approx(2 * stats.binom.cdf(2, 10, 0.5))
+    assert mcnemar([True], [True])["p_value"] == 1.0
 
 
 def test_bradley_terry_recovers_log_odds() -> None:

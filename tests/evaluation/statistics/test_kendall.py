@@ -15,7 +15,7 @@ from scipy import stats
 from visalign.data.sets.records import QualityRecord, QualitySet
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.quality import evaluate_quality, from_values
-from visalign.evaluation.statistics.bootstrap import interval, resample_samples
+from visalign.evaluation.statistics.intervals import interval, resample_samples
 from visalign.evaluation.statistics.kendall import BLOCK, WeightedKendall
 
 SIMULATIONS = 300

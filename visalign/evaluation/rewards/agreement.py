@@ -17,8 +17,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-from visalign.evaluation.statistics.bootstrap import cluster_index, resample_weights
 from visalign.evaluation.statistics.correlations import kendall, srcc, weighted_srcc
+from visalign.evaluation.statistics.intervals import cluster_index, resample_weights
 
 RESAMPLES = 400
 LEVEL = 0.95

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from visalign.evaluation.statistics.agreement import HEADLINE, credits_of
-from visalign.evaluation.statistics.bootstrap import bootstrap, interval, resample_samples
 from visalign.evaluation.statistics.calibration import (
     Reliability,
     bin_index,
@@ -22,7 +21,7 @@ from visalign.evaluation.statistics.calibration import (
     reliability,
 )
 from visalign.evaluation.statistics.generator_control import FOLDS
-from visalign.evaluation.statistics.intervals import Interval
+from visalign.evaluation.statistics.intervals import Interval, bootstrap, interval, resample_samples
 from visalign.evaluation.statistics.selective import auroc, risk_coverage, weighted_auroc
 
 from .judged_pairs import IntervalSettings, JudgedPairs

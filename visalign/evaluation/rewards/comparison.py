@@ -9,13 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.evaluation.statistics.agreement import HEADLINE, credits_of
-from visalign.evaluation.statistics.bootstrap import cluster_index, interval, resample_samples
 from visalign.evaluation.statistics.correlations import srcc, weighted_srcc
-from visalign.evaluation.statistics.paired import accuracy_difference, mcnemar
+from visalign.evaluation.statistics.intervals import (
+    cluster_index,
+    interval,
+    mcnemar,
+    paired_bootstrap,
+    resample_samples,
+)
 
 from .judged_pairs import IntervalSettings, labels_of
 from .pair_scores import PairScores
+from .preferences import headline_credit
 from .quality import QualityScores
 
 Array = NDArray[np.float64]
@@ -48,35 +53,23 @@ def compare_on_preferences(
     known = first.judged & second.judged & (label != 0.5)
     if not known.any():
         raise ValueError(f"{first.name} and {second.name} have no judged pair in common that people decided.")
-    credit = {}
-    for scores in (first, second):
-        credit[scores is second] = np.full(len(pairs), np.nan)
-        credit[scores is second][known] = credits_of(HEADLINE, scores.margin[known], label[known])[0]
-    index, _ = cluster_index([pair.group for pair in pairs.pairs])
-    difference = accuracy_difference(
-        credit[False],
-        credit[True],
-        index,
+    one, two = (headline_credit(scores, label) for scores in (first, second))
+    difference = paired_bootstrap(
+        two,
+        one,
+        [pair.group for pair in pairs.pairs],
         generator=settings.generator(),
         resamples=settings.resamples,
         level=settings.level,
     )
     decided = known & (first.margin != 0) & (second.margin != 0)
-    test = mcnemar(credit[False][decided] == 1, credit[True][decided] == 1)
     same = np.sign(first.margin[known]) == np.sign(second.margin[known])
     return {
         "first": first.name,
         "second": second.name,
         "pairs": int(known.sum()),
         "difference": difference.to_dict(),
-        "mcnemar": {
-            "pairs": int(decided.sum()),
-            "first_only": test.first_only,
-            "second_only": test.second_only,
-            "both": test.both,
-            "neither": test.neither,
-            "p_value": test.p_value,
-        },
+        "mcnemar": mcnemar(one[decided] == 1, two[decided] == 1),
         "same_choice": float(np.mean(same)),
         "parted": _parted(pairs, first, second, known, label),
     }

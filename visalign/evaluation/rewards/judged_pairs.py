@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from visalign.data.sets.records import PreferencePair, PreferenceSet
-from visalign.evaluation.statistics.bootstrap import cluster_index
+from visalign.evaluation.statistics.intervals import cluster_index
 
 from .pair_scores import PairScores
 

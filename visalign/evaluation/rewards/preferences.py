@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from visalign.data.sets.records import PreferenceSet
 from visalign.evaluation.statistics.agreement import HEADLINE, POLICIES, best_tie_threshold, credits_of
-from visalign.evaluation.statistics.bootstrap import RatioTable, ratio
 from visalign.evaluation.statistics.calibration import brier, nll
 from visalign.evaluation.statistics.generator_control import GeneratorControl, generator_control
+from visalign.evaluation.statistics.intervals import RatioTable, ratio
 
 from .certainty import calibration_numbers, finite, selective_numbers
 from .judged_pairs import IntervalSettings, JudgedPairs, judged_pairs

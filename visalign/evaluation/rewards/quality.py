@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from visalign.data.sets.records import QualitySet
-from visalign.evaluation.statistics.bootstrap import cluster_index, interval, resample_samples
 from visalign.evaluation.statistics.correlations import (
     fit_logistic,
     kendall,
@@ -20,6 +19,7 @@ from visalign.evaluation.statistics.correlations import (
     weighted_pearson,
     weighted_srcc,
 )
+from visalign.evaluation.statistics.intervals import cluster_index, interval, resample_samples
 from visalign.evaluation.statistics.kendall import WeightedKendall
 from visalign.evaluation.statistics.selective import risk_coverage
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .bootstrap import cluster_sums, ratio
+from .intervals import cluster_sums, ratio
 
 Array = NDArray[np.float64]
 Credit = tuple[Array, Array]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, special, stats
 
-from .bootstrap import cluster_sums, ratio
+from .intervals import cluster_sums, ratio
 
 Array = NDArray[np.float64]
 

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals for held-out numbers: Wilson for one proportion, a paired bootstrap over prompts for a change."""
+"""Intervals: Wilson for one proportion, and a bootstrap over clusters (prompts) for all other numbers.
+
+Two seeds of one prompt succeed or fail together, so prompts are drawn, not images, and a drawn prompt brings
+all that it has. Numbers that are asked for together see the same resamples. The ends are percentiles of the
+draws, widened for few clusters by Hesterberg's expansion: with K clusters α/2 becomes
+Φ(√(K/(K-1)) · t_{K-1}⁻¹(α/2)).
+
+Source: Davison and Hinkley, Bootstrap Methods (1997), 3.8; Hesterberg, arXiv 1411.5279, section 4.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +21,9 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 _CHUNK = 4_000_000
-"""Cluster draws held in memory at once (int64, so 32 MB)."""
+"""Weights held in memory at once (float64, so 32 MB)."""
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +31,8 @@ class Interval:
     """An estimate with its confidence interval; NaN ends mean that the data do not allow an interval."""
 
     estimate: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
     level: float = 0.95
     """Nominal coverage."""
 
@@ -47,9 +57,6 @@ def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Inte
         trials: How many there were; 0 gives NaN throughout.
         level: Nominal coverage in (0, 1).
 
-    Returns:
-        The proportion and its interval.
-
     Raises:
         ValueError: If successes lie outside 0..trials or the level outside (0, 1).
 
@@ -60,15 +67,9 @@ def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Inte
     if not 0 <= successes <= trials:
         raise ValueError(f"successes must lie in 0..trials; got {successes} of {trials}.")
     if trials == 0:
-        return Interval(estimate=math.nan, low=math.nan, high=math.nan, level=level)
-    z = float(stats.norm.ppf((1 + level) / 2))
-    p = successes / trials
-    shrink = 1 + z * z / trials
-    centre = (p + z * z / (2 * trials)) / shrink
-    half = z / shrink * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    low = 0.0 if successes == 0 else centre - half
-    high = 1.0 if successes == trials else centre + half
-    return Interval(estimate=p, low=low, high=high, level=level)
+        return Interval(estimate=math.nan, level=level)
+    ends = stats.binomtest(successes, trials).proportion_ci(level, method="wilson")
+    return Interval(estimate=successes / trials, low=float(ends.low), high=float(ends.high), level=level)
 
 
 def paired_bootstrap(
@@ -80,11 +81,7 @@ def paired_bootstrap(
     resamples: int = 10_000,
     level: float = 0.95,
 ) -> Interval:
-    """Interval of mean(after) - mean(before) on the same samples, resampling whole clusters (prompts).
-
-    Two seeds of one prompt succeed or fail together, so prompts are drawn, not images; a drawn prompt brings
-    all its differences: θ* = Σ_c d_c / Σ_c n_c. The ends are percentiles of θ*, widened for few clusters by
-    Hesterberg's expansion: with K clusters α/2 becomes Φ(√(K/(K-1)) · t_{K-1}⁻¹(α/2)).
+    """Interval of mean(after) - mean(before) on the same samples: θ* = Σ_c d_c / Σ_c n_c.
 
     Args:
         before: [N] outcomes (0/1 or any score); a pair with a NaN on either side is left out.
@@ -100,64 +97,240 @@ def paired_bootstrap(
 
     Raises:
         ValueError: If the lengths differ, the level is outside (0, 1), or there are fewer than 100 resamples.
-
-    Source: cluster bootstrap: Davison and Hinkley, Bootstrap Methods (1997), 3.8; expansion: Hesterberg,
-    arXiv 1411.5279, section 4.
     """
     _check_level(level)
-    if resamples < 100:
-        raise ValueError(f"percentiles need at least 100 resamples; got {resamples}.")
+    _check_resamples(resamples)
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if first.ndim != 1 or first.shape != second.shape or len(cluster) != first.shape[0]:
         raise ValueError(
             f"before, after and cluster need one entry per sample in the same order; "
             f"got shapes {first.shape}, {second.shape} and {len(cluster)} labels."
         )
-    change, size = _per_cluster(second - first, cluster)
-    nowhere = Interval(estimate=math.nan, low=math.nan, high=math.nan, level=level)
-    if size.shape[0] == 0:
-        return nowhere
-    estimate = float(change.sum() / size.sum())
-    count = size.shape[0]
-    if count < 2:
-        return Interval(estimate=estimate, low=math.nan, high=math.nan, level=level)
-    draws = _resample(change, size, resamples, generator)
-    tail = expanded_tail(count, level=level)
-    low, high = np.quantile(draws, [tail, 1 - tail])
+    change = second - first
+    known = np.isfinite(change)
+    if not known.any():
+        return Interval(estimate=math.nan, level=level)
+    _, index = np.unique(cluster_index(cluster)[0][known], return_inverse=True)
+    table = RatioTable(index, int(index.max()) + 1)
+    table.add("change", change[known], np.ones(int(known.sum())))
+    return table.intervals(generator=generator, resamples=resamples, level=level, wilson=False)["change"]
+
+
+def cluster_index(labels: Sequence[Hashable] | NDArray) -> tuple[NDArray[np.int64], int]:
+    """Number labels [N] from zero in order of appearance: the numbers [N], and how many labels there are."""
+    number: dict[Hashable, int] = {}
+    index = np.array([number.setdefault(label, len(number)) for label in labels], dtype=np.int64)
+    return index, len(number)
+
+
+def cluster_sums(values: ArrayLike, index: NDArray[np.int64], count: int) -> Array:
+    """Sum rows by cluster.
+
+    Args:
+        values: [N] or [N, M], finite.
+        index: [N] cluster of each row.
+        count: How many clusters there are, C.
+
+    Returns:
+        [C, M] (M = 1 for a vector).
+    """
+    table = np.asarray(values, dtype=np.float64)
+    columns = (table[:, None] if table.ndim == 1 else table).T
+    return np.stack([np.bincount(index, weights=column, minlength=count) for column in columns], axis=1)
+
+
+def resample_weights(count: int, *, generator: torch.Generator, resamples: int = 1_000) -> Iterator[Array]:
+    """How often each of C clusters is drawn in each of R resamples: blocks [r, C] whose rows sum to C.
+
+    Args:
+        count: Clusters, C.
+        generator: A CPU generator; the same state gives the same weights.
+        resamples: R in all, in blocks of bounded memory.
+
+    Raises:
+        ValueError: Fewer than 100 resamples.
+    """
+    _check_resamples(resamples)
+    rows = max(1, _CHUNK // max(count, 1))
+    for start in range(0, resamples, rows):
+        block = min(rows, resamples - start)
+        drawn = torch.randint(count, (block, count), generator=generator).numpy()
+        drawn += np.arange(block)[:, None] * count
+        yield np.bincount(drawn.ravel(), minlength=block * count).reshape(block, count).astype(np.float64)
+
+
+def resample_samples(
+    index: NDArray[np.int64], count: int, *, generator: torch.Generator, resamples: int = 1_000
+) -> Iterator[Array]:
+    """How often each sample is drawn when clusters are drawn whole, for numbers that are no ratios of sums.
+
+    Args:
+        index: [N] cluster of each sample.
+        count: Clusters.
+        generator: A CPU generator.
+        resamples: R in all.
+
+    Returns:
+        Blocks [r, N].
+    """
+    rows = max(1, _CHUNK // max(len(index), 1))
+    for block in resample_weights(count, generator=generator, resamples=resamples):
+        for start in range(0, len(block), rows):
+            yield block[start : start + rows, index]
+
+
+def bootstrap(
+    sums: Array,
+    statistic: Callable[[Array], Array],
+    *,
+    generator: torch.Generator,
+    resamples: int = 1_000,
+) -> Array:
+    """Draws of any numbers that are functions of sums over the samples.
+
+    Args:
+        sums: [C, M] sums of M columns within each cluster.
+        statistic: [r, M] column sums of r resamples -> [r, K] numbers.
+        generator: A CPU generator.
+        resamples: R.
+
+    Returns:
+        [R, K] draws; NaN where a resample does not define the number.
+    """
+    blocks = resample_weights(len(sums), generator=generator, resamples=resamples)
+    return np.concatenate([statistic(weights @ sums) for weights in blocks])
+
+
+def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
+    """Percentile interval of one number, widened for few clusters.
+
+    Args:
+        estimate: The number on the whole sample.
+        draws: [R]; NaN are left out.
+        clusters: How many clusters were resampled.
+        level: Nominal coverage in (0, 1).
+
+    Returns:
+        The interval; NaN ends with fewer than two clusters or when more than half of the draws are undefined.
+    """
+    known = draws[np.isfinite(draws)]
+    if clusters < 2 or not math.isfinite(estimate) or 2 * len(known) < len(draws) or not len(known):
+        return Interval(estimate=estimate, level=level)
+    tail = expanded_tail(clusters, level=level)
+    low, high = np.quantile(known, [tail, 1 - tail])
     return Interval(estimate=estimate, low=float(low), high=float(high), level=level)
 
 
 def expanded_tail(clusters: int, *, level: float = 0.95) -> float:
-    """Tail probability that makes a percentile interval of few clusters as wide as Student's t would.
-
-    Source: Hesterberg, arXiv 1411.5279, section 4 ("expanded percentile").
-    """
+    """Tail probability that makes a percentile interval of few clusters as wide as Student's t would."""
     quantile = float(stats.t.ppf((1 - level) / 2, clusters - 1))
     return float(stats.norm.cdf(math.sqrt(clusters / (clusters - 1)) * quantile))
 
 
-def _per_cluster(difference: NDArray, cluster: Sequence[Hashable] | NDArray) -> tuple[NDArray, NDArray]:
-    """Sum and count of the finite differences of each cluster, clusters without any left out."""
-    number: dict[Hashable, int] = {}
-    index = np.array([number.setdefault(label, len(number)) for label in cluster], dtype=np.int64)
-    finite = np.isfinite(difference)
-    change = np.bincount(index[finite], weights=difference[finite], minlength=len(number))
-    size = np.bincount(index[finite], minlength=len(number)).astype(np.float64)
-    return change[size > 0], size[size > 0]
+class RatioTable:
+    """Many ratios Σ a / Σ b over one set of samples, whose intervals come from the same resamples.
+
+    Args:
+        index: [N] cluster of each sample.
+        count: Clusters, C.
+    """
+
+    def __init__(self, index: NDArray[np.int64], count: int) -> None:
+        self._index, self._count = index, count
+        self._sums: dict[Hashable, tuple[Array, Array]] = {}
+
+    def add(self, key: Hashable, numerator: ArrayLike, denominator: ArrayLike) -> None:
+        """Sum samples: numerator [N] and denominator [N] of the ratio called `key`."""
+        both = cluster_sums(np.stack([numerator, denominator], axis=1), self._index, self._count)
+        self._sums[key] = both[:, 0], both[:, 1]
+
+    def add_macro(self, key: Hashable, numerator: ArrayLike, denominator: ArrayLike) -> None:
+        """The mean over clusters of the ratio within each; those with nothing to divide by are left out."""
+        both = cluster_sums(np.stack([numerator, denominator], axis=1), self._index, self._count)
+        has = both[:, 1] > 0
+        self._sums[key] = np.where(has, ratio(both[:, 0], both[:, 1]), 0.0), has.astype(np.float64)
+
+    def intervals(
+        self,
+        *,
+        generator: torch.Generator,
+        resamples: int = 1_000,
+        level: float = 0.95,
+        wilson: bool = True,
+    ) -> dict[Hashable, Interval]:
+        """key -> ratio with its interval; a few hundred of them cost one matrix product.
+
+        Args:
+            generator: A CPU generator.
+            resamples: R.
+            level: Nominal coverage in (0, 1).
+            wilson: Whether a share of exactly 0 or 1, which no resample can move, gets Wilson's interval over
+                clusters.
+        """
+        if not self._sums:
+            return {}
+        tops = np.stack([top for top, _ in self._sums.values()], axis=1)
+        bottoms = np.stack([bottom for _, bottom in self._sums.values()], axis=1)
+        columns = tops.shape[1]
+        draws = bootstrap(
+            np.concatenate([tops, bottoms], axis=1),
+            lambda sums: ratio(sums[:, :columns], sums[:, columns:]),
+            generator=generator,
+            resamples=resamples,
+        )
+        estimates = ratio(tops.sum(0), bottoms.sum(0))
+        clusters = (bottoms > 0).sum(0)
+        found = {}
+        for k, key in enumerate(self._sums):
+            estimate, own, count = float(estimates[k]), draws[:, k], int(clusters[k])
+            still = bool((own[np.isfinite(own)] == estimate).all())
+            if wilson and count > 1 and estimate in (0.0, 1.0) and still:
+                found[key] = wilson_interval(count * int(estimate), count, level=level)
+            else:
+                found[key] = interval(estimate, own, count, level=level)
+        return found
 
 
-def _resample(change: NDArray, size: NDArray, resamples: int, generator: torch.Generator) -> NDArray:
-    """[resamples] ratios Σ change / Σ size over clusters drawn with replacement, in bounded memory."""
-    count = size.shape[0]
-    rows = max(1, _CHUNK // count)
-    draws = []
-    for start in range(0, resamples, rows):
-        shape = (min(rows, resamples - start), count)
-        pick = torch.randint(count, shape, generator=generator).numpy()
-        draws.append(change[pick].sum(1) / size[pick].sum(1))
-    return np.concatenate(draws)
+def ratio(numerator: Array, denominator: Array) -> Array:
+    """Element by element, NaN where the denominator is zero."""
+    found = np.full(np.broadcast(numerator, denominator).shape, np.nan)
+    np.divide(numerator, denominator, out=found, where=denominator > 0)
+    return found
+
+
+def mcnemar(first: ArrayLike, second: ArrayLike) -> dict[str, int | float]:
+    """Exact test of whether two judges are right equally often.
+
+    It takes pairs as independent; where many pairs share a prompt, trust the clustered interval of the
+    difference (`paired_bootstrap`) rather than this p-value.
+
+    Args:
+        first: [N] bool, whether the first judge is right.
+        second: [N] bool of the same pairs.
+
+    Returns:
+        `pairs`, N; `first_only` and `second_only` right alone, `both`, `neither`; `p_value`, two-sided, 1
+        where they never part.
+
+    Raises:
+        ValueError: Lengths differ.
+
+    Source: McNemar, Psychometrika 12 (1947) 153, in its exact form.
+    """
+    a, b = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
+    if a.ndim != 1 or a.shape != b.shape:
+        raise ValueError(f"needed are two vectors of one length; got {a.shape} and {b.shape}.")
+    one, two = int((a & ~b).sum()), int((~a & b).sum())
+    p_value = float(stats.binomtest(one, one + two).pvalue) if one + two else 1.0
+    counts = {"pairs": len(a), "first_only": one, "second_only": two}
+    return counts | {"both": int((a & b).sum()), "neither": int((~a & ~b).sum()), "p_value": p_value}
 
 
 def _check_level(level: float) -> None:
     if not 0 < level < 1:
         raise ValueError(f"level is a coverage between 0 and 1, e.g. 0.95; got {level}.")
+
+
+def _check_resamples(resamples: int) -> None:
+    if resamples < 100:
+        raise ValueError(f"percentiles need at least 100 resamples; got {resamples}.")

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-from .bootstrap import ratio
 from .calibration import both_sides, reliability
+from .intervals import ratio
 
 Array = NDArray[np.float64]
 
