@@ -45,8 +45,7 @@ def probe_reward(
 ) -> None:
     """Find what moves a judge that should not. Exit code 1 when some probe fails."""
     with user_messages():
-        from visalign.evaluation.probes.catalogue import chosen
-        from visalign.evaluation.probes.pair_probes import PAIR_PROBES
+        from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen
         from visalign.pipelines.probe.job import PAGE, probes_for, write_probe
         from visalign.pipelines.probe.job import probe_reward as run
         from visalign.pipelines.shared.option_items import parse_options

@@ -21,9 +21,8 @@ from visalign.evaluation.probes.catalogue import Probe, chosen, examples
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import judge_identity
 
-from .comparer import Comparer
 from .reference import Reference
-from .scorer import Scorer
+from .subjects import Comparer, Scorer
 
 RESULT, PAGE = "probe.json", "probe.html"
 SHOWN_SIDE = 224
@@ -88,8 +87,10 @@ def probe_reward(
         raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
     started = time.perf_counter()
     tried = probes_for(judge) if probes is None else probes
-    is_scoring = isinstance(judge, PointwiseReward)
-    subject = (Scorer if is_scoring else Comparer)(judge, reference, batch_size)  # type: ignore[arg-type]  # by its kind
+    if isinstance(judge, PointwiseReward):
+        subject = Scorer(judge, reference, batch_size)
+    else:
+        subject = Comparer(judge, reference, batch_size)
     reports = []
     for place, probe in enumerate(tried):
         if on_probe is not None:

@@ -21,8 +21,7 @@ from visalign.data.sets.files import write_rows
 from visalign.data.sets.sources import shapes_pairs
 from visalign.evaluation.pages.compare_page import compare_page
 from visalign.evaluation.pages.report import write_report
-from visalign.evaluation.probes.catalogue import chosen
-from visalign.evaluation.probes.pair_probes import PAIR_PROBES
+from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.pipelines.compare.agree_rewards import agree_rewards, read_set, write_agreement
 from visalign.pipelines.compare.compare import compare_images, read_two

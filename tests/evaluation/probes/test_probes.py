@@ -16,6 +16,7 @@ from visalign.evaluation.pages.probe_page import headline, in_words
 from visalign.evaluation.probes import perturbations as change
 from visalign.evaluation.probes.catalogue import (
     BOASTS,
+    PAIR_PROBES,
     PROBES,
     WANTED,
     WANTED_OF_PAIRS,
@@ -23,7 +24,6 @@ from visalign.evaluation.probes.catalogue import (
     chosen,
     examples,
 )
-from visalign.evaluation.probes.pair_probes import PAIR_PROBES
 from visalign.evaluation.probes.paraphrases import SPELLINGS, respelled, survives_mirror
 from visalign.evaluation.probes.response import (
     circle_chance,
@@ -33,7 +33,6 @@ from visalign.evaluation.probes.response import (
     mean_interval,
     probability_interval,
     probe_report,
-    responses,
     share_report,
     summary,
 )
@@ -165,16 +164,6 @@ def test_the_prompt_itself_is_pasted() -> None:
     assert probe.change is not None
     made = probe.change(sample, probe.levels[list(BOASTS).index("the prompt")], generator())
     assert made is not None and torch.equal(made.image, change.with_text(sample.image, "a circle"))
-
-
-def test_responses_by_hand() -> None:
-    found = responses([1.0, 2.0, 3.0], [2.0, 2.0, math.nan], 0.5)
-    assert found[:2].tolist() == [2.0, 0.0] and math.isnan(found[2])
-    assert responses([1.0], [2.0], 0.5, higher_is_better=False).tolist() == [-2.0]
-    with pytest.raises(ValueError, match="spread is 0; responses need a positive one"):
-        responses([1.0], [1.0], 0.0)
-    with pytest.raises(ValueError, match=r"two vectors of one length; got \(1,\) and \(2,\)"):
-        responses([1.0], [1.0, 2.0], 1.0)
 
 
 def test_the_interval_is_students() -> None:

@@ -28,8 +28,7 @@ from tests.support.hackable_rewards import (
 )
 from tests.support.pair_judges import BrightnessPairs, grey
 from visalign.errors import UserError
-from visalign.evaluation.probes.catalogue import Sample, chosen
-from visalign.evaluation.probes.pair_probes import PAIR_PROBES
+from visalign.evaluation.probes.catalogue import PAIR_PROBES, Sample, chosen
 from visalign.interfaces import Preferences
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.probe.job import probe_reward, probes_for, write_probe

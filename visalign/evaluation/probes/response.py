@@ -60,29 +60,6 @@ ORDER = ("fails", "unclear", "not judged", "holds", "shown")
 Array = NDArray[np.float64]
 
 
-def responses(before: ArrayLike, after: ArrayLike, spread: float, *, higher_is_better: bool = True) -> Array:
-    """r = ±(v′ − v) / s of each sample.
-
-    Args:
-        before: [N] scores of the unchanged samples.
-        after: [N] scores after the change, NaN where there is none.
-        spread: s > 0.
-        higher_is_better: The reward's direction.
-
-    Returns:
-        [N], NaN where either score is missing.
-
-    Raises:
-        ValueError: The lengths differ, or the spread is not positive.
-    """
-    old, new = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
-    if old.shape != new.shape or old.ndim != 1:
-        raise ValueError(f"needed are two vectors of one length; got {old.shape} and {new.shape}.")
-    if not (math.isfinite(spread) and spread > 0):
-        raise ValueError(f"the spread is {spread:g}; responses need a positive one.")
-    return (new - old) / spread * (1 if higher_is_better else -1)
-
-
 def level_report(
     label: str, x: float | None, response: Array, reasons: Sequence[str | None], *, left_out: int = 0
 ) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def cluster_sums(values: ArrayLike, index: NDArray[np.int64], count: int) -> Arr
     """
     table = np.asarray(values, dtype=np.float64)
     columns = (table[:, None] if table.ndim == 1 else table).T
-    return np.stack([np.bincount(index, weights=column, minlength=count) for column in columns], axis=1)
+    sums = [np.bincount(index, weights=column, minlength=count) for column in columns]
+    return np.stack(sums, axis=1).astype(np.float64)
 
 
 def resample_weights(count: int, *, generator: torch.Generator, resamples: int = 1_000) -> Iterator[Array]:
