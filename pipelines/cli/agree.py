@@ -96,12 +96,7 @@ def _run(
 
 
 def show_agreement(console: Console, result: Mapping[str, Any]) -> None:
-    """A line per pair of rewards, and what it means.
-
-    Args:
-        console: Where to write.
-        result: From `visalign.pipelines.compare.agree_rewards.agree_rewards`.
-    """
+    """A line per pair of rewards, and what it means."""
     from visalign.evaluation.pages.agree_page import sentences
     from visalign.evaluation.pages.base import share, signed, span
 

@@ -65,12 +65,7 @@ def compare(
 
 
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
-    """A line per judge, what it says, and the summary.
-
-    Args:
-        console: Where to write.
-        result: From `visalign.pipelines.compare.compare.compare_images`.
-    """
+    """A line per judge, what it says, and the summary."""
     from visalign.evaluation.pages.base import plain
     from visalign.evaluation.pages.compare_page import in_words, margin
 
@@ -93,11 +88,7 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def texts_of(judge: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(of what, explanation) that a judge wrote.
-
-    Args:
-        judge: One of the result's judges.
-    """
+    """(of what, explanation) that a judge wrote."""
     if judge["kind"] == "scores":
         return [(side, found["text"]) for side, found in judge["sides"].items() if found["text"]]
     return [(f"{o['left']} on the left", o["text"]) for o in judge["orders"] if o["text"]]
@@ -150,12 +141,7 @@ def rank(
 
 
 def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
-    """A line per image.
-
-    Args:
-        console: Where to write.
-        result: From `ranking_record`.
-    """
+    """A line per image."""
     from visalign.evaluation.pages.base import plain, short_names
     from visalign.evaluation.pages.rank_page import sentences
 

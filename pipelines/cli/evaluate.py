@@ -102,12 +102,7 @@ def _run(options: EvaluateOptions) -> None:
 
 
 def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
-    """What an evaluation found: one column per judge.
-
-    Args:
-        console: Where to write.
-        result: What `visalign.pipelines.evaluate.job.evaluate` returned.
-    """
+    """What an evaluation found: one column per judge."""
     from visalign.evaluation.pages.reward_page import comparison_line, evaluation_tables
 
     about, judges = result["set"], result["judges"]

@@ -74,9 +74,6 @@ def is_deliberate(error: BaseException) -> bool:
     A ValueError that torch raises three calls below us, or a KeyError of a slip of ours, is not; full disks
     and missing permissions are, for they are the user's to mend.
 
-    Args:
-        error: a caught exception.
-
     Returns:
         True where the message alone is enough.
     """
@@ -96,9 +93,6 @@ def is_deliberate(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """The message of an error, with its type where the message alone says little.
 
-    Args:
-        error: a caught exception.
-
     Returns:
         One or more lines.
     """
@@ -108,13 +102,7 @@ def describe(error: BaseException) -> str:
 
 
 def show_message(message: str, *, title: str, style: str) -> None:
-    """A framed message in a terminal, `title: message` unbroken elsewhere; both on the error stream.
-
-    Args:
-        message: text, shown as it is.
-        title: stands in the frame.
-        style: colour of the frame.
-    """
+    """A framed message in a terminal, `title: message` unbroken elsewhere; both on the error stream."""
     console = Console(stderr=True)
     if console.is_terminal:
         console.print(Panel(Text(message), title=title, title_align="left", border_style=style))

@@ -90,12 +90,7 @@ def _reference(items: list[Path] | None, prompt: str | None, count: int, seed: i
 
 
 def show_probe(console: Console, result: Mapping[str, Any]) -> None:
-    """One line per probe: the level that is furthest on the wrong side, and the verdict.
-
-    Args:
-        console: Where to write.
-        result: From `visalign.pipelines.probe.job.probe_reward`.
-    """
+    """One line per probe: the level that is furthest on the wrong side, and the verdict."""
     from visalign.evaluation.pages.probe_page import (
         VERDICTS,
         best_paid,

@@ -26,9 +26,6 @@ from visalign.pipelines.score.score import ScoreRow, to_csv, to_json, to_jsonl
 def config_header(text: str) -> list[str]:
     """The comment at the head of a YAML file without its marks: what it is, then Command, Hardware and so on.
 
-    Args:
-        text: content of the file.
-
     Returns:
         Its lines; the licence line and blank ones at both ends are left out.
 
@@ -44,11 +41,7 @@ def config_header(text: str) -> list[str]:
 
 
 def show_configs(console: Console) -> None:
-    """A table of the packaged configurations with the first lines of their headers.
-
-    Args:
-        console: where to write.
-    """
+    """A table of the packaged configurations with the first lines of their headers."""
     table = Table("name", "what it is", show_lines=True)
     for name in list_configs():
         header = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -58,12 +51,7 @@ def show_configs(console: Console) -> None:
 
 
 def show_yaml(console: Console, text: str) -> None:
-    """YAML, coloured in a terminal and byte for byte elsewhere.
-
-    Args:
-        console: where to write.
-        text: content of a YAML file.
-    """
+    """YAML, coloured in a terminal and byte for byte elsewhere."""
     if console.is_terminal:
         console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     else:
@@ -116,10 +104,6 @@ HELDOUT = {"accuracy": "accuracy", "ece": "calibration error", "srcc": "SRCC", "
 def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     """A table of held-out accuracy, per category and as a whole, of a judge's other measures, and of the
     rewards, before and after.
-
-    Args:
-        before: `before` of a run's summary.
-        after: `after` of it.
     """
     known = [key for key in HELDOUT if key in before and key in after]
     rows = [(f"held-out {HELDOUT[key]}", before[key], after[key]) for key in known]
@@ -138,11 +122,7 @@ def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
 
 
 def gain_line(summary: Mapping[str, Any]) -> str:
-    """One sentence with the change of the accuracy and its interval, or nothing where the summary has none.
-
-    Args:
-        summary: content of `summary.json`.
-    """
+    """One sentence with the change of the accuracy and its interval, or nothing where there is none."""
     gain = summary.get("gain") or {}
     if not all(gain.get(key) is not None for key in ("estimate", "low", "high", "level")):
         return ""
@@ -155,9 +135,6 @@ def gain_line(summary: Mapping[str, Any]) -> str:
 
 def cost_line(summary: Mapping[str, Any]) -> str:
     """One sentence with what a run cost, as far as the summary says.
-
-    Args:
-        summary: content of `summary.json`.
 
     >>> cost_line({"seconds": 318.2, "peak_memory_bytes": 1.5e9, "forward_equivalents_per_image": None})
     'Cost: 5:18 min, 1.5 GB of memory at most.'
@@ -174,9 +151,6 @@ def cost_line(summary: Mapping[str, Any]) -> str:
 def duration(seconds: float) -> str:
     """Seconds as a reader says them.
 
-    Args:
-        seconds: a length of time.
-
     >>> duration(42.4), duration(318.2), duration(8000)
     ('42 s', '5:18 min', '2:13 h')
     """
@@ -187,11 +161,7 @@ def duration(seconds: float) -> str:
 
 
 def result_files(folder: Path) -> list[str]:
-    """What a user looks for first in a run's folder, as far as it is there.
-
-    Args:
-        folder: the run's folder.
-    """
+    """What a user looks for first in a run's folder, as far as it is there."""
     of_text = (folder / "lora" / "adapter_config.json").exists()
     drawn = (folder / "model" / "model_index.json").exists()
     whole = "StableDiffusion3Pipeline" if drawn else "AutoModelForCausalLM"
@@ -226,11 +196,7 @@ def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> Non
 
 
 def score_table(rows: Sequence[ScoreRow]) -> Group:
-    """One line per image, one column per reward; below it the reasons of what could not be judged.
-
-    Args:
-        rows: what `visalign.pipelines.score.score.score_images` returned.
-    """
+    """One line per image, one column per reward; below it the reasons of what could not be judged."""
     columns = {row.reward: f"{row.reward} ({row.unit})" for row in rows}
     names = short_names(row.image for row in rows)
     table = Table(Column("image", overflow="fold"), *(escape(title) for title in columns.values()))
@@ -243,9 +209,6 @@ def score_table(rows: Sequence[ScoreRow]) -> Group:
 
 def number(value: Any) -> str:
     """A value as a table shows it.
-
-    Args:
-        value: anything.
 
     >>> number(0.123456), number(12), number(None), number(1e-5)
     ('0.123', '12', '-', '1e-05')

@@ -77,11 +77,7 @@ def ranking_record(
 
 
 def ranking_page(result: Mapping[str, Any]) -> str:
-    """The page of a ranking, with its best pictures inside.
-
-    Args:
-        result: From `ranking_record`.
-    """
+    """The page of a ranking, with its best pictures inside."""
     pictures = {}
     for row in result["images"][:SHOWN]:
         image = load_images([resolve_image(row["image"])]).images[0]

@@ -65,9 +65,6 @@ def find_images(items: Sequence[Path]) -> list[Path]:
 def require_text_name(path: Path) -> None:
     """Refuse a name that no table and no page can hold, before anything is judged.
 
-    Args:
-        path: Of an image.
-
     Raises:
         UserError: The name's bytes are not UTF-8.
     """

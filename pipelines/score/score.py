@@ -183,29 +183,17 @@ def _number(value: float) -> float | None:
 
 
 def to_json(rows: Sequence[ScoreRow]) -> str:
-    """The rows as a JSON list of objects.
-
-    Args:
-        rows: what `score_images` returned.
-    """
+    """The rows as a JSON list of objects."""
     return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False) + "\n"
 
 
 def to_jsonl(rows: Sequence[ScoreRow]) -> str:
-    """The rows as JSON objects, one in a line.
-
-    Args:
-        rows: what `score_rows` returned.
-    """
+    """The rows as JSON objects, one in a line."""
     return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
 
 
 def to_csv(rows: Sequence[ScoreRow]) -> str:
-    """The rows as CSV (RFC 4180 quoting), one line per file and reward; parts and text are left to JSON.
-
-    Args:
-        rows: what `score_images` returned.
-    """
+    """The rows as CSV (RFC 4180 quoting), one line per file and reward; parts and text are left to JSON."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     names = ("image", "reward", "value", "unit", "std", "reason", "prompt")

@@ -63,11 +63,8 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] | None]]:
-    """The correlations as a square table; None on the diagonal.
-
-    Args:
-        result: From `agree_rewards`.
-        kind: "overall" or "within".
+    """The correlations ("overall" or "within") of a result of `agree_rewards` as a square table; None on the
+    diagonal.
     """
     labels = [reward["label"] for reward in result["rewards"]]
     found = {frozenset((pair["first"], pair["second"])): pair[kind] for pair in result["pairs"]}
@@ -75,11 +72,7 @@ def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] 
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
-    """What the numbers mean for a mixture, as far as they tell.
-
-    Args:
-        result: From `agree_rewards`.
-    """
+    """What the numbers mean for a mixture, as far as they tell."""
     said = []
     for pair in result["pairs"]:
         names = f"{pair['first']} and {pair['second']}"

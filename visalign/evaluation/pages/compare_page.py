@@ -48,11 +48,7 @@ def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Seq
 
 
 def margin(judge: Mapping[str, Any]) -> str:
-    """By how much, from A's side.
-
-    Args:
-        judge: One of the result's judges.
-    """
+    """By how much one of the result's judges prefers A."""
     if judge["difference"] is None:
         return "–"
     number = plain(judge["difference"])
@@ -65,11 +61,7 @@ def margin(judge: Mapping[str, Any]) -> str:
 
 
 def in_words(judge: Mapping[str, Any]) -> str:
-    """Which and how sure.
-
-    Args:
-        judge: One of the result's judges.
-    """
+    """Which one of the result's judges prefers, and how sure it is."""
     said = WINNERS[judge["winner"]]
     if judge["prob"] is None:
         return said

@@ -143,11 +143,7 @@ def _cut(name: str, most: int) -> str:
 
 
 def reliability_plot(calibration: Mapping[str, Any]) -> Markup:
-    """Mean outcome against mean probability of each bin, as judged and after scaling.
-
-    Args:
-        calibration: The part of a report.
-    """
+    """Mean outcome against mean probability of each bin of a calibration, as judged and after scaling."""
     frame = Frame(x=(0, 1), y=(0, 1), x_name="probability", y_name="share of people")
     raw = _bin_points(calibration["bins"])
     scaled = _bin_points((calibration["scaled"] or {}).get("bins", []))
@@ -164,12 +160,7 @@ def reliability_plot(calibration: Mapping[str, Any]) -> Markup:
 
 
 def risk_plot(signal: Mapping[str, Any], name: str) -> Markup:
-    """Error rate against the share of the pairs that are answered, the surest first.
-
-    Args:
-        signal: Part of `selective` in a report.
-        name: What certainty is measured by.
-    """
+    """Error rate against the share of the pairs that are answered, the surest by the named signal first."""
     points = [(float(x), float(y)) for x, y in signal["curve"]]
     top = min(1.08 * max([y for _, y in points] + [0.1]), 1.0)
     frame = Frame(x=(0, 1), y=(0, top), x_name="share answered, surest first", y_name="error rate")
@@ -179,12 +170,7 @@ def risk_plot(signal: Mapping[str, Any], name: str) -> Markup:
 
 
 def scatter_plot(points: Mapping[str, Any], unit: str) -> Markup:
-    """Opinions against scores with the logistic map.
-
-    Args:
-        points: Part of a quality report.
-        unit: Of the scores.
-    """
+    """Opinions against scores in their unit, with the logistic map."""
     sample = [(float(x), float(y)) for x, y in points["sample"]]
     x, y = (_padded(side) for side in zip(*sample, strict=True))
     frame = Frame(x=x, y=y, x_name=f"score, {unit}", y_name="opinion")
@@ -194,13 +180,7 @@ def scatter_plot(points: Mapping[str, Any], unit: str) -> Markup:
 
 
 def histogram_plot(histogram: Mapping[str, Any], unit: str, median: float) -> Markup:
-    """How many images have which score.
-
-    Args:
-        histogram: `edges` [K + 1] and `counts` [K].
-        unit: Of the scores.
-        median: Of the scores, marked by a line.
-    """
+    """How many images (`counts` [K]) have which score (`edges` [K + 1]), the median marked by a line."""
     edges, counts = histogram["edges"], histogram["counts"]
     top = max(counts) * 1.05
     frame = Frame(x=(edges[0], edges[-1]), y=(0, top), x_name=f"score, {unit}", y_name="images")
@@ -213,11 +193,7 @@ def histogram_plot(histogram: Mapping[str, Any], unit: str, median: float) -> Ma
 
 
 def response_plot(probe: Mapping[str, Any]) -> Markup | None:
-    """Mean response with its interval against the strength of the change; None for kinds without an order.
-
-    Args:
-        probe: One of the result's probes.
-    """
+    """Mean response with its interval against the strength of the change; None for kinds without an order."""
     rows = [
         (float(level["x"]), level["mean"], level["low"], level["high"])
         for level in probe["levels"]

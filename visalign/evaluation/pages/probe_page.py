@@ -114,12 +114,8 @@ def unit_in_words(result: Mapping[str, Any]) -> str:
 
 
 def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
-    """The answer of one level: the number with its interval, what the verdict goes by where that is another
-    one, then what else is known.
-
-    Args:
-        level: One of a probe's levels.
-        wanted: Of the probe.
+    """The answer of one level: the number with its interval, what the verdict goes by where that is another one,
+    then what else is known.
     """
     if "share" in level:
         if level["share"] is None:
@@ -142,11 +138,7 @@ def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
 
 
 def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The level of the probe's verdict that is furthest on the wrong side.
-
-    Args:
-        probe: One of the result's probes.
-    """
+    """The level of the probe's verdict that is furthest on the wrong side."""
     by = {"steady": "size", "same": "largest", "consistent": "share", "acyclic": "share"}.get(
         probe["wanted"], "mean"
     )

@@ -70,11 +70,7 @@ def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
-    """What the numbers say, for the page and the terminal.
-
-    Args:
-        result: From `visalign.pipelines.compare.rank_images.ranking_record`.
-    """
+    """What the numbers say, for the page and the terminal."""
     placed = [row for row in result["images"] if row["place"] is not None]
     return [_calls(result), *_bias(result), *_best(result, placed)]
 
@@ -169,9 +165,6 @@ def _cell(call: Mapping[str, Any] | None) -> tuple[str, str]:
 
 def against_the_order(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Answers that speak against the order even without the position bias, the surest first.
-
-    Args:
-        result: From `ranking_record`.
 
     Returns:
         `left`, `right`, their places, `prob` as the judge gave it for the left one.

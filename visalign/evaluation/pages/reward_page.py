@@ -109,11 +109,7 @@ def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> s
 
 
 def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
-    """Section of the page -> its tables.
-
-    Args:
-        result: What `visalign.pipelines.evaluate.job.evaluate` returned.
-    """
+    """Section of the page -> its tables."""
     judges = result["judges"]
     if result["set"]["kind"] != "preferences":
         return {"correlation": [_correlation(judges)], "slices": _slices(judges, "srcc", "images")}
@@ -126,11 +122,7 @@ def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
 
 
 def comparison_line(comparison: Mapping[str, Any]) -> str:
-    """Two judges in one sentence.
-
-    Args:
-        comparison: An entry of `comparisons`.
-    """
+    """Two judges in one sentence."""
     is_pairs, number = "pairs" in comparison, comparison["difference"]
     form: Callable[[float | None], str] = points if is_pairs else lambda value: signed(value, 3)
     line = f"{comparison['first']} − {comparison['second']}: {form(number['estimate'])} "

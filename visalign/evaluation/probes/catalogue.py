@@ -400,13 +400,7 @@ def chosen(names: Sequence[str] | None, probes: tuple[Probe, ...] = PROBES) -> t
 
 
 def examples(probe: Probe, sample: Sample, generator: torch.Generator) -> list[tuple[str, Tensor]]:
-    """(label, picture) of one sample at every level; empty for a probe that leaves the pictures alone.
-
-    Args:
-        probe: Any.
-        sample: To show it on.
-        generator: For changes that are random.
-    """
+    """(label, picture) of one sample at every level; empty for a probe that leaves the pictures alone."""
     if probe.change is None or probe.name == "spelling":
         return []
     found = [(level.label, probe.change(sample, level, generator)) for level in probe.levels]

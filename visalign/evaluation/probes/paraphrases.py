@@ -63,12 +63,7 @@ SPELLINGS: dict[str, Callable[[str], str | None]] = {
 
 
 def respelled(prompt: str, name: str) -> str | None:
-    """The prompt written another way; None where that changes nothing or does not apply.
-
-    Args:
-        prompt: As it was given.
-        name: A key of `SPELLINGS`.
-    """
+    """The prompt written as `SPELLINGS` names it; None where that changes nothing or does not apply."""
     found = SPELLINGS[name](prompt)
     return None if found is None or found == prompt or not found.strip() else found
 

@@ -105,13 +105,7 @@ def bordered(image: Tensor, width: float, colour: str) -> Tensor:
 
 
 def with_text(image: Tensor, text: str, *, height: float = 0.16) -> Tensor:
-    """Text on a white strip at the lower edge.
-
-    Args:
-        image: [3, H, W].
-        text: Cut off where it is too wide.
-        height: Of the strip, as a share of the picture's.
-    """
+    """Text on a white strip at the lower edge, of that share of the height; cut off where it is too wide."""
     picture = to_pil(image)
     strip = max(8, round(height * picture.height))
     draw = ImageDraw.Draw(picture)

@@ -110,11 +110,7 @@ def mean_interval(values: Array, level: float = LEVEL) -> tuple[float | None, fl
 
 
 def probability_interval(values: Array) -> dict[str, float | None]:
-    """Mean probability with its interval, cut to [0, 1]: `win`, `win_low`, `win_high`.
-
-    Args:
-        values: [N], NaN where there is none.
-    """
+    """Mean probability with its interval, cut to [0, 1]: `win`, `win_low`, `win_high`."""
     mean, low, high = mean_interval(values[np.isfinite(values)])
     return {
         "win": mean,
@@ -152,9 +148,6 @@ def circle_chance(ties: float) -> float:
     """How often three pairwise answers by chance contradict each other, where that share of them are ties.
 
     (1 − t)³ / 4 of three decided answers run in a circle, and half of 3 t (1 − t)² with one tie do.
-
-    Args:
-        ties: t in [0, 1].
     """
     return (1 - ties) ** 3 / 4 + 1.5 * ties * (1 - ties) ** 2
 

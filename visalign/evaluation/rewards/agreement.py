@@ -94,12 +94,7 @@ def _two(x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: in
 
 
 def within_ranks(values: ArrayLike, groups: NDArray[np.int64]) -> Array:
-    """Average ranks within each group, centred and divided by the group's size: a group of one gives 0.
-
-    Args:
-        values: [N] finite.
-        groups: [N] numbers from zero.
-    """
+    """Average ranks within each group, centred and divided by its size: a group of one gives 0."""
     table = np.asarray(values, dtype=np.float64)
     found = np.zeros(len(table))
     order = np.argsort(groups, kind="stable")
@@ -112,11 +107,6 @@ def same_order(x: Array, y: Array, groups: NDArray[np.int64]) -> tuple[float | N
     """Share of the pairs of images of one group that both sides order alike, and how many pairs there are.
 
     Pairs that a side finds equal are left out.
-
-    Args:
-        x: [N].
-        y: [N].
-        groups: [N] numbers from zero.
     """
     same = decided = 0
     order = np.argsort(groups, kind="stable")
@@ -170,11 +160,7 @@ def _interval(estimate: float | None, draws: Array) -> dict[str, float | None]:
 
 
 def percentiles(values: ArrayLike) -> Array:
-    """Where each image stands among the judged, from 0 (worst) to 1 (best); ties share the middle, NaN stays.
-
-    Args:
-        values: [N], higher better.
-    """
+    """Where each image stands among the judged, 0 (worst) to 1 (best); ties share the middle, NaN stays."""
     table = np.asarray(values, dtype=np.float64)
     known = np.isfinite(table)
     found = np.full(len(table), np.nan)

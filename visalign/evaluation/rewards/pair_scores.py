@@ -90,12 +90,7 @@ class PairScores:
 
 
 def counted_reasons(reasons: Sequence[str | None], judged: NDArray[np.bool_]) -> dict[str, int]:
-    """reason -> how many rows were not judged for it, most frequent first.
-
-    Args:
-        reasons: N reasons, None for the judged.
-        judged: [N].
-    """
+    """reason -> how many rows were not judged for it, most frequent first."""
     counted = Counter(
         reason or "no reason given" for reason, ok in zip(reasons, judged, strict=True) if not ok
     )

@@ -46,11 +46,7 @@ def pair_slices(pairs: PreferenceSet) -> list[Slice]:
 
 
 def quality_slices(records: QualitySet) -> list[Slice]:
-    """Parts of a quality set.
-
-    Args:
-        records: The set.
-    """
+    """Parts of a quality set."""
     columns: dict[str, list[tuple[str | None, ...]]] = {
         "category": [(record.category,) for record in records.records],
         "generator": [(record.generator,) for record in records.records],

@@ -163,14 +163,7 @@ def agreement(
 
 
 def credits_of(policy: str, margin: Array, label: Array, threshold: float = 0.0) -> Credit:
-    """Credit and count [N] of a policy by its name.
-
-    Args:
-        policy: A key of `POLICIES`.
-        margin: [N] without NaN.
-        label: [N].
-        threshold: Used by PickScore and VisionReward_tau.
-    """
+    """Credit and count [N] of a policy by its name; only PickScore and VisionReward_tau have a threshold."""
     if policy == "PickScore":
         return pickscore(margin, label, threshold)
     if policy == "VisionReward_tau":

@@ -29,11 +29,7 @@ class LogisticFit:
 
 
 def srcc(x: ArrayLike, y: ArrayLike) -> float:
-    """Spearman's ρ: Pearson's r of average ranks.
-
-    Args:
-        x: [N] scores.
-        y: [N] opinions.
+    """Spearman's ρ of scores and opinions [N]: Pearson's r of average ranks.
 
     Raises:
         ValueError: Lengths differ, fewer than 2 values, NaN, or one side is constant.
@@ -43,11 +39,7 @@ def srcc(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def plcc(x: ArrayLike, y: ArrayLike) -> float:
-    """Pearson's r, without a fit.
-
-    Args:
-        x: [N] scores.
-        y: [N] opinions.
+    """Pearson's r of scores and opinions [N], without a fit.
 
     Raises:
         ValueError: As `srcc`.
@@ -57,11 +49,6 @@ def plcc(x: ArrayLike, y: ArrayLike) -> float:
 
 def kendall(x: ArrayLike, y: ArrayLike, variant: str = "b") -> float:
     """Kendall's τ-b (corrected for ties on either side) or τ-c (Stuart's, for tables of unequal size).
-
-    Args:
-        x: [N] scores.
-        y: [N] opinions.
-        variant: "b" or "c".
 
     Raises:
         ValueError: As `srcc`, or another variant.
@@ -150,12 +137,7 @@ def _least_squares(z: Array, y: Array, start: tuple[float, ...]) -> tuple[float,
 
 
 def weighted_srcc(x: Array, y: Array, weights: Array) -> Array:
-    """Spearman's ρ under integer or real weights, one for each row: a bootstrap without copying samples.
-
-    Args:
-        x: [N].
-        y: [N].
-        weights: [R, N], at least 0.
+    """Spearman's ρ of x, y [N] under weights [R, N], one for each row: a bootstrap without copying.
 
     Returns:
         [R]; NaN where the weighted ranks of a side do not vary.
@@ -165,11 +147,6 @@ def weighted_srcc(x: Array, y: Array, weights: Array) -> Array:
 
 def weighted_pearson(x: Array, y: Array, weights: Array) -> Array:
     """Pearson's r under weights.
-
-    Args:
-        x: [N] or [R, N].
-        y: [N] or [R, N].
-        weights: [R, N].
 
     Returns:
         [R]; NaN where a side does not vary.
@@ -195,12 +172,7 @@ def _weighted_ranks(values: Array, weights: Array) -> Array:
 
 
 def check_sides(x: ArrayLike, y: ArrayLike, *, constant: bool = False) -> tuple[Array, Array]:
-    """Two sides of a correlation as float64 [N].
-
-    Args:
-        x: [N].
-        y: [N].
-        constant: Whether a side may have one value alone.
+    """Two sides of a correlation as float64 [N]; a `constant` side may have one value alone.
 
     Raises:
         ValueError: Lengths differ, fewer than 2 values, NaN, or one side is constant and must not be.

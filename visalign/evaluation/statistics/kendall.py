@@ -50,10 +50,7 @@ class WeightedKendall:
         self._rank[place] = np.arange(len(first))
 
     def taus(self, weights: Array) -> Array:
-        """τ-b and τ-c.
-
-        Args:
-            weights: [R, N], at least 0.
+        """τ-b and τ-c under weights [R, N], at least 0.
 
         Returns:
             [R, 2]; NaN where a side does not vary among what has weight.

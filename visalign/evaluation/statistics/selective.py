@@ -45,12 +45,7 @@ def auroc(score: ArrayLike, positive: ArrayLike) -> float:
 
 
 def weighted_auroc(score: Array, positive: NDArray[np.bool_], weights: Array) -> Array:
-    """AUROC under weights, one for each row: a bootstrap without copying samples.
-
-    Args:
-        score: [N].
-        positive: [N] bool.
-        weights: [R, N], at least 0.
+    """AUROC of scores [N] under weights [R, N], one for each row: a bootstrap without copying samples.
 
     Returns:
         [R]; NaN where a class has no weight.
