@@ -6,18 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
-
-if TYPE_CHECKING:
-    from visalign.pipelines.score.image_rows import ImageRow
+from .score import scoring
 
 
 def agree(
@@ -52,7 +49,13 @@ def agree(
 ) -> None:
     """Show how far rewards agree on a set: rank correlations, where they part company, which images."""
     with user_messages():
-        from visalign.pipelines.compare.agree_rewards import PAGE, read_set, write_agreement
+        from visalign.pipelines.compare.agree_rewards import (
+            PAGE,
+            ROWS,
+            agree_rewards,
+            read_set,
+            write_agreement,
+        )
         from visalign.pipelines.shared.reward_options import load_each, with_cache
         from visalign.pipelines.shared.run_folder import check_run_folder
         from visalign.rewards.catalogue import load_reward
@@ -61,8 +64,9 @@ def agree(
             check_run_folder(output, resume=resume)
         rewards = with_cache(load_each(reward, options or [], load_reward), cache)
         rows = read_set(source, prompt=prompt, limit=limit)
-        settings = {"source": source, "seed": seed, "batch_size": batch_size}
-        result = _run(rows, rewards, output, resume, settings)
+        log = None if output is None else output / ROWS
+        with scoring(log, rewards, len(rows), resume=resume) as keeping:
+            result = agree_rewards(rows, rewards, source=source, seed=seed, batch_size=batch_size, **keeping)
         if as_json:
             typer.echo(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False))
         else:
@@ -70,29 +74,6 @@ def agree(
         if output is not None:
             write_agreement(output, result)
             typer.echo(f"Page: {output / PAGE}", err=as_json)
-
-
-def _run(
-    rows: list[ImageRow], rewards: dict[str, Any], output: Path | None, resume: bool, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """The agreement, with a bar on the error stream; each batch of scores is written when it is done."""
-    from visalign.pipelines.compare.agree_rewards import ROWS, agree_rewards
-    from visalign.pipelines.score.rows_log import RowLog
-
-    log = None if output is None else RowLog(output / ROWS, rewards, resume=resume)
-    try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("scoring", total=len(rows))
-            return agree_rewards(
-                rows,
-                rewards,
-                on_batch=lambda count: progress.advance(task, count),
-                keeper=log,
-                **settings,
-            )
-    finally:
-        if log is not None:
-            log.close()
 
 
 def show_agreement(console: Console, result: Mapping[str, Any]) -> None:

@@ -7,8 +7,10 @@ import enum
 import shlex
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,10 +19,6 @@ from rich.progress import Progress
 from visalign.errors import UserError
 
 from .messages import user_messages
-
-if TYPE_CHECKING:
-    from visalign.pipelines.score.image_rows import ImageRow
-    from visalign.pipelines.score.score import ScoreRow
 
 
 class Format(enum.StrEnum):
@@ -68,8 +66,9 @@ def score(
     with user_messages(resume=again if kept is not None else None):
         _check_files(output, page, resume)
         from visalign.pipelines.score.image_rows import image_rows
+        from visalign.pipelines.score.log import part_of
         from visalign.pipelines.score.report import score_summary, write_score_page
-        from visalign.pipelines.score.rows_log import part_of
+        from visalign.pipelines.score.score import score_rows
         from visalign.pipelines.shared.reward_options import load_each, with_cache
         from visalign.rewards.catalogue import load_reward
 
@@ -78,13 +77,15 @@ def score(
         started = time.perf_counter()
         table = image_rows(images, prompt)
         rewards = with_cache(load_each(reward, options or [], load_reward), cache)
-        rows = _score(table, rewards, batch_size, None if kept is None else part_of(kept), resume)
+        part = None if kept is None else part_of(kept)
+        with scoring(part, rewards, len(table), resume=resume) as keeping:
+            rows = score_rows(table, rewards, batch_size=batch_size, **keeping)
         show_scores(rows, form.value, output)
         if page is not None:
             summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
             typer.echo(f"Page: {write_score_page(page, summary)}", err=True)
-        if kept is not None:
-            part_of(kept).unlink()
+        if part is not None:
+            part.unlink()
     failed = [row.reason for row in rows if row.value is None]
     if failed:
         what = f"All {len(rows)}" if len(failed) == len(rows) else f"{len(failed)} of {len(rows)}"
@@ -104,24 +105,21 @@ def _check_files(output: Path | None, page: Path | None, resume: bool) -> None:
         raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
 
 
-def _score(
-    table: list[ImageRow], rewards: dict[str, Any], batch_size: int, part: Path | None, resume: bool
-) -> list[ScoreRow]:
-    """All rows, with a bar on the error stream; each batch stands in the working file when it is done."""
-    from visalign.pipelines.score.rows_log import RowLog
-    from visalign.pipelines.score.score import score_rows
+@contextmanager
+def scoring(
+    path: Path | None, rewards: Mapping[str, Any], total: int, *, resume: bool
+) -> Iterator[dict[str, Any]]:
+    """A bar on the error stream, and a file in which each batch stands when it is done, for `score_rows`.
 
-    log = None if part is None else RowLog(part, rewards, resume=resume)
-    try:
+    Args:
+        path: Of the file; None for none.
+        rewards: Label -> reward.
+        total: Images to come.
+        resume: Whether the file is to be continued.
+    """
+    from visalign.pipelines.score.log import RowLog
+
+    with nullcontext() if path is None else RowLog(path, rewards, resume=resume) as log:
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("scoring", total=len(table))
-            return score_rows(
-                table,
-                rewards,
-                batch_size=batch_size,
-                keeper=log,
-                on_batch=lambda count: progress.advance(task, count),
-            )
-    finally:
-        if log is not None:
-            log.close()
+            task = progress.add_task("scoring", total=total)
+            yield {"keeper": log, "on_batch": lambda count: progress.advance(task, count)}

@@ -153,7 +153,7 @@ def _ask(
     one_batch: Callable[[Any, Sequence[_Unit], Sequence[tuple[Any, ...]]], list[Logged]],
 ) -> dict[str, Logged]:
     """key -> answer of every distinct unit; those in the log are not asked again."""
-    log = ScoreLog(asking.log, judge.name, judge_identity(judge))
+    log = ScoreLog(asking.log, {judge.name: judge_identity(judge)}, Logged)
     alarm = FailureAlarm(judge.name, asking.max_failure_rate, least=50)
     distinct = {unit.key: unit for unit in units}
     answers = {key: entry for key in distinct if (entry := log.get(key)) is not None}

@@ -10,15 +10,20 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Generic, TextIO, TypeVar
 
 from visalign.data.sets.image_references import PARQUET
 from visalign.errors import UserError
 from visalign.rewards.base.identity import Identity
 
+from .image_rows import ImageRow
+from .score import ScoreRow
+
 FORMAT = "visalign scores 1"
+ENDING = ".part"
+"""Of the working file beside an output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,88 +37,119 @@ class Logged:
     """Why there is no value."""
 
 
-class ScoreLog:
-    """A JSONL file: the judge's identity first, then a line per score.
+Entry = TypeVar("Entry", Logged, ScoreRow)
+
+
+class ScoreLog(Generic[Entry]):
+    """A JSONL file: the judges' identities first, then a line per score, flushed with its batch.
 
     Failed rows are kept for the reader but tried again.
 
     Args:
         path: The file; None keeps scores in memory alone.
-        name: Of the judge.
-        identity: What its scores depend on.
+        judges: Name -> what the scores of that judge depend on; all that may be asked.
+        entry: What a line holds beside its key.
 
     Raises:
-        UserError: The file holds scores of another version of the judge, or is none of ours.
+        UserError: The file holds scores of another judge or of another version of one, or is none of ours.
     """
 
-    def __init__(self, path: Path | None, name: str, identity: Identity) -> None:
-        self.path = path
-        self._found: dict[str, Logged] = {}
+    def __init__(self, path: Path | None, judges: Mapping[str, Identity], entry: type[Entry]) -> None:
+        self._found: dict[str, Entry] = {}
         self._file: TextIO | None = None
         if path is None:
             return
         if path.is_file() and path.stat().st_size:
-            self._read(path, name, identity)
+            self._read(path, judges, entry)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            header = {
-                "format": FORMAT,
-                "judge": name,
-                "digest": identity.digest,
-                "identity": asdict(identity),
-            }
-            path.write_text(json.dumps(header, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+            known = {name: {"digest": i.digest, "identity": asdict(i)} for name, i in judges.items()}
+            header = json.dumps({"format": FORMAT, "judges": known}, ensure_ascii=False, default=str)
+            path.write_text(header + "\n", encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def get(self, key: str) -> Logged | None:
+    def get(self, key: str) -> Entry | None:
         """The score of a key, or None where it was not scored or failed."""
         return self._found.get(key)
 
-    def add(self, entries: Mapping[str, Logged]) -> None:
+    def add(self, entries: Mapping[str, Entry]) -> None:
         """Write scores and flush them to the system."""
         for key, entry in entries.items():
             if entry.value is not None:
                 self._found[key] = entry
             if self._file is not None:
-                row = {"key": key} | {
-                    name: value for name, value in asdict(entry).items() if value is not None
-                }
-                self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                self._file.write(json.dumps({"key": key, **asdict(entry)}, ensure_ascii=False) + "\n")
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; scores can still be read."""
+        """Close the file, which stays; scores can still be read."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _read(self, path: Path, name: str, identity: Identity) -> None:
+    def _read(self, path: Path, judges: Mapping[str, Identity], entry: type[Entry]) -> None:
         raw = path.read_bytes()
         whole = raw[: raw.rfind(b"\n") + 1]  # what stands behind it was cut off while it was written
         lines = whole.decode("utf-8", errors="replace").split("\n")
         header = _object(lines[0])
         if header is None or header.get("format") != FORMAT:
             raise UserError(f"'{path}' holds no scores of ours. Give another --output, or remove it.")
-        if header.get("digest") != identity.digest:
-            raise UserError(
-                f"'{path}' holds scores of {header.get('judge')!r}, and {name!r} is another judge or "
-                f"another version of it: they differ in {_differences(header.get('identity'), identity)}. "
-                "Remove the file, or give another --output."
-            )
+        _check_judges(path, header.get("judges", {}), judges)
+        names = {part.name for part in fields(entry)}
         for number, line in enumerate(lines[1:-1], 2):
             row = _object(line)
-            if row is None or not isinstance(row.get("key"), str):
+            if row is None or not names <= row.keys() or not isinstance(row.get("key"), str):
                 raise UserError(
                     f"Line {number} of '{path}' is no score. Remove the line; it is scored again."
                 )
-            if row.get("value") is not None:
-                self._found[row["key"]] = Logged(value=float(row["value"]), std=row.get("std"))
+            if row["value"] is not None:
+                self._found[row["key"]] = entry(**{name: row[name] for name in names})
         if len(whole) < len(raw):
             os.truncate(path, len(whole))  # in place: nothing is written anew that could be lost
+
+
+class RowLog:
+    """Scores of rows by several rewards, which a stopped scoring goes on with; see `ScoreLog`.
+
+    Args:
+        path: The file.
+        rewards: Label -> reward, all that may be asked.
+        resume: Whether the file is to be continued.
+
+    Raises:
+        UserError: As `ScoreLog`, or the file exists and is not to be continued.
+    """
+
+    def __init__(self, path: Path, rewards: Mapping[str, Any], *, resume: bool) -> None:
+        if not resume and path.is_file() and path.stat().st_size:
+            raise UserError(
+                f"'{path}' holds the scores of a run that was stopped. Go on with --resume, or remove it."
+            )
+        judges = {label: judge_identity(reward) for label, reward in rewards.items()}
+        self._log = ScoreLog(path, judges, ScoreRow)
+
+    def get(self, label: str, row: ImageRow) -> ScoreRow | None:
+        """The row of an image, or None where it was not scored or failed."""
+        return self._log.get(_row_key(label, row))
+
+    def add(self, label: str, rows: Sequence[tuple[ImageRow, ScoreRow]]) -> None:
+        """Write rows and flush them to the system."""
+        self._log.add({_row_key(label, asked): row for asked, row in rows})
+
+    def __enter__(self) -> RowLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.close()
+
+
+def part_of(output: Path) -> Path:
+    """The working file of an output."""
+    return output.with_name(output.name + ENDING)
 
 
 def judge_identity(judge: Any) -> Identity:
@@ -182,8 +218,24 @@ def _object(line: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _differences(saved: Any, identity: Identity) -> str:
-    mine = json.loads(json.dumps(asdict(identity), default=str))
-    theirs = saved if isinstance(saved, dict) else {}
-    names = [name for name in mine if mine[name] != theirs.get(name)]
-    return ", ".join(names) or "their digest"
+def _check_judges(path: Path, saved: Mapping[str, Any], judges: Mapping[str, Identity]) -> None:
+    """Refuse scores of other judges, or of another version of one."""
+    for label, identity in judges.items():
+        if label not in saved:
+            raise UserError(
+                f"'{path}' holds scores of {', '.join(saved)}, not of {label!r}. Ask the same rewards again, "
+                "or give another --output."
+            )
+        if saved[label].get("digest") == identity.digest:
+            continue
+        mine = json.loads(json.dumps(asdict(identity), default=str))
+        theirs = saved[label].get("identity") or {}
+        differ = ", ".join(name for name in mine if mine[name] != theirs.get(name))
+        raise UserError(
+            f"'{path}' holds scores of another version of {label!r}: they differ in "
+            f"{differ or 'their digest'}. Remove the file, or give another --output."
+        )
+
+
+def _row_key(label: str, row: ImageRow) -> str:
+    return f"{score_key([row.image], row.prompt, row.metadata)}:{label}"

@@ -55,7 +55,7 @@ class ScoreRow:
 
 
 class Keeper(Protocol):
-    """Keeps scores as they come, such as `visalign.pipelines.score.rows_log.RowLog`."""
+    """Keeps scores as they come, such as `visalign.pipelines.score.log.RowLog`."""
 
     def get(self, label: str, row: ImageRow) -> ScoreRow | None:
         """What is known already."""

@@ -19,7 +19,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import ImageRow, find_images, image_rows
-from visalign.pipelines.score.rows_log import RowLog, part_of
+from visalign.pipelines.score.log import RowLog, part_of
 from visalign.pipelines.score.score import score_rows
 from visalign.pipelines.shared.reward_options import reward_options
 from visalign.rewards.base.identity import Identity
@@ -207,26 +207,25 @@ def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> No
     with pytest.raises(UserError, match="holds no scores of ours"):
         RowLog(path, {"light": light}, resume=True)
     path.unlink()
-    RowLog(path, {"light": light}, resume=False).close()
+    with RowLog(path, {"light": light}, resume=False):
+        pass
     with pytest.raises(UserError, match=r"holds scores of light, not of 'dark'"):
         RowLog(path, {"dark": light}, resume=True)
     path.write_text(path.read_text() + '{"key": 3}\n')
-    with pytest.raises(UserError, match=r"Line 2 of .* is no row of scores. Remove the line"):
+    with pytest.raises(UserError, match=r"Line 2 of .* is no score. Remove the line"):
         RowLog(path, {"light": light}, resume=True)
 
 
 def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
     table = [ImageRow(image="pictures/0.png", prompt="a"), ImageRow(image="gone.png", prompt="b")]
-    log = RowLog(tmp_path / "x.part", {"light": light}, resume=False)
-    first = score_rows(table, {"light": light}, keeper=log)
-    assert len(rows_of(str(tmp_path / "x.part"))) == 1 + 2, "on disk before it is closed"
-    log.close()
+    with RowLog(tmp_path / "x.part", {"light": light}, resume=False) as log:
+        first = score_rows(table, {"light": light}, keeper=log)
+        assert len(rows_of(str(tmp_path / "x.part"))) == 1 + 2, "on disk before it is closed"
     assert first[1].reason == "no such image file: gone.png"
     Image.new("RGB", (4, 4), "white").save("gone.png")
     light.asked = []
-    log = RowLog(tmp_path / "x.part", {"light": light}, resume=True)
-    second = score_rows(table, {"light": light}, keeper=log)
-    log.close()
+    with RowLog(tmp_path / "x.part", {"light": light}, resume=True) as log:
+        second = score_rows(table, {"light": light}, keeper=log)
     assert light.asked == ["b"] and second[1].value == 1.0 and second[0] == first[0]
 
 

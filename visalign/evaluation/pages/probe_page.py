@@ -114,9 +114,7 @@ def unit_in_words(result: Mapping[str, Any]) -> str:
 
 
 def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
-    """The answer of one level: the number with its interval, what the verdict goes by where that is another one,
-    then what else is known.
-    """
+    """The answer of one level: the number with its interval, what the verdict goes by, what else is known."""
     if "share" in level:
         if level["share"] is None:
             return ("–",)
