@@ -155,7 +155,7 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
         record = trainer.iterate()
         meter.tokens, made = record["tokens"] - made, record["tokens"]
         meter.generation = record["seconds/rollout"]
-        meter.report(signal=record["signal_share"])
+        meter.report(signal=1 - record["frac_reward_zero_std"])
 
 
 class Pace(TrainerCallback):
