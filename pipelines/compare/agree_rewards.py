@@ -14,8 +14,7 @@ import numpy as np
 
 from visalign.atomic import write_atomic
 from visalign.data.sets.image_references import resolve_image
-from visalign.data.sets.layouts import PAIR_LAYOUTS
-from visalign.data.sets.quality_layouts import QUALITY_LAYOUTS
+from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import READERS, read_rows

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from visalign.data.assets import resolve_model
-from visalign.data.sets.answer_files import load_answers, with_completion
+from visalign.data.sets.prompt_files import load_demonstrations, with_completion
 from visalign.data.text_tasks.tasks import TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_text_judge
@@ -103,7 +103,7 @@ def _written(source: str, data: TextDataConfig, seed: int) -> Records:
         records = _records(source, "data.written", data, seed)
         return [with_completion(r, f"data.written: record {i}", "solution") for i, r in enumerate(records)]
     try:
-        return load_answers(source, "completion")
+        return load_demonstrations(source, "completion")
     except UserError as error:
         raise UserError(f"data.written: {error}") from error
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from visalign.atomic import write_atomic
 from visalign.config import config_to_yaml
-from visalign.data.sets.answer_files import answers_jsonl
+from visalign.data.sets.prompt_files import demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.shared.json_values import finite
@@ -170,7 +170,9 @@ def _select(
     chosen = sorted(chosen_answers(rule, answers, free), key=lambda i: (answers.prompt[i], i))
     if not chosen:
         raise nothing_chosen(rule, answers, free, output)
-    write_atomic(output / DATASET, answers_jsonl(dataset_record(inputs.records, answers, i) for i in chosen))
+    write_atomic(
+        output / DATASET, demonstrations_jsonl(dataset_record(inputs.records, answers, i) for i in chosen)
+    )
     rewards = answers.reward[chosen].double()
     summary = {
         "dataset": DATASET,

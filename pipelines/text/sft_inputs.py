@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from visalign.data.sets.answer_files import load_answers, with_completion
+from visalign.data.sets.prompt_files import load_demonstrations, with_completion
 from visalign.errors import UserError
 from visalign.pipelines.shared.parts import Records
 from visalign.pipelines.shared.sections import RewardsConfig
@@ -55,7 +55,7 @@ def prepare_sft(config: TextSFTConfig) -> SFTInputs:
         answers = [with_completion(r, f"data.train: record {i}", data.field) for i, r in named]
     else:
         try:
-            answers = load_answers(data.train, data.field)
+            answers = load_demonstrations(data.train, data.field)
         except UserError as error:
             raise UserError(f"data.train: {error}") from error
     return SFTInputs(

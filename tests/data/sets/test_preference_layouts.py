@@ -15,8 +15,7 @@ from PIL import Image
 
 from visalign.data.sets.checks import check_preferences, check_quality
 from visalign.data.sets.image_references import resolve_image
-from visalign.data.sets.layouts import PAIR_LAYOUTS, load_layout
-from visalign.data.sets.quality_layouts import QUALITY_LAYOUTS
+from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError

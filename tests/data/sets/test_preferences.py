@@ -14,10 +14,9 @@ import pytest
 from PIL import Image
 
 from visalign.data.sets.checks import check_preferences, check_quality, without_duplicates
-from visalign.data.sets.files import load_preferences, load_quality, write_rows
 from visalign.data.sets.image_references import parquet_reference, resolve_image
 from visalign.data.sets.records import PreferencePair, PreferenceSet, mixed_side
-from visalign.data.sets.sources import load_source, shapes_pairs
+from visalign.data.sets.sources import load_preferences, load_quality, load_source, shapes_pairs, write_rows
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 

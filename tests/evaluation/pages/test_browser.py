@@ -17,8 +17,7 @@ from tests.support.browser import Browser, find_browser
 from tests.support.evaluation_samples import make_result, make_text_result
 from tests.support.hackable_rewards import LovesSaturation
 from tests.support.pair_judges import Brightness, BrightnessPairs
-from visalign.data.sets.files import write_rows
-from visalign.data.sets.sources import shapes_pairs
+from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.evaluation.pages.compare_page import compare_page
 from visalign.evaluation.pages.report import write_report
 from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen

@@ -15,8 +15,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from tests.support.pair_judges import Brightness
-from visalign.data.sets.files import write_rows
-from visalign.data.sets.sources import shapes_pairs
+from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import sentences
 from visalign.evaluation.rewards.agreement import (

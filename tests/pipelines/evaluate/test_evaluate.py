@@ -17,9 +17,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from visalign.data.sets.files import write_rows
 from visalign.data.sets.records import PreferenceSet
-from visalign.data.sets.sources import shapes_pairs, shapes_quality
+from visalign.data.sets.sources import shapes_pairs, shapes_quality, write_rows
 from visalign.errors import UserError
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.pair_scores import from_scores

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.text_jobs import QUESTIONS, text_inputs
 from visalign.config import load_config
-from visalign.data.sets.answer_files import load_answers
+from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.text import sample as text_sample
 from visalign.pipelines.text.sample import TextSampleConfig, plan, run
@@ -89,7 +89,7 @@ def test_a_dataset_holds_accepted_answers_with_their_origin(finished, inputs):
     assert max(Counter(line["group"] for line in lines).values()) == 3
     assert summary["prompts_covered"] == len({line["group"] for line in lines})
     assert summary["reward_mean"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))
-    assert load_answers(output / "dataset.jsonl") == lines  # what text_sft reads
+    assert load_demonstrations(output / "dataset.jsonl") == lines  # what text_sft reads
     assert load_config(TextSampleConfig, output / "config.yaml") == _config(inputs)
 
 

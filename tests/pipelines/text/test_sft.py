@@ -151,7 +151,7 @@ LONG = {"prompt": "a", "completion": "b" * 60}
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([], "data.train: file of answers .* has no record"),
+        ([], "data.train: file of demonstrations .* has no record"),
         ([{"prompt": "a"}], "data.train: .* line 1 has no text in the field 'completion'"),
         (
             [{"prompt": "a", "completion": "b"}, LONG],
@@ -178,7 +178,7 @@ def test_other_inputs_are_refused(finished, inputs, tmp_path):
     output = tmp_path / "out"
     for override, message in {
         "data.heldout=nowhere.jsonl": "data.heldout: no prompt set 'nowhere.jsonl'",
-        "data.train=nowhere.jsonl": "data.train: there is no file of answers 'nowhere.jsonl'",
+        "data.train=nowhere.jsonl": "data.train: there is no file of demonstrations 'nowhere.jsonl'",
         "data.train=tasks:trian": "data.train is 'tasks:trian'; the packaged records are",
     }.items():
         with pytest.raises(UserError, match=message):

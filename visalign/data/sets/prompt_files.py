@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt sets from files: one prompt per line (`.txt`), or one JSON record per line (`.jsonl`, GenEval's
-layout)."""
+"""Prompts and demonstrations from files: one prompt per line (`.txt`), or one JSON record per line (`.jsonl`,
+GenEval's layout); a demonstration is a prompt with its completion, and a prompt may have several."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ Record = dict[str, Any]
 
 EMBEDDED = {"shapes:train": train_prompts, "shapes:heldout": heldout_prompts}
 """Names of the embedded prompt sets."""
+
+COMPLETION, SOLUTION = "completion", "solution"
+"""Where a completion stands when no field is named: the first of these that a record has."""
+
+EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 
 
 def load_prompts(source: str | Path) -> list[Record]:
@@ -47,22 +53,15 @@ def load_prompts(source: str | Path) -> list[Record]:
             f"prompt file {path} ends in {path.suffix!r}; use .txt (one prompt per line) or .jsonl (one "
             f"record per line)."
         )
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompt file {path} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    lines = [line.rstrip("\r") for line in text.split("\n")]  # splitlines would cut at U+0085 and U+2028
-    return _records(path, lines if lines[-1] else lines[:-1])
-
-
-def _records(path: Path, lines: list[str]) -> list[Record]:
     found: dict[str, tuple[int, Record]] = {}
     blank, repeated = [], []
+    lines = _lines(path, f"prompt file {path}")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             blank.append(number)
             continue
-        record = _record(path, number, line)
+        record = {"prompt": line} if path.suffix == ".txt" else _prompt_record(path, number, line)
+        record["prompt"] = record["prompt"].strip()
         first, known = found.setdefault(record["prompt"], (number, record))
         if known != record:
             raise UserError(
@@ -74,33 +73,125 @@ def _records(path: Path, lines: list[str]) -> list[Record]:
     if not found:
         kind = "empty" if not lines else "nothing but blank lines"
         raise UserError(f"prompt file {path} is {kind}; it needs at least one prompt, one per line.")
-    if blank:
-        warnings.warn(f"prompt file {path}: skipped {_lines(blank)}, which are blank.", stacklevel=3)
-    if repeated:
-        warnings.warn(
-            f"prompt file {path}: skipped {_lines(repeated)}, whose prompts stand further up; each "
-            f"counts once.",
-            stacklevel=3,
-        )
+    for numbers, why in (
+        (blank, "which are blank"),
+        (repeated, "whose prompts stand further up; each counts once"),
+    ):
+        if numbers:
+            shown = ", ".join(str(n) for n in numbers[:10]) + (" ..." if len(numbers) > 10 else "")
+            warnings.warn(
+                f"prompt file {path}: skipped {len(numbers)} line(s) ({shown}), {why}.", stacklevel=2
+            )
     return [record for _, record in found.values()]
 
 
-def _record(path: Path, number: int, line: str) -> Record:
-    if path.suffix == ".txt":
-        return {"prompt": line.strip()}
+def load_demonstrations(path: str | Path, field: str | None = None) -> list[Record]:
+    """Records of a `.jsonl` file, each with "prompt" and its "completion".
+
+    Unlike `load_prompts` this keeps a prompt's every record: several completions of one prompt are what
+    sampling makes. Blank lines are skipped, texts are left as they are.
+
+    Args:
+        path: a file in UTF-8. A prompt is a text, or a conversation: a list of messages with "role" and
+            "content".
+        field: where the completion stands; None is "completion", or "solution" where a record has no
+            completion.
+
+    Returns:
+        At least one record, in the order of the file.
+
+    Raises:
+        UserError: no such file, another kind of file, a line that is no record, a record without prompt or
+            completion, or no record at all; the message names the line.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"there is no file of demonstrations '{file}'; give the path of a .jsonl file.")
+    if file.suffix != ".jsonl":
+        raise UserError(
+            f"file of demonstrations '{file}' ends in {file.suffix!r}; use .jsonl, one record with a prompt "
+            "and its completion per line."
+        )
+    lines = enumerate(_lines(file, f"file of demonstrations '{file}'"), start=1)
+    found = [_demonstration(f"'{file}' line {number}", line, field) for number, line in lines if line.strip()]
+    if not found:
+        raise UserError(
+            f"file of demonstrations '{file}' has no record; it needs at least one line such as {EXAMPLE}. "
+            "Where it was made by selecting samples, none was accepted."
+        )
+    return found
+
+
+def with_completion(record: Mapping[str, Any], where: str, field: str | None = None) -> Record:
+    """The record with what stands in its field as "completion".
+
+    Args:
+        record: has the completion.
+        where: the record's name in messages.
+        field: see `load_demonstrations`.
+
+    Raises:
+        UserError: there is no text in the field.
+    """
+    name = field or (COMPLETION if COMPLETION in record or SOLUTION not in record else SOLUTION)
+    if not isinstance(record.get(name), str):
+        raise UserError(
+            f"{where} has no text in the field {name!r}: its fields are {', '.join(record)}. Each record "
+            f"needs a prompt and its completion, such as {EXAMPLE}."
+        )
+    return {**record, COMPLETION: record[name]}
+
+
+def demonstrations_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """The content of a file that `load_demonstrations` reads.
+
+    Args:
+        records: JSON values.
+    """
+    lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records)
+    return "".join(f"{line}\n" for line in lines).encode("utf-8")
+
+
+def _lines(path: Path, name: str) -> list[str]:
+    """The lines of a text file; splitlines would also cut at U+0085 and U+2028."""
     try:
-        record = json.loads(line)
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 text ({error}); save it as UTF-8.") from error
+    lines = [line.rstrip("\r") for line in text.split("\n")]
+    return lines if lines[-1] else lines[:-1]
+
+
+def _json(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"prompt file {path} line {number} is not JSON: {error}.") from error
+        raise UserError(f"{where} is not JSON: {error}.") from error
+
+
+def _prompt_record(path: Path, number: int, line: str) -> Record:
+    record = _json(line, f"prompt file {path} line {number}")
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(
             f'prompt file {path} line {number} needs a JSON object with a "prompt" that is text, '
             f'e.g. {{"prompt": "a red circle"}}; got {line.strip()[:80]}.'
         )
-    return record | {"prompt": prompt.strip()}
+    return record
 
 
-def _lines(numbers: list[int]) -> str:
-    shown = ", ".join(str(n) for n in numbers[:10]) + (" ..." if len(numbers) > 10 else "")
-    return f"{len(numbers)} line(s) ({shown})"
+def _demonstration(where: str, line: str, field: str | None) -> Record:
+    record = _json(line, where)
+    if not isinstance(record, dict) or not _is_prompt(record.get("prompt")):
+        raise UserError(
+            f'{where} needs a JSON object with a "prompt" that is text or a list of messages, such as '
+            f"{EXAMPLE}; got {line.strip()[:80]}."
+        )
+    return with_completion(record, where, field)
+
+
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    messages = prompt if isinstance(prompt, list) else []
+    return bool(messages) and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +64,20 @@ class PreferencePair:
         NAME_left and NAME_right change places; of a probability for the left image, NAME_prob, so do its two
         orders where NAME_prob_swapped is there, and else it becomes 1 − p.
         """
-        return PreferencePair(
-            prompt=self.prompt,
+        return replace(
+            self,
             image_left=self.image_right,
             image_right=self.image_left,
             label=1.0 - self.label,
             votes=None if self.votes is None else (self.votes[1], self.votes[0], self.votes[2]),
             generator_left=self.generator_right,
             generator_right=self.generator_left,
-            resolution=self.resolution,
-            category=self.category,
-            split=self.split,
-            prompt_id=self.prompt_id,
             extra=dict(_other_side(name, value, self.extra) for name, value in self.extra.items()),
         )
 
     def to_row(self) -> Row:
         """The record as one object of a JSONL file, None left out; `load_preferences` reads it back equal."""
-        row: Row = {name: getattr(self, name) for name in PAIR_FIELDS if getattr(self, name) is not None}
-        if self.votes is not None:
-            row["votes"] = list(self.votes)
-        return {**self.extra, **row}
+        return _to_row(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,19 +112,7 @@ class QualityRecord:
 
     def to_row(self) -> Row:
         """The record as one object of a JSONL file, None left out."""
-        return {
-            **self.extra,
-            **{n: getattr(self, n) for n in QUALITY_FIELDS if getattr(self, n) is not None},
-        }
-
-
-PAIR_FIELDS = (
-    "prompt", "image_left", "image_right", "label", "generator_left", "generator_right", "resolution",
-    "category", "split", "prompt_id",
-)  # fmt: skip
-QUALITY_FIELDS = (
-    "image", "mos", "std", "prompt", "generator", "resolution", "category", "split", "reference",
-)  # fmt: skip
+        return _to_row(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +150,66 @@ class QualitySet:
         return self.rows[number] if self.rows else number + 1
 
 
+SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
+"""Words for a label."""
+
+_VOTE_COLUMNS = ("votes_left", "votes_right", "votes_tie")
+
+
+def pair_from_row(row: Row, *, folder: Path | None = None) -> PreferencePair:
+    """One pair from the columns that `load_preferences` names.
+
+    Args:
+        row: Column -> value; numbers may be strings, as CSV has them.
+        folder: Where relative image paths start; None leaves them as they are.
+
+    Raises:
+        UserError: A column is missing or cannot be read, or label and votes contradict one another.
+    """
+    votes = _votes(row)
+    if "label" not in row and votes is None:
+        raise UserError(
+            f"neither 'label' nor votes ({', '.join(_VOTE_COLUMNS)}) in it. Found: {', '.join(row)}."
+        )
+    from_votes = None if votes is None else (votes[0] + votes[2] / 2) / max(sum(votes), 1)
+    label = from_votes if "label" not in row else _label(row["label"])
+    assert label is not None
+    if from_votes is not None and (label - 0.5) * (from_votes - 0.5) < 0:
+        raise UserError(
+            f"the label {label:g} contradicts the votes {votes} (left, right, tie), whose share for the left "
+            f"image is {from_votes:.3g}."
+        )
+    return PreferencePair(
+        prompt=_text(row, "prompt"),
+        image_left=_place(_text(row, "image_left"), folder),
+        image_right=_place(_text(row, "image_right"), folder),
+        label=label,
+        votes=votes,
+        **_others(
+            PreferencePair, row, ("prompt", "image_left", "image_right", "label", "votes", *_VOTE_COLUMNS)
+        ),
+    )
+
+
+def quality_from_row(row: Row, *, folder: Path | None = None) -> QualityRecord:
+    """One scored image from the columns that `load_quality` names.
+
+    Args:
+        row: Column -> value; numbers may be strings.
+        folder: Where relative image paths start; None leaves them as they are.
+
+    Raises:
+        UserError: A column is missing or cannot be read.
+    """
+    return QualityRecord(
+        image=_place(_text(row, "image"), folder),
+        mos=_number(row, "mos"),
+        std=None if row.get("std") is None else _number(row, "std"),
+        prompt=str(row.get("prompt", "")),
+        **_others(QualityRecord, row, ("image", "mos", "std", "prompt", "higher_is_better")),
+    )
+
+
 def mixed_side(pair: PreferencePair) -> PreferencePair:
     """The pair, or its mirror image, by a hash of its prompt and images: half of a set, the same half always.
 
@@ -196,3 +238,83 @@ def _other_side(name: str, value: Any, extra: Mapping[str, Any]) -> tuple[str, A
         return name, 1.0 - float(value)
     except (TypeError, ValueError):
         return name, value
+
+
+def _to_row(record: PreferencePair | QualityRecord) -> Row:
+    own = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "extra"}
+    if own.get("votes") is not None:
+        own["votes"] = list(own["votes"])
+    return {**record.extra, **{name: value for name, value in own.items() if value is not None}}
+
+
+def _others(kind: type, row: Row, read: Sequence[str]) -> dict[str, Any]:
+    """The fields of a record beside those read already: texts, and all that it does not know as `extra`."""
+    texts = [field.name for field in fields(kind) if field.name not in (*read, "extra")]
+    extra = {name: value for name, value in row.items() if name not in (*read, *texts)}
+    return {"extra": extra, **{name: str(row[name]) for name in texts if row.get(name) is not None}}
+
+
+def _label(value: Any) -> float:
+    if isinstance(value, str) and value.strip().lower() in SIDES:
+        return SIDES[value.strip().lower()]
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"the label {value!r} is neither {', '.join(SIDES)} nor a number 0 to 1 (the share for the left "
+            "image)."
+        ) from None
+
+
+def _votes(row: Row) -> tuple[int, int, int] | None:
+    given: Any = row.get("votes")
+    if given is None and ("votes_left" in row or "votes_right" in row):
+        given = [row.get(name, 0) for name in _VOTE_COLUMNS]
+    if given is None:
+        return None
+    try:
+        counts = json.loads(given) if isinstance(given, str) else list(given)
+        numbers = [float(count) for count in counts]
+        if len(numbers) not in (2, 3) or any(n != int(n) for n in numbers):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(
+            f"votes must be whole counts [left, right] or [left, right, tie]; got {given!r}."
+        ) from None
+    left, right, tie = (int(n) for n in [*numbers, 0.0][:3])
+    if min(left, right, tie) < 0 or left + right + tie == 0:
+        raise UserError(f"votes must be counts, at least one of them positive; got {given!r}.")
+    return left, right, tie
+
+
+def _text(row: Row, name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"'{name}' is {'missing' if value is None else repr(value)}, needed is a text.")
+    return value
+
+
+def _number(row: Row, name: str) -> float:
+    try:
+        value = float(row[name])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"'{name}' is {row.get(name)!r}, needed is a number.") from None
+    if not math.isfinite(value):
+        raise UserError(f"'{name}' is {value}, needed is a finite number.")
+    return value
+
+
+def truth(value: Any) -> bool:
+    """A truth value as files write it: true, false, 1, 0."""
+    words = {"true": True, "1": True, "false": False, "0": False}
+    if isinstance(value, bool):
+        return value
+    if str(value).strip().lower() in words:
+        return words[str(value).strip().lower()]
+    raise UserError(f"higher_is_better is {value!r}, needed is true or false.")
+
+
+def _place(reference: str, folder: Path | None) -> str:
+    if folder is None or Path(reference).is_absolute() or "://" in reference:
+        return reference
+    return str(folder / reference)

@@ -3,17 +3,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError, suggestion
 
-from .files import load_preferences, load_quality
 from .image_references import shapes_reference
-from .layouts import PAIR_LAYOUTS, load_layout
-from .quality_layouts import QUALITY_LAYOUTS, load_quality_layout
-from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
-from .tables import read_rows, require_columns
+from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout, load_quality_layout
+from .records import (
+    PreferencePair,
+    PreferenceSet,
+    QualityRecord,
+    QualitySet,
+    pair_from_row,
+    quality_from_row,
+    truth,
+)
+from .tables import Row, read_rows, require_columns
 
 GENERATED = ("shapes:pairs", "shapes:quality")
 SHAPES_PAIRS = 400
@@ -71,6 +80,125 @@ def _from_file(source: str, split: str | None, limit: int | None) -> PreferenceS
         require_columns(source, row, needed, purpose="a preference set (a quality set: image, mos)")
         return load_preferences(source, split=split, limit=limit)
     raise UserError(f"'{source}' holds no record.")
+
+
+def load_preferences(
+    path: str | Path, *, split: str | None = None, limit: int | None = None
+) -> PreferenceSet:
+    """Read a preference set.
+
+    Columns: `prompt`, `image_left`, `image_right`, and what was said: `label` (left, right, tie, or a number
+    0 to 1, the share for the left image), or `votes` [left, right, tie], or `votes_left`, `votes_right` and
+    perhaps `votes_tie`. Optional: `generator_left`, `generator_right`, `resolution`, `category`, `split`,
+    `prompt_id`. All others are kept in `extra`. Relative image paths are taken from the file's folder.
+
+    Args:
+        path: A JSONL, JSON, CSV, TSV or Parquet file.
+        split: Keep this split alone.
+        limit: Read at most so many pairs.
+
+    Returns:
+        At least one pair, in the order of the file; `visalign.data.sets.checks` says what is odd.
+
+    Raises:
+        UserError: Missing file or columns, a row that cannot be read (named by its number), a label that
+            contradicts the votes of its row, no such split, or no pair.
+    """
+    folder = Path(path).parent
+    pairs, rows = _load(path, split, limit, _PAIR, lambda row: pair_from_row(row, folder=folder))
+    return PreferenceSet(name=Path(path).stem, pairs=tuple(pairs), rows=rows)
+
+
+def load_quality(path: str | Path, *, split: str | None = None, limit: int | None = None) -> QualitySet:
+    """Read a quality set.
+
+    Columns: `image`, `mos`; optional `std`, `prompt`, `generator`, `resolution`, `category`, `split`,
+    `reference`, and `higher_is_better` (equal in all rows; true where it is absent). Others are kept in
+    `extra`. Relative image paths are taken from the file's folder.
+
+    Args:
+        path: A JSONL, JSON, CSV, TSV or Parquet file.
+        split: Keep this split alone.
+        limit: Read at most so many images.
+
+    Returns:
+        At least one record, in the order of the file.
+
+    Raises:
+        UserError: As in `load_preferences`; or rows with different directions.
+    """
+    folder = Path(path).parent
+    better: list[bool] = []
+
+    def read(row: Row) -> QualityRecord:
+        better.append(truth(row.get("higher_is_better", True)))
+        return quality_from_row(row, folder=folder)
+
+    records, rows = _load(path, split, limit, _SCORED, read)
+    if len(set(better)) > 1:
+        raise UserError(
+            f"'{path}' mixes directions: higher_is_better is true in row {rows[better.index(True)]} and false "
+            f"in row {rows[better.index(False)]}. Put scores of different directions into different files, or "
+            "turn one sign."
+        )
+    return QualitySet(name=Path(path).stem, records=tuple(records), higher_is_better=better[0], rows=rows)
+
+
+_PAIR = ("pair", "a preference set", ("prompt", "image_left", "image_right"))
+_SCORED = ("image", "a quality set", ("image", "mos"))
+
+
+def _load(
+    path: str | Path,
+    split: str | None,
+    limit: int | None,
+    kind: tuple[str, str, tuple[str, ...]],
+    read: Callable[[Row], Any],
+) -> tuple[list[Any], tuple[int, ...]]:
+    """(records, their rows) of a file; what is wrong in a row is said with its number."""
+    found, rows, splits = [], [], set()
+    what, purpose, needed = kind
+    for number, row in read_rows(path):
+        if not splits:
+            require_columns(path, row, needed, purpose=purpose)
+        splits.add(row.get("split"))
+        if split is not None and row.get("split") != split:
+            continue
+        try:
+            found.append(read(row))
+        except UserError as error:
+            raise UserError(f"Row {number} of '{path}': {error}") from error
+        rows.append(number)
+        if limit is not None and len(found) >= limit:
+            break
+    if not found and split is None:
+        raise UserError(f"'{path}' holds no {what}.")
+    if not found:
+        names = ", ".join(sorted(str(name) for name in splits if name is not None)) or "none at all"
+        raise UserError(f"'{path}' holds no {what} of the split '{split}'. Splits in it: {names}.")
+    return found, tuple(rows)
+
+
+def write_rows(path: str | Path, records: Iterable[PreferencePair | QualityRecord]) -> Path:
+    """Write a set as JSONL, one record per line.
+
+    Args:
+        path: A new file; missing folders are made.
+        records: Pairs or scored images.
+
+    Returns:
+        The path.
+
+    Raises:
+        UserError: The file exists.
+    """
+    place = Path(path)
+    if place.exists():
+        raise UserError(f"'{place}' exists, and nothing is overwritten. Give another name or remove it.")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(record.to_row(), ensure_ascii=False, allow_nan=False) for record in records)
+    place.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return place
 
 
 def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> PreferenceSet:

@@ -21,12 +21,15 @@ _MANY = 5
 """How many lines or names a message lists before it only counts."""
 
 
-def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Row]]:
+def read_rows(
+    path: str | Path, *, columns: Sequence[str] | None = None, ending: str | None = None
+) -> Iterator[tuple[int, Row]]:
     """The rows of a table with their numbers, read as they are asked for: a huge file is never held whole.
 
     Args:
         path: A `.jsonl`, `.json` (a list of objects), `.csv`, `.tsv` or `.parquet` file, text in UTF-8.
         columns: Of a Parquet file, the columns to read; None reads all. Other files ignore it.
+        ending: What the file is, where its own ending says something else.
 
     Returns:
         (number, row) pairs. The number is the line in a text file (CSV: of the row's last line), and
@@ -39,7 +42,7 @@ def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> Iter
     place = Path(path)
     if not place.is_file():
         raise UserError(f"There is no file '{place}'. Give a file that ends in {', '.join(READERS)}.")
-    reader = READERS.get(place.suffix.lower())
+    reader = READERS.get(ending or place.suffix.lower())
     if reader is None:
         raise UserError(
             f"'{place}' ends in '{place.suffix}', which is no table we read. Allowed: {', '.join(READERS)}."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of given answers: read as they are, refused by line."""
+"""Files of demonstrations: read as they are, refused by line."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import json
 
 import pytest
 
-from visalign.data.sets.answer_files import answers_jsonl, load_answers
+from visalign.data.sets.prompt_files import demonstrations_jsonl, load_demonstrations
 from visalign.errors import UserError
 
 
-def test_a_prompt_may_have_several_answers_and_texts_stay_as_they_are(tmp_path):
+def test_a_prompt_may_have_several_completions_and_texts_stay_as_they_are(tmp_path):
     records = [
         {"prompt": "1 + 1?\n", "completion": " 2\u2028\n", "level": 1},
         {"prompt": "1 + 1?\n", "completion": "zwei – ²"},
         {"prompt": [{"role": "user", "content": "hi"}], "completion": ""},
     ]
     file = tmp_path / "a.jsonl"
-    file.write_bytes(answers_jsonl(records) + b"\n\n")
-    assert load_answers(file) == records
+    file.write_bytes(demonstrations_jsonl(records) + b"\n\n")
+    assert load_demonstrations(file) == records
 
 
-def test_the_field_of_the_answer(tmp_path):
+def test_the_field_of_the_completion(tmp_path):
     file = tmp_path / "a.jsonl"
     both = {"prompt": "p", "completion": "c", "solution": "s", "best": "b"}
     file.write_text(json.dumps(both) + "\n" + json.dumps({"prompt": "p", "solution": "s"}))
-    assert [r["completion"] for r in load_answers(file)] == ["c", "s"]
+    assert [r["completion"] for r in load_demonstrations(file)] == ["c", "s"]
     file.write_text(json.dumps(both))
-    assert load_answers(file, "best")[0]["completion"] == "b"
+    assert load_demonstrations(file, "best")[0]["completion"] == "b"
 
 
 @pytest.mark.parametrize(
@@ -52,18 +52,18 @@ def test_files_that_cannot_be_used(content, message, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(content)
     with pytest.raises(UserError, match=message):
-        load_answers(file)
+        load_demonstrations(file)
 
 
 def test_paths_that_cannot_be_used(tmp_path):
-    with pytest.raises(UserError, match="there is no file of answers"):
-        load_answers(tmp_path / "no.jsonl")
+    with pytest.raises(UserError, match="there is no file of demonstrations"):
+        load_demonstrations(tmp_path / "no.jsonl")
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(UserError, match=r"ends in '.txt'; use .jsonl"):
-        load_answers(tmp_path / "a.txt")
+        load_demonstrations(tmp_path / "a.txt")
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe{")
     with pytest.raises(UserError, match="is not UTF-8 text"):
-        load_answers(tmp_path / "b.jsonl")
+        load_demonstrations(tmp_path / "b.jsonl")
     (tmp_path / "c.jsonl").write_text('{"prompt": "p", "completion": "c"}')
     with pytest.raises(UserError, match="line 1 has no text in the field 'best'"):
-        load_answers(tmp_path / "c.jsonl", "best")
+        load_demonstrations(tmp_path / "c.jsonl", "best")
