@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from .stage import SceneFeed, Stage, picture_batches
+from .stage import Plan, SceneFeed, rendered, train
 
 KL_WEIGHT = 2e-5
 """Per latent element, against the errors per pixel; 1e-3 was tried and washed the colors out."""
@@ -53,27 +53,17 @@ def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
     return pixels + EDGE_WEIGHT * (horizontal + vertical)
 
 
-def train_autoencoder(work: Path, *, steps: int, batch: int, seed: int, resume: bool) -> AutoencoderKL:
+def train_autoencoder(work: Path, plan: Plan, resume: bool) -> AutoencoderKL:
     """Train the autoencoder, set its scale and shift from 4,096 pictures, and return it in float32."""
+    seed, batch = plan.seed, plan.autoencoder_batch
     torch.manual_seed(seed)
     model = new_autoencoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-4)
     feed = SceneFeed(seed, style_weights=(0.25, 0.25, 0.25, 0.25))
-    state_file = work / "autoencoder.pt"
-    stage = Stage(
-        name="autoencoder",
-        module=model,
-        optimizers=[optimizer],
-        steps=steps,
-        state_file=state_file,
-        cooldown=0.6,
-    )
-    start = int(torch.load(state_file, weights_only=True)["step"]) if resume and state_file.exists() else 0
-    batches = picture_batches(feed, start, batch)
     noise = torch.Generator()
 
     def loss_of(step: int) -> Tensor:
-        _, pictures = next(batches)
+        pictures = rendered(feed.scenes(step * batch, batch))
         noise.manual_seed(seed * 1_000_003 + step)
         with torch.autocast("cpu", torch.bfloat16):
             posterior = model.encode(pictures).latent_dist
@@ -83,10 +73,9 @@ def train_autoencoder(work: Path, *, steps: int, batch: int, seed: int, resume: 
         kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
         return reconstruction_loss(output.float(), pictures) + KL_WEIGHT * kl
 
-    average = stage.run(loss_of, resume)
-    model.load_state_dict(average.values)
-    model.eval()
-    latents = encode_scenes(model, feed, 0, 4096)
+    file, steps = work / "autoencoder.pt", plan.autoencoder_steps
+    train(model, [optimizer], loss_of, file, steps=steps, resume=resume, cooldown=0.6)
+    latents = encode_scenes(model, feed, 4096)
     model.register_to_config(
         shift_factor=round(latents.mean().item(), 4), scaling_factor=round(1.0 / latents.std().item(), 4)
     )
@@ -94,12 +83,11 @@ def train_autoencoder(work: Path, *, steps: int, batch: int, seed: int, resume: 
 
 
 @torch.no_grad()
-def encode_scenes(model: AutoencoderKL, feed: SceneFeed, start: int, count: int, chunk: int = 256) -> Tensor:
-    """Posterior means [count, 8, 8, 8] float32, not yet scaled, of a feed's scenes."""
+def encode_scenes(model: AutoencoderKL, feed: SceneFeed, count: int, chunk: int = 256) -> Tensor:
+    """Posterior means [count, 8, 8, 8] float32, not yet scaled, of a feed's first scenes."""
     parts = []
-    for _, pictures in picture_batches(feed, start // chunk, chunk, chunk=4):
+    for start in range(0, count, chunk):
+        pictures = rendered(feed.scenes(start, min(chunk, count - start)))
         with torch.autocast("cpu", torch.bfloat16):
             parts.append(model.encode(pictures).latent_dist.mean.float())
-        if len(parts) * chunk >= count:
-            break
-    return torch.cat(parts)[:count]
+    return torch.cat(parts)

@@ -6,9 +6,8 @@ Every number is measured on the saved folder, loaded with the library whose form
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ import torch
 from visalign.data.shapes.prompts import CATEGORIES, all_prompts, heldout_prompts, train_prompts
 from visalign.data.shapes.verifier import verify
 
-if TYPE_CHECKING:
-    from .plan import Plan
+from .stage import Plan, machine, size_of
 
 SEEDS = (0, 1)
 
@@ -50,71 +48,51 @@ def pipeline_accuracy(folder: Path, guidance: float, *, steps: int = 10) -> dict
     return {"all": float(hits.mean())} | {tag: float(hits[names == tag].mean()) for tag in CATEGORIES}
 
 
-def size_of(folder: Path) -> float:
-    """Size of a folder in MB (10⁶ bytes)."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
-
-
-def _split_table() -> list[str]:
-    counts = {name: [sum(r["tag"] == name for r in split) for split in _splits()] for name in CATEGORIES}
-    rows = ["| category | prompts | training | held out (evaluated) |", "|---|---|---|---|"]
-    return rows + [f"| {name} | {a} | {b} | {c} |" for name, (a, b, c) in counts.items()]
-
-
-def _splits() -> tuple[list[Any], list[Any], list[Any]]:
-    return all_prompts(), train_prompts(), heldout_prompts()
-
-
-def generator_card(folder: Path, seconds: Mapping[str, float], plan: Plan) -> str:
+def generator_card(folder: Path, seconds: float, plan: Plan) -> str:
     """The card of `shapes-sd3`."""
     from .generator import POOL, SHIFT
-    from .plan import machine
 
-    by_guidance = {scale: pipeline_accuracy(folder, scale) for scale in (1.0, 2.0)}
-    header = "| category | " + " | ".join(f"guidance {scale}" for scale in by_guidance) + " |"
-    rows = [header, "|---|" + "---|" * len(by_guidance)]
-    for name in ("all", *CATEGORIES):
-        rows.append(
-            f"| {name} | " + " | ".join(f"{scores[name]:.3f}" for scores in by_guidance.values()) + " |"
-        )
-    total = sum(seconds.values()) / 60
-    worst = sorted(CATEGORIES, key=lambda name: by_guidance[1.0][name])
-    return "\n".join(
-        [
-            "# shapes-sd3",
-            "",
-            "A small text-to-image model of the shapes world in diffusers' format:",
-            '`StableDiffusion3Pipeline.from_pretrained("assets/shapes-sd3")` loads and runs it as it is, '
-            "64×64 pictures. SD3 transformer (7 layers, width 160, 16 image tokens, 6.3 M parameters), "
-            "autoencoder (8×8 latents of 8 channels, 0.95 M), two CLIP text encoders (0.34 M), a null T5, "
-            f"float16, {size_of(folder):.1f} MB.",
-            "",
-            "## Training",
-            "",
-            f"- Autoencoder: {plan.autoencoder_steps} steps of {plan.autoencoder_batch} rendered scenes.",
-            f"- Transformer and text encoders: flow matching, {plan.generator_steps} steps of "
-            f"{plan.generator_batch} from a pool of {POOL:,} encoded scenes; scheduler shift {SHIFT}.",
-            f"- {total:.0f} minutes in all on {machine()}.",
-            "- Made by `visalign build-assets`.",
-            "",
-            "## Data",
-            "",
-            "Scenes rendered from the training prompts; no held-out combination (shapes, colors, sizes, "
-            "count, relation) occurs among them.",
-            "",
-            *_split_table(),
-            "",
-            "## How good it is",
-            "",
-            f"Held-out prompts × {len(SEEDS)} seeds, 10 Euler steps, share of pictures that the verifier "
-            "finds correct in every check:",
-            "",
-            *rows,
-            "",
-            f"It is meant to be improvable; it fails most often at {worst[0]} and {worst[1]}.",
-            "",
-        ]
-    )
+    plain, guided = (pipeline_accuracy(folder, scale) for scale in (1.0, 2.0))
+    rows = "\n".join(f"| {name} | {plain[name]:.3f} | {guided[name]:.3f} |" for name in ("all", *CATEGORIES))
+    splits = (all_prompts(), train_prompts(), heldout_prompts())
+    counts = {name: [sum(r["tag"] == name for r in split) for split in splits] for name in CATEGORIES}
+    prompts = "\n".join(f"| {name} | {a} | {b} | {c} |" for name, (a, b, c) in counts.items())
+    worst = sorted(CATEGORIES, key=lambda name: plain[name])
+    return f"""# shapes-sd3
+
+A small text-to-image model of the shapes world in diffusers' format:
+`StableDiffusion3Pipeline.from_pretrained("assets/shapes-sd3")` loads and runs it as it is, 64×64 pictures.
+SD3 transformer (7 layers, width 160, 16 image tokens, 6.3 M parameters), autoencoder (8×8 latents of 8
+channels, 0.95 M), two CLIP text encoders (0.34 M), a null T5, float16, {size_of(folder):.1f} MB.
+
+## Training
+
+- Autoencoder: {plan.autoencoder_steps} steps of {plan.autoencoder_batch} rendered scenes.
+- Transformer and text encoders: flow matching, {plan.generator_steps} steps of {plan.generator_batch} from a
+  pool of {POOL:,} encoded scenes; scheduler shift {SHIFT}.
+- {seconds / 60:.0f} minutes in all on {machine()}.
+- Made by `visalign build-assets`.
+
+## Data
+
+Scenes rendered from the training prompts; no held-out combination (shapes, colors, sizes, count, relation)
+occurs among them.
+
+| category | prompts | training | held out (evaluated) |
+|---|---|---|---|
+{prompts}
+
+## How good it is
+
+Held-out prompts × {len(SEEDS)} seeds, 10 Euler steps, share of pictures that the verifier finds correct in
+every check:
+
+| category | guidance 1.0 | guidance 2.0 |
+|---|---|---|
+{rows}
+
+It is meant to be improvable; it fails most often at {worst[0]} and {worst[1]}.
+"""
 
 
 def clip_card(folder: Path, seconds: float, plan: Plan) -> str:
@@ -122,32 +100,26 @@ def clip_card(folder: Path, seconds: float, plan: Plan) -> str:
     from visalign.rewards.clip.open_clip_folder import load_open_clip
 
     from .clip import MILD_SHARE, retrieval
-    from .plan import machine
 
     model, _, _ = load_open_clip(folder)
     scores = retrieval(model, captions=64, draws=50)
-    return "\n".join(
-        [
-            "# shapes-clip",
-            "",
-            "A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): "
-            "64×64 pictures, ResNet of width 16 with attention pooling; text 3 layers of width 96; "
-            "96 joint dimensions; float16, "
-            f"{size_of(folder):.1f} MB. `visalign.rewards` loads it as `clip_score`.",
-            "",
-            "## Training",
-            "",
-            f"{plan.clip_steps} steps of {plan.clip_batch} freshly rendered scenes with different captions, "
-            f"all four styles, {MILD_SHARE:.0%} of them distorted up to half severity; training prompts "
-            f"only. {seconds / 60:.0f} minutes on {machine()}. Made by `visalign build-assets`.",
-            "",
-            "## How good it is",
-            "",
-            "Top-1 retrieval among 64 held-out captions, undistorted pictures, mean of 50 draws; pictures "
-            "and captions are drawn so that exactly one caption is true of each picture:",
-            "",
-            f"- picture to text: {scores['image_to_text']:.3f}",
-            f"- text to picture: {scores['text_to_image']:.3f}",
-            "",
-        ]
-    )
+    return f"""# shapes-clip
+
+A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): 64×64 pictures,
+ResNet of width 16 with attention pooling; text 3 layers of width 96; 96 joint dimensions; float16,
+{size_of(folder):.1f} MB. `visalign.rewards` loads it as `clip_score`.
+
+## Training
+
+{plan.clip_steps} steps of {plan.clip_batch} freshly rendered scenes with different captions, all four styles,
+{MILD_SHARE:.0%} of them distorted up to half severity; training prompts only. {seconds / 60:.0f} minutes on
+{machine()}. Made by `visalign build-assets`.
+
+## How good it is
+
+Top-1 retrieval among 64 held-out captions, undistorted pictures, mean of 50 draws; pictures and captions are
+drawn so that exactly one caption is true of each picture:
+
+- picture to text: {scores["image_to_text"]:.3f}
+- text to picture: {scores["text_to_image"]:.3f}
+"""

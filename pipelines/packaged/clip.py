@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
-from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import DISTORTIONS, Scene, sample_scene
 from visalign.data.shapes.verifier import verify_scene
 
 from .captions import MAX_TOKENS, new_tokenizer
-from .stage import Average, SceneFeed, Stage
+from .stage import Plan, SceneFeed, rendered, train
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
@@ -64,10 +62,6 @@ def _distinct(feed: SceneFeed, start: int, count: int, rng: np.random.Generator)
     return list(scenes.values())
 
 
-def _pixels(scenes: list[Scene]) -> Tensor:
-    return torch.from_numpy(render_many(scenes)).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
-
-
 def distinct_pairs(rng: np.random.Generator, captions: int) -> list[Scene]:
     """Scenes of held-out captions such that each picture satisfies its own caption and no other.
 
@@ -100,7 +94,7 @@ def retrieval(
     hits = {"image_to_text": 0.0, "text_to_image": 0.0}
     for _ in range(draws):
         scenes = distinct_pairs(rng, captions)
-        image = F.normalize(model.encode_image(_pixels(scenes)), dim=-1)
+        image = F.normalize(model.encode_image(rendered(scenes)), dim=-1)
         ids = _ids(tokenizer, [scene.record["prompt"] for scene in scenes])
         similarity = image @ F.normalize(model.encode_text(ids), dim=-1).T
         truth = torch.arange(captions)
@@ -115,8 +109,9 @@ def _ids(tokenizer: Any, prompts: list[str]) -> Tensor:
     ).input_ids
 
 
-def train_clip(work: Path, *, steps: int, batch: int, seed: int, resume: bool) -> open_clip.CLIP:
+def train_clip(work: Path, plan: Plan, resume: bool) -> open_clip.CLIP:
     """Train and return the model with averaged weights."""
+    seed, batch = plan.seed + 2, plan.clip_batch
     torch.manual_seed(seed)
     model, tokenizer = new_clip(), new_tokenizer()
     feed = SceneFeed(seed, style_weights=(0.25, 0.25, 0.25, 0.25))
@@ -127,27 +122,20 @@ def train_clip(work: Path, *, steps: int, batch: int, seed: int, resume: bool) -
         scenes = _distinct(feed, step * 8 * batch, batch, rng)
         ids = _ids(tokenizer, [scene.record["prompt"] for scene in scenes])
         with torch.autocast("cpu", torch.bfloat16):
-            image, text = model.encode_image(_pixels(scenes)), model.encode_text(ids)
+            image, text = model.encode_image(rendered(scenes)), model.encode_text(ids)
         scale = model.logit_scale.exp().clamp(max=100.0)
         logits = scale * F.normalize(image.float(), dim=-1) @ F.normalize(text.float(), dim=-1).T
         truth = torch.arange(batch)
         return (F.cross_entropy(logits, truth) + F.cross_entropy(logits.T, truth)) / 2
 
-    def after(step: int, average: Average) -> None:
-        held = new_clip()
-        held.load_state_dict(average.values)
-        print(f"  retrieval at {step}: {retrieval(held.eval(), draws=5)}", flush=True)
-
-    stage = Stage(
-        name="clip",
-        module=model,
-        optimizers=[optimizer],
-        steps=steps,
-        state_file=work / "clip.pt",
+    return train(
+        model,
+        [optimizer],
+        loss_of,
+        work / "clip.pt",
+        steps=plan.clip_steps,
+        resume=resume,
         decay=0.998,
         save_every=250,
-        after=after,
+        check=lambda held: retrieval(held, draws=5),
     )
-    average: Mapping[str, Tensor] = stage.run(loss_of, resume).values
-    model.load_state_dict(average)
-    return model.eval()

@@ -8,7 +8,6 @@ Rectified flow (Esser et al. 2024, arXiv 2403.03206, section 2): x_σ = (1 − �
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from visalign.flow.schedules import time_grid
 
 from .autoencoder import encode_scenes
 from .captions import TextSide, new_tokenizer
-from .stage import Average, SceneFeed, Stage
+from .stage import Plan, SceneFeed, muon_and_adam, tidy, train
 
 POOL = 50_000
 """Scenes that are rendered and encoded once; every epoch draws its own noise and times."""
@@ -46,8 +45,6 @@ DROP_CAPTION = 0.1
 
 SHIFT = 2.0
 """The scheduler's shift: 8×8 latents need less than SD3's 3."""
-
-MUON_RATE, ADAM_RATE = 2e-3, 1e-3
 
 
 def new_transformer() -> SD3Transformer2DModel:
@@ -122,34 +119,20 @@ def heldout_accuracy(generator: Generator, autoencoder: AutoencoderKL, seed: int
     }
 
 
-def _optimizers(generator: Generator) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for everything else."""
-    blocks = [
-        p
-        for name, p in generator.transformer.transformer_blocks.named_parameters()
-        if p.ndim == 2 and ".norm1" not in name
-    ]
-    inside = {id(p) for p in blocks}
-    others = [p for p in generator.parameters() if id(p) not in inside]
-    muon = torch.optim.Muon(blocks, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0)]
-
-
 def latent_pool(autoencoder: AutoencoderKL, work: Path, feed: SceneFeed, size: int) -> Tensor:
     """Scaled latents [size, 8, 8, 8] float16 of a feed's first scenes; kept on disk for a resumed build."""
     file = work / f"latents-{size}.pt"
     if file.exists():
         return torch.load(file, weights_only=True)
     config = autoencoder.config
-    pool = ((encode_scenes(autoencoder, feed, 0, size) - config.shift_factor) * config.scaling_factor).half()
+    pool = ((encode_scenes(autoencoder, feed, size) - config.shift_factor) * config.scaling_factor).half()
     torch.save(pool, file)
     return pool
 
 
-def train_generator(
-    autoencoder: AutoencoderKL, work: Path, *, steps: int, batch: int, seed: int, resume: bool
-) -> Generator:
+def train_generator(autoencoder: AutoencoderKL, work: Path, plan: Plan, resume: bool) -> Generator:
     """Train transformer and text encoders and return them with averaged weights."""
+    seed, batch = plan.seed + 1, plan.generator_batch
     torch.manual_seed(seed)
     generator, feed = Generator(), SceneFeed(seed, category_weights=CATEGORY_WEIGHTS)
     pool = latent_pool(autoencoder, work, feed, POOL)
@@ -170,25 +153,21 @@ def train_generator(
             v = generator.velocity((1 - at) * x0 + at * noise, sigma, torch.where(dropped, empty, ids[rows]))
         return F.mse_loss(v, noise - x0)
 
-    def after(step: int, average: Average) -> None:
-        held = Generator()
-        held.load_state_dict(average.values)
-        scores = heldout_accuracy(held.eval(), autoencoder)
-        print(f"  held-out at {step}: " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()), flush=True)
-
-    stage = Stage(
-        name="generator",
-        module=generator,
-        optimizers=_optimizers(generator),
-        steps=steps,
-        state_file=work / "generator.pt",
+    blocks = [
+        parameter
+        for name, parameter in generator.transformer.transformer_blocks.named_parameters()
+        if parameter.ndim == 2 and ".norm1" not in name
+    ]
+    return train(
+        generator,
+        muon_and_adam(generator, blocks, lr=1e-3),
+        loss_of,
+        work / "generator.pt",
+        steps=plan.generator_steps,
+        resume=resume,
         decay=0.9995,
-        save_every=500,
-        after=after,
+        check=lambda held: heldout_accuracy(held, autoencoder),
     )
-    average = stage.run(loss_of, resume)
-    generator.load_state_dict(average.values)
-    return generator.eval()
 
 
 def null_t5(vocabulary: int) -> T5EncoderModel:
@@ -222,11 +201,4 @@ def save_pipeline(generator: Generator, autoencoder: AutoencoderKL, folder: Path
         tokenizer_3=tokenizer,
     )
     pipeline.to(torch.float16).save_pretrained(folder)
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o644)
-    for file in folder.rglob("config.json"):
-        config = json.loads(file.read_text(encoding="utf-8"))
-        config.pop("_name_or_path", None)  # where it lay while it was built
-        if "dtype" in config:  # diffusers widens its own parts by default, transformers follows this entry
-            config["dtype"] = "float32"
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tidy(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from visalign.rewards.heie.inputs import Maps, draw_maps, enlarged
 from visalign.rewards.heie.judge import Heie
 from visalign.rewards.heie.training import pooled
 
-from .heie_data import ShapesFaults, faults_data
-
-if TYPE_CHECKING:
-    from .heie_plan import HeiePlan
+from .heie_data import HeiePlan, ShapesFaults, faults_data
+from .stage import machine
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 """Of the Laplace intervals whose coverage is measured."""
@@ -95,8 +92,6 @@ def heie_card(judge: Heie, found: Mapping[str, float], plan: HeiePlan, seconds: 
         plan: of the training.
         seconds: of a processor, for reading the pictures and training the heads.
     """
-    from .plan import machine
-
     count = sum(parameter.numel() for parameter in judge.heads.parameters())
     base = judge.engine.settings.rest.get("base", judge.engine.name)
     rows = _map_rows(found)

@@ -19,10 +19,21 @@ from visalign.data.shapes.prompts import COLORS, SHAPES
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import DISTORTIONS, STYLES, Scene, size_word
 
+from .judge_check import answer_accuracy
 from .judge_data import Questions
-from .judge_seeing import _GRID, MERGE, PATCH, TOKENS, see
-from .judge_text import Packed, new_judge_tokenizer, pack_questions, special_ids
-from .stage import Average, Stage
+from .judge_inputs import (
+    GRID,
+    MERGE,
+    PATCH,
+    TOKENS,
+    Packed,
+    answer_states,
+    new_judge_tokenizer,
+    pack_questions,
+    see,
+    special_ids,
+)
+from .stage import Plan, muon_and_adam, train
 
 _SIZES = ("small", "medium", "big")
 _CELL = 1 + len(SHAPES) + len(COLORS) + len(_SIZES)
@@ -73,14 +84,14 @@ def new_judge(tokenizer: Any) -> Qwen2VLForConditionalGeneration:
 
 def cell_targets(scenes: list[Scene]) -> Tensor:
     """[N, TOKENS, MERGE², 4] int64: is a centre in this cell, its shape, color, size (−100 where none is)."""
-    target = torch.full((len(scenes), _GRID, _GRID, 4), -100)
+    target = torch.full((len(scenes), GRID, GRID, 4), -100)
     target[..., 0] = 0
     for n, scene in enumerate(scenes):
         for item in scene.objects:
             row, column = int(item.y) // PATCH, int(item.x) // PATCH
             names = SHAPES.index(item.shape), COLORS.index(item.color), _SIZES.index(size_word(item.radius))
             target[n, row, column] = torch.tensor((1, *names))
-    cells = _GRID // MERGE
+    cells = GRID // MERGE
     split = target.view(len(scenes), cells, MERGE, cells, MERGE, 4).permute(0, 1, 3, 2, 4, 5)
     return split.reshape(len(scenes), TOKENS, MERGE**2, 4)
 
@@ -135,14 +146,7 @@ def answer_loss(model: Any, packed: Packed, features: Tensor) -> tuple[Tensor, T
     Returns:
         (sum of weight · loss, sum of weight), scalars.
     """
-    embeds = model.get_input_embeddings()(packed.ids)
-    embeds = embeds.masked_scatter((packed.places)[..., None], features.to(embeds.dtype))
-    hidden = model.model.language_model(
-        inputs_embeds=embeds,
-        attention_mask=packed.attention,
-        position_ids=packed.positions,
-        use_cache=False,
-    ).last_hidden_state
+    hidden = answer_states(model, packed, features)
     chosen = packed.labels != -100
     loss = F.cross_entropy(model.lm_head(hidden[chosen]).float(), packed.labels[chosen], reduction="none")
     weight = packed.weights[chosen]
@@ -150,31 +154,22 @@ def answer_loss(model: Any, packed: Packed, features: Tensor) -> tuple[Tensor, T
 
 
 def train_judge(
-    work: Path,
-    *,
-    vision_steps: int,
-    steps: int,
-    batch: int,
-    seed: int,
-    resume: bool,
-    questions: int = 8,
-    save_every: int = 250,
+    work: Path, plan: Plan, resume: bool, *, questions: int = 8, save_every: int = 150
 ) -> Qwen2VLForConditionalGeneration:
     """Train both parts and return the model with averaged weights.
 
     Args:
         work: folder of the resumable states, `judge_vision.pt` and `judge.pt`.
-        vision_steps: steps of the vision part alone, with three times the batch.
-        steps: steps of the whole model.
-        batch: pictures with questions per step; as many pairs come on top.
-        seed: of weights and data.
+        plan: lengths; the vision part alone has three times the batch, pairs come on top of pictures.
         resume: go on from saved states.
         questions: per picture.
         save_every: steps between two saved states.
     """
+    seed, batch = plan.seed + 4, plan.judge_batch
     torch.manual_seed(seed)
     tokenizer = new_judge_tokenizer()
     learner, world = Learner(new_judge(tokenizer)), Questions(seed)
+    lengths: dict[str, Any] = {"resume": resume, "save_every": save_every}
 
     def sight_loss(step: int) -> Tensor:
         scenes = [world.scene(n) for n in range(3 * step * batch, 3 * (step + 1) * batch)]
@@ -182,32 +177,26 @@ def train_judge(
             return learner.cells(see(learner.model, render_many(scenes)), scenes)
 
     vision = nn.ModuleList([learner.model.model.visual, learner.cells])
-    first = Stage(
-        name="judge's sight",
-        module=vision,
-        optimizers=[torch.optim.AdamW(vision.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.02)],
-        steps=vision_steps,
-        state_file=work / "judge_vision.pt",
-        decay=0.99,
-        save_every=save_every,
-    )
-    vision.load_state_dict(first.run(sight_loss, resume).values)
+    adam = torch.optim.AdamW(vision.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.02)
+    file = work / "judge_vision.pt"
+    train(vision, [adam], sight_loss, file, steps=plan.judge_vision_steps, decay=0.99, **lengths)
+    learner.train()
 
     def whole_loss(step: int) -> Tensor:
         return question_loss(learner, tokenizer, world, step, batch, questions)
 
-    stage = Stage(
-        name="judge",
-        module=learner,
-        optimizers=_optimizers(learner),
-        steps=steps,
-        state_file=work / "judge.pt",
+    matrices = [p for p in learner.model.model.language_model.layers.parameters() if p.ndim == 2]
+    optimizers = muon_and_adam(learner, matrices, lr=3e-3, weight_decay=0.01, slow=vision.parameters())
+    return train(
+        learner,
+        optimizers,
+        whole_loss,
+        work / "judge.pt",
+        steps=plan.judge_steps,
         decay=0.998,
-        save_every=save_every,
-        after=lambda step, average: _report(tokenizer, step, average),
-    )
-    learner.load_state_dict(stage.run(whole_loss, resume).values)
-    return learner.model.eval()
+        check=lambda held: answer_accuracy(held.model, tokenizer, pictures=100, pairs=100),
+        **lengths,
+    ).model
 
 
 def question_loss(
@@ -228,24 +217,3 @@ def question_loss(
         )
         cells = learner.cells(features[:batch], scenes)
     return single[0] / single[1] + double[0] / double[1] + 0.1 * cells
-
-
-def _optimizers(learner: Learner) -> list[torch.optim.Optimizer]:
-    """Muon for the language layers' matrices, AdamW for the rest; the vision part at a fifth of its rate."""
-    language = learner.model.model.language_model
-    matrices = [p for p in language.layers.parameters() if p.ndim == 2]
-    seen = [p for module in (learner.model.model.visual, learner.cells) for p in module.parameters()]
-    taken = {id(p) for p in (*matrices, *seen)}
-    rest = [p for p in learner.parameters() if id(p) not in taken]
-    muon = torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    groups: list[dict[str, Any]] = [{"params": rest, "lr": 3e-3}, {"params": seen, "lr": 6e-4}]
-    return [muon, torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01)]
-
-
-def _report(tokenizer: Any, step: int, average: Average) -> None:
-    from .judge_check import answer_accuracy
-
-    held = Learner(new_judge(tokenizer))
-    held.load_state_dict(average.values)
-    found = answer_accuracy(held.model.eval(), tokenizer, pictures=100, pairs=100)
-    print(f"  held-out at {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items()), flush=True)

@@ -21,8 +21,8 @@ from visalign.data.shapes.prompts import CATEGORIES
 from visalign.data.shapes.scenes import SIZE
 
 from .judge_check import answer_accuracy
-from .judge_seeing import MERGE, PATCH
-from .judge_text import CHAT_TEMPLATE, judge_settings, new_judge_tokenizer
+from .judge_inputs import CHAT_TEMPLATE, MERGE, PATCH, judge_settings, new_judge_tokenizer
+from .stage import Plan, machine
 
 NAME = "shapes-vlm"
 """Folder of the model in `assets/`."""
@@ -53,29 +53,9 @@ def save_judge(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:
     model.float()
 
 
-def judge_card(
-    folder: Path,
-    seconds: float,
-    *,
-    vision_steps: int,
-    steps: int,
-    batch: int,
-    check: int,
-    remark: str = "",
-) -> str:
-    """The card: what it was trained on, how long, how good the saved model is.
-
-    Args:
-        folder: the saved model.
-        seconds: of both parts of the training.
-        vision_steps: of the vision part alone.
-        steps: of the whole model.
-        batch: pictures per step of the whole model.
-        check: held-out pictures, and pairs, that it is measured on.
-        remark: what was otherwise in the training.
-    """
-    from .plan import machine
-
+def judge_card(folder: Path, seconds: float, plan: Plan) -> str:
+    """The card: what it was trained on, how long, how good the saved model is."""
+    batch, check = plan.judge_batch, plan.judge_check
     model: Any = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = answer_accuracy(model, tokenizer, pictures=check, pairs=check)
@@ -92,10 +72,10 @@ describes. `judge.json` holds the texts it was trained with; the rewards of `vis
 
 ## Training
 
-{vision_steps} steps of {3 * batch} rendered scenes for the vision part alone (what is in which cell, style,
-distortion), then {steps} steps of {batch} scenes with 8 questions each and {batch} pairs with 3 votes
-each; training prompts only, half of the scenes distorted. {seconds / 60:.0f} minutes on {machine()}. Made by
-the training function of the stage `judge` of `visalign build-assets`.{remark}
+{plan.judge_vision_steps} steps of {3 * batch} rendered scenes for the vision part alone (what is in which
+cell, style, distortion), then {plan.judge_steps} steps of {batch} scenes with 8 questions each and {batch}
+pairs with 3 votes each; training prompts only, half of the scenes distorted. {seconds / 60:.0f} minutes on
+{machine()}. Made by the training function of the stage `judge` of `visalign build-assets`.
 
 ## How good it is
 

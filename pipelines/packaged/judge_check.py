@@ -18,8 +18,7 @@ from visalign.data.shapes.scenes import Scene, sample_scene
 from visalign.data.shapes.verifier import verify_scene
 
 from .judge_data import BETTER, NO, RATE, SHOWS, YES, Question
-from .judge_seeing import TOKENS, see
-from .judge_text import pack_questions
+from .judge_inputs import TOKENS, answer_states, pack_questions, see
 
 CHECK_SEED = 77
 _NEAR_TRIES = 50
@@ -30,14 +29,7 @@ def answer_logits(model: Any, tokenizer: Any, asked: list[list[Question]], featu
     """[V] float32 logits of the answer's first token, for each question in turn."""
     pictures = features.shape[1] // TOKENS
     packed = pack_questions(tokenizer, asked, pictures, TOKENS)
-    embeds = model.get_input_embeddings()(packed.ids)
-    embeds = embeds.masked_scatter(packed.places[..., None], features.to(embeds.dtype))
-    hidden = model.model.language_model(
-        inputs_embeds=embeds,
-        attention_mask=packed.attention.to(embeds.dtype),
-        position_ids=packed.positions,
-        use_cache=False,
-    ).last_hidden_state
+    hidden = answer_states(model, packed, features)
     first = (packed.labels != -100) & (packed.labels.roll(1, 1) == -100)
     return list(model.lm_head(hidden[first]).float())
 
@@ -122,14 +114,7 @@ def _ratings(model: Any, tokenizer: Any, world: ShapesPreferences, pictures: int
     asked = [[Question(text=RATE, answer="<answer>3</answer>")] for _ in scenes]
     digits = tokenizer.convert_tokens_to_ids(["1", "2", "3", "4", "5"])
     packed = pack_questions(tokenizer, asked, 1, TOKENS)
-    embeds = model.get_input_embeddings()(packed.ids)
-    embeds = embeds.masked_scatter(packed.places[..., None], features.to(embeds.dtype))
-    hidden = model.model.language_model(
-        inputs_embeds=embeds,
-        attention_mask=packed.attention,
-        position_ids=packed.positions,
-        use_cache=False,
-    ).last_hidden_state
+    hidden = answer_states(model, packed, features)
     where = torch.tensor(digits)[:, None, None] == packed.labels
     prob = model.lm_head(hidden[where.any(0)]).float()[:, digits].softmax(-1)
     expected = prob @ torch.arange(1.0, 6.0)

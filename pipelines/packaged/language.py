@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from visalign.data.text_tasks.tasks import HELDOUT_SHARE, TASKS, Record, check_answer, heldout_tasks
 
 from .language_data import MAX_TOKENS, MISREAD_SHARE, Packed, corpus_record, encode, new_tokenizer, pack
-from .stage import Average, Stage
+from .stage import Plan, machine, muon_and_adam, size_of, tidy, train
 
 NAME = "tasks-qwen3"
 """Folder of the model in `assets/`."""
@@ -27,7 +26,6 @@ ANSWER_TOKENS = 96
 """No solution of the corpus is longer."""
 
 ROW = 256
-MUON_RATE, ADAM_RATE = 2e-3, 3e-3
 
 
 def language_config(vocabulary: int) -> Qwen3Config:
@@ -63,15 +61,6 @@ def new_language(tokenizer: Any) -> Qwen3ForCausalLM:
     return model
 
 
-def _optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    inside = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in inside]
-    muon = torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0)]
-
-
 def solution_loss(model: Any, packed: Packed) -> Tensor:
     """Mean negative log-likelihood of the solutions' tokens, a scalar."""
     # with a cache, transformers does not look for the borders of packed examples
@@ -81,34 +70,24 @@ def solution_loss(model: Any, packed: Packed) -> Tensor:
     return F.cross_entropy(logits.float(), packed.labels[chosen])
 
 
-def train_language(
-    work: Path,
-    *,
-    steps: int,
-    batch: int,
-    seed: int,
-    resume: bool,
-    save_every: int = 250,
-    check_per_task: int = 5,
-) -> Qwen3ForCausalLM:
+def train_language(work: Path, plan: Plan, resume: bool, save_every: int = 250) -> Qwen3ForCausalLM:
     """Train on the solutions, prompts masked, and return the model with averaged weights.
 
     Args:
         work: folder of the resumable state, `language.pt`.
-        steps: optimizer steps.
-        batch: records per step; record n of the corpus is the same in every run of a seed.
-        seed: of weights and corpus.
+        plan: lengths; record n of the corpus is the same in every run of a seed.
         resume: go on from a saved state.
         save_every: steps between two saved states.
-        check_per_task: held-out problems of each kind whose accuracy is printed then; 0 for none.
 
     Returns:
         The model in evaluation mode, float32.
     """
+    seed, batch = plan.seed + 3, plan.language_batch
     torch.manual_seed(seed)
     tokenizer = new_tokenizer()
     model = new_language(tokenizer)
     pad: Any = tokenizer.pad_token_id
+    problems = heldout_tasks(min(5, plan.language_per_task))
 
     def loss_of(step: int) -> Tensor:
         records = [corpus_record(number, seed=seed) for number in range(step * batch, (step + 1) * batch)]
@@ -116,25 +95,21 @@ def train_language(
         with torch.autocast("cpu", torch.bfloat16):
             return solution_loss(model, packed)
 
-    def after(step: int, average: Average) -> None:
-        held = new_language(tokenizer)
-        held.load_state_dict(average.values)
-        found = accuracy(held.eval(), tokenizer, heldout_tasks(check_per_task), samples=1, seed=step)
-        print(f"  held-out at {step}: greedy {found.greedy:.2f}, sampled {found.sampled:.2f}", flush=True)
+    def check(held: Qwen3ForCausalLM) -> dict[str, float]:
+        found = accuracy(held, tokenizer, problems, samples=1)
+        return {"greedy": found.greedy, "sampled": found.sampled}
 
-    stage = Stage(
-        name="language",
-        module=model,
-        optimizers=_optimizers(model),
-        steps=steps,
-        state_file=work / "language.pt",
+    return train(
+        model,
+        muon_and_adam(model, [p for p in model.model.layers.parameters() if p.ndim == 2], lr=3e-3),
+        loss_of,
+        work / "language.pt",
+        steps=plan.language_steps,
+        resume=resume,
         decay=0.998,
         save_every=save_every,
-        after=after if check_per_task else None,
+        check=check if problems else None,
     )
-    average = stage.run(loss_of, resume)
-    model.load_state_dict(average.values)
-    return model.eval()
 
 
 @torch.no_grad()
@@ -202,62 +177,44 @@ def save_language(model: Qwen3ForCausalLM, folder: Path) -> None:
     clean.load_state_dict(model.state_dict())
     clean.half().save_pretrained(folder)
     new_tokenizer().save_pretrained(folder)
-    for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)
-    file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config.pop("_name_or_path", None)
-    config["dtype"] = "float32"  # transformers follows this entry; float16 is slow and coarse on a CPU
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tidy(folder)
 
 
-def language_card(
-    folder: Path, seconds: float, *, steps: int, batch: int, per_task: int = 15, samples: int = 8
-) -> str:
+def language_card(folder: Path, seconds: float, plan: Plan, samples: int = 8) -> str:
     """The card of a saved model, measured on the folder as transformers loads it."""
-    from .cards import size_of
-    from .plan import machine
-
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    records = heldout_tasks(per_task)
+    records = heldout_tasks(plan.language_per_task)
     found = accuracy(model.eval(), tokenizer, records, samples=samples)
     rows = {"all": (found.greedy, found.sampled, found.mixed)} | found.by_task
+    table = "\n".join(f"| {name} | {a:.3f} | {b:.3f} | {c:.3f} |" for name, (a, b, c) in rows.items())
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    return "\n".join(
-        [
-            f"# {folder.name}",
-            "",
-            "A small causal language model for text policies, in transformers' format: "
-            f"`AutoModelForCausalLM` and `AutoTokenizer` load the folder. Qwen3, 6 layers of width 128, "
-            f"{millions:.1f} M parameters, {len(tokenizer)} tokens, float16, {size_of(folder):.1f} MB. It "
-            "solves small arithmetic and list tasks with a short working and the answer in `\\boxed{…}`; a "
-            "prompt ends in a line break, which the chat template adds.",
-            "",
-            "## Training",
-            "",
-            f"{steps} steps of {batch} fresh records of `visalign.data.text_tasks.tasks`, next-token loss on "
-            f"the solutions. {MISREAD_SHARE:.0%} of the solutions answer a misread problem, with one number "
-            "of it changed: sampling at temperature 1 errs about that often, which leaves reinforcement "
-            f"learning room. {seconds / 60:.0f} minutes on {machine()}. Made by `visalign build-assets`.",
-            "",
-            "## Data",
-            "",
-            f"{len(TASKS)} kinds of task, three levels. {HELDOUT_SHARE:.0%} of the problems of each kind "
-            "are held out by a hash of the problem, not of its wording. What a held-out problem is made of "
-            "(a sum of two digits, say) occurs within the workings of others.",
-            "",
-            "## How good it is",
-            "",
-            f"{len(records)} held-out problems; greedy, and {samples} samples each at temperature 1. "
-            "Mixed: share of problems with both right and wrong samples.",
-            "",
-            "| task | greedy | sampled | mixed |",
-            "|---|---|---|---|",
-            *(
-                f"| {name} | " + " | ".join(f"{value:.3f}" for value in row) + " |"
-                for name, row in rows.items()
-            ),
-            "",
-        ]
-    )
+    return f"""# {folder.name}
+
+A small causal language model for text policies, in transformers' format: `AutoModelForCausalLM` and
+`AutoTokenizer` load the folder. Qwen3, 6 layers of width 128, {millions:.1f} M parameters, {len(tokenizer)}
+tokens, float16, {size_of(folder):.1f} MB. It solves small arithmetic and list tasks with a short working and
+the answer in `\\boxed{{…}}`; a prompt ends in a line break, which the chat template adds.
+
+## Training
+
+{plan.language_steps} steps of {plan.language_batch} fresh records of `visalign.data.text_tasks.tasks`,
+next-token loss on the solutions. {MISREAD_SHARE:.0%} of the solutions answer a misread problem, with one
+number of it changed: sampling at temperature 1 errs about that often, which leaves reinforcement learning
+room. {seconds / 60:.0f} minutes on {machine()}. Made by `visalign build-assets`.
+
+## Data
+
+{len(TASKS)} kinds of task, three levels. {HELDOUT_SHARE:.0%} of the problems of each kind are held out by a
+hash of the problem, not of its wording. What a held-out problem is made of (a sum of two digits, say) occurs
+within the workings of others.
+
+## How good it is
+
+{len(records)} held-out problems; greedy, and {samples} samples each at temperature 1. Mixed: share of
+problems with both right and wrong samples.
+
+| task | greedy | sampled | mixed |
+|---|---|---|---|
+{table}
+"""

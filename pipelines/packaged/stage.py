@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training stages of `visalign build-assets` share: resumable loop, averaged weights, scenes."""
+"""What the stages of `visalign build-assets` share: plan, scenes, one resumable loop, tidy folders."""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from visalign.data.shapes.prompts import CATEGORIES, Record, train_prompts
 from visalign.data.shapes.render import render_many
@@ -32,6 +36,32 @@ STYLE_WEIGHTS = (0.5, 0.2, 0.2, 0.1)
 """Share of flat, outlined, shaded, textured in the training pictures."""
 
 _console = Console(stderr=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Length of each stage."""
+
+    autoencoder_steps: int = 3300
+    autoencoder_batch: int = 16
+    generator_steps: int = 5000
+    generator_batch: int = 192
+    clip_steps: int = 1000
+    clip_batch: int = 192
+    language_steps: int = 1200
+    language_batch: int = 128
+    language_per_task: int = 15
+    """Held-out problems of each kind that the language model's card is measured on."""
+    judge_vision_steps: int = 900
+    judge_steps: int = 1800
+    judge_batch: int = 48
+    judge_check: int = 1000
+    """Held-out pictures and pairs that the vision-language model's card is measured on."""
+    heie_pictures: int = 3000
+    heie_steps: int = 800
+    heie_check: int = 600
+    """Held-out pictures that the heatmap heads' card is measured on."""
+    seed: int = 1
 
 
 class SceneFeed:
@@ -65,117 +95,132 @@ def to_tensor(pictures: np.ndarray) -> Tensor:
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 
 
-def picture_batches(
-    feed: SceneFeed, start_step: int, batch: int, chunk: int = 64
-) -> Iterator[tuple[list[Scene], Tensor]]:
-    """Batches of fresh scenes with their pictures from `start_step` on, `chunk` batches at a time."""
-    step = start_step
-    while True:
-        scenes = feed.scenes(step * batch, batch * chunk)
-        pictures = render_many(scenes)
-        for i in range(chunk):
-            part = slice(i * batch, (i + 1) * batch)
-            yield scenes[part], to_tensor(pictures[part])
-        step += chunk
+def rendered(scenes: Sequence[Scene]) -> Tensor:
+    """Pictures [N, 3, 64, 64] float32 in [−1, 1]."""
+    return to_tensor(render_many(list(scenes)))
 
 
-class Average:
-    """Exponential moving average of the weights, with the usual warm-up of its decay."""
+def train(
+    module: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loss_of: Callable[[int], Tensor],
+    file: Path,
+    *,
+    steps: int,
+    resume: bool,
+    decay: float = 0.999,
+    warmup: int = 100,
+    cooldown: float = 0.3,
+    save_every: int = 500,
+    check: Callable[[Any], dict[str, float]] | None = None,
+) -> Any:
+    """Train a module and give it the exponential moving average of its weights.
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        self.decay, self.count = decay, 0
-        self.values = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    Args:
+        module: is trained in place.
+        optimizers: of its parameters.
+        loss_of: the loss of step n, a scalar.
+        file: of the state; its name is that of the stage.
+        steps: last step.
+        resume: go on from the saved state if there is one; the result is that of an uninterrupted run.
+        decay: of the average, with the usual warm-up.
+        warmup: steps over which the learning rate rises.
+        cooldown: share of the steps at the end over which the learning rate falls linearly to zero.
+        save_every: steps between two saved states.
+        check: numbers of a module with the averaged weights, printed with each saved state.
 
-    @torch.no_grad()
-    def update(self, module: nn.Module) -> None:
-        """Move towards the module's present weights."""
-        self.count += 1
-        decay = min(self.decay, (1 + self.count) / (10 + self.count))
-        now = dict(module.named_parameters(remove_duplicate=False))  # tied weights have two names
-        torch._foreach_lerp_([self.values[name] for name in now], list(now.values()), 1.0 - decay)
-        for name, value in module.named_buffers():
-            if name in self.values:
-                self.values[name].copy_(value)
+    Returns:
+        The module in evaluation mode.
+    """
+
+    def average(old: Any, now: Any, number: Any) -> None:
+        torch._foreach_lerp_(old, now, 1.0 - min(decay, float((1 + number) / (10 + number))))
+
+    averaged = AveragedModel(module, multi_avg_fn=average).eval()
+    averaged.n_averaged += 1  # the start counts: the first update is an average, too
+    parts: dict[str, Any] = {"module": module, "average": averaged}
+    parts |= {f"optimizer {n}": optimizer for n, optimizer in enumerate(optimizers)}
+    first, name = _load(file, parts) if resume and file.exists() else 0, file.stem
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    started, running = time.monotonic(), 0.0
+    for step in range(first, steps):
+        for group in groups:
+            rise, fall = (step + 1) / warmup, (steps - step) / max(1.0, cooldown * steps)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * min(1.0, rise, fall)
+        loss = loss_of(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        averaged.update_parameters(module)
+        running = loss.item() if step == first else 0.98 * running + 0.02 * loss.item()
+        done = step + 1
+        if done % save_every == 0 or done in (first + 100, steps):
+            _save(file, done, parts)
+            pace = (done - first) / (time.monotonic() - started)
+            found = {"loss": running, **({} if check is None else check(averaged.module))}
+            shown = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
+            left = (steps - done) / pace / 60
+            _console.print(f"{name}: step {done}/{steps}, {shown}, {pace:.2f} steps/s, {left:.0f} min left")
+    module.load_state_dict(averaged.module.state_dict())
+    return module.eval()
 
 
-@dataclass(kw_only=True)
-class Stage:
-    """One training loop: module, optimizers, schedule, saved state."""
+def _save(file: Path, step: int, parts: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    torch.save({"step": step, **{key: part.state_dict() for key, part in parts.items()}}, partial)
+    os.replace(partial, file)
 
-    name: str
-    module: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    steps: int
-    state_file: Path
-    decay: float = 0.999
-    warmup: int = 100
-    cooldown: float = 0.3
-    """Share of the steps at the end over which the learning rate falls linearly to zero."""
-    save_every: int = 500
-    after: Callable[[int, Average], None] | None = None
-    """Called every `save_every` steps with the step and the averaged weights."""
 
-    def run(self, loss_of: Callable[[int], Tensor], resume: bool) -> Average:
-        """Train to the last step and return the averaged weights.
+def _load(file: Path, parts: dict[str, Any]) -> int:
+    state = torch.load(file, weights_only=True)
+    for key, part in parts.items():
+        part.load_state_dict(state[key])
+    _console.print(f"{file.stem}: going on from step {state['step']}")
+    return int(state["step"])
 
-        Args:
-            loss_of: the loss of step n, a scalar.
-            resume: go on from the saved state if there is one.
-        """
-        average, first = Average(self.module, self.decay), 0
-        base = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
-        if resume and self.state_file.exists():
-            first = self._load(average)
-        started, running = time.monotonic(), 0.0
-        for step in range(first, self.steps):
-            for opt, rates in zip(self.optimizers, base, strict=True):
-                for group, rate in zip(opt.param_groups, rates, strict=True):
-                    group["lr"] = rate * self.schedule(step)
-            loss = loss_of(step)
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
-            for opt in self.optimizers:
-                opt.step()
-                opt.zero_grad(set_to_none=True)
-            average.update(self.module)
-            running = loss.item() if step == first else 0.98 * running + 0.02 * loss.item()
-            if (step + 1) % self.save_every == 0 or step + 1 in (first + 100, self.steps):
-                self._save(step + 1, average)
-                self._report(step + 1, first, running, time.monotonic() - started)
-                if self.after is not None:
-                    self.after(step + 1, average)
-        return average
 
-    def schedule(self, step: int) -> float:
-        """Warm-up, constant, linear cool-down: the factor of the learning rate at a step."""
-        tail = max(1.0, self.cooldown * self.steps)
-        return min(1.0, (step + 1) / self.warmup, (self.steps - step) / tail)
+def muon_and_adam(
+    module: nn.Module, matrices: Sequence[nn.Parameter], *, lr: float, **others: Any
+) -> list[torch.optim.Optimizer]:
+    """Muon for these matrices, AdamW for what else there is.
 
-    def _report(self, step: int, first: int, loss: float, seconds: float) -> None:
-        rate = (step - first) / seconds
-        _console.print(
-            f"{self.name}: step {step}/{self.steps}, loss {loss:.4f}, {rate:.2f} steps/s, "
-            f"{(self.steps - step) / rate / 60:.0f} min left"
-        )
+    Args:
+        module: all that is trained.
+        matrices: inside its blocks.
+        lr: of AdamW.
+        **others: more of AdamW, and `slow`: parameters that move with a fifth of its rate.
+    """
+    slow = list(others.pop("slow", ()))
+    taken = {id(parameter) for parameter in (*matrices, *slow)}
+    groups: list[dict[str, Any]] = [{"params": [p for p in module.parameters() if id(p) not in taken]}]
+    groups += [{"params": slow, "lr": lr / 5}] if slow else []
+    settings = {"lr": lr, "betas": (0.9, 0.98), "weight_decay": 0.0, **others}
+    muon = torch.optim.Muon(list(matrices), lr=2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(groups, **settings)]
 
-    def _save(self, step: int, average: Average) -> None:
-        self.state_file.parent.mkdir(parents=True, exist_ok=True)
-        state = {
-            "step": step,
-            "module": self.module.state_dict(),
-            "average": average.values,
-            "count": average.count,
-            "optimizers": [opt.state_dict() for opt in self.optimizers],
-        }
-        partial = self.state_file.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.state_file)
 
-    def _load(self, average: Average) -> int:
-        state = torch.load(self.state_file, weights_only=True)
-        self.module.load_state_dict(state["module"])
-        average.values, average.count = state["average"], state["count"]
-        for opt, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            opt.load_state_dict(saved)
-        _console.print(f"{self.name}: going on from step {state['step']}")
-        return int(state["step"])
+def tidy(folder: Path) -> None:
+    """Let everybody read a saved model, load it as float32, and forget where it lay while it was built."""
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o644)
+    for file in folder.rglob("config.json"):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config.pop("_name_or_path", None)
+        if "dtype" in config:  # diffusers widens its own parts by default, transformers follows this entry
+            config["dtype"] = "float32"
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def size_of(folder: Path) -> float:
+    """Size of a folder in MB (10⁶ bytes)."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
+
+
+def machine() -> str:
+    """Processor and library versions, for the cards."""
+    threads = torch.get_num_threads()
+    number = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"{number} of {platform.machine()}, torch {torch.__version__.split('+')[0]}"

@@ -6,7 +6,7 @@
 The folder holds the heads, a `judge.json` that names the model as base, and a card with measured numbers;
 `load_reward("heie", model=FOLDER)` reads it. Each picture is asked about with its own prompt or one that it
 breaks, and half of them are distorted. The truth of the map are the objects that break the prompt, that of
-the score is `assets_heie_data.plausibility`. Test pictures have held-out prompts.
+the score is `heie_data.plausibility`. Test pictures have held-out prompts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 
-from .heie_data import faults_data, shapes_faults
-from .heie_plan import HeiePlan
+from .heie import heie_card, heie_measures
+from .heie_data import HeiePlan, faults_data, shapes_faults
 
 NAME = "shapes-heie"
 """Folder of the packaged heads in `assets/`."""
@@ -87,8 +87,6 @@ def build_heie(base: str | Path, folder: Path, plan: HeiePlan | None = None) -> 
     Returns:
         What was measured.
     """
-    from .heie import heie_card, heie_measures
-
     plan = plan or HeiePlan()
     started = time.process_time()
     engine = VisionLanguageEngine.from_pretrained(base)

@@ -20,8 +20,7 @@ from visalign.data.shapes.scenes import sample_scene
 from visalign.data.shapes.verifier import verify
 from visalign.pipelines.packaged import build as build_assets
 from visalign.pipelines.packaged.captions import MAX_TOKENS, new_tokenizer
-from visalign.pipelines.packaged.cards import size_of
-from visalign.pipelines.packaged.stage import Stage
+from visalign.pipelines.packaged.stage import size_of, train
 
 
 def card(name: str) -> str:
@@ -209,13 +208,6 @@ def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> No
         build_assets.main(tmp_path, only="clip")
 
 
-def stage(file: Path, module: torch.nn.Module) -> Stage:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    return Stage(
-        name="test", module=module, optimizers=[optimizer], steps=7, state_file=file, save_every=2, warmup=2
-    )
-
-
 def line(seed: int) -> torch.nn.Linear:
     torch.manual_seed(seed)
     return torch.nn.Linear(3, 1)
@@ -228,13 +220,20 @@ def test_a_resumed_stage_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         return module(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().mean()
 
     whole, cut, other = line(0), line(0), line(1)
-    average = stage(tmp_path / "a", whole).run(partial(loss_of, whole, None), resume=False)
+
+    def run(name: str, module: torch.nn.Linear, stop: int | None = None, resume: bool = False) -> Any:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        loss = partial(loss_of, module, stop)
+        file = tmp_path / f"{name}.pt"
+        return train(module, [optimizer], loss, file, steps=7, resume=resume, save_every=2, warmup=2)
+
+    averaged = run("a", whole)
     with pytest.raises(KeyboardInterrupt):
-        stage(tmp_path / "b", cut).run(partial(loss_of, cut, 5), resume=False)
-    resumed = stage(tmp_path / "b", other).run(partial(loss_of, other, None), resume=True)
-    assert torch.equal(whole.weight, other.weight)
-    assert torch.equal(average.values["weight"], resumed.values["weight"])
-    assert not torch.equal(whole.weight, average.values["weight"])
+        run("b", cut, stop=5)
+    assert torch.equal(averaged.weight, run("b", other, resume=True).weight)
+    states = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("a", "b")]
+    assert torch.equal(states[0]["module"]["weight"], states[1]["module"]["weight"])
+    assert not torch.equal(averaged.weight, states[0]["module"]["weight"]) and not averaged.training
 
 
 @pytest.mark.slow

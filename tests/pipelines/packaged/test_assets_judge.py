@@ -28,8 +28,14 @@ from visalign.pipelines.packaged.judge import (
 from visalign.pipelines.packaged.judge_card import judge_card, judge_processor, save_judge
 from visalign.pipelines.packaged.judge_check import answer_accuracy, answer_logits
 from visalign.pipelines.packaged.judge_data import BETTER, LOOKS, SHOWS, Question, Questions, look, part, rate
-from visalign.pipelines.packaged.judge_seeing import TOKENS, patches_of, see
-from visalign.pipelines.packaged.judge_text import new_judge_tokenizer, pack_questions
+from visalign.pipelines.packaged.judge_inputs import (
+    TOKENS,
+    new_judge_tokenizer,
+    pack_questions,
+    patches_of,
+    see,
+)
+from visalign.pipelines.packaged.stage import Plan
 
 TOKENIZER: Any = new_judge_tokenizer()
 WORLD = Questions(3)
@@ -167,11 +173,11 @@ def test_votes_follow_the_utilities() -> None:
 
 
 def test_a_tiny_training_lowers_the_loss_resumes_and_loads_as_the_library_does(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"vision_steps": 2, "batch": 2, "seed": 0, "questions": 4, "save_every": 1}
+    plan = Plan(judge_vision_steps=2, judge_steps=2, judge_batch=2, judge_check=4, seed=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("visalign.pipelines.packaged.judge._report", lambda *given: None)
-        whole = train_judge(tmp_path / "a", steps=2, resume=False, **settings)
-        again = train_judge(tmp_path / "a", steps=2, resume=True, **settings)
+        patch.setattr("visalign.pipelines.packaged.judge.answer_accuracy", lambda *given, **more: {})
+        whole = train_judge(tmp_path / "a", plan, False, questions=4, save_every=1)
+        again = train_judge(tmp_path / "a", plan, True, questions=4, save_every=1)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     folder = tmp_path / "shapes-vlm"
@@ -185,7 +191,7 @@ def test_a_tiny_training_lowers_the_loss_resumes_and_loads_as_the_library_does(t
         templates["rating"]["answer_prefix"] == "<answer>"
         and len(templates["pair"]["messages"][0]["content"]) == 3
     )
-    card = judge_card(folder, 60.0, vision_steps=2, steps=2, batch=2, check=4)
+    card = judge_card(folder, 60.0, plan)
     assert "2 steps of 6 rendered scenes" in card and card.count(" right") == 3
 
 

@@ -21,7 +21,6 @@ from visalign.data.assets import resolve_model
 from visalign.data.text_tasks.tasks import TASKS, check_answer, heldout_tasks, task_record
 from visalign.pipelines.packaged import language as assets_language
 from visalign.pipelines.packaged import language_data as assets_language_data
-from visalign.pipelines.packaged.cards import size_of
 from visalign.pipelines.packaged.language import (
     accuracy,
     complete,
@@ -38,14 +37,16 @@ from visalign.pipelines.packaged.language_data import (
     new_tokenizer,
     pack,
 )
-from visalign.pipelines.packaged.stage import Average, Stage
+from visalign.pipelines.packaged.stage import Plan, size_of
+from visalign.pipelines.packaged.stage import train as train_stage
 
 TOKENIZER: Any = new_tokenizer()
 
 
 def train(work: Path, **given: Any) -> Any:
-    settings = {"steps": 4, "batch": 8, "seed": 1, "resume": False, "save_every": 1, "check_per_task": 0}
-    return assets_language.train_language(work, **(settings | given))
+    resume, save_every = given.pop("resume", False), given.pop("save_every", 1)
+    settings = {"language_steps": 4, "language_batch": 8, "seed": 1, "language_per_task": 0}
+    return assets_language.train_language(work, Plan(**(settings | given)), resume, save_every)
 
 
 def test_the_tokenizer_has_one_token_for_each_digit_sign_and_word() -> None:
@@ -147,8 +148,8 @@ def test_training_lowers_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert abs(before - np.log(len(TOKENIZER))) < 0.3
         # the same eight records in every step
         monkeypatch.setattr(assets_language, "corpus_record", lambda n, seed: corpus_record(n % 8, seed=seed))
-        monkeypatch.setattr(assets_language, "Stage", partial(Stage, warmup=1))
-    trained = train(tmp_path, steps=12, save_every=12)
+        monkeypatch.setattr(assets_language, "train", partial(train_stage, warmup=1))
+    trained = train(tmp_path, language_steps=12, save_every=12)
     with torch.no_grad():
         assert float(solution_loss(trained, packed)) < before - 1.0
 
@@ -205,7 +206,9 @@ def test_accuracy_and_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.by_task["add"] == (1.0, 0.25, 0.5) and list(found.by_task) == list(TASKS)
     folder = tmp_path / assets_language.NAME
     save_language(new_language(TOKENIZER), folder)
-    card = language_card(folder, 90.0, steps=3, batch=8, per_task=4, samples=2)
+    card = language_card(
+        folder, 90.0, Plan(language_steps=3, language_batch=8, language_per_task=4), samples=2
+    )
     assert f"# {assets_language.NAME}\n" in card and "3 steps of 8 fresh records" in card
     assert "| all | 1.000 | 0.250 | 0.500 |" in card and card.count("\n| ") == len(TASKS) + 2
     assert f"{MISREAD_SHARE:.0%} of the solutions" in card
@@ -226,10 +229,10 @@ def test_the_packaged_model_is_as_good_as_its_card_says() -> None:
     assert found.sampled == pytest.approx(sampled, abs=0.08)
 
 
-def test_the_average_follows_both_names_of_tied_weights() -> None:
-    module = new_language(new_tokenizer())
-    average = Average(module, 0.0)
-    with torch.no_grad():
-        module.model.embed_tokens.weight.fill_(1.0)
-    average.update(module)
-    assert bool((average.values["lm_head.weight"] == average.values["model.embed_tokens.weight"]).all())
+def test_the_averaged_weights_keep_what_is_tied_and_are_those_of_the_state(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    assert trained.lm_head.weight is trained.model.embed_tokens.weight
+    state = torch.load(tmp_path / "language.pt", weights_only=True)
+    for name, value in trained.state_dict().items():
+        assert torch.equal(value, state["average"][f"module.{name}"]), name
+    assert not torch.equal(trained.lm_head.weight, state["module"]["lm_head.weight"])

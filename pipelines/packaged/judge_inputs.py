@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizer, templates and packed questions of the embedded vision-language model."""
+"""What goes into the embedded vision-language model: tokens, patches of pictures, packed questions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from visalign.data.shapes.prompts import train_prompts
+from visalign.data.shapes.scenes import SIZE
 
 from .judge_data import BETTER, DESCRIBE, EXPLAIN, JUDGE, LOOKS, RATE, SHOWS, Question
+
+PATCH, MERGE = 8, 2
+TOKENS = (SIZE // PATCH // MERGE) ** 2
+"""Tokens of one picture."""
+GRID = SIZE // PATCH
 
 SPECIAL = (
     "<|endoftext|>",
@@ -184,10 +191,42 @@ def _question_ids(tokenizer: Any, question: Question) -> tuple[tuple[int, ...], 
     return text, _encode(tokenizer, question.answer + "<|im_end|>")
 
 
-_KNOWN: dict[str, tuple[int, ...]] = {}
-
-
+@cache
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    if text not in _KNOWN:
-        _KNOWN[text] = tuple(tokenizer(text, add_special_tokens=False).input_ids)
-    return _KNOWN[text]
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def patches_of(pictures: np.ndarray) -> Tensor:
+    """What the model's image processor makes of uint8 [N, 64, 64, 3]: [N · 64, 384] float32 in [−1, 1].
+
+    Patches are ordered by merged token, then row and column inside it; a picture is two equal frames.
+    """
+    cells = GRID // MERGE
+    pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+    split = pixels.reshape(len(pictures), 3, cells, MERGE, PATCH, cells, MERGE, PATCH)
+    ordered = split.permute(0, 2, 5, 3, 6, 1, 4, 7)[:, :, :, :, :, :, None]
+    return ordered.expand(-1, -1, -1, -1, -1, -1, 2, -1, -1).reshape(len(pictures) * GRID**2, -1)
+
+
+def see(model: Any, pictures: np.ndarray) -> Tensor:
+    """Features [N, TOKENS, H] of pictures."""
+    grid = torch.tensor([[1, GRID, GRID]]).expand(len(pictures), 3)
+    return model.model.visual(patches_of(pictures), grid).pooler_output.view(len(pictures), TOKENS, -1)
+
+
+def answer_states(model: Any, packed: Packed, features: Tensor) -> Tensor:
+    """Hidden states [b, S, H] of packed questions behind pictures.
+
+    Args:
+        model: the whole model.
+        packed: questions of b samples.
+        features: [b, P · TOKENS, H] of their pictures.
+    """
+    embeds = model.get_input_embeddings()(packed.ids)
+    embeds = embeds.masked_scatter(packed.places[..., None], features.to(embeds.dtype))
+    return model.model.language_model(
+        inputs_embeds=embeds,
+        attention_mask=packed.attention,
+        position_ids=packed.positions,
+        use_cache=False,
+    ).last_hidden_state
