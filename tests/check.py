@@ -62,7 +62,7 @@ def run(name: str, command: list[str]) -> Outcome:
 
 
 def _types(command: list[str], environment: dict[str, str], begun: float) -> Outcome:
-    """Pyright runs on node, which `pyright[nodejs]` brings; where one is missing, types are not checked."""
+    """Pyright runs on node, which `pyright[nodejs]` brings; without either no types are checked."""
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="", flush=True)
     seconds = time.perf_counter() - begun

@@ -17,6 +17,7 @@ Metadata = Sequence[Mapping[str, Any] | None]
 
 
 Message = Mapping[str, Any]
+"""One turn of a conversation: {role, content}."""
 Prompt = str | Sequence[Message]
 """Plain text, or a conversation of {role, content} messages that ends where the answer begins."""
 

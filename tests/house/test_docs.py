@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written is true: docstring examples, the README's code and commands, paper table, config headers.
+"""What is written is true: docstring examples, code and commands of README, contributing and site, paper
+table, config headers; and the site builds.
 
-A block of the README below a line `<!-- not run -->` is not run; it shows as skipped in the summary.
+A block below a line `<!-- not run -->` is not run; it shows as skipped in the summary.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer.main
+import yaml
 
 import visalign.core
 from visalign.config import config_folder, list_configs, read_config
@@ -25,9 +32,12 @@ from visalign.errors import ConfigError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import config_header
 from visalign.pipelines.jobs import PIPELINES, load_job
+from visalign.training import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+SITE = ROOT / "docs"
+ISSUES = ROOT / ".github/ISSUE_TEMPLATE"
 CORE_README = ROOT / "visalign/core/README.md"
 TEST_COMMAND = 'python -m pip install -e ".[test]" && python -m pytest'
 HEADER_WORDS = ("Command", "Hardware", "Duration", "Expected")
@@ -61,24 +71,25 @@ def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of the README."""
+    """One fenced block of a page."""
 
     language: str
     code: str
     line: int
     """Number of its first line of code, from 1."""
     is_run: bool
+    page: Path = README
 
     def __str__(self) -> str:
-        return f"{self.language or 'text'}-line-{self.line}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks_of(text: str) -> list[Block]:
+def blocks_of(text: str, page: Path = README) -> list[Block]:
     """The fenced blocks of a Markdown text, in order."""
     found = []
     for match in BLOCK.finditer(text):
         line = text[: match.start("code")].count("\n") + 1
-        found.append(Block(match["language"], match["code"], line, is_run=match["skip"] is None))
+        found.append(Block(match["language"], match["code"], line, match["skip"] is None, page))
     return found
 
 
@@ -95,30 +106,50 @@ def commands_of(text: str) -> list[list[str]]:
     return found
 
 
-README_TEXT = README.read_text(encoding="utf-8") if README.is_file() else ""
+PAGES = {
+    page: page.read_text(encoding="utf-8")
+    for page in (README, ROOT / ".github/CONTRIBUTING.md", *sorted(SITE.rglob("*.md")))
+}
 CORE_TEXT = CORE_README.read_text(encoding="utf-8")
-BLOCKS = blocks_of(README_TEXT)
-NAMESPACE: dict[str, object] = {"__name__": "readme"}
-"""The README's Python blocks are one story: a later one may use what an earlier one made."""
+BLOCKS = [block for page, text in PAGES.items() for block in blocks_of(text, page)]
+NAMESPACES: dict[Path, dict[str, object]] = defaultdict(lambda: {"__name__": "page"})
+"""The Python blocks of a page are one story: a later one may use what an earlier one made."""
 
 
 def test_the_readme_holds_the_test_command_on_a_line_of_its_own() -> None:
-    assert README.is_file()
-    shell = [block for block in BLOCKS if block.language == "bash"]
+    shell = [block for block in BLOCKS if block.language == "bash" and block.page == README]
     assert TEST_COMMAND in [line for block in shell for line in block.code.splitlines()]
-    assert [block for block in BLOCKS if block.language == "python" and block.is_run]
+    assert [b for b in BLOCKS if b.language == "python" and b.page == README and b.is_run]
+
+
+def test_no_block_escapes() -> None:
+    known = {"bash", "python", "text", "yaml"}
+    assert {str(block): block.language for block in BLOCKS if block.language not in known} == {}
+    fences = {str(page): len(re.findall(r"^\s*```", text, re.MULTILINE)) for page, text in PAGES.items()}
+    read = {str(page): 2 * sum(block.page == page for block in BLOCKS) for page in PAGES}
+    assert fences == read, "an indented block is not run"
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
-def test_readme_python(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks(
+    block: Block, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not block.is_run:
-        pytest.skip("marked <!-- not run --> in the README")
-    monkeypatch.chdir(tmp_path)
-    code = compile(
-        "\n" * (block.line - 1) + block.code, str(README), "exec"
-    )  # true line numbers in a traceback
-    exec(code, NAMESPACE)
+        pytest.skip("marked <!-- not run -->")
+    monkeypatch.chdir(_folder_for(block.page, tmp_path_factory))
+    numbered = "\n" * (block.line - 1) + block.code  # true line numbers in a traceback
+    exec(compile(numbered, str(block.page), "exec"), NAMESPACES[block.page])
     assert ast.parse(block.code).body, "an empty block shows nothing"
+
+
+_FOLDERS: dict[Path, Path] = {}
+
+
+def _folder_for(page: Path, factory: pytest.TempPathFactory) -> Path:
+    """The folder that a page's blocks share, as a reader's working directory."""
+    if page not in _FOLDERS:
+        _FOLDERS[page] = factory.mktemp(page.stem)
+    return _FOLDERS[page]
 
 
 def check_command(words: list[str]) -> None:
@@ -132,16 +163,16 @@ def check_command(words: list[str]) -> None:
     if arguments != words[1:]:
         return
     context = commands[words[0]].make_context(words[0], arguments)
-    if words[0] == "train":
+    if words[0] in {"train", "train-reward"}:
         load_job(context.params["config"], context.params["overrides"] or [])
     if words[0] == "configs" and context.params["name"]:
         read_config(context.params["name"])
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
-def test_readme_commands(block: Block) -> None:
+def test_commands(block: Block) -> None:
     if not block.is_run:
-        pytest.skip("marked <!-- not run --> in the README")
+        pytest.skip("marked <!-- not run -->")
     for words in commands_of(block.code):
         check_command(words)
     assert block.code.strip(), "an empty block shows nothing"
@@ -180,12 +211,83 @@ def test_core_readme_python(block: Block) -> None:
     exec(compile("\n" * (block.line - 1) + block.code, str(CORE_README), "exec"), {"__name__": "core"})
 
 
-def test_the_files_that_the_readmes_name_exist() -> None:
-    assert README_TEXT
-    text = README_TEXT + CORE_TEXT
-    named = set(re.findall(r"`((?:visalign|rewards|pipelines|configs|tests|assets)/[\w./-]+\.\w+)`", text))
-    named |= {path for path in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in path}
-    assert sorted(path for path in named if not (ROOT / path).exists()) == []
+def test_the_files_that_pages_name_exist() -> None:
+    folders = "visalign|rewards|pipelines|configs|tests|assets|docs"
+    bad = []
+    for page, text in {**PAGES, CORE_README: CORE_TEXT}.items():
+        named = set(re.findall(rf"(?<![\w/.])((?:{folders})/[\w./-]+\.(?:py|md|yaml))\b", text))
+        bad += [f"{page.relative_to(ROOT)}: {path}" for path in sorted(named) if not (ROOT / path).exists()]
+        links = {path for path in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in path}
+        if page.is_relative_to(SITE):
+            continue  # mkdocs checks the links of the site, anchors included
+        bad += [f"{page.relative_to(ROOT)}: {link}" for link in links if not (page.parent / link).exists()]
+    assert bad == []
+
+
+def test_an_issue_asks_for_the_doctor() -> None:
+    forms = {path.name: yaml.safe_load(path.read_text("utf-8")) for path in ISSUES.glob("*.yml")}
+    asked = {part["id"]: part for part in forms["bug.yml"]["body"]}
+    assert "visalign doctor" in asked["doctor"]["attributes"]["label"]
+    assert asked["doctor"]["validations"]["required"]
+
+
+def _hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("visalign_site_hooks", SITE / "hooks.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_keys_and_metrics_that_pages_name_exist() -> None:
+    hooks = _hooks()
+    tables = "".join(hooks.settings(pipeline) for pipeline in PIPELINES)
+    keys = set(re.findall(r"^\| `([\w.]+)` \|", tables, re.MULTILINE))
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    bad = []
+    for page, text in PAGES.items():
+        for quoted in re.findall(r"`([^`\n]+)`", text):
+            for key in re.findall(r"(?:^|(?<=\s))([a-z_]+(?:\.[a-z_0-9]+)+)(?=$|[=\s])", quoted):
+                if key.split(".")[0] in sections and key not in keys and not key.endswith((".jsonl", ".txt")):
+                    bad.append(f"{page.relative_to(ROOT)}: {key}")
+    assert bad == []
+    symptoms = PAGES[SITE / "help/index.md"]
+    plain = set(re.findall(r"^\| [^|]*?`([a-z_]+)`", symptoms, re.MULTILINE))
+    assert plain and plain - set(METRICS) == set(), "a symptom names a metric that no run logs"
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    pages = {path: path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")}
+    assert len(pages) > 40
+    assert [str(path) for path, html in pages.items() if "{{ " in html] == []
+    outside = [  # a page must be whole without a network
+        f"{path.relative_to(tmp_path)}: {found}"
+        for path, html in pages.items()
+        for found in re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]+"', html)
+    ]
+    assert outside == []
+    for face in ("core", "rewards", "training", "adapters", "flow", "text", "evaluation"):
+        html = pages[tmp_path / "site/reference" / face / "index.html"]
+        names = importlib.import_module(f"visalign.{face}").__all__
+        assert [name for name in names if f".{name}" not in html] == [], face
+
+
+def test_a_macro_says_what_it_does_not_know() -> None:
+    hooks = _hooks()
+    for text, message in (
+        ("{{ tables }}", "no macro 'tables'"),
+        ("{{ metrics reward_men }}", "no metric matches 'reward_men'"),
+        ("{{ configs flow_grop }}", "no configuration of flow_grop"),
+        ("{{ expected text_sample }}", "BEFORE -> AFTER"),
+        ("{{ include README.md Nothing }}", "no heading '## Nothing'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            hooks.expand(text)
 
 
 @pytest.mark.parametrize("name", list_configs())

@@ -61,8 +61,9 @@ def _via_link(path: Path) -> bool:
 
 
 def sources(*, tests: bool) -> list[Path]:
-    """The tracked Python files, with or without those under tests/."""
-    return [path for path in tracked() if path.suffix == ".py" and (tests or _name(path)[:6] != "tests/")]
+    """The tracked Python files; without `tests` those of the product alone."""
+    files = [path for path in tracked() if path.suffix == ".py"]
+    return [path for path in files if tests or not _name(path).startswith(("tests/", "docs/"))]
 
 
 def texts() -> Iterator[tuple[Path, str]]:

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the site that the code writes itself: settings, metrics, judges, rows, configurations, commands.
+
+A line `{{ name argument ... }}` of a page is replaced by what the function `name` of `MACROS` returns. What a
+page says of a key, a name or a file is thereby what the code says; an unknown one stops the build.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import fnmatch
+import html
+import importlib
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+from visalign.config import config_folder, list_configs, read_config
+from visalign.data.assets import PACKAGED, assets_folder
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.cli.show import config_header
+from visalign.pipelines.jobs import PIPELINES
+
+ROOT = Path(__file__).resolve().parents[1]
+MACRO = re.compile(r"^\{\{ (?P<name>\w+)(?P<words>[^}]*) \}\}$", re.MULTILINE)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the card of every packaged model as a page."""
+    for name in PACKAGED:
+        card = (assets_folder() / name / "README.md").read_text(encoding="utf-8")
+        files.append(File.generated(config, f"judges/cards/{name}.md", content=card))
+    config["validation"]["nav"]["omitted_files"] = 0  # the cards are reached from judges/cards.md
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace the macros of a page."""
+    try:
+        return expand(markdown)
+    except (KeyError, ValueError, OSError) as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from error
+
+
+def expand(markdown: str) -> str:
+    """The text with every macro replaced.
+
+    Raises:
+        ValueError: there is no macro of that name, or it was given something that the code does not have.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        if match["name"] not in MACROS:
+            raise ValueError(f"no macro {match['name']!r}; there are: {', '.join(MACROS)}")
+        return MACROS[match["name"]](*match["words"].split())
+
+    return MACRO.sub(replaced, markdown)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; cells are Markdown already."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+def code(value: Any) -> str:
+    """A value as inline code that survives a table cell."""
+    return f"`{value}`".replace("|", "\\|")
+
+
+def prose(text: str) -> str:
+    """A docstring as the text of a table cell."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# --- settings
+
+
+def field_texts(schema: type) -> dict[str, str]:
+    """field -> the docstring below it, inherited fields included."""
+    found: dict[str, str] = {}
+    for kind in reversed(schema.__mro__):
+        if not dataclasses.is_dataclass(kind):
+            continue
+        body = typing.cast("ast.ClassDef", ast.parse(inspect.getsource(kind)).body[0]).body
+        for field, below in zip(body, [*body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                found[field.target.id] = ""
+                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                    found[field.target.id] = str(below.value.value)
+    return found
+
+
+def sections(hint: Any) -> Iterator[type]:
+    """The dataclasses in an annotation."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from sections(part)
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """The default of a plain field, as YAML writes it; "" where it must be given."""
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return ""
+    if dataclasses.is_dataclass(value) or (isinstance(value, Mapping) and value):
+        return ""
+    if value is None or isinstance(value, bool):
+        return code({None: "null", True: "true", False: "false"}[value])
+    return code(value if value != "" else '""')
+
+
+def settings(name: str) -> str:
+    """Every key of a job with its default and meaning, section by section.
+
+    Args:
+        name: a pipeline of `visalign.pipelines.jobs.PIPELINES`, or `module:Dataclass`.
+    """
+    module, _, attribute = PIPELINES.get(name, name).partition(":")
+    schema = getattr(importlib.import_module(module), attribute)
+    return "\n\n".join(_section(schema, "", shown={schema}))
+
+
+def _section(schema: type, prefix: str, shown: set[type]) -> Iterator[str]:
+    hints, texts = typing.get_type_hints(schema), field_texts(schema)
+    rows, deeper = [], []
+    for field in dataclasses.fields(schema):
+        key, inner = f"{prefix}{field.name}", list(sections(hints[field.name]))
+        is_free = typing.get_origin(hints[field.name]) is dict
+        new = [kind for kind in inner if kind not in shown]
+        deeper += [(kind, f"{key}.NAME." if is_free else f"{key}.") for kind in new]
+        shown.update(new)
+        rows.append((code(key), default_of(field), prose(texts.get(field.name, ""))))
+    title = f"**{prefix[:-1]}**" if prefix else "**the run**"
+    yield f"{title}: {prose((schema.__doc__ or '').splitlines()[0])}\n\n" + table(
+        ("key", "default", "meaning"), rows
+    )
+    for kind, below in deeper:
+        yield from _section(kind, below, shown)
+
+
+# --- metrics, configurations, expected results
+
+
+def metrics(*patterns: str) -> str:
+    """Keys and meanings of the metrics that match any pattern; all without one.
+
+    Raises:
+        ValueError: a pattern that matches no key.
+    """
+    known = importlib.import_module("visalign.training.loop.metrics").METRICS
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern) and pattern not in known:
+            raise ValueError(f"no metric matches {pattern!r}")
+    chosen = [
+        key for key in known if not patterns or any(key == p or fnmatch.fnmatch(key, p) for p in patterns)
+    ]
+    return table(("metric", "meaning"), [(code(key), prose(known[key])) for key in chosen])
+
+
+def header(name: str) -> dict[str, str]:
+    """The header of a packaged configuration: "what", then Command, Hardware, Duration, Expected and others.
+
+    Raises:
+        ValueError: there is no configuration of that name.
+    """
+    if name not in list_configs():
+        raise ValueError(f"no configuration {name!r}")
+    lines = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+    found, last = {"what": lines[0]}, "what"
+    for line in lines[1:]:
+        word, colon, rest = line.partition(": ")
+        if colon and re.fullmatch(r"[A-Z][\w ]+", word):
+            found[word], last = f"{found[word]}\n{rest}" if word in found else rest, word
+        else:
+            found[last] += f" {line}"
+    return found
+
+
+def configs(*pipelines: str) -> str:
+    """The packaged configurations of some pipelines, or all: what each is, how long, what to expect."""
+    rows = []
+    for name in list_configs():
+        if not pipelines or read_config(name).get("pipeline") in pipelines:
+            told = header(name)
+            rows.append(
+                (code(name), *(prose(told.get(word, "")) for word in ("what", "Duration", "Expected")))
+            )
+    if not rows:
+        raise ValueError(f"no configuration of {', '.join(pipelines)}")
+    return table(("configuration", "what", "duration", "expected"), rows)
+
+
+CHANGE = re.compile(r"(?P<measure>[\w -]+?) (?P<before>0?\.\d+) -> (?P<after>0?\.\d+)")
+SEEDS = re.compile(r"mean of seeds [\d, ]+: (?P<values>[\d., ]+\d)")
+INTERVAL = re.compile(r"95 % interval \+?(?P<low>[\d.]+) to \+?(?P<high>[\d.]+)")
+
+
+def expected(*names: str) -> str:
+    """Before and after of configurations as a drawing, with seeds or interval where the header states them.
+
+    Raises:
+        ValueError: a header without "MEASURE BEFORE -> AFTER".
+    """
+    rows = [(name, _change(name)) for name in names]
+    low = min(min(change["before"], change["after"], *change["spread"]) for _, change in rows)
+    high = max(max(change["before"], change["after"], *change["spread"]) for _, change in rows)
+    left, right, step = 200, 560, 34
+    pad = 0.06 * (high - low)
+
+    def x(value: float) -> float:
+        return round(left + (value - low + pad) / (high - low + 2 * pad) * (right - left), 1)
+
+    body = []
+    for index, (name, change) in enumerate(rows):
+        y = 24 + index * step
+        before, after = x(change["before"]), x(change["after"])
+        body.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html.escape(name)}</text>')
+        body.append(f'<line class="move" x1="{before}" x2="{after}" y1="{y}" y2="{y}"/>')
+        if change["kind"] == "interval":
+            a, b = (x(value) for value in change["spread"])
+            body.append(f'<line class="interval" x1="{a}" x2="{b}" y1="{y}" y2="{y}"/>')
+        if change["kind"] == "seeds":
+            body += [f'<circle class="seed" cx="{x(v)}" cy="{y}" r="3.2"/>' for v in change["spread"]]
+        body.append(f'<circle class="before" cx="{before}" cy="{y}" r="4.5"/>')
+        body.append(f'<line class="after" x1="{after}" x2="{after}" y1="{y - 9}" y2="{y + 9}"/>')
+        body.append(f'<text x="{before}" y="{y - 9}" text-anchor="middle">{change["before"]:g}</text>')
+        body.append(f'<text x="{after}" y="{y - 12}" text-anchor="middle">{change["after"]:g}</text>')
+    size = f'viewBox="0 0 600 {20 + step * len(rows)}"'
+    caption = (
+        f"{rows[0][1]['measure'].strip().capitalize()}: ring before, bar after; dots are seeds, a thick line "
+        "a 95 % interval of one run, where the configuration's header states them."
+    )
+    head = f'<svg class="expected" role="img" {size} xmlns="http://www.w3.org/2000/svg">'
+    return f"<figure>{head}{''.join(body)}</svg><figcaption>{caption}</figcaption></figure>"
+
+
+def _change(name: str) -> dict[str, Any]:
+    said = header(name)["Expected"]
+    change = CHANGE.search(said)
+    if change is None:
+        raise ValueError(f"the header of {name!r} has no 'MEASURE BEFORE -> AFTER': {said!r}")
+    before = float(change["before"])
+    found: dict[str, Any] = {"measure": change["measure"], "before": before, "after": float(change["after"])}
+    if seeds := SEEDS.search(said):
+        values = [float(value) for value in seeds["values"].split(",")]
+        return {**found, "kind": "seeds", "spread": values}
+    if interval := INTERVAL.search(said):
+        gains = [float(interval["low"]), float(interval["high"])]
+        points = [gain / 100 if max(gains) > 1 else gain for gain in gains]
+        return {**found, "kind": "interval", "spread": [before + gain for gain in points]}
+    return {**found, "kind": "none", "spread": [found["after"]]}
+
+
+# --- catalogues
+
+
+def _class_at(path: str) -> type:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def first_sentence(found: Any) -> str:
+    """Of a docstring."""
+    text = prose(inspect.getdoc(found) or "")
+    return re.split(r"(?<=[.;])\s", text, maxsplit=1)[0].rstrip(";") if text else ""
+
+
+def judges() -> str:
+    """Every judge of pictures by name."""
+    catalogue = importlib.import_module("visalign.rewards").CATALOGUE
+    units = importlib.import_module("visalign.rewards.scorers.units").JUDGE_UNITS
+    rows = []
+    for name, path in catalogue.items():
+        kind = _class_at(path)
+        unit = units[name].unit if name in units else getattr(kind, "unit", "")
+        has = [word for word in ("score", "compare") if callable(getattr(kind, word, None))]
+        starts = [option.default for option in inspect.signature(kind).parameters.values()]
+        packaged = [code(value) for value in starts if isinstance(value, str) and value in PACKAGED]
+        file = path.partition(":")[0].removeprefix("visalign.rewards.").replace(".", "/")
+        rows.append(
+            (
+                code(name),
+                first_sentence(kind),
+                code(unit) if isinstance(unit, str) and unit else "its own",
+                ", ".join(code(word) for word in has),
+                ", ".join(packaged),
+                code(f"{file}.py"),
+            )
+        )
+    return table(("name", "what it is", "unit", "offers", "packaged model", "file in rewards/"), rows)
+
+
+def text_rewards() -> str:
+    """Every reward for text by name."""
+    catalogue = importlib.import_module("visalign.rewards").TEXT_CATALOGUE
+    rows = []
+    for name, (path, options) in catalogue.items():
+        given = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
+        rows.append((code(name), first_sentence(_class_at(path)), code(given) if given else ""))
+    return table(("name", "what it is", "preset"), rows)
+
+
+def algorithms() -> str:
+    """The rows of the objective: what each takes at each stage, and its paper."""
+    core = importlib.import_module("visalign.core")
+    rows = []
+    for name, row in core.NAMED.items():
+        stages = [row.advantage, row.level, row.surrogate, row.aggregation]
+        terms = {"kl": row.kl, "kl in reward": row.kl_in_reward, "value": row.value, "ptx": row.ptx}
+        also = [f"{key} {value:g}" for key, value in terms.items() if value]
+        also += [row.selection] if row.selection else []
+        rows.append(
+            (code(name), " · ".join(code(stage) for stage in stages), ", ".join(also), prose(row.source))
+        )
+    return table(("row", "advantage · ratio · surrogate · mean", "also", "source"), rows)
+
+
+def cards() -> str:
+    """The packaged models with the first paragraph of their cards."""
+    rows = []
+    for name in PACKAGED:
+        card = (assets_folder() / name / "README.md").read_text(encoding="utf-8")
+        first = next(part for part in card.split("\n\n") if part and not part.startswith("#"))
+        rows.append((f"[`{name}`](cards/{name}.md)", prose(first)))
+    return table(("model", "what it is"), rows)
+
+
+def face(name: str) -> str:
+    """The names that a face offers, with the first sentence of each."""
+    module = importlib.import_module(name)
+    rows = []
+    for attribute in sorted(module.__all__, key=str.lower):
+        if attribute.startswith("_"):
+            continue
+        found = getattr(module, attribute)
+        place = getattr(found, "__module__", name)
+        rows.append((code(attribute), first_sentence(found), code(place)))
+    return table(("name", "what it is", "home"), rows)
+
+
+# --- commands, files
+
+
+def commands() -> str:
+    """The command line: every command with its arguments and options."""
+    group = typing.cast("Any", typer.main.get_command(app))
+    parts = []
+    for name, command in group.commands.items():
+        rows = []
+        for option in command.params:
+            if option.name in {"help"}:
+                continue
+            names = " ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
+            rows.append((code(names), prose(getattr(option, "help", None) or "")))
+        said = prose(command.help or "")
+        parts.append(f"## visalign {name}\n\n{said}\n\n{table(('argument', 'meaning'), rows)}")
+    return "\n\n".join(parts)
+
+
+def include(path: str, start: str = "", end: str = "") -> str:
+    """A file of the repository, or its part between two headings (underscores stand for spaces).
+
+    Raises:
+        ValueError: the file has no such heading.
+    """
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if start:
+        wanted = f"## {start.replace('_', ' ')}\n"
+        if wanted not in text:
+            raise ValueError(f"{path} has no heading {wanted.strip()!r}")
+        text = text[text.index(wanted) :]
+    if end:
+        text = text[: text.index(f"\n## {end.replace('_', ' ')}\n")]
+    return text.partition("\n")[2].strip() if text.startswith("# ") else text.strip()
+
+
+MACROS: dict[str, Callable[..., str]] = {
+    "algorithms": algorithms,
+    "cards": cards,
+    "commands": commands,
+    "configs": configs,
+    "expected": expected,
+    "face": face,
+    "include": include,
+    "judges": judges,
+    "metrics": metrics,
+    "settings": settings,
+    "text_rewards": text_rewards,
+}
+"""name on a page -> function."""
