@@ -30,6 +30,7 @@ from visalign.pipelines.cli.show import config_header
 from visalign.pipelines.jobs import PIPELINES
 
 ROOT = Path(__file__).resolve().parents[1]
+CITED = re.compile(r"^(?P<row>\|.*) \| (?P<names>@[\w.]+(?: @[\w.]+)*) \|$", re.MULTILINE)
 MACRO = re.compile(r"^\{\{ (?P<name>\w+)(?P<words>[^}]*) \}\}$", re.MULTILINE)
 
 
@@ -62,7 +63,7 @@ def expand(markdown: str) -> str:
             raise ValueError(f"no macro {match['name']!r}; there are: {', '.join(MACROS)}")
         return MACROS[match["name"]](*match["words"].split())
 
-    return MACRO.sub(replaced, markdown)
+    return CITED.sub(lambda row: cited(row["row"], row["names"].split()), MACRO.sub(replaced, markdown))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -79,6 +80,44 @@ def code(value: Any) -> str:
 def prose(text: str) -> str:
     """A docstring as the text of a table cell."""
     return " ".join(text.split()).replace("|", "\\|")
+
+
+# --- the table of papers
+
+
+def cited(row: str, names: Sequence[str]) -> str:
+    """A row of the table of papers with the files of its names, and the tests that mirror their rooms.
+
+    Args:
+        row: its cells before.
+        names: `@face.name`, `@judge.NAME` of the catalogue, or `@job.PIPELINE`.
+
+    Raises:
+        ValueError: the code has no such name.
+    """
+    places, rooms = [], []
+    for name in names:
+        found = inspect.unwrap(_named(name.removeprefix("@")))
+        file = Path(typing.cast("str", inspect.getsourcefile(found))).resolve().relative_to(ROOT)
+        mirrored = Path("tests", *file.parts[file.parts[0] == "visalign" :])
+        room = next(parent for parent in mirrored.parents if list((ROOT / parent).glob("test_*.py")))
+        shown = name.rpartition(".")[2] if inspect.ismodule(found) else found.__name__
+        places.append(f"{code(shown)} in {code(file)}")
+        rooms.append(code(room))
+    return f"{row} | {', '.join(places)} | {', '.join(dict.fromkeys(rooms))} |"
+
+
+def _named(name: str) -> Any:
+    wing, _, rest = name.partition(".")
+    try:
+        if wing == "judge":
+            return _class_at(importlib.import_module("visalign.rewards").CATALOGUE[rest])
+        if wing == "job":
+            return importlib.import_module(PIPELINES[rest].partition(":")[0])
+        place, _, attribute = name.rpartition(".")
+        return getattr(importlib.import_module(f"visalign.{place}"), attribute)
+    except (AttributeError, KeyError, ImportError) as error:
+        raise ValueError(f"the code has no {name!r} ({error})") from error
 
 
 # --- settings
