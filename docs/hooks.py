@@ -100,7 +100,7 @@ def cited(row: str, names: Sequence[str]) -> str:
         found = inspect.unwrap(_named(name.removeprefix("@")))
         file = Path(typing.cast("str", inspect.getsourcefile(found))).resolve().relative_to(ROOT)
         mirrored = Path("tests", *file.parts[file.parts[0] == "visalign" :])
-        room = next(parent for parent in mirrored.parents if list((ROOT / parent).glob("test_*.py")))
+        room = next(parent for parent in mirrored.parents if [*(ROOT / parent).rglob("test_*.py")])
         shown = name.rpartition(".")[2] if inspect.ismodule(found) else found.__name__
         places.append(f"{code(shown)} in {code(file)}")
         rooms.append(code(room))

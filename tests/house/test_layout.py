@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import grimp
 import pytest
@@ -357,19 +359,13 @@ def test_import_visalign_is_light() -> None:
     assert best < 0.3
 
 
-def test_the_face_offers_its_names_once_each() -> None:
-    listed = [name for names in visalign._FACES.values() for name in names]
-    assert sorted([*listed, "__version__"]) == sorted(visalign.__all__)
-    assert {name for name in visalign.__all__ if getattr(visalign, name) is None} == set()
-    typed = {
-        alias.name: node.module
-        for node in ast.walk(ast.parse((ROOT / "visalign/__init__.py").read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("visalign.")
-        for alias in node.names
-    }
-    assert typed == {name: f"visalign.{face}" for face, names in visalign._FACES.items() for name in names}
+def test_the_face_offers_names_that_exist() -> None:
+    face: Any = visalign
+    assert 25 <= len(face.__all__) <= 40, "the names that most programs need, and no more"
+    for name in face.__all__:
+        assert inspect.getdoc(getattr(face, name)), f"{name} says nothing of itself"
     with pytest.raises(AttributeError, match=r"no attribute 'load_rewards'.*load_reward"):
-        visalign.load_rewards  # noqa: B018
+        face.load_rewards  # noqa: B018
 
 
 def test_the_version_stands_in_one_place() -> None:
