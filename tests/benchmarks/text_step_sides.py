@@ -31,9 +31,9 @@ from visalign.interfaces import Scores
 from visalign.rewards.text.tasks import TaskAnswer
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import PromptSampler
-from visalign.training.loop.trainer import RunSettings
+from visalign.training.loop.trainer import RunSettings, Trainer
+from visalign.training.text.rl import TextRL
 from visalign.training.text.settings import TextObjectiveSettings, TextRolloutSettings
-from visalign.training.text.trainer import TextTrainer
 
 SEED = 0
 INSTALL = "pip install trl==1.16.0"
@@ -127,7 +127,7 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
         generate_batch=answers,
         score_batch=options.micro,
     )
-    trainer = TextTrainer(
+    algorithm = TextRL(
         policy,
         REWARDS[options.reward](),
         records,
@@ -137,6 +137,11 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
             max_new_tokens=options.max_new_tokens,
         ),
         objective=TextObjectiveSettings(algorithm="grpo", changes={"kl": options.beta}),
+        seed=SEED,
+        accelerator=Accelerator(cpu=True),
+    )
+    trainer = Trainer(
+        algorithm,
         optimizer=OptimizerSettings(
             lr=options.lr,
             weight_decay=0.0,
@@ -146,8 +151,6 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
             ema_every=1,
         ),
         run=RunSettings(folder=folder, iterations=len(order), config={}),
-        seed=SEED,
-        accelerator=Accelerator(cpu=True),
     )
     meter.ready(prompts.encode([records[i]["prompt"] for i in order]))
     made = 0

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from visalign.config import load_config
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, _build
-from visalign.training import FlowGRPOTrainer
+from visalign.training import FlowGRPO, Trainer
 
 WORK = ("transformer: forward in the rollout", "transformer: forward and backward in the update")
 """The rows that are transformer work."""
@@ -44,16 +44,16 @@ STEP_ALONE = ("evaluation.every=0", "evaluation.rewards={}", "evaluation.correct
 class Stopwatch:
     """Seconds per name, put into a trainer from outside."""
 
-    def __init__(self, trainer: FlowGRPOTrainer) -> None:
+    def __init__(self, trainer: Trainer[FlowGRPO]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._begin = 0.0
-        transformer = trainer.team.policy.module
+        transformer = trainer.algorithm.policy.module
         transformer.register_forward_pre_hook(self._enter)
         transformer.register_forward_hook(self._leave)
         self._watch_backward(trainer.accelerator)
         for owner, method in (
-            (trainer.optimizer, "step"),
-            (trainer.optimizer, "zero_grad"),
+            (trainer.weights.optimizer, "step"),
+            (trainer.weights, "clear"),
             (trainer.ema, "update"),
             (nn.utils, "clip_grad_norm_"),
         ):

@@ -31,12 +31,12 @@ from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance import YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
-from visalign.training.loop.trainer import RunSettings
+from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import Outputs, RewardBatch
 from visalign.training.reward.heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
-from visalign.training.reward.trainer import RewardTrainer
+from visalign.training.reward.trainer import RewardModeling
 
 LOSSES = {
     "uncertainty": "likelihood by quadrature",
@@ -183,10 +183,14 @@ def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: i
     judge = HeadJudge(features.shape[1], features.mean(0), features.std(0) + 1e-4, seed)
     updates = int(epochs * train.labels.size / BATCH)
     with tempfile.TemporaryDirectory() as folder:
-        RewardTrainer(
-            judge,
-            train,
-            objective=RewardObjectiveSettings(task=task, smoothing=0.0, samples=1000),
+        Trainer(
+            RewardModeling(
+                judge,
+                train,
+                objective=RewardObjectiveSettings(task=task, smoothing=0.0, samples=1000),
+                accelerator=Accelerator(cpu=True),
+                seed=seed,
+            ),
             optimizer=RewardOptimizerSettings(
                 lr=lr,
                 warmup_updates=50,
@@ -195,8 +199,6 @@ def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: i
                 weight_decay=1e-3,
             ),
             run=RunSettings(folder=Path(folder), iterations=1, config={}),
-            accelerator=Accelerator(cpu=True),
-            seed=seed,
         ).train()
     return judge
 

@@ -57,15 +57,13 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: 
         init_trackers=lambda *_, **__: calls.append("begin"),
         end_training=lambda: calls.append("end"),
     )
-    job = SimpleNamespace(
-        trainer=SimpleNamespace(accelerator=accelerator), inputs=SimpleNamespace(fingerprints={})
-    )
+    job = SimpleNamespace(trainer=SimpleNamespace(accelerator=accelerator), fingerprints={})
 
     def stop(*_: Any) -> dict[str, Any]:
         raise flow_grpo.TrainingInterrupted
 
     monkeypatch.setattr(flow_grpo, "_build", lambda *_: cast(Any, job))
-    monkeypatch.setattr(flow_grpo, "_work", stop)
+    monkeypatch.setattr("visalign.pipelines.shared.job._work", stop)
     with pytest.raises(flow_grpo.TrainingInterrupted):
         flow_grpo.run(FlowGRPOConfig(run=RunConfig(trackers=["tensorboard"])), tmp_path / "run")
     assert calls == ["begin", "end"]

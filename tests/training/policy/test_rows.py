@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every row on pictures and on text: two updates make what was good likelier, or it is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.text_toy import toy_text_trainer, weights_of
+from tests.support.training_toy import toy_trainer
+from visalign.core import NAMED
+from visalign.core.objective.decisions import ON_STEPS
+from visalign.errors import UserError
+from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings
+
+TEXT_ONLY = {
+    *("ppo", "ppo_kl", "ppo_ptx", "remax", "opo", "gdpo", "dppo_tv", "dppo_kl", "top_entropy"),
+    *("clip_cov", "kl_cov", "flowrl"),
+}
+"""Rows that are refused for denoising steps."""
+STEPS_ONLY = {"flow_grpo", "flow_gspo", "grpo_guard", "flow_dppo", "pref_grpo", "gdpo"}
+"""Rows that are refused for tokens; gdpo needs several rewards, which the trainers sum."""
+
+
+def _gain(advantage: torch.Tensor, weight: torch.Tensor, moved: torch.Tensor) -> float:
+    """Σ A (log π − log π_old) over present decisions, per decision."""
+    present = weight != 0
+    return float((advantage * moved)[present].double().mean())
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMED) - TEXT_ONLY))
+def test_a_row_makes_good_pictures_likelier(name, tmp_path):
+    trainer = toy_trainer(
+        tmp_path,
+        objective={"algorithm": name, "ratio_bound": 1e-4},
+        optimizer={"lr": 1e-4, "micro_batch": 7},
+    )
+    algorithm, context = trainer.algorithm, trainer.context
+    experience = algorithm.collect(context).experience
+    steps = algorithm.prepare(experience, context)
+    before = algorithm._log_probs(experience, 64)
+    trainer._update(experience)
+    moved = algorithm._log_probs(experience, 64) - before
+    assert len(steps) == trainer.counters.updates == 2 and trainer.counters.skipped == 0
+    order = torch.cat([step.sample for step in steps]).argsort()
+    advantage = torch.cat([step.prepared.advantage for step in steps])[order]
+    weight = torch.cat([step.prepared.weight for step in steps])[order]
+    assert _gain(advantage, weight, moved) > 0
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMED) - STEPS_ONLY))
+def test_a_row_makes_good_texts_likelier(name, tmp_path):
+    trainer = toy_text_trainer(tmp_path, name, optimizer={"lr": 1e-4})
+    algorithm, context = trainer.algorithm, trainer.context
+    start = weights_of(trainer)
+    experience = algorithm.collect(context).experience
+    steps = algorithm.prepare(experience, context)
+    policy, old = algorithm.parts.policy, experience.trajectories.old_log_prob
+    trainer._update(experience)
+    assert trainer.counters.updates == 2 and not torch.equal(start, weights_of(trainer))
+    if name == "ppo_ptx":  # 27.8 times the demonstrations' pull
+        return
+    with torch.no_grad():
+        moved = policy.log_probs(experience.rollout).log_prob.cpu() - old
+    order = torch.cat([step.sample for step in steps]).argsort()
+    advantage = torch.cat([step.prepared.advantage for step in steps])[order]
+    weight = torch.cat([step.prepared.weight for step in steps])[order]
+    assert _gain(advantage, weight, moved) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(DiffusionObjectiveSettings, TEXT_ONLY), (TextObjectiveSettings, STEPS_ONLY)],
+    ids=["pictures", "text"],
+)
+def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, names: set[str]):
+    for name in names:
+        with pytest.raises(UserError, match=rf"{name}.*(Take|Use) "):
+            kind(algorithm=name)
+    assert ON_STEPS, "the table that says why"
+
+
+def test_changes_of_a_row_apply_where_it_is_chosen():
+    rows = {"grpo_guard": {"surrogate_options": {"eps_low": 0.001}}}
+    guard = DiffusionObjectiveSettings(algorithm="grpo_guard", rows=rows, changes={"kl": 0.1})
+    assert guard.build(length=3).surrogate_options == {"eps_low": 0.001, "eps_high": 2e-6}
+    assert guard.build(length=3).kl == 0.1
+    assert DiffusionObjectiveSettings(algorithm="cispo", rows=rows).build(length=3).surrogate == "cispo"
+    both = DiffusionObjectiveSettings(
+        algorithm="grpo_guard", rows=rows, changes={"surrogate_options": {"eps_high": 0.5}}
+    )
+    assert both.build(length=3).surrogate_options == {"eps_low": 0.001, "eps_high": 0.5}
+    with pytest.raises(UserError, match="no algorithm 'grpo_gard'"):
+        DiffusionObjectiveSettings(rows={"grpo_gard": {}})
+
+
+def test_dr_grpo_divides_by_the_trained_steps_of_a_picture(tmp_path):
+    trainer = toy_trainer(tmp_path, objective={"algorithm": "dr_grpo"}, rollout={"sde_window": 2})
+    assert trainer.algorithm.objective.length == 2
+
+
+def test_an_off_policy_correction_compares_rollout_and_replay(tmp_path):
+    """They agree here, so the correction changes nothing: same weights to the bit."""
+    ends = []
+    for correction in (None, {"level": "token", "mode": "truncate", "high": 2.0}):
+        changes = {} if correction is None else {"correction": correction}
+        trainer = toy_trainer(tmp_path, objective={"algorithm": "grpo", "changes": {**changes, "kl": 0.0}})
+        trainer.iterate()
+        ends.append(torch.cat([p.detach().flatten() for _, p in trainer.weights.named]))
+        if correction is not None:
+            collected = trainer.algorithm.collect(trainer.context).experience.trajectories
+            assert collected.rollout_log_prob is not None
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
