@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of tokens from a causal model: values by hand, padding on either side, what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from visalign.core import token_log_probs
+
+IDS = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]])
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=7, n_positions=9, n_embd=8, n_layer=2, n_head=2)).eval()
+
+
+def test_each_token_is_predicted_by_what_precedes_it() -> None:
+    model = gpt2()
+    found = token_log_probs(model, IDS, temperature=0.7)
+    for row in range(2):
+        assert float(found.log_prob[row, 0].detach()) == float(found.entropy[row, 0].detach()) == 0
+        for t in range(1, 5):
+            p = (model(IDS[row : row + 1, :t]).logits[0, -1] / 0.7).softmax(-1)
+            torch.testing.assert_close(found.log_prob[row, t], p[IDS[row, t]].log())
+            torch.testing.assert_close(found.entropy[row, t], -(p * p.log()).sum())
+    assert found.log_prob.dtype == torch.float32
+    assert token_log_probs(model.bfloat16(), IDS).log_prob.dtype == torch.float32
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_padding_on_either_side_changes_nothing_and_gets_no_gradient(left: int) -> None:
+    model = gpt2()
+    plain = token_log_probs(model, IDS).log_prob
+    ids = torch.full((2, 8), 6)
+    ids[:, left : left + 5] = IDS
+    mask = torch.zeros(2, 8, dtype=torch.long)
+    mask[:, left : left + 5] = 1
+    padded = token_log_probs(model, ids, mask)
+    torch.testing.assert_close(padded.log_prob[:, left : left + 5], plain)
+    assert bool((padded.log_prob[mask == 0] == 0).all() and (padded.entropy[mask == 0] == 0).all())
+
+    logits = torch.randn(2, 8, 7)
+    logits[mask == 0] = float("nan")
+    logits.requires_grad_()
+    token_log_probs(lambda **_: logits, ids, mask).log_prob.sum().backward()
+    assert logits.grad is not None
+    assert bool((logits.grad[mask == 0] == 0).all()) and bool(torch.isfinite(logits.grad).all())
+
+
+def test_more_inputs_reach_the_model_and_a_plain_tensor_is_enough() -> None:
+    seen: dict[str, Any] = {}
+
+    def model(**inputs: Any) -> Tensor:
+        seen.update(inputs)
+        return torch.zeros(2, 5, 7)
+
+    found = token_log_probs(model, IDS, pictures="two")
+    assert seen["pictures"] == "two" and seen["attention_mask"].tolist() == [[1] * 5] * 2
+    assert "position_ids" not in seen
+    torch.testing.assert_close(found.log_prob[:, 1:], torch.full((2, 4), 1 / 7).log())
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "mask", "message"),
+    [
+        (gpt2, IDS[0], None, r"ids must be \[B, T\].*got ids \(5,\)"),
+        (gpt2, IDS, torch.ones(2, 4), r"got ids \(2, 5\) with mask \(2, 4\)"),
+        (lambda: lambda **_: None, IDS, None, r"must give logits \[B, T, V\] for ids \(2, 5\); got NoneType"),
+        (
+            lambda: lambda **_: SimpleNamespace(logits=torch.zeros(2, 4, 7)),
+            IDS,
+            None,
+            r"got logits \(2, 4, 7\)",
+        ),
+    ],
+)
+def test_bad_input_is_named(model: Any, ids: Tensor, mask: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        token_log_probs(model(), ids, mask)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a causal language model, token ids and a mask to the log-prob of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .fused_head import LogProbEntropy, log_prob_entropy
+
+
+def token_log_probs(
+    model: Callable[..., Any],
+    ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+    **inputs: Any,
+) -> LogProbEntropy:
+    """Log-prob log π(id_t | id_<t) and entropy of each token of a batch, aligned with the ids.
+
+    The logits that precede a token, z_{t−1}, are its distribution: log p = log softmax(z_{t−1}/τ)[id_t], in
+    float32. They are held for all present tokens; where they do not fit, give the last hidden states to
+    `fused_log_prob_entropy`.
+
+    Args:
+        model: called as model(input_ids=ids, attention_mask=mask, **inputs), as transformers' causal models
+            are; gives logits [B, T, V], or something that has them as `logits`.
+        ids: [B, T] prompts and completions, padded on either side; padding may hold any id.
+        mask: [B, T], 0 for padding, prompts and completions 1; all present without it. Rows padded on the
+            left get `position_ids` that begin at 0 at their first token, unless `inputs` has them.
+        temperature: τ > 0 that the tokens were sampled with.
+        soft_cap: of logits that the model has not capped itself.
+        inputs: what else the model takes, such as pictures.
+
+    Returns:
+        [B, T] each, float32 or better, differentiable; 0 with exactly zero gradient at padding and at a row's
+        first token, which nothing predicts. Prompts have log-probs too: `Trajectories.weight` is 0 there.
+
+    Raises:
+        ValueError: shapes that do not fit, or no logits.
+    """
+    if ids.ndim != 2 or (mask is not None and mask.shape != ids.shape):
+        given = "" if mask is None else f" with mask {tuple(mask.shape)}"
+        raise ValueError(f"ids must be [B, T], and mask like them; got ids {tuple(ids.shape)}{given}.")
+    there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    if "position_ids" not in inputs and not bool(there[:, :1].all()):
+        inputs = {**inputs, "position_ids": (there.long().cumsum(1) - 1).clamp(min=0)}
+    out = model(input_ids=ids, attention_mask=there.long() if mask is None else mask, **inputs)
+    logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    if logits is None or logits.shape[:2] != ids.shape:
+        given = type(out).__name__ if logits is None else f"logits {tuple(logits.shape)}"
+        raise ValueError(f"the model must give logits [B, T, V] for ids {tuple(ids.shape)}; got {given}.")
+    predicted = there[:, 1:] & there[:, :-1]
+    found = log_prob_entropy(
+        logits[:, :-1][predicted], ids[:, 1:][predicted], temperature=temperature, soft_cap=soft_cap
+    )
+    places = pad(predicted, (1, 0))
+
+    def placed(values: Tensor | None) -> Tensor:
+        assert values is not None
+        return values.new_zeros(ids.shape).masked_scatter(places, values)
+
+    return LogProbEntropy(placed(found.log_prob), placed(found.entropy), placed(found.sum_p2))
