@@ -71,6 +71,7 @@ def group_advantages(
     mask = _columns(present).expand_as(values)
     values = torch.where(mask, values, 0.0)
 
+    # A_i = (R_i − mean_g)/(std + eps), or (R_i − mean_g) n/(n − 1) over it
     count, centred = centre(values, mask, index, groups)
     result = centred
     if baseline == "leave_one_out":

@@ -95,6 +95,7 @@ def gae(
         is_last = torch.arange(reward.shape[1], device=reward.device) == number - 1
         following = torch.where(is_last, last_value.detach().double()[:, None], following)
         missing = missing | (~torch.isfinite(last_value) & (number[:, 0] > 0))
+    # A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} − V_t
     advantages = _discounted_sum(rewards + gamma * following - values, gamma * lam)
     return (
         _back(advantages, order, present, missing, dtype),

@@ -71,7 +71,7 @@ def pad_samples(t: Trajectories, left: int, right: int, below: int) -> Trajector
             new[name] = _frame(value.masked_fill(absent, nan), left, right, below, nan)
     if t.uniform is not None:
         new["uniform"] = _frame(t.uniform, left, right, below, 0.5)
-    for name in ("reward", "greedy_reward", "valid", "advantage"):
+    for name in ("reward", "greedy_reward", "metric", "valid", "advantage"):
         value = getattr(t, name)
         if value is None:
             continue

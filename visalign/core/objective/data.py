@@ -58,6 +58,8 @@ class Trajectories:
     """[B] reward of the greedy answer to the same prompt, for ReMax."""
     uniform: Tensor | None = None
     """[B, T] numbers in [0, 1), drawn once per step, for Clip-Cov."""
+    metric: Tensor | None = None
+    """[B] a second number of each sample, for advantage="canon": length, entropy, another score."""
     loss_weight: Tensor | None = None
     """[B, T] ≥ 0: multiplies the policy's loss of each decision and no denominator; None is 1. GRPO-Guard's
     1/(−dt) of `guard_step_weight`, windows of denoising steps."""
@@ -81,7 +83,7 @@ class Trajectories:
             "loss_weight",
         ):
             _same(name, getattr(self, name), shape)
-        for name in ("valid", "greedy_reward"):
+        for name in ("valid", "greedy_reward", "metric"):
             _same(name, getattr(self, name), shape[:1])
         if self.reward is not None:
             if self.reward.ndim not in (1, 2) or self.reward.shape[0] != shape[0]:

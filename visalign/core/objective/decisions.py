@@ -29,6 +29,9 @@ ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
     ("selection", "top_entropy"): (NO_STEP_ENTROPY, _DIVERSITY),
     ("selection", "clip_cov"): (NO_STEP_ENTROPY, _DIVERSITY),
     ("selection", "kl_cov"): (NO_STEP_ENTROPY, _DIVERSITY),
+    ("selection", "clip_b"): (NO_STEP_ENTROPY, _DIVERSITY),
+    ("selection", "steer"): (NO_STEP_ENTROPY, _DIVERSITY),
+    ("advantage", "aem"): (NO_STEP_ENTROPY, "'canon' with another measure of the samples, or 'grpo'"),
     ("advantage", "opo"): (
         "its baseline weighs rewards by the length of an answer, and all samples have one number of steps",
         "'dr_grpo' or 'gpg', which is what it comes down to",

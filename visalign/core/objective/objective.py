@@ -218,9 +218,7 @@ class Objective:
             correction=self._correct(t, weight),
             keep=chosen.keep,
             selected=chosen.penalised,
-            loss_weight=None
-            if t.loss_weight is None
-            else torch.where(weight != 0, t.loss_weight.detach(), 0.0),
+            loss_weight=_product(weight, t.loss_weight, chosen.loss_weight),
             returns=returns,
             ref_log_prob=None if t.ref_log_prob is None else t.ref_log_prob.detach(),
             value=None if t.value is None else t.value.detach(),
@@ -373,3 +371,12 @@ class Objective:
             if getattr(holder, name) is None:
                 where = "Trajectories" if name == "ref_log_prob" else "PolicyOutput"
                 raise ValueError(f"{why} needs {where}.{name}, which is None.")
+
+
+def _product(weight: Tensor, *factors: Tensor | None) -> Tensor | None:
+    """Of the factors that are there, 0 where absent; None without one."""
+    result = None
+    for factor in factors:
+        if factor is not None:
+            result = torch.where(weight != 0, factor.detach() * (1.0 if result is None else result), 0.0)
+    return result

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.advantages import baselines, returns
+from visalign.core.advantages import baselines, returns, rules
 from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_sum
-from visalign.core.advantages.group import group_advantages, whiten
+from visalign.core.advantages.entropy import aem_advantages
+from visalign.core.advantages.group import Scale, group_advantages, whiten
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
 from visalign.core.surrogates import balance as surrogate_balance
 from visalign.core.surrogates import forms as surrogate_forms
 from visalign.core.surrogates import off_policy
 from visalign.core.surrogates import weighted as surrogate_weighted
 from visalign.core.surrogates.ppo import ppo_clip
-from visalign.core.tokens import selection
+from visalign.core.tokens import selection, selection_rules, steer
 
 from .data import PolicyOutput, Prepared, Trajectories
 from .options import Stage
@@ -120,6 +121,30 @@ def _reinforce_pp_baseline(t: Trajectories, beta: float, **options: Any) -> Adva
     return made, None
 
 
+def _canon(t: Trajectories, beta: float, **options: Any) -> Advantages:
+    assert t.metric is not None
+    return rules.conditional_advantages(sample_reward(t, beta), t.metric, t.group, **options), None
+
+
+def _prl(
+    t: Trajectories, beta: float, *, eta: float = 100.0, block: int = 1, scale: Scale = "group"
+) -> Advantages:
+    assert t.ref_log_prob is not None
+    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
+    away = t.old_log_prob - t.ref_log_prob
+    return rules.prl_advantages(gain, away, t.weight, eta=eta, block=block), None
+
+
+def _aem(
+    t: Trajectories, beta: float, *, lam: float = 1.0, min_range: float = 0.1, scale: Scale = "group"
+) -> Advantages:
+    assert t.entropy is not None
+    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
+    present = t.weight != 0
+    mean = torch.where(present, t.entropy, 0.0).sum(1) / present.sum(1)  # NaN, missing, without a token
+    return aem_advantages(gain, mean, t.group, lam=lam, min_range=min_range), None
+
+
 def _given(t: Trajectories, _beta: float) -> Advantages:
     assert t.advantage is not None
     return t.advantage, None
@@ -139,6 +164,9 @@ ADVANTAGES = {
     "remax": Stage(_remax, _remax, ("greedy_reward",)),
     "reinforce_pp": Stage(returns.reinforce_pp_advantages, _reinforce_pp),
     "reinforce_pp_baseline": Stage(returns.reinforce_pp_baseline_advantages, _reinforce_pp_baseline),
+    "canon": Stage(rules.conditional_advantages, _canon, ("metric",)),
+    "prl": Stage(_prl, _prl, ("ref_log_prob",)),
+    "aem": Stage(_aem, _aem, ("entropy",)),
     "given": Stage(_given, _given, ("advantage",)),
 }
 """Name -> how rewards become advantages."""
@@ -189,6 +217,7 @@ def _dppo(i: SurrogateInputs, *, divergence: str = "tv", **options: Any) -> Tens
 def _flow_balance(i: SurrogateInputs, *, weighted: bool = True, **options: Any) -> Tensor:
     assert i.policy.log_z is not None and i.rows.ref_log_prob is not None
     present = i.rows.weight != 0
+    # R̂_i: the mean advantage of the row
     reward = torch.where(present, i.rows.advantage, 0.0).sum(1) / present.sum(1).clamp(min=1)
     return surrogate_balance.flow_balance(
         i.policy.log_prob,
@@ -227,6 +256,7 @@ class Selected:
     weight: Tensor | None = None
     keep: Tensor | None = None
     penalised: Tensor | None = None
+    loss_weight: Tensor | None = None
 
 
 def _top_entropy(
@@ -254,12 +284,31 @@ def _kl_cov(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) 
     return Selected(penalised=selection.kl_cov_select(*given, found))
 
 
+def _clip_b(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
+    assert t.entropy is not None
+    score = selection_rules.entropy_discriminator(t.old_log_prob, t.entropy)
+    found = selection_rules.clip_b_thresholds(score, weight, decisions=t.decisions, **options)
+    return Selected(weight=weight * selection_rules.clip_b_keep(score, advantage, weight, found))
+
+
+def _steer(
+    t: Trajectories, advantage: Tensor, weight: Tensor, *, decay: steer.Decay = "linear", **options: Any
+) -> Selected:
+    """Ω of the first update, where π is π_old."""
+    assert t.entropy is not None
+    change = steer.steer_change(t.old_log_prob, t.old_log_prob, t.entropy, advantage, weight)
+    found = steer.steer_thresholds(change, weight, decisions=t.decisions, **options)
+    return Selected(loss_weight=steer.steer_weights(change, weight, found, decay=decay))
+
+
 SELECTIONS = {
     "top_entropy": Stage(selection.top_entropy_thresholds, _top_entropy, ("entropy",)),
     "clip_cov": Stage(selection.clip_cov_thresholds, _clip_cov, ("uniform",)),
     "kl_cov": Stage(selection.kl_cov_thresholds, _kl_cov),
+    "clip_b": Stage(selection_rules.clip_b_thresholds, _clip_b, ("entropy",)),
+    "steer": Stage(steer.steer_thresholds, _steer, ("entropy",)),
 }
-"""Name -> which decisions are left out of the mean, lose their loss, or bear a penalty."""
+"""Name -> which decisions are left out of the mean, lose their loss or a part of it, or bear a penalty."""
 
 CORRECTIONS = {"importance_weights": Stage(off_policy.importance_weights, off_policy.importance_weights)}
 """The off-policy correction; `Objective.correction` holds its options."""

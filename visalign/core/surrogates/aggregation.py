@@ -170,6 +170,7 @@ def aggregate(
             )
         own = rows.double().sum(1) if denominator is None else denominator
         total = total / _nonzero(own).to(values.dtype)
+    # Σ_i (Σ_t w ℓ [/ n_i]) / divisor
     divisors = {
         "token_mean": counts.tokens,
         "seq_mean_token_mean": counts.sequences,

@@ -57,6 +57,7 @@ def flow_balance(
     total = ratios.ratio_level(difference, weight, "sequence" if length_normalised else "sequence_sum")
     target = beta * reward.detach().to(total.dtype) - log_z.to(total.dtype)
     inside = weight != 0
+    # ω (log Z + Σ_t log π/π_ref − β R̂)²
     loss = torch.where(inside, total - target[:, None], 0.0).square()
     if log_ratio is None:
         return loss
@@ -130,4 +131,5 @@ def dro(
     if weight is not None:
         inside = weight != 0
         score, gain, pull = (torch.where(inside, part, 0.0) for part in (score, gain, pull))
+    # −(A log π − (β/2)(log r)²)
     return beta / 2 * pull.square() - gain * score

@@ -44,6 +44,7 @@ def ppo_kl(log_ratio: Tensor, advantage: Tensor, *, beta: float, kl: Tensor | No
         kl = torch.expm1(value - excess) - value
     elif kl.shape != value.shape:
         raise ValueError(f"kl {tuple(kl.shape)} and log_ratio {tuple(value.shape)} must have one shape.")
+    # −r A + β KL(π_old ‖ π)
     return -ratio * gain + beta * kl
 
 
@@ -100,6 +101,7 @@ def sapo(log_ratio: Tensor, advantage: Tensor, *, tau_pos: float = 1.0, tau_neg:
         raise ValueError(f"tau_pos and tau_neg must be > 0; got {tau_pos} and {tau_neg}.")
     tau = torch.where(gain > 0, torch.full_like(gain, tau_pos), torch.full_like(gain, tau_neg))
     shift = torch.expm1(value.clamp(max=LOG_RATIO_LIMIT))
+    # −(4/τ) σ(τ (r − 1)) A
     return -4 / tau * torch.sigmoid(tau * shift) * gain
 
 
@@ -134,5 +136,6 @@ def gmpo(
         )
     clipped = torch.where(gain > 0, value.clamp(max=eps_high), value)
     clipped = torch.where(gain < 0, value.clamp(min=-eps_low), clipped)
+    # s = exp(Σ_t w c_t / Σ_t w), ℓ = −s A
     ratio = bounded_ratio(sequence_log_ratio(clipped, weight))
     return torch.where(weight != 0, -ratio * gain, 0.0)

@@ -124,6 +124,7 @@ def kl_penalty(
     _, slope = _value_and_slope(d, _known("gradient", gradient))
     if ratio is not None:
         shown, slope = ratio.detach() * shown, ratio.detach() * slope
+    # r [k_value(d) + k'_gradient(d) (d − sg d)]
     return _straight_through(shown, slope, d)
 
 

@@ -44,6 +44,7 @@ def value_loss(
     error = (value - target).square() / 2
     if old is None or clip is None:
         return error
+    # ½ max((V − R)², (clip(V, V_old ± ε) − R)²)
     held = _held(value, old, clip, target)
     bound = (value.detach().clamp(old - clip, old + clip) - target).square() / 2
     return torch.where(held, bound, error)

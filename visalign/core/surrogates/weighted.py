@@ -40,6 +40,7 @@ def reinforce(
 
     Williams, Machine Learning 8, 1992; Chu et al., GPG, arXiv 2504.02546.
     """
+    # −sg[r] A log π
     return _weighted(log_prob, advantage, None if log_ratio is None else _ratio(log_ratio), weight)
 
 
@@ -79,6 +80,7 @@ def cispo(
             "the bounds are ratios with 0 ≤ bound_low ≤ bound_high (1 ± ε, not ε); got "
             f"bound_low={bound_low}, bound_high={bound_high}."
         )
+    # −sg[clip(r, b_low, b_high)] A log π
     return _weighted(log_prob, advantage, _ratio(log_ratio).clamp(bound_low, bound_high), weight)
 
 
@@ -116,6 +118,7 @@ def gamma_weight(
         raise ValueError(f"k and λ must be ≥ 0; got {parameters}.")
     value, gain = surrogate_inputs(log_ratio.detach(), advantage)
     worse = gain < 0
+    # log φ(W) = k log W − λ (W − 1)
     log_pos = k_pos * value - lambda_pos * (bounded_ratio(value) - 1)
     log_neg = k_neg * value - lambda_neg * (bounded_ratio(value) - 1)
     return bounded_ratio(torch.where(worse, log_neg, log_pos))
@@ -157,6 +160,7 @@ def vespo(
     kernel = gamma_weight(
         log_ratio, advantage, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg
     )
+    # −sg[φ(W)] A log π
     return _weighted(log_prob, advantage, kernel, weight)
 
 
@@ -209,6 +213,7 @@ def dppo(
     distance = divergence.detach()
     left = (gain > 0) & (value > 0) & (distance > limit_high)
     left = left | ((gain < 0) & (value < 0) & (distance > limit_low))
+    # −sg[1[the divergence is within its limit, or falls] min(r, cap)] A log π
     factor = torch.where(left, 0.0, bounded_ratio(value).clamp(max=cap))
     if log_prob is None:
         moved, _ = surrogate_inputs(log_ratio, advantage)
