@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.rewards.base.columns import answer_of, columns_of
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 
 from .store import ScoreCache, key_of
@@ -54,29 +54,13 @@ class CachedReward:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Scores of B images; what is not known yet is asked in one call, each content once."""
         items, records = _listed(self.name, images, prompts, metadata)
-        keys = [
-            None if content is None else key_of([content], prompt, record)
-            for content, prompt, record in zip(map(content_digest, items), prompts, records, strict=True)
-        ]
-        judge = self.identity
-        known = self.cache.get(judge, [key for key in keys if key is not None])
-        first = _first_unknown(keys, known)
-        reasons: dict[int, str | None] = {}
-        if first:
-            scores = self.reward.score(
-                _rows_of(images, items, first), [prompts[i] for i in first], [records[i] for i in first]
-            )
-            said = failure_reasons(scores)
-            fresh = {keys[row]: _entry(scores, i) for i, row in enumerate(first) if said[i] is None}
-            if self.identity == judge:  # a step in the middle makes scores of neither
-                self.cache.put(judge, {key: entry for key, entry in fresh.items() if key is not None})
-            known |= {key: entry for key, entry in fresh.items() if key is not None}
-            failed = {keys[row]: said[i] for i, row in enumerate(first) if keys[row] is not None}
-            alone = {row: i for i, row in enumerate(first)}
-            for row, key in enumerate(keys):
-                if key not in known:
-                    reasons[row] = failed[key] if key is not None else said[alone[row]]
-        return _scores([known.get(key) if key else None for key in keys], reasons, self.unit)
+
+        def ask(rows: list[int]) -> Scores:
+            told = [prompts[i] for i in rows], [records[i] for i in rows]
+            return self.reward.score(_rows_of(images, items, rows), *told)
+
+        keys = _keys([items], prompts, records)
+        return _remembered(self, keys, ask, self.unit)
 
 
 class CachedJudge:
@@ -97,41 +81,64 @@ class CachedJudge:
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
         """Preferences of B pairs; the order of a pair is part of its address."""
-        first_items, records = _listed(self.name, left, prompts, metadata)
-        second_items, _ = _listed(self.name, right, prompts, metadata)
-        keys: list[bytes | None] = []
-        for one, two, prompt, record in zip(first_items, second_items, prompts, records, strict=True):
-            contents = content_digest(one), content_digest(two)
-            ready = [content for content in contents if content is not None]
-            keys.append(key_of(ready, prompt, record) if len(ready) == 2 else None)
-        judge = self.identity
-        known = self.cache.get(judge, [key for key in keys if key is not None])
-        rows = _first_unknown(keys, known)
-        reasons: dict[int, str | None] = {}
-        if rows:
-            told = self.judge.compare(
-                _rows_of(left, first_items, rows),
-                _rows_of(right, second_items, rows),
-                [prompts[i] for i in rows],
-                [records[i] for i in rows],
-            )
-            given = told.reason or [None] * len(told)
-            said = [
-                None if ok else (why or "no reason given")
-                for ok, why in zip(told.valid.tolist(), given, strict=True)
-            ]
-            fresh = {
-                key: _preference(told, i) for i, row in enumerate(rows) if (key := keys[row]) and not said[i]
-            }
-            if self.identity == judge:  # a step in the middle makes preferences of neither
-                self.cache.put(judge, fresh)
-            known |= fresh
-            of_key = {keys[row]: said[i] for i, row in enumerate(rows) if keys[row] is not None}
-            alone = {row: i for i, row in enumerate(rows)}
-            for row, key in enumerate(keys):
-                if key not in known:
-                    reasons[row] = of_key[key] if key is not None else said[alone[row]]
-        return _preferences([known.get(key) if key else None for key in keys], reasons)
+        first, records = _listed(self.name, left, prompts, metadata)
+        second, _ = _listed(self.name, right, prompts, metadata)
+
+        def ask(rows: list[int]) -> Preferences:
+            told = [prompts[i] for i in rows], [records[i] for i in rows]
+            return self.judge.compare(_rows_of(left, first, rows), _rows_of(right, second, rows), *told)
+
+        keys = _keys([first, second], prompts, records)
+        return _remembered(self, keys, ask, None)
+
+
+def _keys(
+    sides: Sequence[Sequence[Any]], prompts: Sequence[str], records: Sequence[Mapping[str, Any] | None]
+) -> list[bytes | None]:
+    """The address of each row; None where an image cannot be read, which the judge shall explain."""
+    contents = zip(*(map(content_digest, side) for side in sides), strict=True)
+    return [
+        None if None in digests else key_of(digests, prompt, record)
+        for digests, prompt, record in zip(contents, prompts, records, strict=True)
+    ]
+
+
+def _remembered(
+    judge: CachedReward | CachedJudge,
+    keys: Sequence[bytes | None],
+    ask: Callable[[list[int]], Scores | Preferences],
+    unit: str | None,
+) -> Any:
+    """The answer to all rows; what is not known is asked about in one call, each key once.
+
+    Args:
+        judge: with the identity and the cache.
+        keys: of B rows.
+        ask: the judge's answer to some rows.
+        unit: of scores; None for preferences.
+    """
+    identity = judge.identity
+    known: dict[Any, Any] = dict(judge.cache.get(identity, [key for key in keys if key is not None]))
+    marks = [row if key is None else key for row, key in enumerate(keys)]
+    first: dict[bytes | int, int] = {}
+    for row, mark in enumerate(marks):
+        if mark not in known:
+            first.setdefault(mark, row)
+    rows = list(first.values())
+    failed: dict[bytes | int, str] = {}
+    if rows:
+        answer = ask(rows)
+        told = answer.reason or [None] * len(answer)
+        fresh: dict[bytes | int, dict[str, Any]] = {}
+        for row, entry, valid, why in zip(rows, _entries(answer), answer.valid.tolist(), told, strict=True):
+            if valid:
+                fresh[marks[row]] = entry
+            else:
+                failed[marks[row]] = why or "no reason given"
+        if judge.identity == identity:  # a step in the middle makes answers of neither
+            judge.cache.put(identity, {key: entry for key, entry in fresh.items() if isinstance(key, bytes)})
+        known |= fresh
+    return _answer([known.get(mark) for mark in marks], [failed.get(mark) for mark in marks], unit)
 
 
 def content_digest(item: Any) -> bytes | None:
@@ -196,90 +203,41 @@ def _listed(
     return items, records
 
 
-def _first_unknown(keys: Sequence[bytes | None], known: Mapping[bytes, Any]) -> list[int]:
-    """Rows to ask about: the first of each unknown key, and every row without one."""
-    seen: set[bytes] = set()
-    rows = []
-    for row, key in enumerate(keys):
-        if key is None or (key not in known and key not in seen):
-            rows.append(row)
-        if key is not None:
-            seen.add(key)
-    return rows
-
-
 def _rows_of(images: Any, items: list[Any], rows: list[int]) -> Any:
     """The chosen images in the container in which they came: a tensor's layout is checked as a whole."""
     return images[rows] if isinstance(images, Tensor | np.ndarray) else [items[row] for row in rows]
 
 
-def _entry(scores: Scores, row: int) -> dict[str, Any]:
-    return {
-        "value": float(scores.value[row]),
-        "std": None if scores.std is None else float(scores.std[row]),
-        "parts": {name: float(part[row]) for name, part in scores.parts.items()},
-        "text": None if scores.text is None else scores.text[row],
-    }
+def _entries(answer: Scores | Preferences) -> list[dict[str, Any]]:
+    """What is kept of each row: plain numbers and texts."""
+    columns = {name: column.tolist() for name, column in columns_of(answer).items()}
+    main, texts = columns.pop("main"), answer.text or [None] * len(answer)
+    optional = {} if isinstance(answer, Scores) else {"log_odds": columns.pop("log_odds", None)}
+    optional["std"] = columns.pop("std", None)
+    return [
+        {
+            "value" if isinstance(answer, Scores) else "prob": main[row],
+            **{name: None if column is None else column[row] for name, column in optional.items()},
+            "parts": {name.removeprefix("part."): column[row] for name, column in columns.items()},
+            "text": texts[row],
+        }
+        for row in range(len(answer))
+    ]
 
 
-def _preference(told: Preferences, row: int) -> dict[str, Any]:
-    return {
-        "prob": float(told.prob[row]),
-        "std": None if told.std is None else float(told.std[row]),
-        "log_odds": None if told.log_odds is None else float(told.log_odds[row]),
-        "parts": {name: float(part[row]) for name, part in told.parts.items()},
-        "text": None if told.text is None else told.text[row],
-    }
-
-
-def _scores(entries: list[dict[str, Any] | None], reasons: Mapping[int, str | None], unit: str) -> Scores:
-    return Scores(
-        value=_column(entries, "value"),
-        valid=torch.tensor([entry is not None for entry in entries], dtype=torch.bool),
-        unit=unit,
-        std=_optional(entries, "std"),
-        parts=_parts(entries),
-        text=_texts(entries),
-        reason=[reasons.get(row) for row in range(len(entries))],
-    )
-
-
-def _preferences(entries: list[dict[str, Any] | None], reasons: Mapping[int, str | None]) -> Preferences:
-    return Preferences(
-        prob=_column(entries, "prob"),
-        valid=torch.tensor([entry is not None for entry in entries], dtype=torch.bool),
-        std=_optional(entries, "std"),
-        log_odds=_optional(entries, "log_odds"),
-        parts=_parts(entries),
-        text=_texts(entries),
-        reason=[reasons.get(row) for row in range(len(entries))],
-    )
-
-
-def _column(entries: list[dict[str, Any] | None], name: str) -> Tensor:
-    missing = float("nan")
-    found = [missing if entry is None or entry[name] is None else entry[name] for entry in entries]
-    return torch.tensor(found, dtype=torch.float32)
-
-
-def _optional(entries: list[dict[str, Any] | None], name: str) -> Tensor | None:
-    if not any(entry is not None and entry[name] is not None for entry in entries):
-        return None
-    return _column(entries, name)
-
-
-def _parts(entries: list[dict[str, Any] | None]) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for entry in entries if entry for name in entry["parts"])
-    nan = float("nan")
-    return {
-        name: torch.tensor(
-            [nan if entry is None else entry["parts"].get(name, nan) for entry in entries],
-            dtype=torch.float32,
-        )
-        for name in names
-    }
-
-
-def _texts(entries: list[dict[str, Any] | None]) -> list[str] | None:
-    found = [None if entry is None else entry["text"] for entry in entries]
-    return None if all(text is None for text in found) else [text or "" for text in found]
+def _answer(
+    entries: Sequence[dict[str, Any] | None], reasons: Sequence[str | None], unit: str | None
+) -> Scores | Preferences:
+    """The reverse of `_entries`; a row without an entry is invalid."""
+    rows: list[dict[str, Any]] = [{}] * len(entries)
+    for row, entry in enumerate(entries):
+        if entry is not None:
+            numbers = {"main": entry["prob" if unit is None else "value"]}
+            numbers |= {name: entry[name] for name in ("std", "log_odds") if entry.get(name) is not None}
+            rows[row] = numbers | {f"part.{name}": part for name, part in entry["parts"].items()}
+    names = dict.fromkeys(["main", *(name for row in rows for name in row)])
+    columns = {name: torch.tensor([row.get(name, torch.nan) for row in rows]).float() for name in names}
+    valid = torch.tensor([entry is not None for entry in entries], dtype=torch.bool)
+    texts = [None if entry is None else entry["text"] for entry in entries]
+    text = None if all(text is None for text in texts) else [text or "" for text in texts]
+    return answer_of(columns, valid, unit, text, reasons)

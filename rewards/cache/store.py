@@ -4,7 +4,8 @@
 One SQLite file per folder, shared by all commands and by processes at the same time. Only valid judgements
 are kept: a failure may be gone the next time. Nothing in the file is needed: one that was cut or is no
 database is set aside and begun anew, a row that was altered is judged again, and while the disk is full,
-read-only or locked the judgements stay in memory. Each of these is said once, as a warning.
+read-only or locked the judgements stay in memory. Each of these is said once, as a warning. SQLite checks the
+form of its pages and not what stands in them, so each judgement has a CRC-32.
 """
 
 from __future__ import annotations
@@ -16,20 +17,34 @@ import sqlite3
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from visalign.rewards.base.identity import Identity
 
-from .sqlite_file import ScoreFile, is_damage
-
 FILE = "judgements.sqlite"
 _PAUSE = 30.0
 """Seconds for which a disk that failed is left alone."""
 _KEPT = 100_000
 """Judgements that are kept in memory while the disk fails."""
+
+VERSION = 2
+_CHUNK = 500
+_DAMAGE = (
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_IOERR_SHORT_READ,
+    sqlite3.SQLITE_ERROR,  # a table is missing
+)
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS judges (digest TEXT PRIMARY KEY, identity TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS judgements (judge TEXT NOT NULL, key BLOB NOT NULL, said TEXT NOT NULL, "
+    "sum INTEGER, PRIMARY KEY (judge, key)) WITHOUT ROWID",
+)
 
 Found = TypeVar("Found")
 
@@ -84,7 +99,7 @@ class ScoreCache:
             found |= self._tried(lambda: self._select(digest, wanted), {})
         hits = sum(key in found for key in keys)
         self.hits, self.misses = self.hits + hits, self.misses + len(keys) - hits
-        return {key: _numbers(json.loads(said)) for key, said in found.items()}
+        return {key: json.loads(said, object_hook=_number) for key, said in found.items()}
 
     def put(self, judge: Identity, said: Mapping[bytes, Mapping[str, Any]]) -> None:
         """Keep judgements; on the disk all of them or, when interrupted, none.
@@ -94,7 +109,7 @@ class ScoreCache:
             said: key -> numbers, texts, and nested mappings of them.
         """
         digest = judge.digest
-        rows = {(digest, key): json.dumps(_words(value)) for key, value in said.items()}
+        rows = {(digest, key): json.dumps(value) for key, value in said.items()}
         with self._lock:
             self._kept_judges[digest] = json.dumps(asdict(judge), sort_keys=True, default=str)
             self._kept |= rows
@@ -213,18 +228,133 @@ def _record(said: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _words(value: Any) -> Any:
-    """Numbers that JSON does not have, as words."""
-    if isinstance(value, Mapping):
-        return {key: _words(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
-    return value
+def _number(found: dict[str, Any]) -> Any:
+    """What earlier files have for numbers that are not finite."""
+    is_number = found.keys() == {"float"} and isinstance(found["float"], str)
+    return float(found["float"]) if is_number else found
 
 
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return (
-            float(value["float"]) if value.keys() == {"float"} else {k: _numbers(v) for k, v in value.items()}
-        )
-    return value
+class Damaged(sqlite3.DatabaseError):
+    """The pages of the file do not fit together."""
+
+
+class ScoreFile:
+    """Judgements as rows (judge, key, said, sum); every call opens and closes the file.
+
+    Args:
+        path: of the file; `open` makes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def connect(self) -> sqlite3.Connection:
+        """A connection that waits a minute for other writers and reads texts as bytes."""
+        link = sqlite3.connect(self.path, timeout=60.0)
+        link.text_factory = bytes  # an altered byte may be no text
+        link.execute("PRAGMA journal_mode = WAL")
+        link.execute("PRAGMA synchronous = NORMAL")
+        return link
+
+    def open(self) -> None:
+        """Check the file, and make what is missing in it.
+
+        Raises:
+            Damaged: its pages do not fit together.
+            sqlite3.Error: it is no database, or cannot be opened.
+            ValueError: a later version wrote it.
+        """
+        with closing(self.connect()) as link, link:
+            said = link.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if said != b"ok":
+                raise Damaged(" ".join(said.decode(errors="replace").split()))
+            version = link.execute("PRAGMA user_version").fetchone()[0]
+            if version > VERSION:
+                raise ValueError(
+                    f"The cache '{self.path}' is of version {version}, this program writes {VERSION}. Use "
+                    "another folder, or a later visalign."
+                )
+            if version == VERSION:
+                for table in ("judges", "judgements"):
+                    link.execute(f"SELECT 1 FROM {table} LIMIT 1")
+                return
+            for statement in _SCHEMA:
+                link.execute(statement)
+            if version == 1:  # had no sums
+                link.create_function("row_sum", 3, row_sum, deterministic=True)
+                if b"sum" not in {row[1] for row in link.execute("PRAGMA table_info(judgements)")}:
+                    link.execute("ALTER TABLE judgements ADD COLUMN sum INTEGER")
+                link.execute("UPDATE judgements SET sum = row_sum(judge, key, said)")
+            link.execute(f"PRAGMA user_version = {VERSION}")
+
+    def select(self, judge: str, keys: Sequence[bytes]) -> tuple[dict[bytes, str], int]:
+        """What a judge said, by key, and how many rows were altered on the disk.
+
+        Args:
+            judge: digest of its identity.
+            keys: wanted; those that are not there are left out.
+        """
+        found: dict[bytes, str] = {}
+        altered = 0
+        with closing(self.connect()) as link:
+            for start in range(0, len(keys), _CHUNK):
+                part = keys[start : start + _CHUNK]
+                marks = ",".join("?" * len(part))
+                query = f"SELECT key, said, sum FROM judgements WHERE judge = ? AND key IN ({marks})"
+                for key, said, known in link.execute(query, (judge, *part)):
+                    if row_sum(judge, key, said) == known:
+                        found[bytes(key)] = said.decode()
+                    else:
+                        altered += 1
+        return found, altered
+
+    def insert(self, judges: Mapping[str, str], rows: Iterable[tuple[str, bytes, str]]) -> None:
+        """Write rows; all of them or none.
+
+        Args:
+            judges: digest -> identity.
+            rows: (digest, key, what was said).
+        """
+        summed = [(judge, key, said, row_sum(judge, key, said)) for judge, key, said in rows]
+        with closing(self.connect()) as link, link:
+            link.executemany("INSERT OR IGNORE INTO judges VALUES (?, ?)", list(judges.items()))
+            link.executemany("INSERT OR REPLACE INTO judgements VALUES (?, ?, ?, ?)", summed)
+
+    def judges(self) -> dict[str, str]:
+        """digest -> identity."""
+        with closing(self.connect()) as link:
+            rows = link.execute("SELECT digest, identity FROM judges").fetchall()
+        return {digest.decode(errors="replace"): said.decode(errors="replace") for digest, said in rows}
+
+    def count(self) -> int:
+        """Judgements in the file."""
+        with closing(self.connect()) as link:
+            return int(link.execute("SELECT COUNT(*) FROM judgements").fetchone()[0])
+
+    def set_aside(self) -> Path:
+        """Move the file away, with what belongs to it; the first free name is taken."""
+        number = 1
+        while (place := self.path.with_name(f"{self.path.name}.damaged-{number}")).exists():
+            number += 1
+        self.path.replace(place)
+        for ending in ("-wal", "-shm"):
+            self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
+        return place
+
+
+def row_sum(judge: str | bytes, key: bytes, said: str | bytes) -> int:
+    """CRC-32 of a row."""
+    judge, said = (part.encode() if isinstance(part, str) else part for part in (judge, said))
+    return zlib.crc32(said, zlib.crc32(key, zlib.crc32(judge)))
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error means that the file is not whole, rather than locked, full or read-only.
+
+    Args:
+        error: what SQLite raised.
+    """
+    if isinstance(error, Damaged):
+        return True
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and (code in _DAMAGE or code & 0xFF in _DAMAGE)

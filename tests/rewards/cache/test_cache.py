@@ -22,8 +22,7 @@ from visalign.rewards.base.contract import RewardError, make_scores, read_reques
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.cache import store as score_cache
 from visalign.rewards.cache.reward import CachedJudge, CachedReward, content_digest
-from visalign.rewards.cache.sqlite_file import ScoreFile
-from visalign.rewards.cache.store import FILE, ScoreCache, key_of
+from visalign.rewards.cache.store import FILE, ScoreCache, ScoreFile, key_of
 from visalign.rewards.weights import fingerprints as weights_in_memory
 
 PIXELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -244,6 +243,14 @@ def test_numbers_come_back_as_they_were(tmp_path: Path):
     assert found["value"] == said["value"] and found["parts"]["inf"] == float("inf") and found["text"] == "é"
     assert found["parts"]["nan"] != found["parts"]["nan"] and found["std"] is None
     assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
+
+
+def test_numbers_that_are_not_finite_are_read_as_earlier_files_have_them(tmp_path: Path):
+    cache, judge = ScoreCache(tmp_path), Mean().identity
+    said = '{"value": {"float": "-inf"}, "std": null, "parts": {"float": 1.5}, "text": null}'
+    cache._file.insert({}, [(judge.digest, b"key", said)])
+    found = cache.get(judge, [b"key"])[b"key"]
+    assert found == {"value": -float("inf"), "std": None, "parts": {"float": 1.5}, "text": None}
 
 
 def test_a_file_that_cannot_be_opened_now_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
