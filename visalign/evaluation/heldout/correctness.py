@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rewards can say correct or wrong, and what they say."""
+"""What rewards say of held-out samples: their scores, and from those that can, correct or wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from visalign.errors import UserError
@@ -14,6 +17,66 @@ from visalign.interfaces import PointwiseReward, Scores
 
 PART = "correct"
 """The part of a reward's scores that holds its verdicts, 1 or 0."""
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What the rewards have said so far, batch by batch."""
+
+    correctness: str | None
+    """Name of the judge of correctness."""
+    samples: str
+    """What is judged, in the plural."""
+    correct: list[bool] = field(default_factory=list)
+    judged: list[bool] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    """Why there is no verdict, else what the judge wrote, else nothing."""
+    values: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
+
+    def add(self, name: str, reward: Any, scores: Scores, size: int) -> None:
+        """Store one reward's scores of `size` samples, and the verdicts if it is the judge of correctness.
+
+        Raises:
+            UserError: It returned another number of scores, or cannot say correct or wrong.
+        """
+        check_size(name, scores, size, self.samples)
+        valid = valid_of(scores)
+        value = scores.value.detach().cpu().to(torch.float32)
+        self.values.setdefault(name, []).append(torch.where(valid, value, torch.tensor(torch.nan)).numpy())
+        if name == self.correctness:
+            self.correct += (verdict(name, reward, scores) & valid).tolist()
+            self.judged += valid.tolist()
+            said, failed = scores.text or [""] * size, scores.reason or [None] * size
+            for row, ok in enumerate(valid.tolist()):
+                self.reasons.append((said[row] or "") if ok else (failed[row] or "no finite value"))
+
+    def fields(self, rewards: Mapping[str, Any], total: int) -> dict[str, Any]:
+        """What all batches have said, as `HeldoutResult` takes it; without a judge nothing has a verdict."""
+        return {
+            "correct": np.array(self.correct or [False] * total, dtype=bool),
+            "judged": np.array(self.judged or [False] * total, dtype=bool),
+            "reasons": tuple(self.reasons or [""] * total),
+            "scores": {name: np.concatenate(self.values[name]) for name in rewards},
+            "units": {name: reward.unit for name, reward in rewards.items()},
+            "higher_is_better": {name: reward.higher_is_better for name, reward in rewards.items()},
+        }
+
+
+def check_size(name: str, scores: Scores, size: int, samples: str) -> None:
+    """Refuse scores that are not one for each sample.
+
+    Raises:
+        UserError: They are more or fewer.
+    """
+    if len(scores) != size:
+        raise UserError(
+            f"Reward '{name}' returned {len(scores)} scores for {size} {samples}; it must return one each."
+        )
+
+
+def valid_of(scores: Scores) -> Tensor:
+    """[B] where there is a finite score."""
+    return scores.valid.cpu() & scores.value.detach().cpu().isfinite()
 
 
 def verdict(name: str, reward: Any, scores: Scores) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ from torch.nn.functional import interpolate
 
 from visalign.errors import UserError, suggestion
 from visalign.flow.rollout import rollout
-from visalign.interfaces import DiffusionPolicy, PointwiseReward, Scores
+from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.seeds import sample_seed
 
-from .correctness import verdict
+from .correctness import Tally
 from .result import HeldoutResult
 
 Progress = Callable[[int, int], None]
@@ -69,85 +68,28 @@ def evaluate(
     metadata = [record for record in records for _ in seeds]
     noise_seeds = [sample_seed("heldout", str(record["prompt"]), int(s)) for record in records for s in seeds]
     total = len(prompts)
-    tally = _Tally(correctness, _evenly(total, max_images), image_side)
+    tally, kept = Tally(correctness=correctness, samples="images"), _evenly(total, max_images)
+    pictures: list[NDArray[np.uint8]] = []
     with _inference(policy):
         condition = policy.encode(prompts)
         for start in range(0, total, batch_size):
             rows = slice(start, min(start + batch_size, total))
             part = condition.select(torch.arange(rows.start, rows.stop))
             images = _pictures(policy, part, noise_seeds[rows], sigmas)
-            tally.keep(start, images)
+            own = kept[(kept >= rows.start) & (kept < rows.stop)] - start
+            pictures.extend(_as_bytes(images[own], image_side))
             for name, reward in rewards.items():
                 tally.add(name, reward, reward.score(images, prompts[rows], metadata[rows]), len(images))
             if progress is not None:
                 progress(rows.stop, total)
-    return tally.result(rewards, metadata, np.tile(np.array(seeds, dtype=np.int64), len(records)))
-
-
-@dataclass
-class _Tally:
-    """What the batches have said so far."""
-
-    correctness: str | None
-    kept: NDArray[np.int64]
-    image_side: int
-    correct: list[bool] = field(default_factory=list)
-    judged: list[bool] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    values: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
-    images: list[NDArray[np.uint8]] = field(default_factory=list)
-
-    def keep(self, start: int, images: Tensor) -> None:
-        """Store the pictures of this batch that belong to the evenly spaced sample."""
-        rows = self.kept[(self.kept >= start) & (self.kept < start + len(images))] - start
-        if len(rows):
-            self.images.extend(_as_bytes(images[rows], self.image_side))
-
-    def add(self, name: str, reward: PointwiseReward, scores: Scores, size: int) -> None:
-        """Store one reward's scores of this batch, and the verdicts if it is the judge of correctness."""
-        if len(scores) != size:
-            raise UserError(
-                f"Reward '{name}' returned {len(scores)} scores for {size} images; it must return one each."
-            )
-        value = scores.value.detach().cpu().to(torch.float32)
-        valid = scores.valid.cpu() & torch.isfinite(value)
-        masked = torch.where(valid, value, torch.tensor(torch.nan))
-        self.values.setdefault(name, []).append(masked.numpy())
-        if name == self.correctness:
-            correct = verdict(name, reward, scores) & valid
-            self.correct.extend(correct.tolist())
-            self.judged.extend(valid.tolist())
-            self.reasons.extend(_reasons(scores, valid))
-
-    def result(
-        self,
-        rewards: Mapping[str, PointwiseReward],
-        metadata: Sequence[Mapping[str, Any]],
-        seeds: NDArray[np.int64],
-    ) -> HeldoutResult:
-        """The finished record; without a judge of correctness nothing has a verdict."""
-        total = len(metadata)
-        return HeldoutResult(
-            prompts=tuple(str(record["prompt"]) for record in metadata),
-            tags=tuple(str(record.get("tag", "untagged")) for record in metadata),
-            seeds=seeds,
-            correct=np.array(self.correct or [False] * total, dtype=bool),
-            judged=np.array(self.judged or [False] * total, dtype=bool),
-            reasons=tuple(self.reasons or [""] * total),
-            scores={name: np.concatenate(self.values[name]) for name in rewards},
-            units={name: reward.unit for name, reward in rewards.items()},
-            higher_is_better={name: reward.higher_is_better for name, reward in rewards.items()},
-            images=np.stack(self.images),
-            image_index=self.kept,
-        )
-
-
-def _reasons(scores: Scores, valid: Tensor) -> list[str]:
-    """Per sample: why there is no verdict, else what the judge wrote, else nothing."""
-    size = len(scores)
-    failed = scores.reason or [None] * size
-    said = scores.text or [""] * size
-    return [(said[row] or "") if valid[row] else (failed[row] or "no finite value") for row in range(size)]
+    return HeldoutResult(
+        prompts=tuple(prompts),
+        tags=tuple(str(record.get("tag", "untagged")) for record in metadata),
+        seeds=np.tile(np.array(seeds, dtype=np.int64), len(records)),
+        images=np.stack(pictures),
+        image_index=kept,
+        **tally.fields(rewards, total),
+    )
 
 
 def _pictures(policy: DiffusionPolicy, condition: Any, noise_seeds: Sequence[int], sigmas: Tensor) -> Tensor:

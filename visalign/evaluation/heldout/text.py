@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from visalign.core import pass_at_k
 from visalign.errors import UserError
@@ -18,7 +17,7 @@ from visalign.interfaces import Scores, TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, Stop, TextPolicy, TextRollout
 
-from .correctness import PART, verdict
+from .correctness import PART, Tally, check_size, valid_of, verdict
 from .result import HeldoutResult
 
 GREEDY, ANY, LENGTH, ENTROPY = "greedy", "any_of_samples", "length", "token_entropy"
@@ -72,31 +71,26 @@ def evaluate_text(
             prompts, seeds=drawn, num_generations=len(seeds), sampling=sampling, stop=stop
         )
     metadata = [record for record in records for _ in seeds]
-    scored = {name: _score(name, reward, rollout, metadata) for name, reward in rewards.items()}
-    scored = {name: _answered(scores, rollout.generated) for name, scores in scored.items()}
-    right, judged, reasons = _verdicts(rewards, scored, correctness, len(metadata))
-    extra = _measured(rollout, right, judged, len(seeds)) if measures else {}
+    tally = Tally(correctness=correctness, samples="answers")
+    for name, reward in rewards.items():
+        tally.add(name, reward, _score(name, reward, rollout, metadata), len(metadata))
+    found = tally.fields(rewards, len(metadata))
+    extra = _measured(rollout, found["correct"], found["judged"], len(seeds)) if measures else {}
     if measures and correctness is not None:
         greedy = _greedy(policy, rewards[correctness], records, stop)
         extra[GREEDY] = np.repeat(greedy, len(seeds)).astype(np.float32)
+    for name, values in extra.items():
+        found["scores"][name] = values
+        found["units"][name], found["higher_is_better"][name] = _MEASURES[name]
     return HeldoutResult(
         prompts=tuple(name for name in names for _ in seeds),
         tags=tuple(str(r.get("tag", r.get("task", "untagged"))) for r in metadata),
         seeds=np.tile(np.array(seeds, dtype=np.int64), len(records)),
-        correct=right,
-        judged=judged,
-        reasons=tuple(reasons),
-        scores={name: _masked(scores) for name, scores in scored.items()} | extra,
-        units={n: r.unit for n, r in rewards.items()} | {n: _MEASURES[n][0] for n in extra},
-        higher_is_better={n: r.higher_is_better for n, r in rewards.items()} | _directions(extra),
         images=np.zeros((0, 1, 1, 3), dtype=np.uint8),
         image_index=np.zeros(0, dtype=np.int64),
         completions=tuple(rollout.text),
+        **found,
     )
-
-
-def _directions(measured: Iterable[str]) -> dict[str, bool]:
-    return {name: _MEASURES[name][1] for name in measured}
 
 
 def prompt_text(prompt: Any) -> str:
@@ -107,45 +101,14 @@ def prompt_text(prompt: Any) -> str:
 def _score(
     name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]
 ) -> Scores:
+    """A reward's scores, invalid where a prompt was too long to be answered."""
     scores = reward.score(list(rollout.text), list(rollout.prompt), metadata)
-    if len(scores) != len(metadata):
-        raise UserError(
-            f"Reward '{name}' returned {len(scores)} scores for {len(metadata)} answers; it must return one "
-            "each."
-        )
-    return scores
-
-
-def _answered(scores: Scores, generated: Tensor) -> Scores:
-    """The scores, invalid where a prompt was too long to be answered."""
-    if bool(generated.all()):
+    check_size(name, scores, len(metadata), "answers")
+    if bool(rollout.generated.all()):
         return scores
-    reason = list(scores.reason or [None] * len(scores))
-    reason = [r if g else "prompt too long" for r, g in zip(reason, generated.tolist(), strict=True)]
-    return replace(scores, valid=scores.valid.cpu() & generated, reason=reason)
-
-
-def _masked(scores: Scores) -> NDArray[np.float32]:
-    value = scores.value.detach().cpu().float()
-    return torch.where(_valid(scores), value, torch.tensor(torch.nan)).numpy()
-
-
-def _valid(scores: Scores) -> Tensor:
-    return scores.valid.cpu() & scores.value.detach().cpu().isfinite()
-
-
-def _verdicts(
-    rewards: Mapping[str, Any], scored: Mapping[str, Scores], correctness: str | None, size: int
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], list[str]]:
-    """(right, judged, what the judge said), [N] each."""
-    if correctness is None:
-        return np.zeros(size, dtype=bool), np.zeros(size, dtype=bool), [""] * size
-    scores = scored[correctness]
-    valid = _valid(scores)
-    right = verdict(correctness, rewards[correctness], scores) & valid
-    said, failed = scores.text or [""] * size, scores.reason or [None] * size
-    reasons = [(said[i] or "") if valid[i] else (failed[i] or "no finite value") for i in range(size)]
-    return right.numpy(), valid.numpy(), reasons
+    reason, written = scores.reason or [None] * len(scores), rollout.generated.tolist()
+    reason = [r if ok else "prompt too long" for r, ok in zip(reason, written, strict=True)]
+    return replace(scores, valid=scores.valid.cpu() & rollout.generated, reason=reason)
 
 
 def _measured(
@@ -168,9 +131,9 @@ def _greedy(policy: TextPolicy, judge: Any, records: Sequence[Mapping[str, Any]]
         rollout = policy.generate(
             [record["prompt"] for record in records], seeds=0, sampling=Sampling(temperature=0.0), stop=stop
         )
-    scores = _answered(_score(judge.name, judge, rollout, records), rollout.generated)
+    scores = _score(judge.name, judge, rollout, records)
     right = verdict(judge.name, judge, scores).float()
-    return torch.where(_valid(scores), right, torch.nan).numpy()
+    return torch.where(valid_of(scores), right, torch.nan).numpy()
 
 
 def _check(
