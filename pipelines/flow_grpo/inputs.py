@@ -40,12 +40,13 @@ class Inputs:
     """What was read -> SHA-256 of its content."""
 
 
-def prepare(config: FlowGRPOConfig, world: int) -> Inputs:
+def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> Inputs:
     """Read what the configuration names and check it: all that can be known without the model.
 
     Args:
         config: the configuration.
         world: number of processes.
+        device: the run's, where its judges compute too.
 
     Returns:
         Prompts and rewards; nothing is written.
@@ -63,7 +64,7 @@ def prepare(config: FlowGRPOConfig, world: int) -> Inputs:
         )
     records = build_records(data.train, "data.train")
     heldout = build_records(data.heldout, "data.heldout")
-    judges = build_judges({**config.evaluation.rewards, **config.rewards.terms})
+    judges = build_judges({**config.evaluation.rewards, **config.rewards.terms}, device)
     rewards = pointwise_only(judges, needed=config.evaluation.rewards)
     if config.comparison is None:
         reward = build_reward(config.rewards, pointwise_only(judges, needed=config.rewards.terms))

@@ -32,7 +32,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> Job:
     from visalign.training.loop.progress import TrainingProgress
 
     accelerator = build_accelerator(config.run, output)
-    inputs = prepare(config, accelerator.num_processes)
+    inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
     measure = build_evaluator(
         config.evaluation,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,16 +31,20 @@ PATIENCE = timedelta(hours=12)
 def build_accelerator(run: RunConfig, folder: Path) -> Accelerator:
     """Device, processes and trackers; the model's own `autocast` sets the precision.
 
+    Several processes on a machine without CUDA are several processes on its CPU (gloo).
+
     Raises:
         UserError: a tracker that accelerate does not know or that is not installed.
     """
+    import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
 
+    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`log_with=")  # an error below
             accelerator = Accelerator(
-                cpu=run.device == "cpu",
+                cpu=run.device == "cpu" or (many and not torch.cuda.is_available()),
                 mixed_precision="no",
                 log_with=list(run.trackers) or None,
                 project_dir=str(folder),
@@ -81,15 +86,24 @@ def no_loading_bars() -> Iterator[None]:
             module.enable_progress_bar()
 
 
-def build_judges(terms: Mapping[str, RewardTerm]) -> dict[str, PointwiseReward | PairwiseReward]:
+def build_judges(
+    terms: Mapping[str, RewardTerm], device: str | None = None
+) -> dict[str, PointwiseReward | PairwiseReward]:
     """The judges of a section, by label: those that score, and those that only compare.
+
+    Args:
+        terms: label -> judge.
+        device: the run's, for judges whose options name no other.
 
     Raises:
         RewardError: an unknown reward, or options that it does not take.
     """
     from visalign.rewards.catalogue import load_judge
 
-    return {label: load_judge(term.name or label, **term.options) for label, term in terms.items()}
+    return {
+        label: load_judge(term.name or label, run_device=device, **term.options)
+        for label, term in terms.items()
+    }
 
 
 def pointwise_only(

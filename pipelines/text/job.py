@@ -38,7 +38,7 @@ def _build(name: str, config: TextConfig, output: Path) -> Job:
     from visalign.training.text.trajectories import needs_reference
 
     accelerator = build_accelerator(config.run, output)
-    inputs = prepare(config)
+    inputs = prepare(config, str(accelerator.device))
     objective = config.objective.build(length=config.rollout.max_new_tokens)
     policy = build_text_policy(
         config.model, accelerator.device, config.seed, reference=needs_reference(objective)

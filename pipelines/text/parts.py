@@ -45,11 +45,12 @@ class TextInputs:
     """Given answers for the ptx term, each with prompt and completion."""
 
 
-def prepare(config: TextConfig) -> TextInputs:
+def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     """Read what the configuration names and check it: all that can be known without the model.
 
     Args:
         config: the configuration.
+        device: the run's, where its judges compute too.
 
     Returns:
         Records and rewards; nothing is written.
@@ -61,7 +62,7 @@ def prepare(config: TextConfig) -> TextInputs:
     data = config.data
     records = _records(data.train, "data.train", data, config.seed)
     heldout = _records(data.heldout, "data.heldout", data, config.seed)
-    rewards = _terms({**config.evaluation.rewards, **config.rewards.terms})
+    rewards = _terms({**config.evaluation.rewards, **config.rewards.terms}, device)
     judge = config.evaluation.correctness
     if judge is not None:
         check_text_judge(judge, rewards[judge], heldout[0])
@@ -108,10 +109,13 @@ def _written(source: str, data: TextDataConfig, seed: int) -> Records:
         raise UserError(f"data.written: {error}") from error
 
 
-def _terms(terms: Mapping[str, RewardTerm]) -> dict[str, Any]:
+def _terms(terms: Mapping[str, RewardTerm], device: str | None) -> dict[str, Any]:
     from visalign.rewards.catalogue import load_text_reward
 
-    return {label: load_text_reward(term.name or label, **term.options) for label, term in terms.items()}
+    return {
+        label: load_text_reward(term.name or label, run_device=device, **term.options)
+        for label, term in terms.items()
+    }
 
 
 def _sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:

@@ -30,8 +30,8 @@ def _build(config: TextSFTConfig, output: Path) -> Job:
     from visalign.training import SFT, Trainer
     from visalign.training.loop.progress import TrainingProgress
 
-    inputs = prepare_sft(config)
     accelerator = build_accelerator(config.run, output)
+    inputs = prepare_sft(config, str(accelerator.device))
     policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
     try:
         fitting = fitting_answers(policy, inputs.answers, too_long=config.data.too_long)

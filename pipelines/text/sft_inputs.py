@@ -37,11 +37,12 @@ class SFTInputs:
     """Held-out prompts that are learnt as well."""
 
 
-def prepare_sft(config: TextSFTConfig) -> SFTInputs:
+def prepare_sft(config: TextSFTConfig, device: str | None = None) -> SFTInputs:
     """Read what the configuration names and check it: all that can be known without the model.
 
     Args:
         config: the configuration.
+        device: the run's, where its judges compute too.
 
     Raises:
         UserError: something cannot be used, or does not fit the rest.
@@ -49,7 +50,7 @@ def prepare_sft(config: TextSFTConfig) -> SFTInputs:
     """
     data = config.data
     packaged = data.train.startswith("tasks:")
-    found = _text_inputs(config, train=data.train if packaged else "tasks:train")
+    found = _text_inputs(config, train=data.train if packaged else "tasks:train", device=device)
     if packaged:
         named = enumerate(found.records)
         answers = [with_completion(r, f"data.train: record {i}", data.field) for i, r in named]
@@ -67,7 +68,7 @@ def prepare_sft(config: TextSFTConfig) -> SFTInputs:
     )
 
 
-def _text_inputs(config: TextSFTConfig, *, train: str) -> TextInputs:
+def _text_inputs(config: TextSFTConfig, *, train: str, device: str | None) -> TextInputs:
     """What this job shares with the reinforcement learning of text policies."""
     data, judged = config.data, config.evaluation.rewards
     return prepare(
@@ -87,7 +88,8 @@ def _text_inputs(config: TextSFTConfig, *, train: str) -> TextInputs:
             ),
             rollout=_ONE_PROMPT,
             evaluation=config.evaluation,
-        )
+        ),
+        device,
     )
 
 

@@ -155,6 +155,11 @@ class CausalLMPolicy:
         """Where the model is."""
         return self.model.device
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """In which the network's products run."""
+        return self._network.autocast or self.model.dtype
+
     def generate(
         self,
         prompts: Sequence[Prompt],

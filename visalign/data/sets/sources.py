@@ -137,9 +137,9 @@ def load_quality(path: str | Path, *, split: str | None = None, limit: int | Non
     records, rows = _load(path, split, limit, _SCORED, read)
     if len(set(better)) > 1:
         raise UserError(
-            f"'{path}' mixes directions: higher_is_better is true in row {rows[better.index(True)]} and false "
-            f"in row {rows[better.index(False)]}. Put scores of different directions into different files, or "
-            "turn one sign."
+            f"'{path}' mixes directions: higher_is_better is true in row {rows[better.index(True)]} and "
+            f"false in row {rows[better.index(False)]}. Put scores of different directions into different "
+            "files, or turn one sign."
         )
     return QualitySet(name=Path(path).stem, records=tuple(records), higher_is_better=better[0], rows=rows)
 

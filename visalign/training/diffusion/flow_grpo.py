@@ -150,7 +150,7 @@ class FlowGRPO:
 
     def compute_dtype(self) -> torch.dtype:
         """Of the policy's network."""
-        return getattr(self.policy, "compute_dtype", torch.float32)
+        return self.policy.compute_dtype
 
     def forward_equivalents(self) -> int:
         """One for a forward on one latent, two more for a backward."""

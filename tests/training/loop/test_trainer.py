@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the one trainer owns: masters of low weights, float16's loss scale, AdamW's resolution, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
+from visalign.errors import UserError
+from visalign.training import OptimizerSettings, read_metrics
+from visalign.training.loop.optimizer import TrainedWeights
+
+
+class LowPolicy(ToyPolicy):
+    """The toy with trained weights in bfloat16 or float16, as a whole model in that dtype has them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net.shift.data = self.net.shift.data.to(dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.net.shift.dtype
+
+
+def _low(start: float, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.full((50,), start, dtype=dtype))
+
+
+def test_steps_too_small_for_bfloat16_add_up_in_its_master():
+    """Steps of 3e-5 on weights of 1: bfloat16's next number below 1 is 0.996."""
+    ends = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = _low(1.0, dtype)
+        weights = TrainedWeights([("w", weight)], OptimizerSettings(lr=3e-5, weight_decay=0.0))
+        for _ in range(300):
+            weights.begin(3e-5)
+            (weight.float().sum() * 1e-9).backward()
+            weights.gather_gradients(1.0)
+            weights.step()
+        ends[dtype] = weight.detach().float().mean()
+    assert ends[torch.float32] == pytest.approx(1 - 300 * 3e-5, abs=1e-4)
+    assert ends[torch.bfloat16] == pytest.approx(float(ends[torch.float32]), abs=2**-8)
+    assert ends[torch.bfloat16] < 1, "without a master it would still be 1"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_run_with_low_weights_resumes_to_the_bit(dtype, tmp_path):
+    def trainer(folder: str, iterations: int) -> Any:
+        return toy_trainer(
+            tmp_path / folder,
+            policy=LowPolicy(dtype),
+            optimizer={"ema_decay": 0.5, "lr": 1e-3},
+            objective={"ratio_bound": 0.1},
+            run={"iterations": iterations},
+        )
+
+    whole = trainer("whole", 4)
+    whole.train()
+    trainer("cut", 2).train()
+    cut = trainer("cut", 4)
+    assert cut.resume()
+    cut.train()
+    for one, other in zip(whole.weights.masters, cut.weights.masters, strict=True):
+        assert one[1].dtype == torch.float32 and torch.equal(one[1], other[1])
+    low = dict(whole.weights.named)["shift"]
+    own = low.detach().clone()
+    assert low.dtype == dtype
+    assert torch.equal(own, dict(whole.weights.masters)["shift"].to(dtype))
+    with whole.averaged():
+        assert torch.equal(low, whole.ema.state()["shift"].to(dtype)) and not torch.equal(low, own)
+    assert torch.equal(low, own)
+
+
+def test_float16_has_its_loss_scaled_and_overflows_halve_the_scale(tmp_path):
+    policy = LowPolicy(torch.float16)
+    trainer = toy_trainer(tmp_path, policy=policy, objective={"ratio_bound": 0.1}, run={"iterations": 3})
+    policy.net.shift.register_hook(lambda grad: grad * 1e3)  # 65536 times this is above float16's largest
+    trainer.train()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert records[0]["updates_skipped"] > 0 and records[0]["loss_scale"] < 2**16
+    assert records[-1]["updates"] > records[-1]["updates_skipped"], "it finds a scale that holds"
+    assert trainer.counters.loss_scale == records[-1]["loss_scale"]
+
+
+def test_the_scale_of_the_loss_leaves_the_gradient_as_it_is(tmp_path):
+    ends = []
+    for scale in (1.0, 2.0**10):
+        trainer = toy_trainer(tmp_path, run={"iterations": 1})
+        trainer.counters.loss_scale = scale
+        record = trainer.iterate()
+        ends.append(record["grad_norm"])
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
+def test_epsilon_that_swallows_the_steps_is_seen(tmp_path):
+    said: list[str] = []
+    for eps in (1e-15, 1.0):
+        trainer = toy_trainer(tmp_path, optimizer={"eps": eps}, run={"iterations": 1})
+        trainer.progress.note = said.append  # type: ignore[method-assign]
+        record = trainer.iterate()
+        assert (record["adam_resolution"] < 10) == (eps == 1.0)
+    assert len(said) == 1 and "ε of AdamW takes a visible part" in said[0] and "optimizer.eps (1)" in said[0]
+
+
+def test_a_run_without_an_update_says_so(tmp_path):
+    class Flat(Brightness):
+        def score(self, images, prompts, metadata=None):
+            scores = super().score(images, prompts)
+            scores.value.fill_(0.5)
+            return scores
+
+    said: list[str] = []
+    trainer = toy_trainer(tmp_path, reward=Flat(), run={"iterations": 2})
+    trainer.progress.note = said.append  # type: ignore[method-assign]
+    trainer.train()
+    assert said == [
+        "Warning: 2 iterations made no update: the weights are as at the start. No sample had a signal."
+    ]
+
+
+def test_gradients_are_not_divided_by_an_environment_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(UserError, match=r"accelerate divides every gradient by 4.*ACCELERATE_GRADIENT"):
+        toy_trainer(tmp_path, accelerator=Accelerator(cpu=True))
+
+
+def test_the_average_follows_the_updates_as_flow_grpo_counts_them(tmp_path):
+    """Decay .90 at the tenth average of every eighth update, (1 + 80)/(10 + 80)."""
+    trainer = toy_trainer(tmp_path, optimizer={"ema_decay": 0.95, "ema_every": 8})
+    assert trainer.ema.decay_at(80) == pytest.approx(0.9)
