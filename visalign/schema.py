@@ -27,6 +27,14 @@ RENAMED = {
     "rollout.noise_steps": "rollout.sde_steps",
     "rollout.noise_count": "rollout.sde_window",
     "rollout.event_norm": "rollout.log_prob_reduction",
+    "objective.ratio": "objective.changes.ratio",
+    "objective.eps_low": "objective.changes.surrogate_options.eps_low",
+    "objective.eps_high": "objective.changes.surrogate_options.eps_high",
+    "objective.advantage_scale": "objective.changes.advantage_options.scale",
+    "objective.baseline": "objective.changes.advantage_options.baseline",
+    "objective.advantage_clip": "objective.changes.advantage_clamp",
+    "objective.beta": "objective.changes.kl",
+    "objective.step_weight": "objective.changes.step_weight",
 }
 """Key of an earlier version -> its name now."""
 
@@ -168,8 +176,9 @@ def _unknown_key(place: _Place, root: Any, where: str) -> ConfigError:
     *above, key = place.keys
     full, here, everywhere = ".".join(place.keys), list(field_types(place.section)), list(allowed_keys(root))
     prefix = full.removesuffix(key)
-    if RENAMED.get(full) in everywhere:
-        raise ConfigError(f"Key '{full}' in {where} is called '{RENAMED[full]}' now. Write that.")
+    now = RENAMED.get(full)
+    if now is not None and any(now == known or now.startswith(f"{known}.") for known in everywhere):
+        raise ConfigError(f"Key '{full}' in {where} is called '{now}' now. Write that.")
     kind, variants = _union(place.union)
     readers = [str(name) for name, part in variants.items() if key in field_types(part)]
     offered = [] if readers else [prefix + name for name in nearest(key, here)]

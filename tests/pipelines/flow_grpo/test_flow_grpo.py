@@ -31,7 +31,7 @@ BASE = (
     "data.balance=true",
     "rewards.terms={jpeg_size: {weight: 1.0}, sharpness: {weight: 0.0}}",
     "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3, batch_size: 12}",
-    "objective={eps_low: 0.01, eps_high: 0.01, beta: 0.01}",
+    "objective.changes={surrogate_options: {eps_low: 0.01, eps_high: 0.01}, kl: 0.01}",
     "optimizer={lr: 1e-3, updates_per_iteration: 2, micro_batch: 7, ema_every: 1}",
     "evaluation={seeds: [0, 1], every: 1, prompts_on_the_way: 2, rewards: {shapes_verifier: {}}}",
     "run={iterations: 2, checkpoint_every: 1, device: cpu}",
@@ -147,7 +147,7 @@ def test_counted_cost_is_the_planned_one(finished, inputs):
     for row in read_metrics(output / "metrics.jsonl"):
         assert row["forward_equivalents_per_image"] == pytest.approx(cost, rel=1e-12)
     assert summary["forward_equivalents_per_image"] == pytest.approx(cost, rel=1e-12)
-    assert planned_cost(_config(inputs, "objective.beta=0"), 0.5) == 3 * 2 + 0.5 * 2 * 4
+    assert planned_cost(_config(inputs, "objective.changes.kl=0"), 0.5) == 3 * 2 + 0.5 * 2 * 4
 
 
 def test_plan_measures_and_counts(inputs):

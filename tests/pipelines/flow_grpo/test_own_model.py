@@ -29,7 +29,7 @@ model: {{path: mine, adapter: "{folder}/own.py:Own"}}
 data: {{train: {folder}/prompts.jsonl, heldout: {folder}/prompts.jsonl}}
 rewards: {{terms: {{brightness: {{weight: 1}}}}}}
 rollout: {{prompts_per_iteration: 2, group_size: 4, steps: 3, batch_size: 8, noise_level: 0.5}}
-objective: {{eps_low: 0.1, eps_high: 0.1}}
+objective: {{changes: {{kl: 0.0, surrogate_options: {{eps_low: 0.1, eps_high: 0.1}}}}}}
 optimizer: {{lr: 0.05, micro_batch: 8}}
 evaluation: {{rewards: {{}}, correctness: null, seeds: [0]}}
 run: {{iterations: 8, device: cpu}}

@@ -68,7 +68,7 @@ def test_a_run_leaves_everything(finished, inputs):
     names = {path.name for path in output.iterdir()}
     assert names == {
         *("metrics.jsonl", "checkpoints", "model", "summary.json", "config.yaml", "inputs.json"),
-        *("before.npz", "after.npz"),
+        *("before.npz", "after.npz", "report.html"),
     }
     assert summary == json.loads((output / "summary.json").read_text())
     assert summary["answers"] == 8 and summary["answers_left_out"] == 0

@@ -70,7 +70,7 @@ class RewardModeling:
     def collect(self, run: Context) -> Collected:
         """The numbers of the iteration's batches; they are read when their update comes."""
         first, count = run.counters.updates, run.optimizer.updates_per_iteration
-        return Collected(experience=list(range(first, first + count)), samples=0)
+        return Collected(experience=list(range(first, first + count)))
 
     def prepare(self, experience: list[int], run: Context) -> list[int]:
         """One update for each batch."""
