@@ -213,7 +213,7 @@ def _spear(case: Any) -> Outputs:
 def _tea(case: Any) -> Outputs:
     log_prob, advantage = case.tensor("log_prob"), case.tensor("advantages")
     mask = case.tensor("mask") if "mask" in case.inputs else torch.ones_like(log_prob)
-    statistics = covariance_statistics(log_prob, advantage, mask, decisions="tokens")
+    statistics = covariance_statistics(log_prob, advantage, mask)
     covariance = token_covariance(log_prob, advantage, mask, statistics)
     weight = tea_weights(covariance, mask, tau=case.params["tau"])
     return {

@@ -42,7 +42,6 @@ from visalign.core.tokens.statistics import ppo_clipped
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 
 Outputs = dict[str, Any]
-TOKENS: Any = {"decisions": "tokens"}
 
 
 def _clip_cov(case: Any) -> Outputs | None:
@@ -59,7 +58,7 @@ def _clip_cov(case: Any) -> Outputs | None:
     ratio = log_ratio(new, case.tensor("old_log_prob"), weight)
     excluded = ppo_clipped(ratio, advantage, **bounds)
     options = {key: params[key] for key in ("ratio", "cov_low", "cov_high")}
-    thresholds = clip_cov_thresholds(new, advantage, weight, noise, excluded=excluded, **options, **TOKENS)
+    thresholds = clip_cov_thresholds(new, advantage, weight, noise, excluded=excluded, **options)
     keep = clip_cov_keep(new, advantage, weight, noise, thresholds, excluded=excluded)
 
     def loss(value: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ def _clip_cov(case: Any) -> Outputs | None:
 
 def _kl_cov(case: Any) -> Outputs:
     weight, new, advantage = case.tensor("mask"), case.tensor("log_prob"), case.tensor("advantages")
-    thresholds = kl_cov_thresholds(new, advantage, weight, ratio=case.params["ratio"], **TOKENS)
+    thresholds = kl_cov_thresholds(new, advantage, weight, ratio=case.params["ratio"])
     selected = kl_cov_select(new, advantage, weight, thresholds)
 
     def loss(value: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ def _top_entropy(case: Any) -> Outputs | None:
     fraction = case.params["rho"] if "rho" in case.params else 1 - case.params["q"]
     if not 0 < fraction <= 1:
         return None
-    thresholds = top_entropy_thresholds(entropy, weight, fraction=fraction, **TOKENS)
+    thresholds = top_entropy_thresholds(entropy, weight, fraction=fraction)
     return {"threshold": thresholds.entropy, "mask": top_entropy_keep(entropy, weight, thresholds)}
 
 
@@ -111,7 +110,7 @@ def _clip_b(case: Any) -> Outputs:
     else:
         score = entropy_discriminator(case.tensor("log_prob"), case.tensor("entropy"))
     weight = case.tensor("mask") if "mask" in case.inputs else torch.ones_like(score)
-    thresholds = clip_b_thresholds(score, weight, mu=case.params["mu"], **TOKENS)
+    thresholds = clip_b_thresholds(score, weight, mu=case.params["mu"])
     keep = clip_b_keep(score, case.tensor("advantages"), weight, thresholds)
     return {"S": score, "mean": thresholds.mean, "std": thresholds.std, "keep": keep}
 
@@ -122,7 +121,7 @@ def _clip_v(case: Any) -> Outputs:
     score = scores.score.gather(-1, ids[..., None]).squeeze(-1)
     advantage, weight = case.tensor("advantages"), _weight(case, "advantages")
     options = {"mu": case.params["mu"], "max_fraction": case.params["max_fraction"]}
-    thresholds = clip_v_thresholds(score, scores.expected, advantage, weight, **options, **TOKENS)
+    thresholds = clip_v_thresholds(score, scores.expected, advantage, weight, **options)
     keep = clip_v_keep(score, scores.expected, advantage, weight, thresholds)
     return {
         "entropy": scores.entropy,
@@ -141,7 +140,7 @@ def _steer(case: Any) -> Outputs | None:
     weight = _weight(case, "log_prob")
     old, entropy = case.tensor("old_log_prob"), case.tensor("entropy")
     change = steer_change(case.tensor("log_prob"), old, entropy, case.tensor("advantages"), weight)
-    thresholds = steer_thresholds(change, weight, **bounds, **TOKENS)
+    thresholds = steer_thresholds(change, weight, **bounds)
     return {
         "omega": change,
         "k": thresholds.decay,
@@ -160,11 +159,11 @@ def _siren(case: Any) -> Outputs:
     if "mask" not in case.inputs:
         return result
     weight = case.tensor("mask")
-    keep = siren_keep(entropy, weight, quantile=case.params["quantile"], **TOKENS)
+    keep = siren_keep(entropy, weight, quantile=case.params["quantile"])
     counts = count_step(weight)
     peaks = peak_entropy(entropy, weight, keep)
     measured = aggregate(peaks, weight, "seq_mean_token_mean", counts)
-    options = {"coefficient": case.params["beta"], **TOKENS}
+    options = {"coefficient": case.params["beta"]}
     losses = anchored_entropy_loss(peaks, measured, case.params["anchor"], **options)
     term = aggregate(losses, weight, "seq_mean_token_mean", counts)
     (gradient,) = torch.autograd.grad(term, logits)

@@ -42,6 +42,7 @@ ROOMS = {
     ),
     "advantages.rules": "conditional_advantages prl_advantages",
     "groups.labels": "group_index",
+    "objective.data": "Decisions",
     "objective.explain": "Explanation",
     "objective.invariance": "InvarianceReport",
     "objective.loss_statistics": "loss_statistics no_statistics",
@@ -114,7 +115,7 @@ ROOMS = {
         "clip_b_keep clip_b_thresholds clip_v_keep clip_v_thresholds discriminator_scores "
         "entropy_discriminator"
     ),
-    "tokens.statistics": "Decisions ppo_clipped require_tokens",
+    "tokens.statistics": "ppo_clipped",
     "tokens.steer": "steer_change steer_thresholds steer_weights",
 }
 """Module -> the names that `visalign.core` gives beside the first ones."""

@@ -12,6 +12,7 @@ from tests.support.core_batches import objectives, step, step_for
 from visalign.core.objective.algorithms import NAMED, named_objective
 from visalign.core.objective.data import PolicyOutput
 from visalign.core.objective.decisions import TEXT_ROW, check_decisions
+from visalign.core.objective.explain import explain
 
 NOT_ON_STEPS = {
     "ppo": "value function.*'grpo'",
@@ -106,5 +107,9 @@ def test_loss_weights_multiply_the_policys_loss_and_no_denominator() -> None:
     torch.testing.assert_close(loss.terms["policy"], expected)
     (gradient,) = torch.autograd.grad(loss.total, leaf)
     assert bool(torch.isfinite(gradient).all()) and bool((gradient[~inside] == 0).all())
+    window = torch.zeros(8, 6, dtype=torch.float64)
+    window[:, :2] = 1
+    told = explain(objective, replace(trajectories, loss_weight=window), policy)
+    assert told.counts["left out"] == int(inside[:, 2:].sum()) and told.counts["clipped"] < 10
     with pytest.raises(ValueError, match="loss_weight is not finite"):
         objective.prepare(replace(trajectories, loss_weight=torch.full((8, 6), float("nan"))))

@@ -63,7 +63,7 @@ def test_clip_b_leaves_tokens_out_and_steer_weighs_them() -> None:
     assert t.entropy is not None
     clip_b = replace(plain, selection="clip_b", selection_options={"mu": 0.5})
     score = entropy_discriminator(t.old_log_prob, t.entropy)
-    found = clip_b_thresholds(score, base.weight, decisions="tokens", mu=0.5)
+    found = clip_b_thresholds(score, base.weight, mu=0.5)
     keep = clip_b_keep(score, base.advantage, base.weight, found)
     rows = clip_b.prepare(t)
     torch.testing.assert_close(rows.weight, base.weight * keep)
@@ -71,7 +71,7 @@ def test_clip_b_leaves_tokens_out_and_steer_weighs_them() -> None:
 
     steer = replace(plain, selection="steer", selection_options={"w_min": 0.5, "decay": "exponential"})
     change = steer_change(t.old_log_prob, t.old_log_prob, t.entropy, base.advantage, base.weight)
-    scale = steer_thresholds(change, base.weight, decisions="tokens", w_min=0.5)
+    scale = steer_thresholds(change, base.weight, w_min=0.5)
     expected = steer_weights(change, base.weight, scale, decay="exponential")
     weighed = steer.prepare(replace(t, loss_weight=torch.full_like(t.weight, 2.0)))
     assert weighed.loss_weight is not None

@@ -26,7 +26,6 @@ from visalign.core.tokens.entropy import (
 )
 
 NAN = float("nan")
-TOKENS: Any = {"decisions": "tokens"}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -40,7 +39,7 @@ def entropy_of(logits: Tensor) -> Tensor:
 def test_covariance_by_hand() -> None:
     log_prob = torch.tensor([[-0.1, -2.0], [-0.1, -2.0]], dtype=torch.float64)
     advantage, weight = torch.tensor([1.0, -1.0]), torch.ones(2, 2)
-    statistics = covariance_statistics(log_prob, advantage, weight, **TOKENS)
+    statistics = covariance_statistics(log_prob, advantage, weight)
     assert statistics.mean_log_prob.item() == pytest.approx(-1.05)
     assert statistics.mean_advantage == 0
     expected = torch.tensor([[0.95, -0.95], [-0.95, 0.95]], dtype=torch.float64)
@@ -52,7 +51,7 @@ def test_covariance_is_numpys_over_what_is_present() -> None:
     log_prob, advantage = -random(5, 7).abs(), random(5, 7, seed=1)
     weight = (random(5, 7, seed=2) > -0.5).double()
     log_prob[weight == 0] = NAN
-    statistics = covariance_statistics(log_prob, advantage, weight, **TOKENS)
+    statistics = covariance_statistics(log_prob, advantage, weight)
     inside = weight.numpy() > 0
     expected = np.cov(log_prob.numpy()[inside], advantage.numpy()[inside], ddof=0)[0, 1]
     assert statistics.covariance.item() == pytest.approx(expected, rel=1e-12)
@@ -65,7 +64,7 @@ def test_covariance_does_not_feel_shifts_order_padding_or_duplication() -> None:
     log_prob, advantage, weight = -random(4, 5).abs(), random(4), torch.ones(4, 5)
 
     def measured(lp: Tensor, a: Tensor, w: Tensor) -> float:
-        return covariance_statistics(lp, a, w, **TOKENS).covariance.item()
+        return covariance_statistics(lp, a, w).covariance.item()
 
     base = measured(log_prob, advantage, weight)
     assert measured(log_prob - 7, advantage + 1e6, weight) == pytest.approx(base, rel=1e-7)
@@ -77,15 +76,15 @@ def test_covariance_does_not_feel_shifts_order_padding_or_duplication() -> None:
 
 def test_equal_advantages_have_exactly_no_covariance() -> None:
     log_prob, weight = -random(3, 4).abs().float(), torch.ones(3, 4)
-    statistics = covariance_statistics(log_prob, torch.full((3,), 0.1), weight, **TOKENS)
+    statistics = covariance_statistics(log_prob, torch.full((3,), 0.1), weight)
     assert statistics.covariance == 0
     assert (token_covariance(log_prob, torch.full((3,), 0.1), weight, statistics) == 0).all()
 
 
 def test_nothing_present_is_missing_and_not_zero() -> None:
-    statistics = covariance_statistics(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), **TOKENS)
+    statistics = covariance_statistics(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3))
     assert statistics.covariance.isnan() and statistics.mean_log_prob.isnan()
-    empty = covariance_statistics(torch.zeros(0, 3), torch.zeros(0), torch.zeros(0, 3), **TOKENS)
+    empty = covariance_statistics(torch.zeros(0, 3), torch.zeros(0), torch.zeros(0, 3))
     assert empty.covariance.isnan()
 
 
@@ -97,7 +96,7 @@ def test_predicted_change_is_the_first_order_of_an_exact_softmax_step(plain: boo
     p = log_p.exp()
     advantage = advantage - (p * advantage).sum()
     step = p * advantage if plain else advantage
-    statistics = covariance_statistics(log_p[None], step[None], p[None], **TOKENS)
+    statistics = covariance_statistics(log_p[None], step[None], p[None])
     eta = 1e-5
     exact = (entropy_of(logits + eta * step) - entropy_of(logits - eta * step)) / 2
     predicted = predicted_entropy_change(statistics.covariance, eta)
@@ -167,12 +166,12 @@ def test_bonus_raises_the_entropy() -> None:
     logits = random(2, 3, 5).requires_grad_()
     weight = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
     entropy = torch.where(weight != 0, entropy_of(logits), NAN)
-    loss = aggregate(entropy_bonus(entropy, 0.01, **TOKENS), weight, "token_mean", count_step(weight))
+    loss = aggregate(entropy_bonus(entropy, 0.01), weight, "token_mean", count_step(weight))
     assert loss.item() == pytest.approx(-0.01 * entropy[weight != 0].mean().item(), rel=1e-6)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert entropy_of(logits - gradient)[weight != 0].sum() > entropy[weight != 0].sum()
     assert (gradient[weight == 0] == 0).all()
-    tensor = entropy_bonus(torch.ones(2, dtype=torch.bfloat16), torch.tensor(0.5), **TOKENS)
+    tensor = entropy_bonus(torch.ones(2, dtype=torch.bfloat16), torch.tensor(0.5))
     assert tensor.dtype == torch.float32 and tensor.tolist() == [-0.5, -0.5]
 
 
@@ -221,27 +220,9 @@ def test_entrocraft_without_edges_keeps_all_and_without_a_monitor_nothing() -> N
     assert not entrocraft_keep(random(5), entrocraft_direction(NAN, 0.5, 0.7)).any()
 
 
-@pytest.mark.parametrize(
-    ("call", "rule"),
-    [
-        (lambda d: entropy_bonus(torch.zeros(1), 0.1, decisions=d), "An entropy bonus"),
-        (
-            lambda d: covariance_statistics(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), decisions=d),
-            "The covariance of log-prob and advantage",
-        ),
-    ],
-)
-def test_denoising_steps_are_refused_with_the_substitute(call: Any, rule: str) -> None:
-    message = f"{rule} has no meaning on denoising steps.*feature spread.*reward variance.*FlowRL"
-    with pytest.raises(ValueError, match=message):
-        call("denoising_steps")
-    with pytest.raises(ValueError, match="decisions must be one of tokens, denoising_steps; got 'steps'"):
-        call("steps")
-
-
 def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"values \(2, 3\), weight \(2, 3\), advantage \(3,\)"):
-        covariance_statistics(torch.zeros(2, 3), torch.zeros(3), torch.ones(2, 3), **TOKENS)
+        covariance_statistics(torch.zeros(2, 3), torch.zeros(3), torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"one shape \[n\].*got \(2,\), \(3,\) and \(2,\)"):
         fit_entropy_curve(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ValueError, match=r"step must be positive.*got step=0, lowest=0.0"):

@@ -27,7 +27,6 @@ from visalign.core.tokens.statistics import ppo_clipped
 
 NAN = float("nan")
 INF = float("inf")
-TOKENS: Any = {"decisions": "tokens"}
 WRONG: Any = "bits"
 
 
@@ -60,18 +59,18 @@ def reference_covariance(b: dict[str, Tensor]) -> np.ndarray:
 
 def test_top_entropy_by_hand() -> None:
     entropy = torch.arange(10, dtype=torch.float64)[None] / 10
-    thresholds = top_entropy_thresholds(entropy, torch.ones(1, 10), **TOKENS)
+    thresholds = top_entropy_thresholds(entropy, torch.ones(1, 10))
     assert thresholds.entropy.item() == pytest.approx(0.72)
     keep = top_entropy_keep(entropy, torch.ones(1, 10), thresholds)
     assert keep.tolist() == [[False] * 8 + [True] * 2]
-    everything = top_entropy_thresholds(entropy, torch.ones(1, 10), fraction=1.0, **TOKENS)
+    everything = top_entropy_thresholds(entropy, torch.ones(1, 10), fraction=1.0)
     assert top_entropy_keep(entropy, torch.ones(1, 10), everything).all()
 
 
 def test_tokens_outside_the_top_have_exactly_no_gradient() -> None:
     b = batch()
     new = b["log_prob"].clone().requires_grad_()
-    thresholds = top_entropy_thresholds(b["entropy"], b["weight"], **TOKENS)
+    thresholds = top_entropy_thresholds(b["entropy"], b["weight"])
     weight = b["weight"] * top_entropy_keep(b["entropy"], b["weight"], thresholds)
     ratio = log_ratio(new, new.detach(), weight)
     losses = ppo_clip(ratio, b["advantage"], eps_low=0.2, eps_high=0.2)
@@ -85,7 +84,7 @@ def test_clip_cov_draws_the_smallest_noise_inside_the_band() -> None:
     b = batch(8, 10, seed=1)
     covariance = reference_covariance(b)
     given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
-    thresholds = clip_cov_thresholds(*given, ratio=0.05, cov_low=0.1, cov_high=2.0, **TOKENS)
+    thresholds = clip_cov_thresholds(*given, ratio=0.05, cov_low=0.1, cov_high=2.0)
     keep = clip_cov_keep(*given, thresholds)
     band = [
         (b["noise"][i, t].item(), i, t) for i, t in np.argwhere((covariance >= 0.1) & (covariance <= 2.0))
@@ -102,18 +101,18 @@ def test_clip_cov_takes_the_whole_band_when_it_is_small_and_nothing_at_ratio_zer
     b = batch(8, 10, seed=1)
     covariance = reference_covariance(b)
     given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
-    everything = clip_cov_thresholds(*given, ratio=1.0, cov_low=0.5, cov_high=5.0, **TOKENS)
+    everything = clip_cov_thresholds(*given, ratio=1.0, cov_low=0.5, cov_high=5.0)
     dropped = (b["weight"].numpy() > 0) & ~clip_cov_keep(*given, everything).numpy()
     assert (dropped == ((covariance >= 0.5) & (covariance <= 5))).all() and dropped.any()
-    nothing = clip_cov_thresholds(*given, ratio=0.0, cov_low=0.5, **TOKENS)
+    nothing = clip_cov_thresholds(*given, ratio=0.0, cov_low=0.5)
     assert torch.equal(clip_cov_keep(*given, nothing), b["weight"] != 0)
-    one = clip_cov_thresholds(*given, ratio=1e-9, cov_low=0.5, **TOKENS)
+    one = clip_cov_thresholds(*given, ratio=1e-9, cov_low=0.5)
     assert (b["weight"] != 0).sum() - clip_cov_keep(*given, one).sum() == 1
 
 
 def test_clip_cov_band_as_quantiles_has_no_unit() -> None:
     b = batch(8, 10, seed=2)
-    options: Any = {"ratio": 1.0, "cov_low": 0.8, "cov_high": 1.0, "unit": "quantile", **TOKENS}
+    options: Any = {"ratio": 1.0, "cov_low": 0.8, "cov_high": 1.0, "unit": "quantile"}
 
     def keep(scale: float) -> Tensor:
         given = (scale * b["log_prob"], b["advantage"], b["weight"], b["noise"])
@@ -135,30 +134,30 @@ def test_what_ppo_has_clipped_can_be_left_out_of_the_draw() -> None:
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     assert torch.equal(clipped, (gradient == 0) & (b["weight"] != 0)) and clipped.any()
     given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
-    thresholds = clip_cov_thresholds(*given, ratio=1.0, cov_low=-INF, excluded=clipped, **TOKENS)
+    thresholds = clip_cov_thresholds(*given, ratio=1.0, cov_low=-INF, excluded=clipped)
     keep = clip_cov_keep(*given, thresholds, excluded=clipped)
     within = torch.tensor(reference_covariance(b) > 5)
     assert torch.equal(keep, (clipped | within) & (b["weight"] != 0))
     noise = torch.where(clipped, -1.0, b["noise"])  # first in the draw, were they in it
     given = (*given[:3], noise)
-    thresholds = clip_cov_thresholds(*given, ratio=0.1, cov_low=-INF, excluded=clipped, **TOKENS)
+    thresholds = clip_cov_thresholds(*given, ratio=0.1, cov_low=-INF, excluded=clipped)
     dropped = (b["weight"] != 0) & ~clip_cov_keep(*given, thresholds, excluded=clipped)
     assert dropped.sum() == int(0.1 * b["weight"].sum()) and not (dropped & clipped).any()
 
 
 def test_kl_cov_selects_the_top_and_penalises_only_there() -> None:
     b = batch(8, 10, seed=5)
-    thresholds = kl_cov_thresholds(b["log_prob"], b["advantage"], b["weight"], ratio=0.1, **TOKENS)
+    thresholds = kl_cov_thresholds(b["log_prob"], b["advantage"], b["weight"], ratio=0.1)
     selected = kl_cov_select(b["log_prob"], b["advantage"], b["weight"], thresholds)
     covariance = np.nan_to_num(reference_covariance(b), nan=-np.inf)
     number = int(0.1 * b["weight"].sum().item())
     expected = np.zeros(80, dtype=bool)
     expected[np.argsort(-covariance.ravel())[:number]] = True
     assert (selected.numpy().ravel() == expected).all() and number > 1
-    nothing = kl_cov_thresholds(b["log_prob"], b["advantage"], b["weight"], ratio=0.0, **TOKENS)
+    nothing = kl_cov_thresholds(b["log_prob"], b["advantage"], b["weight"], ratio=0.0)
     assert not kl_cov_select(b["log_prob"], b["advantage"], b["weight"], nothing).any()
     absent = torch.zeros_like(b["weight"])
-    empty = kl_cov_thresholds(b["log_prob"], b["advantage"], absent, **TOKENS)
+    empty = kl_cov_thresholds(b["log_prob"], b["advantage"], absent)
     assert not kl_cov_select(b["log_prob"], b["advantage"], absent, empty).any()
     log_r = torch.where(selected, 0.4, NAN).requires_grad_()
     forms: Any = (("abs", 0.4, 1.0), ("k3", math.expm1(0.4) - 0.4, math.expm1(0.4)))
@@ -207,9 +206,9 @@ def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
     def look(b: dict[str, Tensor]) -> list[Any]:
         given = (b["log_prob"], b["advantage"], b["weight"])
         return [
-            top_entropy_thresholds(b["entropy"], b["weight"], **TOKENS),
-            clip_cov_thresholds(*given, b["noise"], ratio=0.1, cov_low=0.1, **TOKENS),
-            kl_cov_thresholds(*given, ratio=0.1, **TOKENS),
+            top_entropy_thresholds(b["entropy"], b["weight"]),
+            clip_cov_thresholds(*given, b["noise"], ratio=0.1, cov_low=0.1),
+            kl_cov_thresholds(*given, ratio=0.1),
         ]
 
     thresholds = look(lower)
@@ -226,44 +225,30 @@ def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "rule"),
-    [
-        (lambda o, d: top_entropy_thresholds(o, o, decisions=d), r"The top-entropy mask \(80/20\)"),
-        (lambda o, d: clip_cov_thresholds(o, o, o, o, decisions=d), "Clip-Cov"),
-        (lambda o, d: kl_cov_thresholds(o, o, o, decisions=d), "KL-Cov"),
-    ],
-)
-def test_denoising_steps_are_refused_with_the_substitute(call: Any, rule: str) -> None:
-    message = f"{rule} has no meaning on denoising steps.*feature spread.*reward variance.*FlowRL"
-    with pytest.raises(ValueError, match=message):
-        call(torch.ones(2, 3), "denoising_steps")
-
-
-@pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda o: top_entropy_thresholds(o, o, fraction=0.0, **TOKENS),
+            lambda o: top_entropy_thresholds(o, o, fraction=0.0),
             r"fraction must lie in \(0, 1\].*got 0.0",
         ),
-        (lambda o: top_entropy_thresholds(o, o[:1], **TOKENS), r"values \(2, 3\), weight \(1, 3\)"),
+        (lambda o: top_entropy_thresholds(o, o[:1]), r"values \(2, 3\), weight \(1, 3\)"),
         (
-            lambda o: clip_cov_thresholds(o, o, o, o, ratio=1.5, **TOKENS),
+            lambda o: clip_cov_thresholds(o, o, o, o, ratio=1.5),
             r"ratio must lie in \[0, 1\]; got 1.5",
         ),
-        (lambda o: clip_cov_thresholds(o, o, o, o, cov_low=6.0, **TOKENS), "cov_low ≤ cov_high.*cov_low=6.0"),
+        (lambda o: clip_cov_thresholds(o, o, o, o, cov_low=6.0), "cov_low ≤ cov_high.*cov_low=6.0"),
         (
-            lambda o: clip_cov_thresholds(o, o, o, o, unit=WRONG, **TOKENS),
+            lambda o: clip_cov_thresholds(o, o, o, o, unit=WRONG),
             "'nats' or 'quantile'.*unit='bits'",
         ),
         (
-            lambda o: clip_cov_thresholds(o, o, o, o, unit="quantile", **TOKENS),
+            lambda o: clip_cov_thresholds(o, o, o, o, unit="quantile"),
             r"q must lie in \[0, 1\]; got 5",
         ),
-        (lambda o: clip_cov_thresholds(o, o, o, o[0], **TOKENS), r"noise \(3,\), log_prob \(2, 3\)"),
-        (lambda o: clip_cov_thresholds(o, o, o, o, excluded=o[0], **TOKENS), r"excluded \(3,\), log_prob"),
+        (lambda o: clip_cov_thresholds(o, o, o, o[0]), r"noise \(3,\), log_prob \(2, 3\)"),
+        (lambda o: clip_cov_thresholds(o, o, o, o, excluded=o[0]), r"excluded \(3,\), log_prob"),
         (
-            lambda o: kl_cov_thresholds(o, o[:, 0], o[0], **TOKENS),
+            lambda o: kl_cov_thresholds(o, o[:, 0], o[0]),
             r"values \(2, 3\), weight \(3,\), advantage \(2,\)",
         ),
         (lambda o: kl_cov_penalty(o, o[0] > 0), r"selected \(3,\), log_ratio \(2, 3\)"),

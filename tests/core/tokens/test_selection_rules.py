@@ -31,7 +31,6 @@ from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_wei
 
 NAN = float("nan")
 INF = float("inf")
-TOKENS: Any = {"decisions": "tokens"}
 WRONG: Any = "wrong"
 WORKED = torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04], dtype=torch.float64)
 
@@ -73,7 +72,7 @@ def test_tokens_that_cannot_be_drawn_change_nothing() -> None:
 @pytest.mark.parametrize(("mu", "last"), [(2.5, True), (2.0, False)])
 def test_clip_b_worked_example(mu: float, last: bool) -> None:
     score, weight = torch.tensor([[0, 0.01, -0.01, 0, 0.02, -0.30]]), torch.ones(1, 6)
-    thresholds = clip_b_thresholds(score, weight, mu=mu, **TOKENS)
+    thresholds = clip_b_thresholds(score, weight, mu=mu)
     assert ((score[0, -1] - thresholds.mean) / thresholds.std).item() == pytest.approx(-2.2286, abs=1e-4)
     assert clip_b_keep(score, torch.tensor([-1.0]), weight, thresholds).tolist() == [[True] * 5 + [last]]
     assert clip_b_keep(score, torch.tensor([0.0]), weight, thresholds).all()
@@ -81,12 +80,12 @@ def test_clip_b_worked_example(mu: float, last: bool) -> None:
 
 def test_clip_b_keeps_equal_scores_and_leaves_absent_ones_out() -> None:
     score = torch.full((2, 3), 0.1)
-    thresholds = clip_b_thresholds(score, torch.ones(2, 3), mu=0.0, **TOKENS)
+    thresholds = clip_b_thresholds(score, torch.ones(2, 3), mu=0.0)
     assert thresholds.std == 0
     assert clip_b_keep(score, -torch.ones(2), torch.ones(2, 3), thresholds).all()
     weight = torch.tensor([[1.0, 1, 0], [0, 0, 0]])
     score = torch.tensor([[0.1, 0.2, NAN], [9.0, 9, 9]])
-    thresholds = clip_b_thresholds(score, weight, **TOKENS)
+    thresholds = clip_b_thresholds(score, weight)
     assert thresholds.mean.item() == pytest.approx(0.15) and thresholds.std.item() == pytest.approx(0.05)
     assert torch.equal(clip_b_keep(score, -torch.ones(2), weight, thresholds), weight != 0)
 
@@ -100,11 +99,11 @@ def test_clip_v_drops_the_largest_and_never_more_than_allowed() -> None:
 
     def dropped(fraction: float, expected: Tensor = expected, mu: float = 0.5) -> list[int]:
         given = (score, expected, advantage, weight)
-        thresholds = clip_v_thresholds(*given, mu=mu, max_fraction=fraction, **TOKENS)
+        thresholds = clip_v_thresholds(*given, mu=mu, max_fraction=fraction)
         return [i for _, i in (~clip_v_keep(*given, thresholds)).nonzero().tolist()]
 
     std = np.std(expected.numpy())
-    assert clip_v_thresholds(*given, **TOKENS).std.item() == pytest.approx(std, rel=1e-6)
+    assert clip_v_thresholds(*given).std.item() == pytest.approx(std, rel=1e-6)
     assert dropped(1.0) == [i for i, v in enumerate(expected[0]) if v > 0.5 * std and i != 3] == [0, 1, 6]
     assert dropped(0.2) == [0, 6] and dropped(0.29) == [0, 6] and dropped(0.09) == []
     assert dropped(1.0, expected=torch.full_like(expected, 2.0)) == [], "no spread: nothing stands out"
@@ -119,7 +118,7 @@ def test_steer_worked_example() -> None:
     entropy, weight = torch.tensor([[0.4, 0.9, 1.5]], dtype=torch.float64), torch.ones(1, 3)
     change = steer_change(log_prob, log_prob, entropy, torch.tensor([1.0]), weight)
     assert change[0].tolist() == pytest.approx([0.02946, 0.10343, -0.72233], abs=1e-5)
-    thresholds = steer_thresholds(change, weight, **TOKENS)
+    thresholds = steer_thresholds(change, weight)
     assert steer_weights(change, weight, thresholds)[0].tolist() == pytest.approx(
         [1.2, 1.1573, 0.8], abs=1e-5
     )
@@ -134,12 +133,12 @@ def test_steer_at_the_edges() -> None:
     change, weight = torch.full((1, 3), 0.4), torch.tensor([[1.0, 1, 0]])
     forms: Any = (("linear", 1.0), ("exponential", 0.8))
     for decay, expected in forms:
-        thresholds = steer_thresholds(change, weight, **TOKENS)
+        thresholds = steer_thresholds(change, weight)
         weights = steer_weights(change, weight, thresholds, decay=decay)
         assert weights[0].tolist() == pytest.approx([expected, expected, 0.0])
-    flat = steer_thresholds(random(2, 3), torch.ones(2, 3), w_min=1.0, w_max=1.0, **TOKENS)
+    flat = steer_thresholds(random(2, 3), torch.ones(2, 3), w_min=1.0, w_max=1.0)
     assert (steer_weights(random(2, 3), torch.ones(2, 3), flat) == 1).all()
-    small = steer_thresholds(torch.full((1, 2), 1e-4), torch.ones(1, 2), **TOKENS)
+    small = steer_thresholds(torch.full((1, 2), 1e-4), torch.ones(1, 2))
     assert small.decay.item() == pytest.approx(-math.log(0.8) / 0.02)
     sure, one = torch.tensor([[0.0, -INF, -1.0, -800.0]]), torch.ones(1, 4)
     extreme = steer_change(sure, torch.tensor([[0.0, -1, -900, 0]]), one, torch.tensor([1.0]), one)
@@ -182,10 +181,10 @@ def test_nucleus_entropy_gradient() -> None:
 def test_siren_keeps_peaks_of_each_row_and_no_padding() -> None:
     entropy = torch.tensor([[0.1, 0.5, 0.3, 9.0, 9.0], [9.0, 0.2, 0.2, 0.2, 0.7], [NAN] * 5])
     weight = torch.tensor([[1.0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
-    keep = siren_keep(entropy, weight, **TOKENS)
+    keep = siren_keep(entropy, weight)
     assert keep.tolist() == [[False, True, False, False, False], [False] * 4 + [True], [False] * 5]
-    assert not siren_keep(torch.ones(1, 4), torch.ones(1, 4), **TOKENS).any()
-    assert torch.equal(siren_keep(entropy[1:2], weight[1:2], **TOKENS), keep[1:2])
+    assert not siren_keep(torch.ones(1, 4), torch.ones(1, 4)).any()
+    assert torch.equal(siren_keep(entropy[1:2], weight[1:2]), keep[1:2])
 
 
 def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() -> None:
@@ -195,7 +194,7 @@ def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() 
     weight[1, 1:], weight[1, 0] = 0, 1
     whole = logits.clone().requires_grad_()
     entropy = nucleus_entropy(whole)
-    keep = siren_keep(entropy, weight, **TOKENS)
+    keep = siren_keep(entropy, weight)
     assert not keep[1].any() and int(keep.any(1).sum()) == 4
     by_hand = torch.stack([entropy[i][keep[i]].mean() for i in (0, 2, 4, 5)]).sum() / 5
     square = 0.005 * (by_hand - 0.3) ** 2
@@ -209,7 +208,7 @@ def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() 
     total = torch.zeros((), dtype=torch.float64)
     for rows in (slice(0, 1), slice(1, 5), slice(5, 6)):
         peaks = peak_entropy(nucleus_entropy(parts[rows]), weight[rows], keep[rows])
-        losses = anchored_entropy_loss(peaks, measured, 0.3, **TOKENS)
+        losses = anchored_entropy_loss(peaks, measured, 0.3)
         share = aggregate(losses, weight[rows], mode, counts)
         share.backward()
         total = total + share.detach()
@@ -217,7 +216,7 @@ def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() 
     assert whole.grad is not None and parts.grad is not None and whole.grad.abs().max() > 1e-5
     torch.testing.assert_close(parts.grad, whole.grad)
     assert (parts.grad[~keep] == 0).all()
-    at_anchor = anchored_entropy_loss(nucleus_entropy(whole), 0.3, 0.3, **TOKENS)
+    at_anchor = anchored_entropy_loss(nucleus_entropy(whole), 0.3, 0.3)
     assert (torch.autograd.grad(at_anchor.sum(), whole)[0] == 0).all()
     none = peak_entropy(torch.full((1, 3), NAN), torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool))
     assert none.tolist() == [[0, 0, 0]]
@@ -229,9 +228,9 @@ def test_micro_batches_equal_the_whole() -> None:
     weight = (random(9, 7, seed=5) > -1).double()
     score = entropy_discriminator(log_prob, entropy)
     change = steer_change(log_prob, old, entropy, advantage, weight)
-    b = clip_b_thresholds(score, weight, mu=0.5, **TOKENS)
-    v = clip_v_thresholds(score, expected, advantage, weight, mu=0.1, max_fraction=0.1, **TOKENS)
-    s = steer_thresholds(change, weight, **TOKENS)
+    b = clip_b_thresholds(score, weight, mu=0.5)
+    v = clip_v_thresholds(score, expected, advantage, weight, mu=0.1, max_fraction=0.1)
+    s = steer_thresholds(change, weight)
 
     def run(rows: slice) -> list[Tensor]:
         part = log_prob[rows], old[rows], entropy[rows], advantage[rows], weight[rows]
@@ -253,39 +252,23 @@ ONES = torch.ones(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("call", "rule"),
-    [
-        (lambda d: clip_b_thresholds(ONES, ONES, decisions=d), "Clip_B"),
-        (lambda d: clip_v_thresholds(ONES, ONES, ONES, ONES, decisions=d), "Clip_V"),
-        (lambda d: steer_thresholds(ONES, ONES, decisions=d), "STEER"),
-        (lambda d: siren_keep(ONES, ONES, decisions=d), "SIREN"),
-        (lambda d: anchored_entropy_loss(ONES, 0.1, 0.1, decisions=d), "SIREN's anchored entropy"),
-    ],
-)
-def test_denoising_steps_are_refused_with_the_substitute(call: Any, rule: str) -> None:
-    message = f"^{rule} has no meaning on denoising steps.*feature spread.*reward variance.*FlowRL"
-    with pytest.raises(ValueError, match=message):
-        call("denoising_steps")
-
-
-@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: entropy_discriminator(ONES, ONES[0]), r"log_prob \(2, 3\), entropy \(3,\)"),
-        (lambda: clip_b_thresholds(ONES, ONES, mu=-1.0, **TOKENS), "mu counts standard deviations.*got -1.0"),
-        (lambda: clip_v_thresholds(ONES, ONES[0], ONES, ONES, **TOKENS), r"score \(2, 3\), expected \(3,\)"),
+        (lambda: clip_b_thresholds(ONES, ONES, mu=-1.0), "mu counts standard deviations.*got -1.0"),
+        (lambda: clip_v_thresholds(ONES, ONES[0], ONES, ONES), r"score \(2, 3\), expected \(3,\)"),
         (
-            lambda: clip_v_thresholds(ONES, ONES, ONES, ONES, max_fraction=2.0, **TOKENS),
+            lambda: clip_v_thresholds(ONES, ONES, ONES, ONES, max_fraction=2.0),
             r"max_fraction must lie in \[0, 1\]; got 2.0",
         ),
-        (lambda: steer_thresholds(ONES, ONES, w_min=0.0, **TOKENS), "w_min=0.0, w_max=1.2"),
-        (lambda: steer_thresholds(ONES, ONES, w_max=0.5, **TOKENS), "w_min=0.8, w_max=0.5"),
+        (lambda: steer_thresholds(ONES, ONES, w_min=0.0), "w_min=0.0, w_max=1.2"),
+        (lambda: steer_thresholds(ONES, ONES, w_max=0.5), "w_min=0.8, w_max=0.5"),
         (lambda: steer_change(ONES, ONES[0], ONES, ONES, ONES), r"old_log_prob \(3,\)"),
         (lambda: steer_weights(ONES, ONES, FLAT, decay=WRONG), "decay must be 'linear' or.*'wrong'"),
         (lambda: nucleus_mask(ONES, p=1.1), r"p must lie in \[0, 1\]; got 1.1"),
         (lambda: nucleus_entropy(ONES, boundary=WRONG), "boundary must be 'inside' or.*'wrong'"),
-        (lambda: siren_keep(ONES[0], ONES[0], **TOKENS), r"entropy must be \[B, T\].*got shape \(3,\)"),
-        (lambda: siren_keep(ONES, ONES, quantile=-0.1, **TOKENS), "q must lie.*got -0.1"),
+        (lambda: siren_keep(ONES[0], ONES[0]), r"entropy must be \[B, T\].*got shape \(3,\)"),
+        (lambda: siren_keep(ONES, ONES, quantile=-0.1), "q must lie.*got -0.1"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:
@@ -293,4 +276,4 @@ def test_bad_input_is_named(call: Any, message: str) -> None:
         call()
 
 
-FLAT = steer_thresholds(ONES, ONES, **TOKENS)
+FLAT = steer_thresholds(ONES, ONES)

@@ -81,7 +81,7 @@ NAMED: dict[str, Objective] = {
     "grpo": _GRPO,
     "dr_grpo": replace(
         _GROUP,
-        source="Liu et al., arXiv 2503.20783, section 3.2; give the length L",
+        source="Liu et al., arXiv 2503.20783, section 3.2; give `length`, else L is each step's padded T",
         advantage_options={"scale": "none"},
         aggregation="dr_grpo",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from visalign.core.surrogates.aggregation import Counts
 
 from .loss_statistics import LossStatistics, no_statistics
 
-if TYPE_CHECKING:
-    from visalign.core.tokens.statistics import Decisions
+Decisions = Literal["tokens", "denoising_steps"]
+"""What the T decisions of [B, T] are."""
 
 
 @dataclass(frozen=True, kw_only=True)

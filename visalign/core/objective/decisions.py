@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, get_args
 
-from visalign.core.tokens.statistics import NO_STEP_ENTROPY, Decisions
-
 from . import stages
+from .data import Decisions
 
+NO_STEP_ENTROPY = (
+    "on denoising steps of fixed variance the entropy is one constant and the log-prob is the noise draw"
+)
 _NONZERO = object()
 _DIVERSITY = (
     "the row 'dapo'; to keep images diverse, watch a spread that is measured on samples, the feature spread "

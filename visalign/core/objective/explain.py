@@ -18,7 +18,7 @@ CAUSES = {
     "absent": "weight 0: padding, holes, steps that are not trained",
     "no reward": "the sample's reward is missing or failed",
     "no signal": "the advantage is exactly 0: an all-equal group, a single member, or the mean itself",
-    "left out": "dropped by the selection",
+    "left out": "dropped by the selection, or a loss weight of 0",
     "off-policy mask": "a bad answer that the policy would hardly draw any more",
     "importance weight 0": "masked by the off-policy correction",
     "clipped": "the surrogate has no gradient there: the ratio has left its range in the direction of A",
@@ -126,6 +126,8 @@ def _causes(
         )
     if prepared.keep is not None:
         mark("left out", ~prepared.keep)
+    if prepared.loss_weight is not None:
+        mark("left out", prepared.loss_weight == 0)
     mark("left out", (prepared.weight == 0) & (t.weight != 0))
     penalised = torch.zeros_like(cause, dtype=torch.bool) if prepared.selected is None else prepared.selected
     silent = (prepared.advantage == 0) & ~penalised & (gradient == 0)

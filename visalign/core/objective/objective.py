@@ -26,10 +26,9 @@ from visalign.core.surrogates.off_policy import importance_weights, off_policy_m
 from visalign.core.surrogates.ratios import LEVELS, Level, log_ratio, ratio_level
 from visalign.core.surrogates.value import value_loss
 from visalign.core.tokens.entropy import entropy_bonus
-from visalign.core.tokens.statistics import Decisions
 
 from . import stages
-from .data import Loss, PolicyOutput, Prepared, Trajectories, check_finite
+from .data import Decisions, Loss, PolicyOutput, Prepared, Trajectories, check_finite
 from .decisions import EXTRA, check_decisions
 from .loss_statistics import loss_statistics
 from .options import nearest, pick
@@ -55,7 +54,8 @@ class Objective:
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
     advantage_clamp: float | None = None
     kl_in_reward: float = 0.0
-    """β of −β k1 in the reward, units of the reward per nat."""
+    """β of −β k1 in the reward, units of the reward per nat; on denoising steps too, from their log-probs, where
+    `kl` with the exact divergence has no variance."""
     drop_zero_signal: bool = False
     """Samples whose advantage is 0 leave the loss and the counts (dynamic sampling without refill)."""
     ratio: Ratio = "log_prob"
@@ -244,7 +244,7 @@ class Objective:
             decisions["kl"] = self.kl * self._kl(rows, policy)
         if self.entropy:
             assert policy.entropy is not None
-            decisions["entropy"] = entropy_bonus(policy.entropy, self.entropy, decisions="tokens")
+            decisions["entropy"] = entropy_bonus(policy.entropy, self.entropy)
         mode = self.aggregation if self.mean_rows is None else "group_token_mean"
         terms = {
             name: aggregate(value, rows.weight, mode, rows.counts, denominator=rows.row_tokens)

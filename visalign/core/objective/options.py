@@ -24,7 +24,6 @@ class Stage:
 
 TENSORS = {
     "decision_weight",
-    "decisions",
     "excluded",
     "kl",
     "last_value",

@@ -266,7 +266,7 @@ def _top_entropy(
     assert t.entropy is not None
     if denominator not in ("all", "kept"):
         raise ValueError(f"denominator of top_entropy must be 'all' or 'kept'; got {denominator!r}.")
-    found = selection.top_entropy_thresholds(t.entropy, weight, decisions=t.decisions, **options)
+    found = selection.top_entropy_thresholds(t.entropy, weight, **options)
     keep = selection.top_entropy_keep(t.entropy, weight, found)
     return Selected(keep=keep) if denominator == "all" else Selected(weight=weight * keep)
 
@@ -274,20 +274,20 @@ def _top_entropy(
 def _clip_cov(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
     assert t.uniform is not None
     given = (t.old_log_prob, advantage, weight, t.uniform)
-    found = selection.clip_cov_thresholds(*given, decisions=t.decisions, **options)
+    found = selection.clip_cov_thresholds(*given, **options)
     return Selected(keep=selection.clip_cov_keep(*given, found))
 
 
 def _kl_cov(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
     given = (t.old_log_prob, advantage, weight)
-    found = selection.kl_cov_thresholds(*given, decisions=t.decisions, **options)
+    found = selection.kl_cov_thresholds(*given, **options)
     return Selected(penalised=selection.kl_cov_select(*given, found))
 
 
 def _clip_b(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
     assert t.entropy is not None
     score = selection_rules.entropy_discriminator(t.old_log_prob, t.entropy)
-    found = selection_rules.clip_b_thresholds(score, weight, decisions=t.decisions, **options)
+    found = selection_rules.clip_b_thresholds(score, weight, **options)
     return Selected(weight=weight * selection_rules.clip_b_keep(score, advantage, weight, found))
 
 
@@ -297,7 +297,7 @@ def _steer(
     """Ω of the first update, where π is π_old."""
     assert t.entropy is not None
     change = steer.steer_change(t.old_log_prob, t.old_log_prob, t.entropy, advantage, weight)
-    found = steer.steer_thresholds(change, weight, decisions=t.decisions, **options)
+    found = steer.steer_thresholds(change, weight, **options)
     return Selected(loss_weight=steer.steer_weights(change, weight, found, decay=decay))
 
 

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from visalign.core.precision import float32
 from visalign.core.tokens.statistics import (
-    Decisions,
     check_share,
     masked_quantile,
     present_decisions,
-    require_tokens,
 )
 
 Boundary = Literal["inside", "crossing"]
@@ -80,24 +78,22 @@ def nucleus_entropy(logits: Tensor, *, p: float = 0.8, boundary: Boundary = "ins
     return -torch.where(keep, log_q.exp() * log_q, 0.0).sum(-1)
 
 
-def siren_keep(entropy: Tensor, weight: Tensor, *, decisions: Decisions, quantile: float = 0.8) -> Tensor:
+def siren_keep(entropy: Tensor, weight: Tensor, *, quantile: float = 0.8) -> Tensor:
     """Peak tokens of each answer: nucleus entropy above the row's own quantile, and present.
 
     Args:
         entropy: [B, T] from `nucleus_entropy`; rows are whole sequences.
         weight: the same shape; 0 for absent decisions.
-        decisions: "tokens"; "denoising_steps" are refused.
         quantile: τ in [0, 1].
 
     Returns:
         bool, the shape of entropy; nothing in a row whose entropies are all equal.
 
     Raises:
-        ValueError: shapes that are not one [B, T], a quantile outside [0, 1], or denoising steps.
+        ValueError: shapes that are not one [B, T], a quantile outside [0, 1].
 
     SIREN, arXiv 2509.25133. Deviation from the released code: there, padding above the quantile is kept too.
     """
-    require_tokens("SIREN", decisions)
     if entropy.ndim != 2:
         raise ValueError(f"entropy must be [B, T], a row per sequence; got shape {tuple(entropy.shape)}.")
     threshold = masked_quantile(entropy, weight, quantile, per_row=True)
@@ -129,7 +125,6 @@ def anchored_entropy_loss(
     measured: float | Tensor,
     anchor: float | Tensor,
     *,
-    decisions: Decisions,
     coefficient: float = 0.005,
 ) -> Tensor:
     """Hold an aggregated entropy at its anchor: L = β (H_agg − H_anchor)², exact over micro-batches.
@@ -144,18 +139,14 @@ def anchored_entropy_loss(
         measured: H_agg of the whole step, without gradient: the shares of
             `aggregate(entropy, weight, "seq_mean_token_mean", counts)` added up.
         anchor: H_anchor; the H_agg of the first step, to be stored in the checkpoint.
-        decisions: "tokens"; "denoising_steps" are refused.
         coefficient: β ≥ 0.
 
     Returns:
         The shape of entropy, float32 or better; aggregate it with the weight, mode and counts of `measured`.
 
-    Raises:
-        ValueError: denoising steps.
 
     SIREN, arXiv 2509.25133. Deviation from the released code: its H_agg and its anchor are a micro-batch's.
     """
-    require_tokens("SIREN's anchored entropy", decisions)
     value = float32(entropy)
     mean, goal = (torch.as_tensor(number, dtype=value.dtype).detach() for number in (measured, anchor))
     away = mean - goal

@@ -2,8 +2,9 @@
 """Entropy of a token policy: what moves it, what it costs, and the rules that hold it.
 
 Measured: covariance of log-prob and advantage, the entropy change it predicts, the curve R = −a e^H + b.
-Controlled: the entropy bonus and its adaptive coefficient. Entropies are in nats. Rules that look at single
-decisions refuse denoising steps of fixed variance, here and in `selection`, `selection_rules`.
+Controlled: the entropy bonus and its adaptive coefficient. Entropies are in nats. Denoising steps of fixed
+variance have one entropy for all, so nothing here, in `selection` or in `selection_rules` means anything on
+them: an `Objective` refuses it there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from visalign.core.precision import float32
 
-from .statistics import Decisions, require_tokens, token_terms, weighted_mean
+from .statistics import token_terms, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -30,26 +31,22 @@ class CovarianceStatistics:
     """Mean of (A − Ā)(log π − mean log π)."""
 
 
-def covariance_statistics(
-    log_prob: Tensor, advantage: Tensor, weight: Tensor, *, decisions: Decisions
-) -> CovarianceStatistics:
+def covariance_statistics(log_prob: Tensor, advantage: Tensor, weight: Tensor) -> CovarianceStatistics:
     """Measure Cov(log π, A) = Σ w (A − Ā)(log π − mean log π) / Σ w over the whole optimizer step.
 
     Args:
         log_prob: [B, T] (or [N]) under the policy at the beginning of the step; all devices together.
         advantage: [B], or the shape of log_prob.
         weight: the shape of log_prob, ≥ 0. With w = π over all actions of a state the result is exact.
-        decisions: "tokens"; "denoising_steps" are refused.
 
     Returns:
         Means and covariance, no gradient; entries of weight 0, or not finite, take no part.
 
     Raises:
-        ValueError: shapes that do not fit, or denoising steps.
+        ValueError: shapes that do not fit.
 
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (covariance).
     """
-    require_tokens("The covariance of log-prob and advantage", decisions)
     value, gain, inside = token_terms(log_prob, advantage, weight)
     share = torch.where(inside, weight.double(), 0.0)
     mean_log_prob, mean_advantage = weighted_mean(value, share), weighted_mean(gain, share)
@@ -173,23 +170,19 @@ def fit_entropy_curve(entropy: Tensor, reward: Tensor, valid: Tensor | None = No
     )
 
 
-def entropy_bonus(entropy: Tensor, coefficient: float | Tensor, *, decisions: Decisions) -> Tensor:
+def entropy_bonus(entropy: Tensor, coefficient: float | Tensor) -> Tensor:
     """Loss that rewards entropy: ℓ = −c H per decision, to be aggregated like any other.
 
     Args:
         entropy: [B, T], in nats, differentiable.
         coefficient: c ≥ 0, a number or 0-dim tensor; detached.
-        decisions: "tokens"; "denoising_steps" are refused.
 
     Returns:
         The shape of entropy, float32 or better.
 
-    Raises:
-        ValueError: denoising steps.
 
     Mnih et al., A3C, arXiv 1602.01783, section 4; Schulman et al., PPO, arXiv 1707.06347, eq. 9.
     """
-    require_tokens("An entropy bonus", decisions)
     value = float32(entropy)
     return -torch.as_tensor(coefficient, dtype=value.dtype).detach() * value
 

@@ -24,13 +24,11 @@ from visalign.core.surrogates.ppo import LOG_RATIO_LIMIT
 
 from .entropy import CovarianceStatistics, covariance_statistics, token_covariance
 from .statistics import (
-    Decisions,
     check_same,
     check_share,
     kth_smallest,
     masked_quantile,
     present_decisions,
-    require_tokens,
     share_count,
     token_terms,
 )
@@ -47,26 +45,22 @@ class EntropyThreshold:
     """0-dim float64, in nats; NaN when nothing is present."""
 
 
-def top_entropy_thresholds(
-    entropy: Tensor, weight: Tensor, *, decisions: Decisions, fraction: float = 0.2
-) -> EntropyThreshold:
+def top_entropy_thresholds(entropy: Tensor, weight: Tensor, *, fraction: float = 0.2) -> EntropyThreshold:
     """Find the entropy that the most uncertain tokens reach: the (1 − ρ)-quantile of H over all of them.
 
     Args:
         entropy: [B, T] of the whole step, in nats.
         weight: the same shape; 0 for absent decisions, the others count once.
-        decisions: "tokens"; "denoising_steps" are refused.
         fraction: ρ in (0, 1], the share to keep; 1 keeps all.
 
     Returns:
         The threshold, interpolated linearly between neighbours.
 
     Raises:
-        ValueError: shapes that differ, a fraction outside (0, 1], or denoising steps.
+        ValueError: shapes that differ, a fraction outside (0, 1].
 
     Wang et al., Beyond the 80/20 Rule, arXiv 2506.01939.
     """
-    require_tokens("The top-entropy mask (80/20)", decisions)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must lie in (0, 1], 1 to keep every token; got {fraction}.")
     return EntropyThreshold(masked_quantile(entropy, weight, 1 - fraction))
@@ -109,7 +103,6 @@ def clip_cov_thresholds(
     weight: Tensor,
     noise: Tensor,
     *,
-    decisions: Decisions,
     ratio: float = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
@@ -127,7 +120,6 @@ def clip_cov_thresholds(
         weight: the shape of log_prob, 0 for absent decisions; N counts the present ones.
         noise: the shape of log_prob, uniform numbers, one per decision, drawn once per step:
             `torch.rand(shape, generator=g, dtype=torch.float64)`.
-        decisions: "tokens"; "denoising_steps" are refused.
         ratio: r in [0, 1], share of the tokens to take out.
         cov_low: ω_low.
         cov_high: ω_high.
@@ -138,18 +130,17 @@ def clip_cov_thresholds(
         Thresholds for `clip_cov_keep`.
 
     Raises:
-        ValueError: shapes, shares or bounds that are not allowed, or denoising steps.
+        ValueError: shapes, shares or bounds that are not allowed.
 
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (Clip-Cov).
     """
-    require_tokens("Clip-Cov", decisions)
     check_share("ratio", ratio)
     if unit not in ("nats", "quantile") or not cov_low <= cov_high:
         raise ValueError(
             "unit must be 'nats' or 'quantile' and cov_low ≤ cov_high; got "
             f"unit={unit!r}, cov_low={cov_low}, cov_high={cov_high}."
         )
-    statistics = covariance_statistics(log_prob, advantage, weight, decisions=decisions)
+    statistics = covariance_statistics(log_prob, advantage, weight)
     covariance = token_covariance(log_prob, advantage, weight, statistics)
     inside = token_terms(log_prob, advantage, weight)[2]
     low, high = covariance.new_tensor(cov_low), covariance.new_tensor(cov_high)
@@ -206,7 +197,7 @@ class KlCovThresholds:
 
 
 def kl_cov_thresholds(
-    log_prob: Tensor, advantage: Tensor, weight: Tensor, *, decisions: Decisions, ratio: float = 2e-3
+    log_prob: Tensor, advantage: Tensor, weight: Tensor, *, ratio: float = 2e-3
 ) -> KlCovThresholds:
     """Find the covariance that the top ⌊k N⌋ tokens reach (at least one token, unless k is 0, as released).
 
@@ -214,20 +205,18 @@ def kl_cov_thresholds(
         log_prob: [B, T] of the whole step, under the policy at its beginning.
         advantage: [B], or the shape of log_prob.
         weight: the shape of log_prob, 0 for absent decisions; N counts the present ones.
-        decisions: "tokens"; "denoising_steps" are refused.
         ratio: k in [0, 1]; 2e-3 for 7B models and 2e-4 for 32B in the paper.
 
     Returns:
         Thresholds for `kl_cov_select`.
 
     Raises:
-        ValueError: shapes or a share that are not allowed, or denoising steps.
+        ValueError: shapes or a share that are not allowed.
 
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (KL-Cov).
     """
-    require_tokens("KL-Cov", decisions)
     check_share("ratio", ratio)
-    statistics = covariance_statistics(log_prob, advantage, weight, decisions=decisions)
+    statistics = covariance_statistics(log_prob, advantage, weight)
     covariance = token_covariance(log_prob, advantage, weight, statistics)
     inside = token_terms(log_prob, advantage, weight)[2]
     return KlCovThresholds(statistics, -kth_smallest(-covariance, inside, share_count(inside, ratio)))

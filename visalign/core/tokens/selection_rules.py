@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from .statistics import (
-    Decisions,
     check_same,
     check_share,
     kth_smallest,
     present_decisions,
-    require_tokens,
     token_terms,
     weighted_mean,
 )
@@ -91,26 +89,22 @@ class ClipBThresholds:
     """mean − μ std."""
 
 
-def clip_b_thresholds(
-    score: Tensor, weight: Tensor, *, decisions: Decisions, mu: float = 2.5
-) -> ClipBThresholds:
+def clip_b_thresholds(score: Tensor, weight: Tensor, *, mu: float = 2.5) -> ClipBThresholds:
     """Find how small the discriminator of a token with A < 0 may be: mean(S) − μ std(S).
 
     Args:
         score: S [B, T] of the whole step, from `entropy_discriminator`.
         weight: the same shape; 0 for absent decisions, the others count once.
-        decisions: "tokens"; "denoising_steps" are refused.
         mu: μ ≥ 0 in standard deviations.
 
     Returns:
         Thresholds for `clip_b_keep`.
 
     Raises:
-        ValueError: shapes that differ, a negative μ, or denoising steps.
+        ValueError: shapes that differ, a negative μ.
 
     On the Entropy Dynamics in Reinforcement Fine-Tuning, arXiv 2602.03392 (Clip_B).
     """
-    require_tokens("Clip_B", decisions)
     mean, std = _moments(score, weight, mu)
     return ClipBThresholds(mean, std, mean - mu * std)
 
@@ -154,7 +148,6 @@ def clip_v_thresholds(
     advantage: Tensor,
     weight: Tensor,
     *,
-    decisions: Decisions,
     mu: float = 8.5,
     max_fraction: float = 1e-4,
 ) -> ClipVThresholds:
@@ -165,7 +158,6 @@ def clip_v_thresholds(
         expected: E_p[S], the shape of score.
         advantage: [B], or the shape of score.
         weight: the shape of score; N counts the entries that are not 0.
-        decisions: "tokens"; "denoising_steps" are refused.
         mu: μ ≥ 0 in standard deviations; the difference is not centred.
         max_fraction: f in [0, 1]. When ties would exceed ⌊f N⌋, the whole tie stays in.
 
@@ -173,11 +165,10 @@ def clip_v_thresholds(
         Thresholds for `clip_v_keep`.
 
     Raises:
-        ValueError: shapes, μ or f that are not allowed, or denoising steps.
+        ValueError: shapes, μ or f that are not allowed.
 
     On the Entropy Dynamics in Reinforcement Fine-Tuning, arXiv 2602.03392 (Clip_V).
     """
-    require_tokens("Clip_V", decisions)
     check_share("max_fraction", max_fraction)
     check_same(score=score, expected=expected)
     value, gain, inside = token_terms(expected.double() - score.double(), advantage, weight)

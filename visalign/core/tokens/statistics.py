@@ -6,38 +6,8 @@ Everything is computed in float64, without gradient, without reading a value bac
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
-
-Decisions = Literal["tokens", "denoising_steps"]
-"""What the T decisions of [B, T] are: the one place where the core has to know."""
-
-NO_STEP_ENTROPY = (
-    "on denoising steps of fixed variance the entropy is one constant and the log-prob is the noise draw"
-)
-
-
-def require_tokens(rule: str, decisions: Decisions) -> None:
-    """Refuse a rule that looks at single decisions' entropy where that entropy is a constant.
-
-    A denoising step x' ~ N(μ, σ² I) has H = d/2 (1 + log 2πσ²) for every sample and every μ, and its
-    on-policy log-prob depends on the noise draw alone: thresholds on either select noise.
-
-    Raises:
-        ValueError: decisions is "denoising_steps", with the substitutes, or none of the allowed values.
-    """
-    if decisions not in get_args(Decisions):
-        raise ValueError(f"decisions must be one of {', '.join(get_args(Decisions))}; got {decisions!r}.")
-    if decisions == "denoising_steps":
-        raise ValueError(
-            f"{rule} has no meaning on denoising steps of fixed variance (decisions='denoising_steps'): "
-            "their entropy is one constant and their log-prob is the noise draw. Allowed is "
-            "decisions='tokens'. To keep images diverse, watch a spread that is measured on samples, the "
-            "feature spread inside a group or the reward variance (either can be the monitor of "
-            "entrocraft_direction), or train with FlowRL."
-        )
 
 
 def token_terms(log_prob: Tensor, advantage: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visalign.core.surrogates.ppo import LOG_RATIO_LIMIT
 
-from .statistics import Decisions, check_same, present_decisions, require_tokens, token_terms
+from .statistics import check_same, present_decisions, token_terms
 
 Decay = Literal["linear", "exponential"]
 
@@ -66,14 +66,13 @@ class SteerThresholds:
 
 
 def steer_thresholds(
-    change: Tensor, weight: Tensor, *, decisions: Decisions, w_min: float = 0.8, w_max: float = 1.2
+    change: Tensor, weight: Tensor, *, w_min: float = 0.8, w_max: float = 1.2
 ) -> SteerThresholds:
     """Take the range of |Ω| over the whole optimizer step.
 
     Args:
         change: Ω [B, T] from `steer_change`.
         weight: the same shape; 0 for absent decisions.
-        decisions: "tokens"; "denoising_steps" are refused.
         w_min: smallest weight, in (0, 1].
         w_max: largest weight of the linear form, ≥ w_min. w_min = w_max = 1 is no weighting.
 
@@ -81,11 +80,10 @@ def steer_thresholds(
         Thresholds for `steer_weights`.
 
     Raises:
-        ValueError: shapes that differ, weights out of range, or denoising steps.
+        ValueError: shapes that differ, weights out of range.
 
     STEER, arXiv 2510.10150.
     """
-    require_tokens("STEER", decisions)
     if not 0 < w_min <= 1 or not w_min <= w_max < float("inf"):
         raise ValueError(f"w_min must lie in (0, 1] and w_max be ≥ w_min; got w_min={w_min}, w_max={w_max}.")
     inside = present_decisions(change, weight)
