@@ -54,8 +54,8 @@ class Objective:
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
     advantage_clamp: float | None = None
     kl_in_reward: float = 0.0
-    """β of −β k1 in the reward, units of the reward per nat; on denoising steps too, from their log-probs, where
-    `kl` with the exact divergence has no variance."""
+    """β of −β k1 in the reward, units of the reward per nat. Denoising steps have it from their log-probs;
+    `kl` with their exact divergence has no variance."""
     drop_zero_signal: bool = False
     """Samples whose advantage is 0 leave the loss and the counts (dynamic sampling without refill)."""
     ratio: Ratio = "log_prob"
