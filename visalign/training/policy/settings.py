@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from visalign.core import Objective, named_objective
+from visalign.core.objective.data import Decisions
 from visalign.core.objective.decisions import check_decisions
-from visalign.core.tokens.statistics import Decisions
 from visalign.errors import UserError
 from visalign.training.loop.optimizer import above_zero, at_least
 
