@@ -9,4 +9,9 @@ from torch import Tensor
 
 def float32(value: Tensor) -> Tensor:
     """The same numbers in float32 or better, differentiable."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value.to(float32_dtype(value))
+
+
+def float32_dtype(value: Tensor) -> torch.dtype:
+    """The dtype of such a result."""
+    return torch.promote_types(value.dtype, torch.float32)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
 from visalign.core.groups.moments import centre, check_spread, divide, present_entries, spread
+from visalign.core.precision import float32_dtype
 
 from .group import group_advantages
 
@@ -202,7 +203,7 @@ def _rows(reward: Tensor, group: Labels, valid: Tensor | None) -> tuple[Tensor, 
 
 
 def _finish(result: Tensor, reward: Tensor) -> Tensor:
-    return result.reshape(reward.shape).to(torch.promote_types(reward.dtype, torch.float32))
+    return result.reshape(reward.shape).to(float32_dtype(reward))
 
 
 def _ranks(values: Tensor, index: Tensor, groups: int) -> tuple[Tensor, Tensor]:

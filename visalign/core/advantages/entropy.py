@@ -14,6 +14,7 @@ from torch import Tensor
 
 from visalign.core.groups.group_statistics import group_extremes, group_mean
 from visalign.core.groups.labels import Labels, group_index
+from visalign.core.precision import float32_dtype
 
 
 def aem_scale(entropy: Tensor, group: Labels, *, lam: float = 1.0, min_range: float = 0.1) -> Tensor:
@@ -46,7 +47,7 @@ def aem_scale(entropy: Tensor, group: Labels, *, lam: float = 1.0, min_range: fl
     part = (entropy.detach().double() - low[index]) / torch.where(wide, reach, 1.0)
     sure = torch.where(wide, torch.exp(-lam * torch.where(wide, part, 0.0)), 1.0)
     scale = sure / torch.where(wide, group_mean(sure, present, index, groups)[index], 1.0)
-    return scale.to(_at_least_float32(entropy))
+    return scale.to(float32_dtype(entropy))
 
 
 def aem_advantages(
@@ -76,10 +77,6 @@ def aem_advantages(
         )
     scale = aem_scale(entropy, group, lam=lam, min_range=min_range)
     return advantage.detach() * (scale if advantage.ndim == 1 else scale[:, None])
-
-
-def _at_least_float32(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
 
 
 def _check_not_negative(**given: float) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.groups.moments import centre, check_spread, divide, present_entries, spread
+from visalign.core.precision import float32_dtype
 
 Scale = Literal["group", "batch", "none"]
 Baseline = Literal["mean", "leave_one_out"]
@@ -82,7 +83,7 @@ def group_advantages(
         result = divide(result, _batch_std(values, mask, ddof) + eps)
     alone = values if singleton == "raw" else torch.zeros_like(values)
     result = torch.where(mask, torch.where(count == 1, alone, result), 0.0)
-    return result.reshape(reward.shape).to(torch.promote_types(reward.dtype, torch.float32))
+    return result.reshape(reward.shape).to(float32_dtype(reward))
 
 
 def whiten(
@@ -131,7 +132,7 @@ def whiten(
     result = divide(centred, divisor)
     if keep_mean:
         result = result + flat - centred
-    return result.reshape(values.shape).to(torch.promote_types(values.dtype, torch.float32))
+    return result.reshape(values.shape).to(float32_dtype(values))
 
 
 def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels
-from visalign.core.precision import float32
+from visalign.core.precision import float32, float32_dtype
 
 from .group import whiten
 from .returns import discounted_returns
@@ -122,7 +122,7 @@ def aggregate_steps(reward: Tensor, how: Reduction, exists: Tensor | None = None
     if how == "mean":
         result = result / count.clamp(min=1)
     known = (torch.isfinite(values) | ~there).all(1) & (count > 0)
-    return torch.where(known, result, float("nan")).to(torch.promote_types(reward.dtype, torch.float32))
+    return torch.where(known, result, float("nan")).to(float32_dtype(reward))
 
 
 def process_advantages(

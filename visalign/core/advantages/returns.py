@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visalign.core.groups.labels import Labels
 from visalign.core.groups.moments import present_entries
+from visalign.core.precision import float32_dtype
 
 from .group import group_advantages, whiten
 
@@ -127,7 +128,7 @@ def remax_advantages(reward: Tensor, baseline: Tensor, weight: Tensor | None = N
     returns = discounted_returns(reward.double(), present)
     known = torch.where(torch.isfinite(baseline), baseline.detach().double(), float("nan"))
     result = torch.where(present, returns - known[:, None], 0.0)
-    return result.to(torch.promote_types(reward.dtype, torch.float32))
+    return result.to(float32_dtype(reward))
 
 
 def reinforce_pp_advantages(
@@ -162,7 +163,7 @@ def reinforce_pp_advantages(
     present = _present("reward", reward, weight)
     returns = discounted_returns(reward.double(), present, gamma=gamma)
     result = whiten(returns, present, ddof=ddof, eps=eps)
-    return result.to(torch.promote_types(reward.dtype, torch.float32))
+    return result.to(float32_dtype(reward))
 
 
 def reinforce_pp_baseline_advantages(
@@ -202,7 +203,7 @@ def reinforce_pp_baseline_advantages(
     centred = group_advantages(reward.double(), group, scale="none", valid=valid)
     known = torch.where(present_entries(reward, valid), centred, float("nan"))
     result = whiten(known[:, None].expand(weight.shape), weight != 0, ddof=ddof, eps=eps)
-    return result.to(torch.promote_types(reward.dtype, torch.float32))
+    return result.to(float32_dtype(reward))
 
 
 def _to_front(present: Tensor, *rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:

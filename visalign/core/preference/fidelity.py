@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.groups.moments import present_entries
+from visalign.core.precision import float32_dtype
 
 FidelityMode = Literal["paper", "upstream"]
 FLOOR = 0.05**2
@@ -53,7 +54,7 @@ def answer_statistics(answers: Tensor, *, valid: Tensor | None = None, ddof: int
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
     present = present_entries(answers, valid)
-    value = torch.where(present, answers, 0.0).to(torch.promote_types(answers.dtype, torch.float32))
+    value = torch.where(present, answers, 0.0).to(float32_dtype(answers))
     count = present.sum(1)
     mean = value.sum(1) / count.clamp(min=1)
     centred = torch.where(present, value - mean[:, None], 0.0)
@@ -86,7 +87,7 @@ def thurstone_score(
     """
     if not 0 < floor < float("inf"):
         raise ValueError(f"floor must be positive and finite; got {floor}.")
-    dtype = torch.promote_types(left.dtype, torch.float32)
+    dtype = float32_dtype(left)
     return (left - right).to(dtype) / (left_variance + right_variance + floor).to(dtype).sqrt()
 
 
@@ -138,7 +139,7 @@ def fidelity_loss(score: Tensor, label: Tensor) -> Tensor:
     if score.shape != label.shape:
         raise ValueError(f"score {tuple(score.shape)} and label {tuple(label.shape)} must have one shape.")
     known = ~torch.isnan(label)
-    t = torch.where(known, score, 0.0).to(torch.promote_types(score.dtype, torch.float32))
+    t = torch.where(known, score, 0.0).to(float32_dtype(score))
     prob = torch.where(known, label, 0.5).detach().to(t.dtype)
     won, lost = (torch.exp(torch.special.log_ndtr(side * t) / 2) for side in (1, -1))
     return torch.where(known, 1 - prob.sqrt() * won - (1 - prob).sqrt() * lost, 0.0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visalign.core.precision import float32
+from visalign.core.precision import float32, float32_dtype
 
 
 def uncertainty_weight(uncertainty: Tensor, *, detach: bool = True) -> Tensor:
@@ -48,7 +48,7 @@ def class_disagreement(primary: Tensor, auxiliary: Tensor) -> Tensor:
             "primary and auxiliary must both be [B, C, *]; got "
             f"{tuple(primary.shape)} and {tuple(auxiliary.shape)}."
         )
-    dtype = torch.promote_types(primary.dtype, torch.float32)
+    dtype = float32_dtype(primary)
     one, other = primary.to(dtype).log_softmax(1), auxiliary.to(dtype).log_softmax(1)
     return (other.exp() * (other - one)).sum(1)
 
@@ -170,7 +170,7 @@ def fuse_heatmaps(maps: Tensor, scale: Tensor, *, valid: Tensor | None = None) -
     """
     if maps.shape != scale.shape or (valid is not None and valid.shape != maps.shape):
         raise ValueError(f"maps {tuple(maps.shape)}, scale and valid must have one shape [M, *].")
-    dtype = torch.promote_types(maps.dtype, torch.float32)
+    dtype = float32_dtype(maps)
     reached = torch.ones_like(maps, dtype=torch.bool) if valid is None else valid
     some = reached.any(0)
     # A finite stand-in keeps the softmax of places that no map reaches free of NaN.

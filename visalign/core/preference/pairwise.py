@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels, group_index
+from visalign.core.precision import float32_dtype
 
 
 def group_pairs(group: Labels, size: int, device: torch.device | None = None) -> Tensor:
@@ -66,4 +67,4 @@ def win_rates(pairs: Tensor, preference: Tensor, size: int) -> Tensor:
     won = won.index_add(0, second, torch.where(valid, 1 - prob, 0.0))
     compared = empty.index_add(0, first, valid.double()).index_add(0, second, valid.double())
     rate = torch.where(compared > 0, won / compared.clamp(min=1), float("nan"))
-    return rate.reshape(size, *preference.shape[1:]).to(torch.promote_types(preference.dtype, torch.float32))
+    return rate.reshape(size, *preference.shape[1:]).to(float32_dtype(preference))

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from visalign.core.precision import float32
+from visalign.core.precision import float32, float32_dtype
 
 Aggregation = Literal["mean", "min", "lower_bound", "inverse_variance"]
 
@@ -120,7 +120,7 @@ def combine_members(
     if mean.ndim != 2 or any(part is not None and part.shape != mean.shape for part in (std, valid)):
         raise ValueError(f"mean, std and valid must be [M, B]; mean is {tuple(mean.shape)}.")
     present = torch.isfinite(mean) if valid is None else torch.isfinite(mean) & valid
-    value = torch.where(present, mean, 0.0).to(torch.promote_types(mean.dtype, torch.float32))
+    value = torch.where(present, mean, 0.0).to(float32_dtype(mean))
     count = present.sum(0)
     average = value.sum(0) / count.clamp(min=1)
     off = torch.where(present, value - average, 0.0)
@@ -193,5 +193,5 @@ def shrink_advantages(advantage: Tensor, std: Tensor, group_std: Tensor, *, obse
 def _gaussians(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
     if mean.ndim != 1 or mean.shape != std.shape:
         raise ValueError(f"mean and std must both be [N]; got {tuple(mean.shape)} and {tuple(std.shape)}.")
-    dtype = torch.promote_types(mean.dtype, torch.float32)
+    dtype = float32_dtype(mean)
     return mean.to(dtype), std.to(dtype).clamp(min=1e-12)

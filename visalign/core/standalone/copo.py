@@ -13,7 +13,7 @@ from torch import Tensor
 from visalign.core.advantages.group import group_advantages, whiten
 from visalign.core.groups.group_statistics import group_centre
 from visalign.core.groups.labels import Labels, group_index, group_sum
-from visalign.core.precision import float32
+from visalign.core.precision import float32, float32_dtype
 
 
 def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6, ddof: int = 0) -> Tensor:
@@ -43,7 +43,7 @@ def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6
     lowest, mean, count = group_centre(reward, present, index, groups)
     level = torch.where(count > 0, lowest + mean, float("nan"))
     result = torch.where(present, whiten(level, ddof=ddof, eps=eps, eps_inside=False)[index], 0.0)
-    return result.to(torch.promote_types(reward.dtype, torch.float32))
+    return result.to(float32_dtype(reward))
 
 
 def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = 
     total = group_sum(mass.double()[:, None], index, groups)
     share = group_sum(mass.double()[:, None], pair, pairs.shape[1]) / total[pairs[0]]
     entropy = group_sum(torch.special.entr(share), pairs[0], groups)[index, 0]
-    return entropy.to(torch.promote_types(mass.dtype, torch.float32))
+    return entropy.to(float32_dtype(mass))
 
 
 def copo_weight(entropy: Tensor, *, gamma: float = 20.0, rho: float = 1.5) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from visalign.core.precision import float32_dtype
 from visalign.core.rewards.steps import next_present
 
 
@@ -39,7 +40,7 @@ def empg_scale(entropy: Tensor, weight: Tensor | None = None, *, k: float = 1.0,
     present = _present_segments(entropy, weight)
     sure = _confidence(entropy, present, k, eps)
     mean = sure.sum() / present.sum().clamp(min=1)
-    return (sure / torch.where(mean == 0, 1.0, mean)).to(_at_least_float32(entropy))
+    return (sure / torch.where(mean == 0, 1.0, mean)).to(float32_dtype(entropy))
 
 
 def empg_advantages(
@@ -87,7 +88,7 @@ def empg_advantages(
     result = torch.where(present, gain * scale + zeta * ahead, 0.0)
     if centre:
         result = torch.where(present, result - result.sum() / present.sum().clamp(min=1), 0.0)
-    return result.to(torch.promote_types(advantage.dtype, _at_least_float32(entropy)))
+    return result.to(torch.promote_types(advantage.dtype, float32_dtype(entropy)))
 
 
 def tea_weights(
@@ -125,7 +126,7 @@ def tea_weights(
     share = torch.where(present, score.flatten().softmax(0).reshape(score.shape), 0.0)
     if cap is not None:
         share = torch.minimum(share, cap / present.sum().clamp(min=1))
-    return share.to(_at_least_float32(covariance))
+    return share.to(float32_dtype(covariance))
 
 
 def weighted_entropy(entropy: Tensor, weights: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def weighted_entropy(entropy: Tensor, weights: Tensor) -> Tensor:
         raise ValueError(
             f"entropy {tuple(entropy.shape)} and weights {tuple(weights.shape)} must have one shape."
         )
-    value = torch.where(weights != 0, entropy.to(_at_least_float32(entropy)), 0.0)
+    value = torch.where(weights != 0, entropy.to(float32_dtype(entropy)), 0.0)
     return (weights.detach() * value).sum()
 
 
@@ -167,10 +168,6 @@ def _present_segments(entropy: Tensor, weight: Tensor | None) -> Tensor:
         raise ValueError(f"entropy must be [B, S] and weight like it; got {tuple(entropy.shape)}{given}.")
     finite = torch.isfinite(entropy)
     return finite if weight is None else finite & (weight != 0)
-
-
-def _at_least_float32(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
 
 
 def _check_not_negative(**given: float) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32_dtype
+
 MAX_REWARDS = 12
 """All 2^K − 1 subsets of the rewards are solved at once."""
 
@@ -49,7 +51,7 @@ def min_norm_weights(gradient: Tensor, *, normalise: bool = True) -> Tensor:
     length = torch.einsum("ck,kl,cl->c", alpha, product, alpha)
     usable = ~(member & (norm == 0)).any(1) & (total[:, 0] > 0)
     best = alpha[torch.where(usable, length, float("inf")).argmin()]
-    return torch.where((norm > 0).any(), best, 1 / size).to(_at_least_float32(gradient))
+    return torch.where((norm > 0).any(), best, 1 / size).to(float32_dtype(gradient))
 
 
 def combine_gradients(
@@ -78,7 +80,7 @@ def combine_gradients(
     direction = alpha.detach().double() @ vectors
     if rescale:
         direction = direction * norm.sum() / (norm > 0).sum().clamp(min=1)
-    return direction.to(_at_least_float32(gradient))
+    return direction.to(float32_dtype(gradient))
 
 
 def smooth_weights(previous: Tensor, alpha: Tensor, *, rho: float = 0.7) -> Tensor:
@@ -122,10 +124,6 @@ def _vectors(gradient: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
     value = gradient.detach().double()
     norm = torch.linalg.vector_norm(value, dim=1)
     return (value / torch.where(norm > 0, norm, 1.0)[:, None] if normalise else value), norm
-
-
-def _at_least_float32(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
 
 
 def _check_gradients(gradient: Tensor) -> None:

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32_dtype
+
 PARTS = ("chosen", "rejected", "ref_chosen", "ref_rejected")
 
 
@@ -36,7 +38,7 @@ def relative_log_density(log_prob: Tensor, ref_log_prob: Tensor, *, alpha: float
         )
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must lie in (0, 1); got {alpha}.")
-    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    dtype = float32_dtype(log_prob)
     own, ref = log_prob.to(dtype), ref_log_prob.to(dtype)
     return own - torch.logaddexp(own + math.log(alpha), ref + math.log1p(-alpha))
 

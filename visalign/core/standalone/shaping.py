@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
-from visalign.core.precision import float32
+from visalign.core.precision import float32, float32_dtype
 
 Likelihood = Literal["log_prob", "mean_log_prob", "prob", "mean_prob"]
 
@@ -209,7 +209,7 @@ def jepo_credit(log_likelihood: Tensor, group: Labels) -> tuple[Tensor, Tensor]:
     without = torch.where(leader, second + _log_mean(rest, count - 1), beside)
     bound = torch.where(count > 0, top + _log_mean(total, count), float("nan"))
     credit = torch.where(member & (count > 1), bound - without, 0.0)
-    dtype = torch.promote_types(log_likelihood.dtype, torch.float32)
+    dtype = float32_dtype(log_likelihood)
     return bound[:, 0].to(dtype), credit[:, 0].to(dtype)
 
 

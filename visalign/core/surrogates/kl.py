@@ -30,7 +30,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.precision import float32
+from visalign.core.precision import float32, float32_dtype
 
 from .ratios import EventNorm, expand_over_event, reduce_event
 
@@ -193,7 +193,7 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reducti
 
     Liu et al., Flow-GRPO, arXiv 2505.05470, section 4.
     """
-    dtype = torch.promote_types(mean.dtype, torch.float32)
+    dtype = float32_dtype(mean)
     difference = mean.to(dtype) - mean_ref.detach().to(dtype)
     scale = expand_over_event(std.detach().to(dtype), mean, mean_ref)
     return reduce_event((difference / scale).square() / 2, std.ndim, log_prob_reduction)

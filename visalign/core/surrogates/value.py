@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.precision import float32_dtype
+
 
 def value_loss(
     values: Tensor,
@@ -129,7 +131,7 @@ def _prepare(
             raise ValueError(
                 f"{name} must have the shape of values, {tuple(values.shape)}; got {tuple(other.shape)}."
             )
-    dtype = torch.promote_types(values.dtype, torch.float32)
+    dtype = float32_dtype(values)
     tensors = [values.to(dtype), returns.detach().to(dtype)]
     if old_values is not None:
         tensors.append(old_values.detach().to(dtype))

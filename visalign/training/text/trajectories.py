@@ -21,7 +21,8 @@ from .settings import TextRolloutSettings
 
 def needs_reference(objective: Objective) -> bool:
     """Whether a loss asks for the policy before training."""
-    return bool(objective.kl or objective.kl_in_reward or objective.surrogate == "flow_balance")
+    asks = objective.surrogate == "flow_balance" or objective.advantage == "prl"
+    return bool(objective.kl or objective.kl_in_reward or asks)
 
 
 def trajectories_of(
