@@ -12,7 +12,7 @@ from torch import Tensor
 from visalign.evaluation.statistics.correlations import srcc
 from visalign.evaluation.statistics.heatmaps import THRESHOLD, heatmap_quality, laplace_coverage
 from visalign.evaluation.statistics.selective import auroc
-from visalign.rewards.heie.inputs import Maps, draw_maps, enlarged
+from visalign.rewards.heie.heads import Maps, draw_maps, enlarged
 from visalign.rewards.heie.judge import Heie
 from visalign.rewards.heie.training import pooled
 

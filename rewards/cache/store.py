@@ -96,7 +96,7 @@ class ScoreCache:
         found = {key: said for key, said in kept if said is not None}
         wanted = [key for key in unique if key not in found]
         if wanted:
-            found |= self._tried(lambda: self._select(digest, wanted), {})
+            found |= self._with_repair(lambda: self._select(digest, wanted), {})
         hits = sum(key in found for key in keys)
         self.hits, self.misses = self.hits + hits, self.misses + len(keys) - hits
         return {key: json.loads(said, object_hook=_number) for key, said in found.items()}
@@ -113,7 +113,7 @@ class ScoreCache:
         with self._lock:
             self._kept_judges[digest] = json.dumps(asdict(judge), sort_keys=True, default=str)
             self._kept |= rows
-            if self._tried(self._write, False):
+            if self._with_repair(self._write, False):
                 self._kept.clear()
                 self._kept_judges.clear()
             for oldest in list(self._kept)[: max(0, len(self._kept) - _KEPT)]:
@@ -121,12 +121,12 @@ class ScoreCache:
 
     def judges(self) -> dict[str, dict[str, Any]]:
         """digest -> identity of every judge that has something in the cache."""
-        found = self._tried(self._file.judges, {}) | self._kept_judges
+        found = self._with_repair(self._file.judges, {}) | self._kept_judges
         return {digest: identity for digest, said in found.items() if (identity := _record(said)) is not None}
 
     def __len__(self) -> int:
         """Judgements on the disk."""
-        return self._tried(self._file.count, 0)
+        return self._with_repair(self._file.count, 0)
 
     def _open(self) -> None:
         """Open the file, or begin it anew."""
@@ -140,7 +140,7 @@ class ScoreCache:
     def _reopen(self, trouble: Exception) -> None:
         """After damage; another process may have mended it meanwhile."""
         self._open()
-        self._say(
+        self._warn_once(
             "damage",
             f"The cache '{self._file.path}' was replaced while it was in use ({trouble}). It is used as it "
             "is now; what is missing is judged again.",
@@ -148,14 +148,14 @@ class ScoreCache:
 
     def _begin_anew(self, error: Exception) -> None:
         self.rebuilt = self._file.set_aside()
-        self._say(
+        self._warn_once(
             "damage",
             f"The cache '{self._file.path}' was damaged ({error}). It was set aside as "
             f"'{self.rebuilt.name}' and begun anew; what was in it is judged again.",
         )
         self._file.open()
 
-    def _tried(self, work: Callable[[], Found], otherwise: Found) -> Found:
+    def _with_repair(self, work: Callable[[], Found], otherwise: Found) -> Found:
         """What `work` finds in the file; a damaged one is rebuilt, one that cannot be used is left alone."""
         if time.monotonic() < self._rest_until:
             return otherwise
@@ -172,7 +172,7 @@ class ScoreCache:
                 trouble = error
                 break
         self._rest_until = time.monotonic() + _PAUSE
-        self._say(
+        self._warn_once(
             "disk",
             f"The cache '{self._file.path}' cannot be used now ({trouble}). Judgements are kept in memory, "
             f"and the file is tried again after {_PAUSE:g} seconds.",
@@ -182,7 +182,7 @@ class ScoreCache:
     def _select(self, judge: str, keys: Sequence[bytes]) -> dict[bytes, str]:
         found, altered = self._file.select(judge, keys)
         if altered:
-            self._say(
+            self._warn_once(
                 "rows",
                 f"The cache '{self._file.path}' holds judgements that were altered on the disk ({altered} of "
                 "those just asked for); they are judged again.",
@@ -195,7 +195,7 @@ class ScoreCache:
         )
         return True
 
-    def _say(self, kind: str, message: str) -> None:
+    def _warn_once(self, kind: str, message: str) -> None:
         """Warn of each kind of trouble once."""
         if kind not in self._said:
             self._said.add(kind)

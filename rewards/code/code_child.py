@@ -49,12 +49,12 @@ class Channel:
             line = line[os.write(self.descriptor, line) :]
 
 
-class Caught:
+class CatchAll:
     """Keeps whatever the generated code raises, the end of the interpreter included."""
 
     error: BaseException | None = None
 
-    def __enter__(self) -> Caught:
+    def __enter__(self) -> CatchAll:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -63,7 +63,7 @@ class Caught:
 
     def words(self) -> str:
         """The kind of error and the start of its message."""
-        with Caught() as inner:
+        with CatchAll() as inner:
             return f"{type(self.error).__name__}: {self.error}"[:300]
         return f"{type(self.error).__name__} ({type(inner.error).__name__} in its message)"
 
@@ -207,13 +207,13 @@ def run_tests(source: str, tests: list[dict[str, Any]], channel: Channel) -> Non
     """Run the code as a module, then each test; one record per test."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    with Caught() as load:
+    with CatchAll() as load:
         exec(compile(source, "solution.py", "exec"), module.__dict__)
     if load.error is not None:
         channel.send(load_error=load.words())
         return
     for number, test in enumerate(tests):
-        with Caught() as attempt:
+        with CatchAll() as attempt:
             if "assert" in test:
                 exec(compile(test["assert"], f"test {number + 1}", "exec"), module.__dict__)
                 value = None
@@ -237,7 +237,7 @@ def work(config: dict[str, Any], channel: Channel, libc: ctypes.CDLL | None, iso
     os.chdir(config["folder"])
     for descriptor in range(3, 64):
         if descriptor != channel.descriptor:
-            with Caught():
+            with CatchAll():
                 os.close(descriptor)
     if libc is not None:
         drop_capabilities(libc)
@@ -273,11 +273,11 @@ def supervise(child: int, seconds: float) -> int | None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     status = os.waitpid(child, 0)[1]
     signal.setitimer(signal.ITIMER_REAL, 0)
-    with Caught():
+    with CatchAll():
         os.killpg(child, signal.SIGKILL)
     for _ in range(500):  # orphans come to this process, and so do their children once they are dead
         for orphan in children():
-            with Caught():
+            with CatchAll():
                 os.kill(orphan, signal.SIGKILL)
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -291,7 +291,7 @@ def children() -> list[int]:
     """Of this process; none where there is no /proc."""
     found = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with Caught(), open(f"/proc/{entry}/stat") as file:
+        with CatchAll(), open(f"/proc/{entry}/stat") as file:
             if file.read().rpartition(")")[2].split()[1] == str(os.getpid()):
                 found.append(int(entry))
     return found
@@ -307,7 +307,7 @@ def main() -> None:
     if libc is not None:
         give_up_root(libc)
         if config["isolation"] != "process":
-            with Caught() as attempt:
+            with CatchAll() as attempt:
                 problem = enter_namespaces(libc, config["folder"], config["limits"]["file_mb"])
             problem = attempt.words() if attempt.error else problem
             if problem and config["isolation"] == "namespaces":

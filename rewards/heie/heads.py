@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HEIE's heads: a mapper from a hidden state and a picture's features to a heatmap, and a scorer beside it.
+"""HEIE's heads: a mapper from a hidden state and a picture's features to a heatmap, and a scorer beside it;
+what they read of a frozen model, of a picture whole and in tiles; and the maps of both fused.
 
 Source: Yang et al., "HEIE", CVPR 2025, arXiv 2411.17261: two cross-attentions, of the map token to the
 features and back, give the map; the score comes from a token's hidden state together with the map. The
@@ -10,14 +11,20 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate, pixel_shuffle
 
-from visalign.core import soft_clamp
+from visalign.atomic import umask_permissions
+from visalign.core import fuse_heatmaps, soft_clamp
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.vlm.template import Template
+from visalign.rewards.weights.resize import resize_smoothly
 
 FORMAT = "visalign-heie-2"
 LOG_STD = (-4.0, 1.0)
@@ -84,8 +91,7 @@ class MapHead(nn.Module):
         tokens = tokens + self.to_picture(tokens, seen, seen, need_weights=False)[0]
         told = self.to_token(seen, tokens, tokens, need_weights=False)[0]
         mixed = self.norm_out(seen + told + self.mix(torch.cat([seen, told * seen], -1)))
-        cells = self.out(mixed).view(batch, *grid, 2, self.cells, self.cells)
-        maps = cells.permute(0, 3, 1, 4, 2, 5).reshape(batch, 2, grid[0] * self.cells, grid[1] * self.cells)
+        maps = pixel_shuffle(self.out(mixed).mT.unflatten(2, grid), self.cells)
         return maps[:, 0], soft_clamp(maps[:, 1] - 1.5, *LOG_STD)
 
 
@@ -140,7 +146,7 @@ class HeieHeads(nn.Module):
             key: value.detach().to("cpu", dtype).contiguous() for key, value in self.state_dict().items()
         }
         save_file(state, str(file), metadata=metadata)
-        Path(file).chmod(0o644)
+        umask_permissions(Path(file))
 
     @classmethod
     def load(cls, file: str | Path) -> HeieHeads:
@@ -189,3 +195,147 @@ def _places(rows: int, columns: int, width: int) -> Tensor:
     y = torch.cat([down.sin(), down.cos()], 1)[:, None].expand(-1, columns, -1)
     x = torch.cat([across.sin(), across.cos()], 1)[None].expand(rows, -1, -1)
     return torch.cat([y, x], -1).reshape(rows * columns, width)
+
+
+@dataclass(frozen=True)
+class View:
+    """A picture as the heads see it: whole first, then its tiles row by row."""
+
+    hidden: Tensor
+    """[1 + n², hidden] float32."""
+    features: Tensor
+    """[1 + n², rows · columns, features] float32."""
+    grid: tuple[int, int]
+    """(rows, columns) of features."""
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Maps of B pictures of one grid."""
+
+    whole: tuple[Tensor, Tensor]
+    """(heat logits, log-deviations) [B, h, w] each."""
+    tiles: tuple[Tensor, Tensor] | None
+    """The same of the tiles, side by side, [B, n·h, n·w]; None without tiles."""
+    heat: Tensor
+    """[B, n·h, n·w] fused, in [0, 1]."""
+    std: Tensor
+    """[B, n·h, n·w] fused."""
+    score: Tensor
+    """[B] logits of plausibility."""
+
+
+@torch.no_grad()
+def views(
+    engine: Any, template: Template, queries: Sequence[Any], tiles: int
+) -> tuple[list[View | None], list[str | None]]:
+    """Hidden states and features of B pictures and their tiles.
+
+    Each tile is enlarged to the size of the picture and asked about with the same prompt.
+
+    Args:
+        engine: `rewards.vlm.VisionLanguageEngine` of a Qwen-VL family.
+        template: its last position is the map's token.
+        queries: B requests of one image each.
+        tiles: n of n × n; 1 sees the whole picture alone.
+
+    Returns:
+        (views or None, reasons or None).
+
+    Raises:
+        RewardError: a model whose features have no grid.
+    """
+    if not queries:
+        return [], []
+    if not engine.network.pictures.merge:
+        raise RewardError(
+            "heie needs features on a grid, as the Qwen-VL families have them; this model cuts tiles."
+        )
+    parts = [[query.images[0], *cut_tiles(query.images[0], tiles)] for query in queries]
+    every = [replace(ask, images=[part]) for ask, cut in zip(queries, parts, strict=True) for part in cut]
+    count = len(parts[0])
+    said = engine.hidden(template, every)
+    found: list[View | None] = []
+    reasons: list[str | None] = []
+    for number, cut in enumerate(parts):
+        here = slice(number * count, (number + 1) * count)
+        reason = next(filter(None, said.reasons[here]), None)
+        reasons.append(reason)
+        if reason is not None:
+            found.append(None)
+            continue
+        shown = [engine.network.pictures.measure(_to_uint8(part)) for part in cut]
+        features = engine.network.features(shown)
+        merge = engine.network.pictures.merge
+        grid = shown[0].grid[1] // merge, shown[0].grid[2] // merge
+        stacked = torch.stack([features[one].embeds.float().cpu() for one in shown])
+        found.append(View(said.states[here].float().cpu(), stacked, grid))
+    return found, reasons
+
+
+def cut_tiles(image: Tensor, tiles: int) -> list[Tensor]:
+    """n × n tiles of a picture, each enlarged to its size; none for n = 1.
+
+    Args:
+        image: [3, H, W] in [0, 1].
+        tiles: n.
+    """
+    if tiles == 1:
+        return []
+    height, width = image.shape[1:]
+    rows, columns = ([round(k * size / tiles) for k in range(tiles + 1)] for size in (height, width))
+    if min(height, width) < tiles:
+        return [image] * tiles**2  # smaller than the grid: nothing to enlarge
+    cut = [
+        image[:, rows[i] : rows[i + 1], columns[j] : columns[j + 1]]
+        for i in range(tiles)
+        for j in range(tiles)
+    ]
+    return [resize_smoothly(part[None].float(), (height, width))[0].clamp(0, 1) for part in cut]
+
+
+def draw_maps(heads: HeieHeads, seen: Sequence[View]) -> Maps:
+    """Maps and scores of pictures of one grid; differentiable in the heads.
+
+    The views have the same grid and number of tiles.
+    """
+    hidden = torch.stack([view.hidden for view in seen])
+    features = torch.stack([view.features for view in seen])
+    batch, parts = hidden.shape[:2]
+    context = hidden[:, :1].expand_as(hidden)
+    own, around = hidden.flatten(0, 1), context.flatten(0, 1)
+    logits, log_std = heads.mapper(own, around, features.flatten(0, 1), seen[0].grid)
+    logits, log_std = (part.view(batch, parts, *part.shape[1:]) for part in (logits, log_std))
+    whole = logits[:, 0], log_std[:, 0]
+    if parts == 1:
+        heat, std = whole[0].sigmoid(), whole[1].exp()
+        return Maps(whole, None, heat, std, heads.scorer(hidden[:, 0], heat))
+    side = round((parts - 1) ** 0.5)
+    tiled = splice_tiles(logits[:, 1:], side, side), splice_tiles(log_std[:, 1:], side, side)
+    wide = [enlarged(part, (tiled[0].shape[1], tiled[0].shape[2])) for part in whole]
+    std = torch.stack([wide[1].exp(), tiled[1].exp()])
+    heat, weight = fuse_heatmaps(torch.stack([wide[0].sigmoid(), tiled[0].sigmoid()]), std)
+    # Maps of one picture share their errors, so the mean deviation is what an average of them has at most.
+    return Maps(whole, tiled, heat, (weight * std).sum(0), heads.scorer(hidden[:, 0], heat))
+
+
+def splice_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
+    """Put maps of tiles [B, rows · columns, h, w] side by side, row by row: [B, rows · h, columns · w].
+
+    Raises:
+        ValueError: another number of tiles.
+    """
+    if tiles.ndim != 4 or tiles.shape[1] != rows * columns:
+        raise ValueError(f"tiles must be [B, {rows * columns}, h, w]; got {tuple(tiles.shape)}.")
+    batch, _, height, width = tiles.shape
+    split = tiles.view(batch, rows, columns, height, width)
+    return split.transpose(2, 3).reshape(batch, rows * height, columns * width)
+
+
+def enlarged(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Maps [B, h, w] at another size, bilinear."""
+    return interpolate(maps[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]
+
+
+def _to_uint8(image: Tensor) -> Tensor:
+    return image.detach().cpu().float().mul(255).round().clamp(0, 255).byte()

@@ -3,7 +3,7 @@
 
 Source: Yang et al., "HEIE: MLLM-Based Hierarchical Explainable AIGC Image Implausibility Evaluator", CVPR
 2025, arXiv 2411.17261. Its weights and code are not released, so this is its form on a model of one's own: a
-frozen vision-language model, small heads trained on its hidden states and features (`heie_training`), maps of
+frozen vision-language model, small heads trained on its hidden states and features (`training`), maps of
 the whole picture and of its tiles fused by their Laplace deviations, a score from a hidden state and the map,
 and reasons that the model writes. Differences: one hidden state, read where the answer begins, stands for the
 added [MAP] and [SCORE] tokens, and tiles are asked about one by one, their maps made with the state of the
@@ -26,9 +26,9 @@ from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import check_fields, requests
 from visalign.rewards.vlm.template import Template
+from visalign.rewards.weights.fingerprints import weights_of
 
-from .heads import HeieHeads
-from .inputs import draw_maps, enlarged, views
+from .heads import HeieHeads, draw_maps, enlarged, views
 
 HEADS = "heie_heads.safetensors"
 """Name of the heads in a model's folder."""
@@ -98,7 +98,7 @@ class Heie:
         self.tiles, self.size = tiles or sizes.tiles, size
         self._tokens = max_new_tokens if write_reasons else 0
         given = "" if isinstance(heads, HeieHeads) else fingerprint(_find(heads, model))
-        options = {"tiles": self.tiles, "heads": given or _digest(self.heads)}
+        options = {"tiles": self.tiles, "heads": given or weights_of(self.heads)}
         self.identity = Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -161,9 +161,3 @@ def _find(heads: str | Path | None, model: Any) -> Path:
         "heie: a loaded model and a hub id bring no heads; give heads=, the HeieHeads or the file that "
         "`train_heads` made."
     )
-
-
-def _digest(heads: HeieHeads) -> str:
-    from visalign.rewards.weights.fingerprints import weights_of
-
-    return weights_of(heads)

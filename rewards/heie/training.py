@@ -18,8 +18,7 @@ from torch import Tensor
 from visalign.core import laplace_loss
 from visalign.rewards.vlm.template import Template
 
-from .heads import HeieHeads
-from .inputs import View, draw_maps, views
+from .heads import HeieHeads, View, draw_maps, views
 
 
 @dataclass(frozen=True, kw_only=True)

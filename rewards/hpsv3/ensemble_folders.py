@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from visalign.atomic import umask_permissions
 from visalign.data.assets import PACKAGED, assets_folder, resolve_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import VisionLanguageEngine
@@ -286,7 +287,7 @@ def write_ensemble(
     exact = all(torch.equal(value.half().float(), value.float()) for value in tensors.values())
     dtype = dtype or (torch.float16 if exact else torch.float32)
     kept = {key: value.detach().to("cpu", dtype).contiguous() for key, value in tensors.items()}
-    cutter, clamp = engine.network.eye.settings(), model.clamp
+    cutter, clamp = engine.network.pictures.settings(), model.clamp
     rest = {
         "head": {"type": HEAD, "clamp": None if clamp is None else list(clamp)},
         "pixels": {name: cutter[name] for name in ("min_pixels", "max_pixels") if name in cutter},
@@ -295,4 +296,4 @@ def write_ensemble(
     }
     JudgeSettings(templates={"hpsv3": model.template}, positions=engine.positions, rest=rest).write(folder)
     save_file(kept, folder / MEMBERS_FILE)
-    (folder / MEMBERS_FILE).chmod((folder / SETTINGS).stat().st_mode)
+    umask_permissions(folder / MEMBERS_FILE)

@@ -33,11 +33,11 @@ from .wire import (
     unpack_answer,
 )
 
-_PASSING = (408, 429, 502, 503, 504)
-_OURS = (401, 403, 404, 411, 415)
-_IN_FLIGHT = 2
+_PASSING_STATUSES = (408, 429, 502, 503, 504)
+_CALL_FAILS_STATUSES = (401, 403, 404, 411, 415)
+_CONCURRENT_REQUESTS = 2
 """Requests of one call that are under way at once."""
-_LONGEST_REST = 30.0
+_LONGEST_RETRY_AFTER = 30.0
 """Seconds that a server's Retry-After is obeyed."""
 
 
@@ -130,20 +130,20 @@ class RemoteReward:
                 path, JudgeRequest(images=one, right=right, prompts=texts[part], metadata=records[part])
             )
 
-        found = self._in_turn(ask, self._chunks(sides, texts))
+        found = self._in_order(ask, self._chunks(sides, texts))
         return spread(found, rows, reasons, self.unit if path == "/v1/score" else None)
 
     def close(self) -> None:
         """Hang up."""
         self._end()
 
-    def _in_turn(
+    def _in_order(
         self, ask: Callable[[slice], Scores | Preferences], parts: list[slice]
     ) -> list[Scores | Preferences]:
         """The answers in order; while the server judges one request the next is packed and sent."""
         if len(parts) < 2:
             return [ask(part) for part in parts]
-        pool = ThreadPoolExecutor(_IN_FLIGHT)
+        pool = ThreadPoolExecutor(_CONCURRENT_REQUESTS)
         try:
             return list(pool.map(ask, parts))
         finally:
@@ -206,11 +206,11 @@ class RemoteReward:
                 except WireError as error:
                     return unknown(f"the reward server's answer is unreadable: {error}")
             failed = "failed" if reply.status_code >= 500 else "refused it"
-            why = f"the reward server {failed} ({reply.status_code}): {_complaint(reply)}"
-            rest = _rest(reply.headers.get("Retry-After", ""))
-            if reply.status_code in _OURS:
+            why = f"the reward server {failed} ({reply.status_code}): {_error_message(reply)}"
+            rest = _retry_after(reply.headers.get("Retry-After", ""))
+            if reply.status_code in _CALL_FAILS_STATUSES:
                 raise RewardError(f"{self.name!r} at {self.url}: {why}")
-            if reply.status_code not in _PASSING:
+            if reply.status_code not in _PASSING_STATUSES:
                 return unknown(why)
         return unknown(f"{why}; {self._attempts} attempts")
 
@@ -274,7 +274,7 @@ def read_pictures(
     Raises:
         TypeError, ValueError: as `read_request` and `load_images`.
     """
-    levels = [_given_levels(side) for side in sides]
+    levels = [_as_uint8_batch(side) for side in sides]
     # An image of one pixel stands for what is 8-bit already: prompts and records are checked all the same.
     stands = [
         side if known is None else torch.zeros(len(known), 3, 1, 1)
@@ -290,14 +290,14 @@ def read_pictures(
     for batch, known in zip(batches, levels, strict=True):
         if known is None:
             pixels.append(
-                [_levels(image) for image in (batch.images[row] for row in rows) if image is not None]
+                [_to_uint8(image) for image in (batch.images[row] for row in rows) if image is not None]
             )
         else:
             pixels.append(known if len(rows) == len(request) else known[rows])
     return pixels, [request.prompts[row] for row in rows], [request.metadata[row] for row in rows], reasons
 
 
-def _given_levels(images: Any) -> Tensor | None:
+def _as_uint8_batch(images: Any) -> Tensor | None:
     """uint8 [B, 3, H, W] of images that are 8-bit in a layout beyond doubt; else None, for `load_images`."""
     is_array = isinstance(images, np.ndarray) and images.dtype == np.uint8
     found = torch.from_numpy(np.array(images)) if is_array else images  # a copy can always be written to
@@ -309,16 +309,16 @@ def _given_levels(images: Any) -> Tensor | None:
     return (found if first else found.permute(0, 3, 1, 2)).cpu().contiguous()
 
 
-def _levels(image: Tensor) -> Tensor:
+def _to_uint8(image: Tensor) -> Tensor:
     return image.mul(255).round().clamp(0, 255).to(torch.uint8).cpu()
 
 
-def _rest(said: str) -> float:
+def _retry_after(said: str) -> float:
     """Seconds that a server asks to wait, within reason."""
-    return min(float(said), _LONGEST_REST) if said.isdigit() else 0.0
+    return min(float(said), _LONGEST_RETRY_AFTER) if said.isdigit() else 0.0
 
 
-def _complaint(reply: Any) -> str:
+def _error_message(reply: Any) -> str:
     try:
         return str(reply.json()["error"])
     except (ValueError, KeyError, TypeError):

@@ -51,7 +51,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-class Asked(Protocol):
+class BatchJudge(Protocol):
     """What answers a batch: `JudgeWorker`, or anything like it."""
 
     def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences: ...
@@ -123,7 +123,7 @@ class Batcher:
 
     def __init__(
         self,
-        judge: Asked,
+        judge: BatchJudge,
         *,
         max_batch: int = 64,
         max_wait: float = 0.005,
@@ -258,7 +258,7 @@ def _ending() -> WorkerUnavailable:
 
 
 def judge_server(
-    judge: Asked,
+    judge: BatchJudge,
     card: dict[str, Any],
     *,
     token: str | None = None,
@@ -282,7 +282,7 @@ def judge_server(
     batcher = Batcher(judge, timeout=bounds.timeout, **batching)
 
     @asynccontextmanager
-    async def living(_: Any) -> AsyncIterator[None]:
+    async def lifespan(_: Any) -> AsyncIterator[None]:
         app.state.stop = partial(asyncio.get_running_loop().call_soon_threadsafe, batcher.stop)
         yield
         await batcher.close()
@@ -302,8 +302,8 @@ def judge_server(
         _authorise(request.headers.get("authorization"), token)
         _check_head(request.headers, card, bounds, is_pair)
         asked = _read(await _receive(request, bounds), bounds, is_pair)
-        told = await _unless_gone(request, _judged(batcher, asked))
-        return Response(told, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
+        packed = await _unless_gone(request, _judged(batcher, asked))
+        return Response(packed, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
 
     async def score(request: Request) -> Response:
         return await answer(request, is_pair=False)
@@ -316,7 +316,7 @@ def judge_server(
         Route("/v1/score", score, methods=["POST"]),
         Route("/v1/compare", compare, methods=["POST"]),
     ]
-    app = Starlette(routes=routes, lifespan=living, exception_handlers={HTTPException: _refusal})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _refusal})
     app.state.batcher, app.state.stop = batcher, batcher.stop
     return app
 

@@ -17,8 +17,15 @@ from visalign.evaluation.statistics.heatmaps import heatmap_quality
 from visalign.evaluation.statistics.selective import auroc
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.base.explanation import HeatmapExplanation
-from visalign.rewards.heie.heads import HeieHeads, HeieSettings
-from visalign.rewards.heie.inputs import View, cut_tiles, draw_maps, splice_tiles, views
+from visalign.rewards.heie.heads import (
+    HeieHeads,
+    HeieSettings,
+    View,
+    cut_tiles,
+    draw_maps,
+    splice_tiles,
+    views,
+)
 from visalign.rewards.heie.judge import Heie
 from visalign.rewards.heie.training import HeieData, heie_data, pooled, train_heads
 from visalign.rewards.vlm.engine import Query
