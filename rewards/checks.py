@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Prompt, Scores, TextReward
-from visalign.rewards.base.attempt import Attempt
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.failure import Attempt
 from visalign.rewards.base.images import load_images, to_pil
 from visalign.rewards.catalogue import load_reward, load_text_reward
 

@@ -19,8 +19,7 @@ from visalign.evaluation.rewards.quality import QualityScores, from_values
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import Logged, ScoreLog, judge_identity, number, score_key
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.failure import Naming, failure_reasons
-from visalign.rewards.base.failure_alarm import FailureAlarm
+from visalign.rewards.base.failure import FailureAlarm, Naming, failure_reasons
 
 OnBatch = Callable[[int, int], object]
 """Called with the scores that are done and all that are needed."""

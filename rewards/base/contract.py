@@ -73,7 +73,7 @@ def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metad
             f"{name}: {len(batch)} images and {len(prompts)} prompts; give one prompt per image, repeated if "
             "need be."
         )
-    return Request(batch, list(prompts), _read_metadata(name, metadata, len(prompts)))
+    return Request(batch, list(prompts), read_metadata(name, metadata, len(prompts), noun="image"))
 
 
 def prompt_problem(prompt: str) -> str | None:
@@ -90,22 +90,31 @@ def prompt_problem(prompt: str) -> str | None:
     return "the prompt is empty, so there is nothing to compare the image with"
 
 
-def _read_metadata(name: str, metadata: Metadata | None, size: int) -> list[Mapping[str, Any] | None]:
+def read_metadata(
+    name: str, metadata: Metadata | None, size: int, *, noun: str
+) -> list[Mapping[str, Any] | None]:
+    """One record or None per sample; `noun` is what a sample is, for messages.
+
+    Raises:
+        TypeError: not a sequence of mappings and None.
+        ValueError: another number of records.
+    """
     if metadata is None:
         return [None] * size
     if isinstance(metadata, Mapping | str) or not isinstance(metadata, Sequence):
         raise TypeError(
             f"{name}: metadata is a {type(metadata).__name__}, needed is a list with one mapping or None per "
-            "image."
+            f"{noun}."
         )
     if len(metadata) != size:
         raise ValueError(
-            f"{name}: {len(metadata)} metadata records for {size} images; give one each, or None."
+            f"{name}: {len(metadata)} metadata records for {size} {noun}s; give one each, or None."
         )
     for index, record in enumerate(metadata):
         if record is not None and not isinstance(record, Mapping):
             raise TypeError(
-                f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None."
+                f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None. "
+                "Columns of a dataset become records by [dict(zip(columns, row)) for row in zip(*values)]."
             )
     return list(metadata)
 

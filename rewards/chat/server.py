@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.failure_alarm import FailureAlarm
+from visalign.rewards.base.failure import FailureAlarm
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.generation import JudgeAnswers
 from visalign.rewards.vlm.requests import Query

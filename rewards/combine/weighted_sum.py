@@ -81,18 +81,7 @@ class WeightedSum:
 
 
 class WeightedTerms:
-    """The terms of a weighted sum, of whatever the rewards judge: `WeightedSum` says what is added.
-
-    Args:
-        name: of the sum, for messages.
-        rewards: label -> (reward, weight).
-        normalise: as in `WeightedSum`.
-        allow_mixed_units: as in `WeightedSum`.
-        noun: what a sample is, "image" or "completion".
-
-    Raises:
-        ValueError: as `WeightedSum`.
-    """
+    """The terms of a weighted sum, of whatever the rewards judge: `WeightedSum` says what is added."""
 
     def __init__(
         self,

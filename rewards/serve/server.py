@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from visalign.interfaces import Preferences, Scores
-from visalign.rewards.base.attempt import Attempt
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.failure import Attempt
 
 from .wire import (
     JUDGE_HEADER,

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
-from visalign.rewards.base.attempt import Attempt
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.failure import Attempt
 
 from .wire import (
     JudgeRequest,

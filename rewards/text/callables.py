@@ -20,9 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.attempt import Attempt
-from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.function_calls import (
+from visalign.rewards.base.callables import (
     Parameters,
     pick_arguments,
     read_number,
@@ -30,6 +28,8 @@ from visalign.rewards.base.function_calls import (
     read_signature,
     unjudged,
 )
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.failure import Attempt
 
 from .contract import Prompt, TextRequest, TextVerdict, read_text_request, text_scores
 

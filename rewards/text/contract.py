@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from visalign.interfaces import Metadata, Prompt, Scores
-from visalign.rewards.base.contract import make_scores
+from visalign.rewards.base.contract import make_scores, read_metadata
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,8 @@ def read_text_request(
                 f"{name}: prompts[{index}] is {_briefly(prompt)}; needed is a string, or a list of messages "
                 "such as {'role': 'user', 'content': 'text'}."
             )
-    if metadata is None:
-        return TextRequest(list(completions), list(prompts), [None] * size)
-    _check_list(name, "metadata", metadata, "mapping or None")
-    if len(metadata) != size:
-        raise ValueError(
-            f"{name}: {len(metadata)} metadata records for {size} completions; give one each, or None."
-        )
-    for index, record in enumerate(metadata):
-        if record is not None and not isinstance(record, Mapping):
-            raise TypeError(
-                f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None. "
-                "Columns of a dataset become records by [dict(zip(columns, row)) for row in zip(*values)]."
-            )
-    return TextRequest(list(completions), list(prompts), list(metadata))
+    records = read_metadata(name, metadata, size, noun="completion")
+    return TextRequest(list(completions), list(prompts), records)
 
 
 def text_scores(

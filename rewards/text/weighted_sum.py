@@ -12,11 +12,9 @@ from .contract import read_text_request
 
 
 class WeightedTextSum:
-    """value = Σ_m w_m · d_m · n_m(r_m) over text rewards m; d_m is −1 where lower is better.
+    """`WeightedSum` of rewards for text: the same formula, normalisations, refusals and parts.
 
-    n_m is the identity, (r − mean_m) / std_m with fixed numbers, or the z-score over the valid completions of
-    the batch. A sample is invalid when any reward with w_m > 0 could not judge it. A weight of 0 only records
-    a reward. The parts are those of `WeightedSum`: "m", "m.weighted", and "m.x" for each part x of m.
+    With normalise="batch" the z-scores are over the completions of one call.
     """
 
     higher_is_better = True
@@ -29,19 +27,6 @@ class WeightedTextSum:
         allow_mixed_units: bool = False,
         name: str = "weighted_text_sum",
     ) -> None:
-        """Check the terms.
-
-        Args:
-            rewards: label -> (reward, weight); weights are at least 0, one of them above.
-            normalise: "none"; "batch" (z-scores over the completions of one call: then a score depends on its
-                neighbours, which the contract otherwise forbids); or label -> (mean, std) for every reward
-                with a weight.
-            allow_mixed_units: sum raw scores of different units all the same.
-            name: name of the sum.
-
-        Raises:
-            ValueError: no rewards, a bad weight, an unknown normalisation, or different units summed raw.
-        """
         self.name = name
         self._terms = WeightedTerms(
             name, rewards, normalise=normalise, allow_mixed_units=allow_mixed_units, noun="completion"

@@ -13,7 +13,7 @@ from tests.support.tiny_chat_server import chat, pictures, serving, words
 from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.failure_alarm import FailureAlarm
+from visalign.rewards.base.failure import FailureAlarm
 from visalign.rewards.chat.messages import PictureUrls, Reply, chat_messages, question, read_reply, safe_text
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.reading.numbers import AnswerError
