@@ -76,6 +76,23 @@ def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metad
     return Request(batch, list(prompts), read_metadata(name, metadata, len(prompts), noun="image"))
 
 
+def read_pairs(
+    name: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None
+) -> tuple[Request, Tensor]:
+    """B pairs of images of B prompts as one request of 2B images, and their numbers [B, 2] in it.
+
+    Raises:
+        TypeError: as `read_request`.
+        ValueError: as `read_request`, or another number of right images.
+    """
+    one, two = read_request(name, left, prompts, metadata), load_images(right)
+    if len(two) != len(one):
+        raise ValueError(f"{name}: {len(one)} left and {len(two)} right images; give pairs.")
+    both = ImageBatch(one.images.images + two.images, one.images.reasons + two.reasons)
+    numbers = torch.arange(2 * len(one)).view(2, -1).T
+    return Request(both, one.prompts * 2, one.metadata * 2), numbers
+
+
 def prompt_problem(prompt: str) -> str | None:
     """Why a reward that looks at the prompt masks a row; None for a text with a visible character.
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from visalign.core.preference.uncertainty import log_win_probability
 from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores
-from visalign.rewards.base.contract import RewardError, read_request
+from visalign.rewards.base.contract import Request, RewardError, read_pairs, read_request
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.base.images import as_contract, load_images
+from visalign.rewards.base.images import as_contract
 
 from .asking import distinct_images
 
@@ -84,43 +84,21 @@ class PairsFromScores:
             ValueError: the lengths differ.
             RewardError: the reward raised, or did not return one score per image.
         """
-        one = read_request(self.name, left, prompts, metadata)
-        two = load_images(right)
-        if len(two) != len(one):
-            raise ValueError(f"{self.name}: {len(one)} left and {len(two)} right images; give pairs.")
-        size = len(one)
-        pairs = torch.stack([torch.arange(size), torch.arange(size, 2 * size)], 1)
-        return self._compare(
-            one.images.images + two.images,
-            one.images.reasons + two.reasons,
-            one.prompts * 2,
-            one.metadata * 2,
-            pairs,
-        )
+        return self._compare(*read_pairs(self.name, left, right, prompts, metadata))
 
     def compare_pairs(
         self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
         """Compare numbered images: n images with n prompts and records, pairs [N, 2] (left, right)."""
-        request = read_request(self.name, images, prompts, metadata)
-        batch = request.images
-        return self._compare(batch.images, batch.reasons, request.prompts, request.metadata, pairs)
+        return self._compare(read_request(self.name, images, prompts, metadata), pairs)
 
-    def _compare(
-        self,
-        images: list[Tensor | None],
-        unreadable: list[str | None],
-        prompts: list[str],
-        metadata: list[Mapping[str, Any] | None],
-        pairs: Tensor,
-    ) -> Preferences:
-        value = torch.full((len(images),), torch.nan, dtype=torch.float64)
+    def _compare(self, request: Request, pairs: Tensor) -> Preferences:
+        value = torch.full((len(request),), torch.nan, dtype=torch.float64)
         std = torch.zeros_like(value)
-        reasons = list(unreadable)
-        rows = [row for row, image in enumerate(images) if image is not None]
+        reasons = list(request.images.reasons)
+        rows = [row for row, _ in request.images.readable()]
         if rows:
-            found = [image for image in images if image is not None]
-            scores, index = self._score(found, [prompts[r] for r in rows], [metadata[r] for r in rows])
+            scores, index = self._score(request)
             at, take = torch.tensor(rows), torch.tensor(index)
             value[at] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[take]
             if scores.std is not None:
@@ -132,15 +110,18 @@ class PairsFromScores:
             std = std.nan_to_num(0.0)
         return self._preferences(value, std, reasons, pairs)
 
-    def _score(
-        self, images: list[Tensor], prompts: list[str], metadata: list[Mapping[str, Any] | None]
-    ) -> tuple[Scores, list[int]]:
-        """Scores of the distinct images, and which of them each image is."""
-        labels = [(prompt, repr(record)) for prompt, record in zip(prompts, metadata, strict=True)]
-        first, index = distinct_images(images, labels)
-        chosen = as_contract([images[i] for i in first])
+    def _score(self, request: Request) -> tuple[Scores, list[int]]:
+        """Scores of the distinct readable images, and which of them each readable image is."""
+        found = request.images.readable()
+        labels = [(request.prompts[row], repr(request.metadata[row])) for row, _ in found]
+        first, index = distinct_images([image for _, image in found], labels)
+        chosen = [found[i] for i in first]
         with Naming(self.reward.name):
-            scores = self.reward.score(chosen, [prompts[i] for i in first], [metadata[i] for i in first])
+            scores = self.reward.score(
+                as_contract([image for _, image in chosen]),
+                [request.prompts[row] for row, _ in chosen],
+                [request.metadata[row] for row, _ in chosen],
+            )
         if not isinstance(scores, Scores) or len(scores) != len(first):
             raise RewardError(f"Reward {self.reward.name!r} did not return one score for each image.")
         return scores, index

@@ -20,9 +20,15 @@ from torch import Tensor
 
 from visalign.core import both_orders
 from visalign.interfaces import Metadata, Preferences, Scores
-from visalign.rewards.base.contract import Request, make_scores, prompt_problem, read_request, scatter
+from visalign.rewards.base.contract import (
+    Request,
+    make_scores,
+    prompt_problem,
+    read_pairs,
+    read_request,
+    scatter,
+)
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.base.images import load_images
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import Query, check_fields, requests
 from visalign.rewards.vlm.template import Template
@@ -221,14 +227,7 @@ class RewardDancePairs:
         Raises:
             ValueError: the lengths differ.
         """
-        one = read_request(self.name, left, prompts, metadata)
-        two = load_images(right)
-        if len(two) != len(one):
-            raise ValueError(f"{self.name}: {len(one)} left and {len(two)} right images; give pairs.")
-        numbers = torch.arange(len(one))
-        joined = type(two)(one.images.images + two.images, one.images.reasons + two.reasons)
-        request = Request(joined, one.prompts * 2, one.metadata * 2)
-        return self._compare(request, torch.stack([numbers, numbers + len(one)], 1))
+        return self._compare(*read_pairs(self.name, left, right, prompts, metadata))
 
     def compare_pairs(
         self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None

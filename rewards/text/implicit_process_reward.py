@@ -26,20 +26,20 @@ from visalign.text.steps import StepReading, StepRewards, step_index
 
 @dataclass(frozen=True, kw_only=True)
 class ImplicitScores:
-    """What the log-ratio says of B answers; float32, no gradient."""
+    """What the log-ratio says of B completions; float32, no gradient."""
 
     token: Tensor
-    """[B, T] r_t; 0 where the weight is 0, and in invalid answers."""
+    """[B, T] r_t; 0 where the weight is 0, and in invalid completions."""
     prefix: Tensor
     """[B, T] Σ_{s≤t} r_s, the value of the prefix that ends with token t."""
     total: Tensor
-    """[B] Σ_t r_t, the outcome reward; NaN in invalid answers."""
+    """[B] Σ_t r_t, the outcome reward; NaN in invalid completions."""
     steps: StepRewards
-    """[B, K], the sums over the tokens of each step. An answer of blanks is invalid here alone."""
+    """[B, K], the sums over the tokens of each step. A completion of blanks is invalid here alone."""
     valid: Tensor
     """bool [B]."""
     reason: list[str | None]
-    """Why an answer is invalid; None for the valid ones."""
+    """Why a completion is invalid; None for the valid ones."""
 
 
 class ImplicitProcessReward:
@@ -69,7 +69,7 @@ class ImplicitProcessReward:
             tokenizer: of the policy that writes the rollouts, to find their steps.
             reference: π_ref; `policy.reference()`, the model before training, when None.
             beta: β > 0, reward per nat, as it was trained with; 0.05 in PRIME.
-            separator: what ends a step in an answer.
+            separator: what ends a step.
             name: for messages and logs.
 
         Raises:
@@ -87,8 +87,8 @@ class ImplicitProcessReward:
         """Judge every token and every step.
 
         Returns:
-            Rewards of tokens, prefixes, answers and steps; `steps.tokens("last")` puts the sum of a step on
-            its last token.
+            Rewards of tokens, prefixes, completions and steps; `steps.tokens("last")` puts the sum of a step
+            on its last token.
 
         Raises:
             UserError: the tokenizer does not give the rollout's texts back.

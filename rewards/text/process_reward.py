@@ -181,7 +181,7 @@ class ProcessRewardModel:
         """Judge the steps of a rollout and say which tokens they are.
 
         Args:
-            rollout: B answers. One that met the length limit is judged with its unfinished last step.
+            rollout: B completions. One that met the length limit is judged with its unfinished last step.
             tokenizer: of the policy that wrote it; that of this model when None.
 
         Returns:
