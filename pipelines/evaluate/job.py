@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -19,9 +19,8 @@ from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
 from visalign.evaluation.rewards.comparison import compare_on_preferences, compare_on_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-from visalign.evaluation.rewards.pair_scores import PairScores
 from visalign.evaluation.rewards.preferences import evaluate_preferences
-from visalign.evaluation.rewards.quality import QualityScores, evaluate_quality
+from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.shared.reward_options import with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder
@@ -152,17 +151,36 @@ def _prepared(
     return source, findings
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What is done with a set of one kind."""
+
+    name: str
+    read: Callable[..., Any]
+    """Scores from the set's columns."""
+    ask: Callable[..., Any]
+    """Scores from a judge."""
+    report: Callable[..., dict[str, Any]]
+    compare: Callable[..., dict[str, Any]]
+
+
+def _kind(source: PreferenceSet | QualitySet) -> _Kind:
+    if isinstance(source, PreferenceSet):
+        return _Kind("preferences", column_scores, judge_pairs, evaluate_preferences, compare_on_preferences)
+    return _Kind("quality", quality_column_scores, judge_quality, evaluate_quality, compare_on_quality)
+
+
 def _all_scores(
     source: PreferenceSet | QualitySet,
     options: EvaluateOptions,
     judges: dict[str, Any],
     on_batch: OnBatch | None,
 ) -> list[Any]:
-    found: list[Any] = []
-    for name in options.columns:
-        better = name not in options.lower_is_better
-        read: Any = column_scores if isinstance(source, PreferenceSet) else quality_column_scores
-        found.append(read(source, name, higher_is_better=better))
+    kind = _kind(source)
+    found = [
+        kind.read(source, name, higher_is_better=name not in options.lower_is_better)
+        for name in options.columns
+    ]
     for name, judge in judges.items():
         log = None if options.output is None else options.output / f"scores-{_file_name(name)}.jsonl"
         asking = Asking(
@@ -171,8 +189,7 @@ def _all_scores(
             max_failure_rate=options.max_failure_rate,
             on_batch=on_batch,
         )
-        ask: Any = judge_pairs if isinstance(source, PreferenceSet) else judge_quality
-        found.append(ask(source, judge, asking))
+        found.append(kind.ask(source, judge, asking))
     return found
 
 
@@ -189,7 +206,7 @@ def _reports(
     failed: list[dict[str, str]] = []
     for entry in scores:
         try:
-            reports.append(_report(source, entry, settings))
+            reports.append(_kind(source).report(source, entry, settings))
             whole.append(entry)
         except ValueError as error:
             failed.append({"judge": entry.name, "error": str(error)})
@@ -198,28 +215,17 @@ def _reports(
     return reports, whole, failed
 
 
-def _report(
-    source: PreferenceSet | QualitySet, scores: PairScores | QualityScores, settings: IntervalSettings
-) -> dict[str, Any]:
-    if isinstance(source, PreferenceSet):
-        assert isinstance(scores, PairScores)
-        return evaluate_preferences(source, scores, settings)
-    assert isinstance(scores, QualityScores)
-    return evaluate_quality(source, scores, settings)
-
-
 def _comparisons(
     source: PreferenceSet | QualitySet, scores: Sequence[Any], settings: IntervalSettings
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     chosen = combinations(scores, 2)
     if len(scores) > LARGEST_COMPARED:
         chosen = ((scores[0], other) for other in scores[1:])
-    compare: Any = compare_on_preferences if isinstance(source, PreferenceSet) else compare_on_quality
     found: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
     for first, second in chosen:
         try:
-            found.append(compare(source, first, second, settings))
+            found.append(_kind(source).compare(source, first, second, settings))
         except ValueError as error:  # no pair that both decided: the reports stand without it
             failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
     return found, failed
@@ -228,11 +234,10 @@ def _comparisons(
 def _set_record(
     source: PreferenceSet | QualitySet, options: EvaluateOptions, findings: Sequence[Finding]
 ) -> dict[str, Any]:
-    is_pairs = isinstance(source, PreferenceSet)
     return {
         "source": options.source,
         "name": source.name,
-        "kind": "preferences" if is_pairs else "quality",
+        "kind": _kind(source).name,
         "size": len(source),
         "split": options.split,
         "seed": options.settings.seed,

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy import special
 
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
@@ -71,24 +72,29 @@ def judge_pairs(
         RewardError: The judge raised, or failed too often.
         UserError: The log holds scores of another judge.
     """
-    asking = asking or Asking()
+    sides = [(pair.image_left, pair.image_right) for pair in pairs.pairs]
     if not isinstance(judge, PointwiseReward):
-        return _compared_pairs(pairs, judge, asking)
+        orders = [
+            tuple(_Unit(order, pair.prompt, _metadata(pair)) for order in (both, both[::-1]))
+            for both, pair in zip(sides, pairs.pairs, strict=True)
+        ]
+        rows = _ask(judge, orders, asking or Asking(), _compared)
+        straight, turned = (special.expit(_column(rows, order, "value")) for order in (0, 1))
+        reasons = [a.reason or b.reason for a, b in rows]
+        return from_probabilities(judge.name, straight, swapped=turned, reasons=reasons)
     units = [
-        tuple(_Unit((image,), pair.prompt, _metadata(pair)) for image in (pair.image_left, pair.image_right))
-        for pair in pairs.pairs
+        tuple(_Unit((image,), pair.prompt, _metadata(pair)) for image in both)
+        for both, pair in zip(sides, pairs.pairs, strict=True)
     ]
-    said = _ask(judge, [unit for both in units for unit in both], asking, _scored)
-    rows = [tuple(said[unit.key] for unit in both) for both in units]
-    stds = [[math.nan if row[k].std is None else row[k].std for row in rows] for k in (0, 1)]
-    has_std = any(entry.std is not None for entry in said.values())
+    rows = _ask(judge, units, asking or Asking(), _scored)
+    has_std = any(entry.std is not None for row in rows for entry in row)
     return from_scores(
         judge.name,
         judge.unit,
-        [_value(left) for left, _ in rows],
-        [_value(right) for _, right in rows],
-        std_left=np.array(stds[0], dtype=float) if has_std else None,
-        std_right=np.array(stds[1], dtype=float) if has_std else None,
+        _column(rows, 0, "value"),
+        _column(rows, 1, "value"),
+        std_left=_column(rows, 0, "std") if has_std else None,
+        std_right=_column(rows, 1, "std") if has_std else None,
         reasons=[left.reason or right.reason for left, right in rows],
         higher_is_better=judge.higher_is_better,
     )
@@ -114,52 +120,35 @@ def judge_quality(records: QualitySet, judge: PointwiseReward, asking: Asking | 
             f"{getattr(judge, 'name', judge)!r} compares two images and gives no score of one, which a "
             "quality set needs. Evaluate it on a preference set."
         )
-    asking = asking or Asking()
-    units = [_Unit((record.image,), record.prompt, _metadata(record)) for record in records.records]
-    said = _ask(judge, units, asking, _scored)
-    rows = [said[unit.key] for unit in units]
-    has_std = any(row.std is not None for row in rows)
+    units = [(_Unit((record.image,), record.prompt, _metadata(record)),) for record in records.records]
+    rows = _ask(judge, units, asking or Asking(), _scored)
     return from_values(
         judge.name,
         judge.unit,
-        [_value(row) for row in rows],
-        std=[math.nan if row.std is None else row.std for row in rows] if has_std else None,
-        reasons=[row.reason for row in rows],
+        _column(rows, 0, "value"),
+        std=_column(rows, 0, "std") if any(row.std is not None for (row,) in rows) else None,
+        reasons=[row.reason for (row,) in rows],
         higher_is_better=judge.higher_is_better,
     )
 
 
-def _compared_pairs(pairs: PreferenceSet, judge: PairwiseReward, asking: Asking) -> PairScores:
-    orders = [
-        (
-            _Unit((pair.image_left, pair.image_right), pair.prompt, _metadata(pair)),
-            _Unit((pair.image_right, pair.image_left), pair.prompt, _metadata(pair)),
-        )
-        for pair in pairs.pairs
-    ]
-    said = _ask(judge, [unit for both in orders for unit in both], asking, _compared)
-    rows = [tuple(said[unit.key] for unit in both) for both in orders]
-    straight, turned = ([_probability(row[k]) for row in rows] for k in (0, 1))
-    return from_probabilities(
-        judge.name, straight, swapped=turned, reasons=[a.reason or b.reason for a, b in rows]
-    )
+Batch = Callable[[Any, Sequence[_Unit], Sequence[tuple[Any, ...]]], list[Logged]]
+"""(judge, what to ask, its images) -> answers."""
 
 
 def _ask(
-    judge: Any,
-    units: Sequence[_Unit],
-    asking: Asking,
-    one_batch: Callable[[Any, Sequence[_Unit], Sequence[tuple[Any, ...]]], list[Logged]],
-) -> dict[str, Logged]:
-    """key -> answer of every distinct unit; those in the log are not asked again."""
+    judge: Any, wanted: Sequence[tuple[_Unit, ...]], asking: Asking, one_batch: Batch
+) -> list[tuple[Logged, ...]]:
+    """The answer of every unit; each distinct one is asked once, and those in the log are not asked again."""
     log = ScoreLog(asking.log, {judge.name: judge_identity(judge)}, Logged)
     alarm = FailureAlarm(judge.name, asking.max_failure_rate, least=50)
-    distinct = {unit.key: unit for unit in units}
+    keys = [tuple(unit.key for unit in units) for units in wanted]
+    distinct = dict(zip((k for own in keys for k in own), (u for own in wanted for u in own), strict=True))
     answers = {key: entry for key in distinct if (entry := log.get(key)) is not None}
     open_units = [(key, unit) for key, unit in distinct.items() if key not in answers]
     try:
-        for batch in _batches(open_units, asking.batch_size):
-            found = _answer_batch(judge, batch, one_batch)
+        for start in range(0, len(open_units), asking.batch_size):
+            found = _answer_batch(judge, open_units[start : start + asking.batch_size], one_batch)
             log.add(found)
             answers |= found
             if asking.on_batch is not None:
@@ -168,14 +157,10 @@ def _ask(
                 alarm.note(entry.reason)
     finally:
         log.close()
-    return answers
+    return [tuple(answers[key] for key in own) for own in keys]
 
 
-def _answer_batch(
-    judge: Any,
-    batch: Sequence[tuple[str, _Unit]],
-    one_batch: Callable[[Any, Sequence[_Unit], Sequence[tuple[Any, ...]]], list[Logged]],
-) -> dict[str, Logged]:
+def _answer_batch(judge: Any, batch: Sequence[tuple[str, _Unit]], one_batch: Batch) -> dict[str, Logged]:
     found: dict[str, Logged] = {}
     ready: list[tuple[str, _Unit, tuple[Any, ...]]] = []
     for key, unit in batch:
@@ -228,20 +213,12 @@ def _logged(value: Any, reason: str | None, std: Any) -> Logged:
     return Logged(value=found, std=None if std is None else number(std))
 
 
-def _value(entry: Logged) -> float:
-    return math.nan if entry.value is None else entry.value
-
-
-def _probability(entry: Logged) -> float:
-    return math.nan if entry.value is None else 1 / (1 + math.exp(-entry.value))
+def _column(rows: Sequence[tuple[Logged, ...]], place: int, name: str) -> NDArray[np.float64]:
+    """[N] values or deviations, NaN where there is none."""
+    return np.array([getattr(row[place], name) for row in rows], dtype=np.float64)
 
 
 def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | None:
     """The prompt's record for verifiers, where the set carries one."""
     found = record.extra.get("record")
     return found if isinstance(found, Mapping) else None
-
-
-def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
