@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +55,7 @@ def agree(
             read_set,
             write_agreement,
         )
+        from visalign.pipelines.shared.json_values import pretty
         from visalign.pipelines.shared.reward_options import load_each, with_cache
         from visalign.pipelines.shared.run_folder import check_run_folder
         from visalign.rewards.catalogue import load_reward
@@ -68,7 +68,7 @@ def agree(
         with scoring(log, rewards, len(rows), resume=resume) as keeping:
             result = agree_rewards(rows, rewards, source=source, seed=seed, batch_size=batch_size, **keeping)
         if as_json:
-            typer.echo(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False))
+            typer.echo(pretty(result), nl=False)
         else:
             show_agreement(Console(), result)
         if output is not None:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,6 @@ def compare(
 ) -> None:
     """Compare two images: which, by how much, how sure, why. Exit code 1 when some judge could not judge."""
     with user_messages():
-        from visalign.atomic import write_atomic
         from visalign.evaluation.pages.compare_page import compare_page
         from visalign.pipelines.compare.compare import compare_images, read_two
         from visalign.pipelines.shared.reward_options import load_each, new_file, with_cache
@@ -50,18 +49,31 @@ def compare(
         judges = with_cache(load_each(reward, options or [], load_judge), cache)
         result = compare_images(images, prompt, judges)
         result["images"] = {"A": str(first), "B": str(second)}
-        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        if as_json:
-            typer.echo(text, nl=False)
-        else:
-            show_comparison(Console(), result)
-        if output is not None:
-            is_page = output.suffix.lower() == ".html"
-            page = compare_page(result, images, [first.name, second.name]) if is_page else text
-            write_atomic(output, page.encode())
-            typer.echo(f"{'Page' if is_page else 'JSON'}: {output}", err=as_json)
+        page = partial(compare_page, result, images, [first.name, second.name])
+        _tell(result, show_comparison, page, output, as_json)
     if result["votes"].get("failed"):
         raise typer.Exit(1)
+
+
+def _tell(
+    result: Mapping[str, Any],
+    show: Callable[[Console, Mapping[str, Any]], None],
+    page: Callable[[], str],
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """The result on the screen, and as a page or JSON in a file where one is asked for."""
+    from visalign.atomic import write_atomic
+    from visalign.pipelines.shared.json_values import pretty
+
+    if as_json:
+        typer.echo(pretty(result), nl=False)
+    else:
+        show(Console(), result)
+    if output is not None:
+        is_page = output.suffix.lower() == ".html"
+        write_atomic(output, (page() if is_page else pretty(result)).encode())
+        typer.echo(f"{'Page' if is_page else 'JSON'}: {output}", err=as_json)
 
 
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
@@ -111,7 +123,6 @@ def rank(
 ) -> None:
     """Put images of one prompt in order, best first. Exit code 1 when some image could not be judged."""
     with user_messages():
-        from visalign.atomic import write_atomic
         from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
         from visalign.pipelines.score.image_rows import find_images
         from visalign.pipelines.shared.reward_options import load_each, new_file, with_cache
@@ -123,15 +134,7 @@ def rank(
         judge = with_cache(load_each([reward], options or [], load_judge), cache)[reward]
         found = order([str(path) for path in paths], prompt, judge, budget=budget, level=level)
         result = ranking_record(found, [str(path) for path in paths], prompt, reward, judge)
-        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        if as_json:
-            typer.echo(text, nl=False)
-        else:
-            show_ranking(Console(), result)
-        if output is not None:
-            is_page = output.suffix.lower() == ".html"
-            write_atomic(output, (ranking_page(result) if is_page else text).encode())
-            typer.echo(f"{'Page' if is_page else 'JSON'}: {output}", err=as_json)
+        _tell(result, show_ranking, partial(ranking_page, result), output, as_json)
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
         typer.echo(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,6 +47,7 @@ def probe_reward(
         from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen
         from visalign.pipelines.probe.job import PAGE, probes_for, write_probe
         from visalign.pipelines.probe.job import probe_reward as run
+        from visalign.pipelines.shared.json_values import pretty
         from visalign.pipelines.shared.option_items import parse_options
         from visalign.pipelines.shared.run_folder import check_run_folder
         from visalign.rewards.catalogue import load_judge
@@ -69,7 +69,7 @@ def probe_reward(
                 on_probe=lambda done, total, title: progress.update(task, completed=done, description=title),
             )
         if as_json:
-            typer.echo(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False))
+            typer.echo(pretty(result), nl=False)
         else:
             show_probe(Console(), result)
         if output is not None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
@@ -13,25 +12,23 @@ from typing import Any
 import numpy as np
 
 from visalign.atomic import write_atomic
-from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import READERS, read_rows
 from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import agree_page
-from visalign.evaluation.pages.base import embedded
 from visalign.evaluation.rewards.agreement import LEVEL, agreement, parted, prompts_apart
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.log import judge_identity
+from visalign.pipelines.score.report import shown_pictures
 from visalign.pipelines.score.score import ScoreRow, score_rows
-from visalign.rewards.base.images import load_images
+from visalign.pipelines.shared.json_values import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
 SHOWN = 8
 """Images shown for every two rewards."""
-SHOWN_SIDE = 320
 
 
 def read_set(source: str, *, prompt: str | None = None, limit: int | None = None) -> list[ImageRow]:
@@ -158,13 +155,8 @@ def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
         The page's path.
     """
     names = dict.fromkeys(shown["image"] for pair in result["pairs"] for shown in pair["parted"])
-    pictures = {}
-    for name in names:
-        image = load_images([resolve_image(name)]).images[0]
-        pictures[name] = None if image is None else embedded(image, side=SHOWN_SIDE)
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(folder / RESULT, (text + "\n").encode())
-    return write_atomic(folder / PAGE, agree_page(result, pictures).encode())
+    write_atomic(folder / RESULT, pretty(result).encode())
+    return write_atomic(folder / PAGE, agree_page(result, shown_pictures(names)).encode())
 
 
 def _is_pairs(path: Path) -> bool:

@@ -15,6 +15,7 @@ from visalign.core.preference.ranking import MAX_LOG_ODDS
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
 from visalign.pipelines.score.image_rows import require_text_name
+from visalign.pipelines.score.log import number
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import load_images
@@ -148,13 +149,13 @@ def _probability(judge: PointwiseReward, better: float, spread: float) -> float 
 
 
 def _side(scores: Scores, row: int, reason: str | None) -> dict[str, Any]:
-    value = _number(scores.value[row]) if reason is None else None
+    value = number(scores.value[row]) if reason is None else None
     if reason is None and value is None:
         reason = "the reward gave no finite number"
     return {
         "value": value,
-        "std": None if scores.std is None else _number(scores.std[row]),
-        "parts": {name: _number(part[row]) for name, part in scores.parts.items()},
+        "std": None if scores.std is None else number(scores.std[row]),
+        "parts": {name: number(part[row]) for name, part in scores.parts.items()},
         "text": scores.text[row] if scores.text else None,
         "reason": reason,
     }
@@ -215,10 +216,10 @@ def _order(said: Preferences, row: int) -> dict[str, Any]:
         reason = "the judge gave no finite number"
     return {
         "left": SIDES[row],
-        "prob": None if value is None else _number(said.prob[row]),
+        "prob": None if value is None else number(said.prob[row]),
         "log_odds": value,
-        "std": None if said.std is None or value is None else _number(said.std[row]),
-        "parts": {name: _number(part[row]) for name, part in said.parts.items()},
+        "std": None if said.std is None or value is None else number(said.std[row]),
+        "parts": {name: number(part[row]) for name, part in said.parts.items()},
         "text": said.text[row] if said.text else None,
         "reason": None if value is not None else reason,
     }
@@ -247,8 +248,3 @@ def _summary(votes: Mapping[str, Sequence[str]], count: int) -> str:
 
 def _and(others: int) -> str:
     return f", {others} tied or undecided" if others else ""
-
-
-def _number(value: Any) -> float | None:
-    found = float(value)
-    return found if math.isfinite(found) else None

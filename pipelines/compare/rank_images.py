@@ -7,15 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visalign.data.sets.image_references import resolve_image
-from visalign.evaluation.pages.base import embedded
 from visalign.evaluation.pages.rank_page import SHOWN, rank_page
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import number
-from visalign.rewards.base.images import load_images
+from visalign.pipelines.score.report import shown_pictures
 from visalign.rewards.pairs.ranking import Ranking
-
-SHOWN_SIDE = 320
 
 
 def ranking_record(
@@ -78,11 +74,7 @@ def ranking_record(
 
 def ranking_page(result: Mapping[str, Any]) -> str:
     """The page of a ranking, with its best pictures inside."""
-    pictures = {}
-    for row in result["images"][:SHOWN]:
-        image = load_images([resolve_image(row["image"])]).images[0]
-        pictures[row["image"]] = None if image is None else embedded(image, side=SHOWN_SIDE)
-    return rank_page(result, pictures)
+    return rank_page(result, shown_pictures(row["image"] for row in result["images"][:SHOWN]))
 
 
 def _asked(found: Ranking, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
+from visalign.pipelines.shared.json_values import pretty
 from visalign.pipelines.shared.reward_options import with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder
 
@@ -128,8 +128,7 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     """
     from visalign.evaluation.pages.reward_page import evaluation_page
 
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(folder / RESULT, (text + "\n").encode())
+    write_atomic(folder / RESULT, pretty(result).encode())
     write_atomic(folder / PAGE, evaluation_page(result).encode())
 
 

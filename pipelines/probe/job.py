@@ -20,6 +20,7 @@ from visalign.evaluation.probes import response as answer
 from visalign.evaluation.probes.catalogue import Probe, chosen, examples
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import judge_identity
+from visalign.pipelines.shared.json_values import pretty
 
 from .reference import Reference
 from .subjects import Comparer, Scorer
@@ -138,6 +139,5 @@ def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *
         shown = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
         pictures[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(folder / RESULT, (text + "\n").encode())
+    write_atomic(folder / RESULT, pretty(result).encode())
     return write_atomic(folder / PAGE, probe_page(result, original, pictures).encode())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,19 @@ def write_score_page(path: Path, summary: Mapping[str, Any]) -> Path:
     names = {
         row["image"] for reward in summary["rewards"] for side in ("best", "worst") for row in reward[side]
     }
-    pictures = {name: _picture(name) for name in sorted(names)}
-    return write_atomic(path, score_page(summary, pictures).encode())
+    return write_atomic(path, score_page(summary, shown_pictures(sorted(names))).encode())
 
 
-def _picture(name: str) -> dict[str, Any] | None:
-    try:
-        image = load_images([resolve_image(name)]).images[0]
-    except UserError:  # scored from a log or a cache, and gone since
-        return None
-    return None if image is None else embedded(image, side=SHOWN_SIDE)
+def shown_pictures(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
+    """Image -> picture as `embedded` gives it; None where it cannot be read, as it may be gone since."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for name in names:
+        try:
+            image = load_images([resolve_image(name)]).images[0]
+        except UserError:
+            image = None
+        found[name] = None if image is None else embedded(image, side=SHOWN_SIDE)
+    return found
 
 
 def _reward(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) -> dict[str, Any]:

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as JSON can hold them."""
+"""Results as JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
+
+
+def pretty(result: Any) -> str:
+    """A result as indented JSON with a line feed; a number that is not finite is an error."""
+    return json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> Any:
