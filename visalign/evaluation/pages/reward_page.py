@@ -136,17 +136,17 @@ def comparison_line(comparison: Mapping[str, Any]) -> str:
     return f"{line}."
 
 
-def _row(
-    what: str,
-    judges: Sequence[Judge],
-    pick: Callable[[Judge], Any],
-    form: Callable[[Any], str] = fixed,
-    *,
-    detail: str = "",
-    more: Callable[[Judge], str] = lambda judge: "",
-) -> Row:
-    """One row: `pick` gives a number, a number with its interval, or None where there is none."""
-    return Row(what=what, detail=detail, cells=[_cell(pick(judge), form, more(judge)) for judge in judges])
+Spec = tuple[str, Callable[[Judge], Any], Callable[[Any], str]]
+"""What a row is called; what a judge has there (a number, one with its interval, None); how it is written."""
+
+
+def _rows(judges: Sequence[Judge], *specs: Spec) -> list[Row]:
+    """A row each; what stands in a name behind two spaces is its detail."""
+    rows = []
+    for name, pick, form in specs:
+        what, _, detail = name.partition("  ")
+        rows.append(Row(what=what, detail=detail, cells=[_cell(pick(judge), form) for judge in judges]))
+    return rows
 
 
 def _cell(number: Any, form: Callable[[Any], str], more: str = "") -> Cell:
@@ -154,83 +154,64 @@ def _cell(number: Any, form: Callable[[Any], str], more: str = "") -> Cell:
         return Cell(value=MISSING)
     if isinstance(number, Mapping):
         return Cell(value=form(number["estimate"]), ends=span(number, form), more=more)
-    return Cell(value=number if isinstance(number, str) else form(number), more=more)
+    return Cell(value=form(number), more=more)
 
 
 def _agreement(judges: Sequence[Judge]) -> JudgeTable:
-    def more(policy: str, judge: Judge) -> str:
-        entry = judge["agreement"][policy]
-        tuned = " · tuned here" if entry["threshold"] else ""
-        return f" · macro {share(entry['macro']['estimate'])}{tuned}"
-
-    rows = [
-        _row(
-            f"{policy} (headline)" if policy == HEADLINE else policy,
-            judges,
-            lambda judge, policy=policy: judge["agreement"][policy]["micro"],
-            share,
-            detail=entry["meaning"],
-            more=lambda judge, policy=policy: more(policy, judge),
-        )
-        for policy, entry in judges[0]["agreement"].items()
-    ]
+    rows = []
+    for policy in judges[0]["agreement"]:
+        entries = [judge["agreement"][policy] for judge in judges]
+        cells = []
+        for entry in entries:
+            tuned = " · tuned here" if entry["threshold"] else ""
+            cells.append(_cell(entry["micro"], share, f" · macro {share(entry['macro']['estimate'])}{tuned}"))
+        what = f"{policy} (headline)" if policy == HEADLINE else policy
+        rows.append(Row(what=what, detail=entries[0]["meaning"], cells=cells))
     return JudgeTable(title="Agreement with people, micro", heading="", rows=rows)
 
 
 def _both_orders(judges: Sequence[Judge]) -> Iterator[JudgeTable]:
     if any(judge["swap"] for judge in judges):
-        kinds = (
-            ("same_winner", "Same winner in both orders", share),
-            ("left_share", "How often the left side wins", share),
-            ("position_bias", "Position bias, log-odds for the left side", fixed),
+        rows = _rows(
+            judges,
+            ("Same winner in both orders", lambda j: (j["swap"] or {}).get("same_winner"), share),
+            ("How often the left side wins", lambda j: (j["swap"] or {}).get("left_share"), share),
+            (
+                "Position bias, log-odds for the left side",
+                lambda j: (j["swap"] or {}).get("position_bias"),
+                fixed,
+            ),
         )
-        rows = [
-            _row(what, judges, lambda j, k=key: (j["swap"] or {}).get(k), form) for key, what, form in kinds
-        ]
         yield JudgeTable(title="Pairwise judges", heading="Asked in both orders", rows=rows)
 
 
 def _calibration(judges: Sequence[Judge]) -> JudgeTable:
-    rows = [_row("Judged / failed", judges, _judged)]
+    specs: list[Spec] = [("Judged / failed", _judged, str)]
     for key, what in (
         ("nll", "NLL, nats (0.693 = a coin)"),
         ("brier", "Brier score (0.25 = a coin)"),
         ("ece", "Expected calibration error"),
     ):
-        rows.append(_row(what, judges, lambda j, k=key: j["calibration"][k]))
-        rows.append(
-            _row("– after scaling", judges, lambda j, k=key: (j["calibration"]["scaled"] or {}).get(k))
-        )
-    rows.append(_row("Largest gap of a bin (MCE)", judges, lambda j: j["calibration"]["mce"]))
-    rows.append(
-        _row("Temperature", judges, lambda j: j["calibration"]["temperature"], detail="above 1: too sure")
-    )
+        specs.append((what, lambda j, k=key: j["calibration"][k], fixed))
+        specs.append(("– after scaling", lambda j, k=key: (j["calibration"]["scaled"] or {}).get(k), fixed))
+    specs.append(("Largest gap of a bin (MCE)", lambda j: j["calibration"]["mce"], fixed))
+    specs.append(("Temperature  above 1: too sure", lambda j: j["calibration"]["temperature"], fixed))
     for signal, what in SIGNALS.items():
         if any(signal in (judge["selective"] or {}) for judge in judges):
-            rows.append(
-                _row(
-                    f"AUROC of its errors by {what}",
-                    judges,
-                    lambda j, s=signal: (j["selective"] or {}).get(s, {}).get("auroc"),
-                    detail="0.5: does not know",
-                )
-            )
-    return JudgeTable(title="Calibration", heading="", rows=rows)
+            name = f"AUROC of its errors by {what}  0.5: does not know"
+            specs.append((name, lambda j, s=signal: (j["selective"] or {}).get(s, {}).get("auroc"), fixed))
+    return JudgeTable(title="Calibration", heading="", rows=_rows(judges, *specs))
 
 
 def _correlation(judges: Sequence[Judge]) -> JudgeTable:
-    rows = [
-        _row(what, judges, lambda j, k=key: j["correlations"].get(k)) for key, what in CORRELATIONS.items()
-    ]
-    rows += [
-        _row("RMSE after the 5-parameter fit", judges, lambda j: j["fit"]["5"]["rmse"]),
-        _row(
-            "Rank correlation of its std with its error",
-            judges,
-            lambda j: (j["certainty"] or {}).get("srcc_std_error"),
-        ),
-        _row("Judged / failed", judges, _judged),
-    ]
+    std = "Rank correlation of its std with its error"
+    rows = _rows(
+        judges,
+        *((what, lambda j, k=key: j["correlations"].get(k), fixed) for key, what in CORRELATIONS.items()),
+        ("RMSE after the 5-parameter fit", lambda j: j["fit"]["5"]["rmse"], fixed),
+        (std, lambda j: (j["certainty"] or {}).get("srcc_std_error"), fixed),
+        ("Judged / failed", _judged, str),
+    )
     return JudgeTable(title="Correlation with opinions", heading="", rows=rows)
 
 
@@ -262,21 +243,13 @@ def _slices(judges: Sequence[Judge], key: str, size: str) -> list[JudgeTable]:
 
 
 def _control(judges: Sequence[Judge]) -> JudgeTable:
-    def part(judge: Judge, key: str) -> Any:
-        return (judge["generators"] or {}).get(key)
-
-    rows = [
-        _row(
-            what,
-            judges,
-            lambda j, k=key: part(j, k),
-            share,
-            more=lambda j, k=key: f" · {part(j, k)['pairs']} pairs" if part(j, k) else "",
-        )
-        for key, what in CONTROL.items()
-    ]
+    rows = []
+    for key, what in CONTROL.items():
+        parts = [(judge["generators"] or {}).get(key) for judge in judges]
+        cells = [_cell(part, share, f" · {part['pairs']} pairs" if part else "") for part in parts]
+        rows.append(Row(what=what, cells=cells))
     follows = "How often the judge prefers the usually better generator"
-    rows.append(_row(follows, judges, lambda j: part(j, "judge_follows"), share))
+    rows += _rows(judges, (follows, lambda j: (j["generators"] or {}).get("judge_follows"), share))
     return JudgeTable(title="Which generator? Accuracy", heading="", rows=rows)
 
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from visalign.evaluation.statistics.correlations import kendall, srcc, weighted_srcc
-from visalign.evaluation.statistics.intervals import cluster_index, resample_weights
+from visalign.evaluation.statistics.intervals import bootstrap, cluster_index, ratio, resample_weights
 
 RESAMPLES = 400
 LEVEL = 0.95
@@ -142,13 +142,16 @@ def _within(
     estimate = float(total[0] / math.sqrt(total[1] * total[2]))
     if count < FEWEST_PROMPTS:
         return estimate, np.zeros(0)
+
+    def pearson(totals: Array) -> Array:
+        cross, xx, yy = totals.T
+        return ratio(cross, np.sqrt(xx * yy))[:, None]
+
     generator = torch.Generator().manual_seed(seed)
-    draws = []
-    for block in resample_weights(count, generator=generator, resamples=resamples):
-        cross, xx, yy = (block @ part for part in sums)
-        scale = np.sqrt(xx * yy)
-        draws.append(np.divide(cross, scale, out=np.full(len(scale), np.nan), where=scale > 0))
-    return estimate, np.concatenate(draws)
+    draws = bootstrap(
+        np.stack(sums, axis=1).astype(np.float64), pearson, generator=generator, resamples=resamples
+    )
+    return estimate, draws[:, 0]
 
 
 def _interval(estimate: float | None, draws: Array) -> dict[str, float | None]:

@@ -63,7 +63,7 @@ def calibration_numbers(
         count, confidence, frequency = np.split(totals, 3, axis=1)
         return (np.abs(frequency - confidence).sum(1) / count.sum(1))[:, None]
 
-    draws = bootstrap(sums, ece, generator=settings.generator(), resamples=settings.resamples)[:, 0]
+    draws = bootstrap(sums, ece, **settings.drawing())[:, 0]
     temperature = fit_temperature(judged.margin, judged.label)
     return {
         "reading": reading,
@@ -132,7 +132,7 @@ def _one_signal(
     wrong = credit < 0.5
     _, numbers = np.unique(index, return_inverse=True)
     clusters = int(numbers.max()) + 1
-    blocks = resample_samples(numbers, clusters, generator=settings.generator(), resamples=settings.resamples)
+    blocks = resample_samples(numbers, clusters, **settings.drawing())
     draws = np.concatenate([weighted_auroc(uncertainty, wrong, weights) for weights in blocks])
     curve = risk_coverage(uncertainty, 1 - credit)
     step = max(1, len(curve.coverage) // 100)

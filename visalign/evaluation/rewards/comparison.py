@@ -58,8 +58,7 @@ def compare_on_preferences(
         two,
         one,
         [pair.group for pair in pairs.pairs],
-        generator=settings.generator(),
-        resamples=settings.resamples,
+        **settings.drawing(),
         level=settings.level,
     )
     decided = known & (first.margin != 0) & (second.margin != 0)
@@ -100,7 +99,7 @@ def compare_on_quality(
     y = np.array([record.mos for record in records.records])[known] * sign
     kept = [record.group for record, ok in zip(records.records, known, strict=True) if ok]
     index, clusters = cluster_index(kept)
-    blocks = resample_samples(index, clusters, generator=settings.generator(), resamples=settings.resamples)
+    blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([weighted_srcc(a, y, w) - weighted_srcc(b, y, w) for w in blocks])
     estimate = srcc(a, y) - srcc(b, y)
     return {

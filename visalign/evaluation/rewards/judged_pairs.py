@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,10 @@ class IntervalSettings:
     def generator(self) -> torch.Generator:
         """A fresh one, so that a number does not depend on what was computed before it."""
         return torch.Generator().manual_seed(self.seed)
+
+    def drawing(self) -> dict[str, Any]:
+        """What the functions of `visalign.evaluation.statistics.intervals` draw by."""
+        return {"generator": self.generator(), "resamples": self.resamples}
 
 
 @dataclass(frozen=True, kw_only=True)

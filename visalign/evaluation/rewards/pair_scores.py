@@ -135,7 +135,7 @@ def from_scores(
         name=name,
         unit=unit,
         margin=np.where(np.isfinite(margin), margin, np.nan),
-        reasons=_reasons(margin, reasons),
+        reasons=filled_reasons(margin, reasons),
         std=std,
         link=_link(unit, std),
     )
@@ -166,7 +166,7 @@ def from_probabilities(
     straight = _log_odds(prob)
     if swapped is None:
         return PairScores(
-            name=name, unit="log-odds", margin=straight, reasons=_reasons(straight, reasons), link="own"
+            name=name, unit="log-odds", margin=straight, reasons=filled_reasons(straight, reasons), link="own"
         )
     turned = -_log_odds(swapped)
     margin = (straight + turned) / 2
@@ -174,7 +174,7 @@ def from_probabilities(
         name=name,
         unit="log-odds",
         margin=margin,
-        reasons=_reasons(margin, reasons),
+        reasons=filled_reasons(margin, reasons),
         link="own",
         swapped=np.where(np.isfinite(margin), turned, np.nan),
     )
@@ -222,8 +222,9 @@ def _link(unit: str, std: Array | None) -> Link:
     return "none" if std is None else "probit"
 
 
-def _reasons(margin: Array, reasons: Sequence[str | None] | None) -> tuple[str | None, ...]:
-    given = reasons if reasons is not None else [None] * len(margin)
+def filled_reasons(values: Array, reasons: Sequence[str | None] | None) -> tuple[str | None, ...]:
+    """[N] why there is no value: None for the judged, "no score" where nothing was said."""
+    given = reasons if reasons is not None else [None] * len(values)
     return tuple(
-        None if ok else (reason or "no score") for ok, reason in zip(np.isfinite(margin), given, strict=True)
+        None if ok else (reason or "no score") for ok, reason in zip(np.isfinite(values), given, strict=True)
     )

@@ -58,9 +58,7 @@ def evaluate_preferences(
     _add_slices(table, judged, slices)
     _add_control(table, judged, control)
     _add_calibration(table, judged)
-    found = table.intervals(
-        generator=settings.generator(), resamples=settings.resamples, level=settings.level
-    )
+    found = table.intervals(**settings.drawing(), level=settings.level)
     report = {
         "kind": "preferences",
         "judge": {"name": scores.name, "unit": scores.unit, "gives_std": scores.std is not None},

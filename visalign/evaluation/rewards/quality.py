@@ -25,7 +25,7 @@ from visalign.evaluation.statistics.selective import risk_coverage
 
 from .certainty import finite
 from .judged_pairs import IntervalSettings
-from .pair_scores import counted_reasons
+from .pair_scores import counted_reasons, filled_reasons
 from .slices import quality_slices
 
 Array = NDArray[np.float64]
@@ -77,13 +77,11 @@ def from_values(
         higher_is_better: Direction of the scores.
     """
     values = np.asarray(value, dtype=np.float64)
-    given = reasons if reasons is not None else [None] * len(values)
-    ok = np.isfinite(values)
     return QualityScores(
         name=name,
         unit=unit,
-        value=np.where(ok, values, np.nan),
-        reasons=tuple(None if k else (why or "no score") for k, why in zip(ok, given, strict=True)),
+        value=np.where(np.isfinite(values), values, np.nan),
+        reasons=filled_reasons(values, reasons),
         std=None if std is None else np.asarray(std, dtype=np.float64),
         higher_is_better=higher_is_better,
     )
@@ -200,8 +198,7 @@ def _draws(
     settings: IntervalSettings,
 ) -> dict[str, Array]:
     parts: dict[str, list[Array]] = {name: [] for name in statistics}
-    generator = settings.generator()
-    for weights in resample_samples(index, clusters, generator=generator, resamples=settings.resamples):
+    for weights in resample_samples(index, clusters, **settings.drawing()):
         for name, statistic in statistics.items():
             parts[name].append(statistic(weights))
     return {name: np.concatenate(found) for name, found in parts.items()}

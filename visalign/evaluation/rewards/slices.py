@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,29 +34,14 @@ class Slice:
 def pair_slices(pairs: PreferenceSet) -> list[Slice]:
     """Parts of a preference set; a kind with a single value is left out.
 
-    Args:
-        pairs: The set. A pair belongs to the slice of each of its generators.
+    A pair belongs to the slice of each of its generators.
     """
-    columns: dict[str, list[tuple[str | None, ...]]] = {
-        "category": [(pair.category,) for pair in pairs.pairs],
-        "generator": [(pair.generator_left, pair.generator_right) for pair in pairs.pairs],
-        "resolution": [(pair.resolution,) for pair in pairs.pairs],
-        "prompt_length": [(length_name(pair.prompt),) for pair in pairs.pairs],
-        "split": [(pair.split,) for pair in pairs.pairs],
-    }
-    return _slices(columns)
+    return _slices(pairs.pairs, ("generator_left", "generator_right"))
 
 
 def quality_slices(records: QualitySet) -> list[Slice]:
-    """Parts of a quality set."""
-    columns: dict[str, list[tuple[str | None, ...]]] = {
-        "category": [(record.category,) for record in records.records],
-        "generator": [(record.generator,) for record in records.records],
-        "resolution": [(record.resolution,) for record in records.records],
-        "prompt_length": [(length_name(r.prompt) if r.prompt else None,) for r in records.records],
-        "split": [(record.split,) for record in records.records],
-    }
-    return _slices(columns)
+    """Parts of a quality set; a kind with a single value is left out."""
+    return _slices(records.records, ("generator",))
 
 
 def length_name(prompt: str) -> str:
@@ -72,7 +59,14 @@ def length_name(prompt: str) -> str:
     return f"over {WORDS[-1]} words"
 
 
-def _slices(columns: dict[str, list[tuple[str | None, ...]]]) -> list[Slice]:
+def _slices(records: Sequence[Any], generators: Sequence[str]) -> list[Slice]:
+    columns: dict[str, list[tuple[str | None, ...]]] = {
+        "category": [(record.category,) for record in records],
+        "generator": [tuple(getattr(record, name) for name in generators) for record in records],
+        "resolution": [(record.resolution,) for record in records],
+        "prompt_length": [(length_name(r.prompt) if r.prompt else None,) for r in records],
+        "split": [(record.split,) for record in records],
+    }
     found = []
     for kind, column in columns.items():
         names = Counter(name for entry in column for name in set(entry) if name is not None)

@@ -9,13 +9,10 @@ every policy and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from .intervals import cluster_sums, ratio
 
 Array = NDArray[np.float64]
 Credit = tuple[Array, Array]
@@ -109,59 +106,6 @@ HEADLINE = "half_credit"
 """Neither rewards nor punishes a coarse score, and needs no threshold."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Accuracies of one judge under one policy."""
-
-    policy: str
-    micro: float
-    """Over pairs; NaN where no pair counts."""
-    macro: float
-    """Mean over prompts of the accuracy within a prompt; prompts where no pair counts are left out."""
-    pairs: int
-    """Pairs that count."""
-    threshold: float = 0.0
-
-
-def agreement(
-    margin: ArrayLike,
-    label: ArrayLike,
-    cluster: NDArray[np.int64],
-    *,
-    thresholds: Mapping[str, float] | None = None,
-) -> dict[str, Agreement]:
-    """All policies on the same pairs.
-
-    Args:
-        margin: [N] what the judge says, positive for the left image; NaN where it failed.
-        label: [N] share of the people in favour of the left image, in [0, 1].
-        cluster: [N] number of each pair's prompt.
-        thresholds: Of the policies that predict a tie from |d|; 0 where not given.
-
-    Returns:
-        policy -> accuracies, in the order of `POLICIES`.
-
-    Raises:
-        ValueError: The lengths differ, or a label lies outside [0, 1].
-    """
-    d, y, index = check_pairs(margin, label, cluster)
-    count = int(index.max()) + 1 if len(index) else 0
-    found = {}
-    for name in POLICIES:
-        threshold = (thresholds or {}).get(name, 0.0)
-        credit, weight = credits_of(name, d, y, threshold)
-        own, of = cluster_sums(credit, index, count), cluster_sums(weight, index, count)
-        within = ratio(own, of)
-        found[name] = Agreement(
-            policy=name,
-            micro=float(ratio(own.sum(0), of.sum(0))[0]),
-            macro=float(np.nanmean(within)) if np.isfinite(within).any() else float("nan"),
-            pairs=int(weight.sum()),
-            threshold=threshold,
-        )
-    return found
-
-
 def credits_of(policy: str, margin: Array, label: Array, threshold: float = 0.0) -> Credit:
     """Credit and count [N] of a policy by its name; only PickScore and VisionReward_tau have a threshold."""
     if policy == "PickScore":
@@ -213,22 +157,3 @@ def ranking_pairs(prediction: ArrayLike, truth: ArrayLike) -> tuple[Array, Array
     scores, said = np.asarray(prediction, dtype=np.float64), np.asarray(truth, dtype=np.float64)
     i, j = np.triu_indices(len(scores), k=1)
     return scores[i] - scores[j], (np.sign(said[i] - said[j]) + 1) / 2
-
-
-def check_pairs(
-    margin: ArrayLike, label: ArrayLike, cluster: Sequence[int] | NDArray[np.int64]
-) -> tuple[Array, Array, NDArray[np.int64]]:
-    """Arrays of the judged pairs.
-
-    Raises:
-        ValueError: The lengths differ, or a label lies outside [0, 1].
-    """
-    d, y, index = np.asarray(margin, float), np.asarray(label, float), np.asarray(cluster, dtype=np.int64)
-    if d.ndim != 1 or d.shape != y.shape or d.shape != index.shape:
-        raise ValueError(
-            f"margin, label and cluster need one entry per pair; got {d.shape}, {y.shape} and {index.shape}."
-        )
-    if not ((y >= 0) & (y <= 1)).all():
-        raise ValueError("labels are shares for the left image, 0 to 1; some lie outside or are NaN.")
-    judged = ~np.isnan(d)
-    return d[judged], y[judged], index[judged]
