@@ -39,6 +39,15 @@ RENAMED = {
 """Key of an earlier version -> its name now."""
 
 
+def successor_key(now: str) -> str:
+    """The key of the schema that a name of `RENAMED` stands in: of "objective.changes.kl" the mapping."""
+    head, changes, _ = now.partition(".changes.")
+    return f"{head}.changes" if changes else now
+
+
+_UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
+
+
 def field_types(schema: Any) -> dict[str, Any]:
     """The fields of a dataclass with their resolved types.
 
@@ -111,15 +120,15 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
     Returns:
         Names the full key, the nearest and all allowed names, or the value and what is expected.
     """
-    order = {"unexpected_keyword_argument": 0, "value_error": 2}
+    order = {**dict.fromkeys(_UNKNOWN, 0), "value_error": 2}
     found = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))
     if found["type"] == "value_error":
         return ConfigError(str(found.get("ctx", {})["error"]))
     place = _Place(schema, data, found["loc"][1:])
     where = next((name for keys, name in reversed(sources) if place.meets(keys)), "the defaults")
-    if found["type"] == "unexpected_keyword_argument":
+    if found["type"] in _UNKNOWN:
         return _unknown_key(place, schema, where)
-    key, value = ".".join(place.keys), place.value
+    key, value = ".".join(place.keys) + place.item, place.value
     if found["type"] == "missing":
         return ConfigError(f"Key '{key}': missing mandatory value. Set it in the file or as an override.")
     given = "null" if value is None else f"{value!r} ({type(value).__name__})"
@@ -142,7 +151,7 @@ class _Place:
     """
 
     def __init__(self, schema: Any, data: Any, loc: Sequence[str | int]) -> None:
-        self.keys, self.value, self.hint = list[str](), data, schema
+        self.keys, self.item, self.value, self.hint = list[str](), "", data, schema
         self.section, self.union = schema, schema
         """What holds the last key, and the type it was chosen from."""
         full, parts = schema, iter(loc)
@@ -155,7 +164,7 @@ class _Place:
             elif entry is not None:
                 self.hint = full = entry
             elif isinstance(part, int):
-                self.keys[-1] += f"[{part}]"
+                self.item = f"[{part}]"
                 self.value, self.hint = self.value[part], _items(self.hint)
                 break
             else:
@@ -177,7 +186,7 @@ def _unknown_key(place: _Place, root: Any, where: str) -> ConfigError:
     full, here, everywhere = ".".join(place.keys), list(field_types(place.section)), list(allowed_keys(root))
     prefix = full.removesuffix(key)
     now = RENAMED.get(full)
-    if now is not None and any(now == known or now.startswith(f"{known}.") for known in everywhere):
+    if now is not None and successor_key(now) in everywhere:
         raise ConfigError(f"Key '{full}' in {where} is called '{now}' now. Write that.")
     kind, variants = _union(place.union)
     readers = [str(name) for name, part in variants.items() if key in field_types(part)]

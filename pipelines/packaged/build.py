@@ -66,8 +66,7 @@ def _autoencoder(output: Path, work: Path, plan: Plan, resume: bool) -> None:
 def _generator(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     from diffusers import AutoencoderKL
 
-    from .cards import generator_card
-    from .generator import save_pipeline, train_generator
+    from .generator import generator_card, save_pipeline, train_generator
 
     if not (work / "vae").is_dir():
         raise UserError(f"{work / 'vae'} is missing: train the stage 'autoencoder' first.")
@@ -83,8 +82,7 @@ def _clip(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     from visalign.rewards.clip.open_clip_folder import save_open_clip
 
     from .captions import new_tokenizer
-    from .cards import clip_card
-    from .clip import MEAN, STD, clip_config, train_clip
+    from .clip import MEAN, STD, clip_card, clip_config, train_clip
 
     model, seconds = _timed(work, "clip", lambda: train_clip(work, plan, resume))
     preprocess = {"mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}

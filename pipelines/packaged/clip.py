@@ -15,9 +15,10 @@ from torch import Tensor
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
 from visalign.data.shapes.scenes import DISTORTIONS, Scene, sample_scene
 from visalign.data.shapes.verifier import verify_scene
+from visalign.rewards.clip.open_clip_folder import load_open_clip
 
 from .captions import MAX_TOKENS, new_tokenizer
-from .stage import Plan, SceneFeed, rendered, train
+from .stage import Plan, SceneFeed, machine, rendered, size_of, train
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
@@ -139,3 +140,29 @@ def train_clip(work: Path, plan: Plan, resume: bool) -> open_clip.CLIP:
         save_every=250,
         check=lambda held: retrieval(held, draws=5),
     )
+
+
+def clip_card(folder: Path, seconds: float, plan: Plan) -> str:
+    """The card of `shapes-clip`."""
+    model, _, _ = load_open_clip(folder)
+    scores = retrieval(model, captions=64, draws=50)
+    return f"""# shapes-clip
+
+A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): 64×64 pictures,
+ResNet of width 16 with attention pooling; text 3 layers of width 96; 96 joint dimensions; float16,
+{size_of(folder):.1f} MB. `visalign.rewards` loads it as `clip_score`.
+
+## Training
+
+{plan.clip_steps} steps of {plan.clip_batch} freshly rendered scenes with different captions, all four styles,
+{MILD_SHARE:.0%} of them distorted up to half severity; training prompts only. {seconds / 60:.0f} minutes on
+{machine()}. Made by `visalign build-assets`.
+
+## How good it is
+
+Top-1 retrieval among 64 held-out captions, undistorted pictures, mean of 50 draws; pictures and captions are
+drawn so that exactly one caption is true of each picture:
+
+- picture to text: {scores["image_to_text"]:.3f}
+- text to picture: {scores["text_to_image"]:.3f}
+"""

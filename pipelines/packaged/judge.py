@@ -19,6 +19,7 @@ from visalign.data.shapes.prompts import COLORS, SHAPES
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import DISTORTIONS, STYLES, Scene, size_word
 
+from .judge_card import judge_engine
 from .judge_check import answer_accuracy
 from .judge_data import Questions
 from .judge_inputs import (
@@ -194,7 +195,7 @@ def train_judge(
         work / "judge.pt",
         steps=plan.judge_steps,
         decay=0.998,
-        check=lambda held: answer_accuracy(held.model, tokenizer, pictures=100, pairs=100),
+        check=lambda held: answer_accuracy(judge_engine(held.model), pictures=100, pairs=100),
         **lengths,
     ).model
 

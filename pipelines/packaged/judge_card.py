@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    AutoModelForImageTextToText,
-    AutoTokenizer,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
@@ -19,6 +17,8 @@ from transformers import (
 from visalign.data.shapes.preferences import CLEAR
 from visalign.data.shapes.prompts import CATEGORIES
 from visalign.data.shapes.scenes import SIZE
+from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.template import JudgeSettings, Template
 
 from .judge_check import answer_accuracy
 from .judge_inputs import CHAT_TEMPLATE, MERGE, PATCH, judge_settings, new_judge_tokenizer
@@ -45,6 +45,13 @@ def judge_processor() -> Qwen2VLProcessor:
     )
 
 
+def judge_engine(model: Qwen2VLForConditionalGeneration) -> VisionLanguageJudge:
+    """The model in memory, to be asked as the saved one will be."""
+    given = judge_settings()["templates"]
+    templates = {name: Template.from_dict(name, value) for name, value in given.items()}
+    return VisionLanguageJudge(model, judge_processor(), settings=JudgeSettings(templates=templates))
+
+
 def save_judge(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:
     """Write weights in float16, processor, tokenizer, and `judge.json` with the judges' texts."""
     model.half().save_pretrained(folder)
@@ -56,17 +63,17 @@ def save_judge(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:
 def judge_card(folder: Path, seconds: float, plan: Plan) -> str:
     """The card: what it was trained on, how long, how good the saved model is."""
     batch, check = plan.judge_batch, plan.judge_check
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = answer_accuracy(model, tokenizer, pictures=check, pairs=check)
+    engine = VisionLanguageJudge.from_pretrained(folder)
+    tokens = len(engine.processor.tokenizer)
+    found = answer_accuracy(engine, pictures=check, pairs=check)
     size = (folder / "model.safetensors").stat().st_size / 1e6
     rows = "\n".join(f"| {name} | {found[name]:.3f} |" for name in CATEGORIES if name in found)
-    count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    count = sum(parameter.numel() for parameter in engine.model.parameters()) / 1e6
     return f"""# {NAME}
 
 A small vision-language model of the shapes world in transformers' format (Qwen2-VL):
 `AutoModelForImageTextToText` and `AutoProcessor` load the folder. Vision 4 layers of width 128 (patches of 8,
-merged 2 × 2), language 4 layers of width 160, {count:.1f} M parameters, {len(tokenizer)} tokens, float16,
+merged 2 × 2), language 4 layers of width 160, {count:.1f} M parameters, {tokens} tokens, float16,
 {size:.1f} MB. It answers yes or no, rates quality from 1 to 5, compares two pictures, says what is wrong, and
 describes. `judge.json` holds the texts it was trained with; the rewards of `visalign.rewards` read them.
 

@@ -25,7 +25,7 @@ from visalign.config import (
 )
 from visalign.errors import ConfigError
 from visalign.pipelines.jobs import PIPELINES
-from visalign.schema import RENAMED, allowed_keys
+from visalign.schema import RENAMED, allowed_keys, successor_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +208,8 @@ def test_a_bad_file_is_refused_by_name(write, text: str, message: str) -> None:
         ("optimizer..x=3", r"is not of the form key.sub=value"),
         ("seeds=[1,", r"Override 'seeds=\[1,': its value '\[1,' is not valid YAML"),
         ("optimizer.lr=1", r"Unknown key 'optimizer.lr' in the override 'optimizer.lr=1'"),
+        ("seeds=[1, b]", r"Key 'seeds\[1\]' in the override 'seeds=\[1, b\]': got 'b' \(str\), expected int"),
+        ("optimizer={3: 1}", r"Unknown key 'optimizer.3' in the override"),
         ("seed.x=1", r"Key 'seed' in the override 'seed.x=1': got \{'x': 1\} \(dict\), expected int"),
         ("amp=perhaps", r"Key 'amp' in the override 'amp=perhaps': got 'perhaps' \(str\), expected bool"),
     ],
@@ -259,7 +261,7 @@ def test_the_keys_of_earlier_versions_have_successors() -> None:
         for module, name in schemas
         for key in allowed_keys(getattr(importlib.import_module(module), name))
     }
-    assert set(RENAMED.values()) <= allowed and not set(RENAMED) & allowed
+    assert {successor_key(now) for now in RENAMED.values()} <= allowed and not set(RENAMED) & allowed
 
 
 def test_a_required_key_is_asked_for() -> None:

@@ -89,9 +89,12 @@ def test_diffusers_loads_and_runs_the_pipeline_as_it_is() -> None:
 
 @pytest.mark.slow
 def test_the_generator_is_as_good_as_its_card_says() -> None:
-    from visalign.pipelines.packaged.cards import SEEDS, pipeline_accuracy
+    from diffusers import StableDiffusion3Pipeline
 
-    measured = pipeline_accuracy(Path(resolve_model("shapes-sd3")), 1.0)
+    from visalign.pipelines.packaged.generator import SEEDS, pipeline_accuracy
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(str(resolve_model("shapes-sd3")), dtype=torch.float32)
+    measured = pipeline_accuracy(pipe, 1.0)
     stated = {
         name: float(value)
         for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card("shapes-sd3"), re.MULTILINE)
@@ -126,13 +129,12 @@ def stated(text: str, pattern: str) -> float:
 
 
 def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
-    from transformers import AutoModelForImageTextToText, AutoTokenizer
-
     from visalign.pipelines.packaged.judge_check import answer_accuracy
+    from visalign.rewards.vlm.engine import VisionLanguageJudge
 
-    folder, text = resolve_model("shapes-vlm"), card("shapes-vlm")
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
-    found = answer_accuracy(model, AutoTokenizer.from_pretrained(folder), pictures=200, pairs=200, seed=3)
+    text = card("shapes-vlm")
+    engine = VisionLanguageJudge.from_pretrained("shapes-vlm")
+    found = answer_accuracy(engine, pictures=200, pairs=200, seed=3)
     assert abs(found["yes/no"] - stated(text, r"right answers, ([\d.]+) in all")) < 0.03
     assert abs(found["pair"] - stated(text, r"log-odds averaged:\n([\d.]+) right")) < 0.08
     assert abs(found["rating error"] - stated(text, r"mean absolute error\s+([\d.]+\d)")) < 0.1
@@ -242,14 +244,13 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
 ) -> None:
     from diffusers import StableDiffusion3Pipeline
 
-    from visalign.pipelines.packaged import cards as assets_cards
     from visalign.pipelines.packaged import generator as assets_generator
     from visalign.rewards.clip.open_clip_folder import load_open_clip
 
     monkeypatch.setattr(assets_generator, "POOL", 64)
     monkeypatch.setattr(assets_generator.shutil, "which", lambda name: None)
     shares = dict.fromkeys(("all", *CATEGORIES), 0.5)
-    monkeypatch.setattr(assets_cards, "pipeline_accuracy", lambda folder, scale: shares)
+    monkeypatch.setattr(assets_generator, "pipeline_accuracy", lambda pipe, scale, **given: shares)
     plan = build_assets.Plan(
         autoencoder_steps=2,
         autoencoder_batch=2,

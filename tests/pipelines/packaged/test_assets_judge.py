@@ -25,11 +25,12 @@ from visalign.pipelines.packaged.judge import (
     question_loss,
     train_judge,
 )
-from visalign.pipelines.packaged.judge_card import judge_card, judge_processor, save_judge
-from visalign.pipelines.packaged.judge_check import answer_accuracy, answer_logits
+from visalign.pipelines.packaged.judge_card import judge_card, judge_engine, judge_processor, save_judge
+from visalign.pipelines.packaged.judge_check import answer_accuracy
 from visalign.pipelines.packaged.judge_data import BETTER, LOOKS, SHOWS, Question, Questions, look, part, rate
 from visalign.pipelines.packaged.judge_inputs import (
     TOKENS,
+    answer_states,
     new_judge_tokenizer,
     pack_questions,
     patches_of,
@@ -84,14 +85,21 @@ def test_cells_say_where_the_centres_are() -> None:
     assert int(given[..., 0].sum()) == 2 and set(given[0, :, 1].tolist()) == {-100}
 
 
+def answer_logits(model: Any, asked: list[list[Question]], features: torch.Tensor) -> list[torch.Tensor]:
+    """[V] logits of the answer's first token, for each question in turn."""
+    packed = pack_questions(TOKENIZER, asked, features.shape[1] // TOKENS, TOKENS)
+    first = (packed.labels != -100) & (packed.labels.roll(1, 1) == -100)
+    return list(model.lm_head(answer_states(model, packed, features)[first]))
+
+
 def test_a_packed_question_is_what_it_is_alone(model: Any) -> None:
     scenes = [WORLD.scene(n) for n in range(2)]
     asked = [WORLD.about(scenes[n], n, 6) for n in range(2)]
     with torch.no_grad():
         features = see(model, render_many(scenes))
-        packed = answer_logits(model, TOKENIZER, asked, features)
+        packed = answer_logits(model, asked, features)
         alone = [
-            answer_logits(model, TOKENIZER, [[question]], features[n : n + 1])[0]
+            answer_logits(model, [[question]], features[n : n + 1])[0]
             for n in range(2)
             for question in asked[n]
         ]
@@ -115,7 +123,7 @@ def test_packing_gives_what_the_library_computes_from_processor_inputs(model: An
     with torch.no_grad():
         theirs = model(**processor(text=[text], images=images, return_tensors="pt")).logits[0, -1]
         features = see(model, shown).reshape(1, pictures * TOKENS, -1)
-        ours = answer_logits(model, TOKENIZER, [[question]], features)[0]
+        ours = answer_logits(model, [[question]], features)[0]
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
 
@@ -210,5 +218,5 @@ def test_the_whole_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_check_can_tell_a_blind_model(model: Any) -> None:
-    found = answer_accuracy(model, TOKENIZER, pictures=40, pairs=20)
+    found = answer_accuracy(judge_engine(model), pictures=40, pairs=20)
     assert 0.3 < found["yes/no"] < 0.7 and 0.2 < found["pair"] < 0.8 and found["rating error"] > 0.6
