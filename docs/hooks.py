@@ -25,6 +25,7 @@ from mkdocs.structure.files import File, Files
 
 from visalign.config import config_folder, list_configs, read_config
 from visalign.data.assets import PACKAGED, assets_folder
+from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import config_header
 from visalign.pipelines.jobs import PIPELINES
@@ -353,7 +354,7 @@ def text_rewards() -> str:
 
 
 def algorithms() -> str:
-    """The rows of the objective: what each takes at each stage, and its paper."""
+    """The rows of the objective: on what each works, what it takes at each stage, its paper."""
     core = importlib.import_module("visalign.core")
     rows = []
     for name, row in core.NAMED.items():
@@ -361,10 +362,35 @@ def algorithms() -> str:
         terms = {"kl": row.kl, "kl in reward": row.kl_in_reward, "value": row.value, "ptx": row.ptx}
         also = [f"{key} {value:g}" for key, value in terms.items() if value]
         also += [row.selection] if row.selection else []
-        rows.append(
-            (code(name), " · ".join(code(stage) for stage in stages), ", ".join(also), prose(row.source))
-        )
-    return table(("row", "advantage · ratio · surrogate · mean", "also", "source"), rows)
+        fits = ["–" if _refusal(name, kind) else "✓" for kind in TRAINED]
+        shown = " · ".join(code(stage) for stage in stages)
+        rows.append((code(name), *fits, shown, ", ".join(also), prose(row.source)))
+    return table(("row", *TRAINED, "advantage · ratio · surrogate · mean", "also", "source"), rows)
+
+
+def refusals() -> str:
+    """Rows that a trainer refuses, with what it says."""
+    names = importlib.import_module("visalign.core").NAMED
+    said: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        for kind in TRAINED:
+            if why := _refusal(name, kind):
+                why = why.rpartition("): ")[2].removeprefix(f"objective.algorithm={name} ")
+                said.setdefault((kind, why), []).append(code(name))
+    rows = [(", ".join(found), kind, prose(why)) for (kind, why), found in said.items()]
+    return table(("row", "refused for", "because, and what to take"), rows)
+
+
+TRAINED = {"pictures": "DiffusionObjectiveSettings", "text": "TextObjectiveSettings"}
+"""What is trained -> its settings in `visalign.training`, which know what they refuse."""
+
+
+def _refusal(row: str, kind: str) -> str:
+    try:
+        getattr(importlib.import_module("visalign.training"), TRAINED[kind])(algorithm=row)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def cards() -> str:
@@ -436,6 +462,7 @@ MACROS: dict[str, Callable[..., str]] = {
     "include": include,
     "judges": judges,
     "metrics": metrics,
+    "refusals": refusals,
     "settings": settings,
     "text_rewards": text_rewards,
 }

@@ -12,6 +12,7 @@ from .core import Trajectories as Trajectories
 from .core import check_invariance as check_invariance
 from .core import explain as explain
 from .core import named_objective as named_objective
+from .data.assets import resolve_model as resolve_model
 from .evaluation import compare as compare
 from .evaluation import evaluate as evaluate
 from .interfaces import Preferences as Preferences
@@ -37,5 +38,6 @@ from .training import TextObjectiveSettings as TextObjectiveSettings
 from .training import TextRL as TextRL
 from .training import TextRolloutSettings as TextRolloutSettings
 from .training import Trainer as Trainer
+from .training import read_metrics as read_metrics
 
 __version__: str
