@@ -112,7 +112,7 @@ def _named(name: str) -> Any:
     wing, _, rest = name.partition(".")
     try:
         if wing == "judge":
-            return _class_at(importlib.import_module("visalign.rewards").CATALOGUE[rest])
+            return {key: kind for key, kind, _, _ in _entries("CATALOGUE")}[rest]
         if wing == "job":
             return importlib.import_module(PIPELINES[rest].partition(":")[0])
         place, _, attribute = name.rpartition(".")
@@ -318,26 +318,34 @@ def first_sentence(found: Any) -> str:
     return re.split(r"(?<=[.;])\s", text, maxsplit=1)[0].rstrip(";") if text else ""
 
 
+def _entries(name: str) -> Iterator[tuple[str, type, Mapping[str, Any], str]]:
+    """(name, class, preset options, file) of a catalogue of `visalign.rewards`."""
+    for key, entry in getattr(importlib.import_module("visalign.rewards"), name).items():
+        path, options = entry if isinstance(entry, tuple) else (entry, {})
+        kind = _class_at(path)
+        file = Path(typing.cast("str", inspect.getsourcefile(kind))).resolve().relative_to(ROOT / "rewards")
+        yield key, kind, options, file.as_posix()
+
+
 def judges() -> str:
     """Every judge of pictures by name."""
-    catalogue = importlib.import_module("visalign.rewards").CATALOGUE
     units = importlib.import_module("visalign.rewards.scorers.units").JUDGE_UNITS
     rows = []
-    for name, path in catalogue.items():
-        kind = _class_at(path)
-        unit = units[name].unit if name in units else getattr(kind, "unit", "")
+    for name, kind, options, file in _entries("CATALOGUE"):
+        unit = (
+            units[name].unit if name in units else getattr(kind(**options) if options else kind, "unit", "")
+        )
         has = [word for word in ("score", "compare") if callable(getattr(kind, word, None))]
         starts = [option.default for option in inspect.signature(kind).parameters.values()]
         packaged = [code(value) for value in starts if isinstance(value, str) and value in PACKAGED]
-        file = path.partition(":")[0].removeprefix("visalign.rewards.").replace(".", "/")
         rows.append(
             (
                 code(name),
                 first_sentence(kind),
-                code(unit) if isinstance(unit, str) and unit else "its own",
+                unit if isinstance(unit, str) and unit else "its own",
                 ", ".join(code(word) for word in has),
                 ", ".join(packaged),
-                code(f"{file}.py"),
+                code(file),
             )
         )
     return table(("name", "what it is", "unit", "offers", "packaged model", "file in rewards/"), rows)
@@ -345,11 +353,10 @@ def judges() -> str:
 
 def text_rewards() -> str:
     """Every reward for text by name."""
-    catalogue = importlib.import_module("visalign.rewards").TEXT_CATALOGUE
     rows = []
-    for name, (path, options) in catalogue.items():
+    for name, kind, options, _ in _entries("TEXT_CATALOGUE"):
         given = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
-        rows.append((code(name), first_sentence(_class_at(path)), code(given) if given else ""))
+        rows.append((code(name), first_sentence(kind), code(given) if given else ""))
     return table(("name", "what it is", "preset"), rows)
 
 
@@ -416,6 +423,60 @@ def face(name: str) -> str:
     return table(("name", "what it is", "home"), rows)
 
 
+def api(name: str) -> str:
+    """The reference of a face: what it says of itself, its names by the room that has them.
+
+    A face with more names than one wants to meet at once has the others in `ROOMS`, room -> names.
+    """
+    module = importlib.import_module(name)
+    homes = _homes(module)
+    others = {room: names.split() for room, names in getattr(module, "ROOMS", {}).items()}
+    rooms: dict[str, list[str]] = {}
+    elsewhere = []
+    for attribute in module.__all__:
+        home = homes[attribute]
+        if not home.startswith(f"{name}."):
+            elsewhere.append(code(f"{home}.{attribute}"))
+            continue
+        room = "First" if others else home.removeprefix(f"{name}.").split(".")[0]
+        rooms.setdefault(room, []).append(f"{home}.{attribute}")
+    parts = [inspect.getdoc(module) or ""]
+    if elsewhere:
+        parts.append(f"Offered here, at home elsewhere: {', '.join(elsewhere)}.")
+    for place, names in others.items():
+        found = rooms.setdefault(place.split(".")[0], [])
+        found += [f"{_defined(f'{name}.{place}', attribute)}.{attribute}" for attribute in names]
+    for room, paths in sorted(rooms.items()):
+        parts.append(f"## {room}")
+        parts += [f"::: {path}\n    options: {API}" for path in sorted(paths, key=_last)]
+    return "\n\n".join(parts)
+
+
+API = "{heading_level: 3, show_root_heading: true, show_root_toc_entry: true, show_root_full_path: false}"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2].lower()
+
+
+def _homes(module: Any) -> dict[str, str]:
+    """Public name -> module that defines it; faces that import at first use have a stub that says so."""
+    file = Path(module.__file__)
+    stub = file.with_suffix(".pyi")
+    found = {name: getattr(getattr(module, name), "__module__", module.__name__) for name in module.__all__}
+    for node in ast.walk(ast.parse((stub if stub.is_file() else file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and (node.level or "visalign" in node.module):
+            place = f"{module.__name__}.{node.module}" if node.level else node.module
+            found |= {alias.asname or alias.name: place for alias in node.names}
+    return {name: _defined(place, name) for name, place in found.items() if name in module.__all__}
+
+
+def _defined(place: str, name: str) -> str:
+    """Where a name is defined, if its module only passes it on."""
+    home = getattr(getattr(importlib.import_module(place), name), "__module__", None)
+    return home if isinstance(home, str) and home.startswith("visalign.") else place
+
+
 # --- commands, files
 
 
@@ -454,6 +515,7 @@ def include(path: str, start: str = "", end: str = "") -> str:
 
 MACROS: dict[str, Callable[..., str]] = {
     "algorithms": algorithms,
+    "api": api,
     "cards": cards,
     "commands": commands,
     "configs": configs,
