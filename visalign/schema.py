@@ -187,7 +187,7 @@ def _unknown_key(place: _Place, root: Any, where: str) -> ConfigError:
     prefix = full.removesuffix(key)
     now = RENAMED.get(full)
     if now is not None and successor_key(now) in everywhere:
-        raise ConfigError(f"Key '{full}' in {where} is called '{now}' now. Write that.")
+        return ConfigError(f"Key '{full}' in {where} is called '{now}' now. Write that.")
     kind, variants = _union(place.union)
     readers = [str(name) for name, part in variants.items() if key in field_types(part)]
     offered = [] if readers else [prefix + name for name in nearest(key, here)]

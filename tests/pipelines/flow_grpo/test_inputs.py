@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.evaluation_samples import make_result
 from visalign.config import load_config
-from visalign.errors import UserError
+from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
 from visalign.pipelines.shared.job import PolicyRun
@@ -40,9 +40,6 @@ def config(*overrides: str) -> FlowGRPOConfig:
         ("rewards.terms={jpeg_size: {}, sharpness: {}}", "would add different units: jpeg_size in 'kB'"),
         ("rewards.terms={jpeg_size: {weight: -1}}", "weight of 'jpeg_size' is -1"),
         ("objective.step_weights=[1.0]", "1 weights for 3 steps"),
-        ("objective.beta=0.1", r"'objective\.beta' .*is called 'objective\.changes\.kl' now"),
-        ("rollout.level=0.7", r"'rollout\.level' .*is called 'rollout\.noise_level' now"),
-        ("objective.algorithm=top_entropy", "no meaning on denoising steps.*Take"),
         ("data.cycle=[nope]", r"cycle names \['nope'\], which no prompt is labelled with"),
         ("data.train=absent.txt", r"data\.train: no prompt set 'absent\.txt'"),
         ("evaluation.rewards={sharpnes: {}}", "There is no reward 'sharpnes'"),
@@ -133,6 +130,21 @@ def test_a_file_is_written_whole_and_only_when_it_changes(
     with pytest.raises(OSError, match="disk full"):
         write_once(path, "seed: 2\n")
     assert path.read_text() == "seed: 1\n" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("objective.beta=0.1", r"'objective\.beta' .*is called 'objective\.changes\.kl' now"),
+        ("objective.ratio=guard", r"is called 'objective\.changes\.ratio' now"),
+        ("rollout.level=0.7", r"'rollout\.level' .*is called 'rollout\.noise_level' now"),
+        ("objective.algorithm=top_entropy", "no meaning on denoising steps.*Take"),
+        ("objective.algorithm=grop", "no algorithm 'grop'. Did you mean 'grpo'"),
+    ],
+)
+def test_old_keys_and_rows_that_do_not_apply_are_refused_when_read(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(override)
 
 
 def test_the_code_that_loads_the_result_has_its_path() -> None:
