@@ -8,6 +8,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
 
+from visalign.adapters.sd3 import joint_attention
 from visalign.adapters.sd3.joint_attention import (
     append_null_token,
     collapse_null_tokens,
@@ -118,16 +119,21 @@ def test_16_bit_queries_keep_the_exact_weight(autocast):
         assert short < 2 * plain + 0.01, (plain, short)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("options", [SD3, SD35], ids=["sd3", "sd3.5"])
-def test_without_null_run_it_is_diffusers_processor(options):
+def test_without_null_run_it_is_diffusers_processor(options, fused, monkeypatch):
+    """Bit for bit with torch's kernel; within rounding where attention is written out."""
+    if fused:
+        monkeypatch.setattr(joint_attention, "SHORT", 0)
     model = make_transformer(**options)
     inputs = make_inputs(0)
     plain, plain_grad = output_and_gradients(model, **inputs)
     use_weighted_attention(model)
     same, same_grad = output_and_gradients(model, **inputs)
-    torch.testing.assert_close(same, plain, rtol=0, atol=0)
+    torch.testing.assert_close(same, plain, rtol=0, atol=0 if fused else 2e-6)
     for name in plain_grad:
-        torch.testing.assert_close(same_grad[name], plain_grad[name], rtol=1e-6, atol=1e-6)
+        off = (same_grad[name] - plain_grad[name]).norm() / plain_grad[name].norm().clamp_min(1e-3)
+        assert off < (1e-6 if fused else 1e-5), name
 
 
 def test_collapse_keeps_inner_and_single_null_tokens():
