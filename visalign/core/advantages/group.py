@@ -74,9 +74,7 @@ def group_advantages(
 
     # A_i = (R_i − mean_g)/(std + eps), or (R_i − mean_g) n/(n − 1) over it
     count, centred = centre(values, mask, index, groups)
-    result = centred
-    if baseline == "leave_one_out":
-        result = result * count / (count - 1).clamp(min=1)
+    result = centred * count / (count - 1).clamp(min=1) if baseline == "leave_one_out" else centred
     if scale == "group":
         result = divide(result, spread(centred, mask, index, groups, ddof) + eps)
     elif scale == "batch":
