@@ -59,12 +59,7 @@ def show_yaml(console: Console, text: str) -> None:
 
 
 def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
-    """What a run would do: one table for the plain entries, one for each group of entries.
-
-    Args:
-        console: where to write.
-        plan: name -> value, or name -> mapping of names to values.
-    """
+    """What a run would do: one table for the plain entries, one for each group of entries."""
     groups = {key: value for key, value in plan.items() if isinstance(value, Mapping)}
     plain = {key: value for key, value in plan.items() if key not in groups}
     tables = ({"plan": plain} if plain else {}) | groups

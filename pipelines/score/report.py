@@ -59,10 +59,6 @@ def score_summary(
 def write_score_page(path: Path, summary: Mapping[str, Any]) -> Path:
     """Write the page with the pictures that are shown.
 
-    Args:
-        path: A new file.
-        summary: From `score_summary`.
-
     Returns:
         The path.
     """

@@ -82,11 +82,6 @@ def valid_of(scores: Scores) -> Tensor:
 def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
     """The verdicts of B samples: the part `correct`, else whether a value of the range (0, 1) is the best.
 
-    Args:
-        name: of the reward.
-        reward: whose scores they are.
-        scores: of B samples.
-
     Returns:
         [B] bool.
 
@@ -105,11 +100,6 @@ def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -
 
     A range of (0, 1) is enough; otherwise the reward is shown one grey picture and must give the part. One
     that cannot judge that picture is left to the evaluation itself.
-
-    Args:
-        name: of the reward.
-        reward: the judge of correctness.
-        record: a prompt record, the picture's metadata.
 
     Raises:
         UserError: it returned a score without the part.

@@ -160,11 +160,6 @@ def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -
     The reward is shown one short answer to one record. It must be able to judge it, and say right or wrong:
     by a range of (0, 1) or the part `correct`.
 
-    Args:
-        name: of the reward.
-        reward: the judge of correctness.
-        record: a prompt record.
-
     Raises:
         UserError: it cannot.
     """

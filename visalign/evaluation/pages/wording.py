@@ -70,11 +70,7 @@ def headline(
 ) -> Headline:
     """What the run did, in one line and two or three sentences.
 
-    Args:
-        before: held-out evaluation before training.
-        after: the same samples after it.
-        comparison: of the two.
-        seen: how many of the prompts were trained on; None where that is not known.
+    So many of the prompts, `seen`, were trained on; None where that is not known.
     """
     row, kind = comparison.overall, kind_of(before)
     if not math.isfinite(row.change.estimate):

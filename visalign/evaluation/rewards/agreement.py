@@ -175,14 +175,9 @@ def percentiles(values: ArrayLike) -> Array:
 
 
 def parted(x: ArrayLike, y: ArrayLike, *, most: int = 12) -> list[tuple[int, float, float]]:
-    """Images on which two rewards part most: (row, percentile by the first, by the second), widest first.
+    """Images on which two rewards [N] part most: (row, percentile by the first, by the second), widest first.
 
     The two directions take turns, so that both are seen.
-
-    Args:
-        x: [N] scores of the first, higher better.
-        y: [N] of the second.
-        most: How many.
     """
     known = np.isfinite(np.asarray(x, dtype=float)) & np.isfinite(np.asarray(y, dtype=float))
     first, second = (percentiles(np.where(known, side, np.nan)) for side in (x, y))

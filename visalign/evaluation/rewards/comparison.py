@@ -29,13 +29,7 @@ Array = NDArray[np.float64]
 def compare_on_preferences(
     pairs: PreferenceSet, first: PairScores, second: PairScores, settings: IntervalSettings | None = None
 ) -> dict[str, Any]:
-    """The pairs that both judged and people did not tie, prompt by prompt.
-
-    Args:
-        pairs: The set.
-        first: One judge.
-        second: Another, on the same pairs.
-        settings: Of intervals.
+    """Two judges on the pairs that both judged and people did not tie, prompt by prompt.
 
     Returns:
         JSON-able: `difference` (first − second, with its interval), `mcnemar` (on the pairs
@@ -77,13 +71,7 @@ def compare_on_preferences(
 def compare_on_quality(
     records: QualitySet, first: QualityScores, second: QualityScores, settings: IntervalSettings | None = None
 ) -> dict[str, Any]:
-    """The images that both judged.
-
-    Args:
-        records: The set.
-        first: One judge.
-        second: Another, on the same images.
-        settings: Of intervals.
+    """Two judges on the images that both judged.
 
     Returns:
         JSON-able: `difference` of the SRCC (first − second) with its paired interval, `images`, `agreement`

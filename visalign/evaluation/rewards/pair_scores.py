@@ -181,10 +181,7 @@ def from_probabilities(
 
 
 def swap_consistency(scores: PairScores) -> dict[str, float] | None:
-    """How much of a pairwise judge's answer comes from the side on which an image stands.
-
-    Args:
-        scores: Of a judge that was asked in both orders.
+    """How much of a pairwise judge's answer, asked in both orders, comes from the side an image stands on.
 
     Returns:
         `same_winner`: share of the pairs with one winner in both orders; `position_bias`: mean log-odds that
