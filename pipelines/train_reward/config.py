@@ -42,7 +42,9 @@ class TrainedModel:
     """What every judge has."""
 
     kind: str
+    """Which judge; the other settings follow from it."""
     train: str
+    """What of it moves."""
     path: str = "shapes-vlm"
     """A packaged model, a folder, or a hub id: a vision-language model, or a CLIP model for ict and hp."""
     frozen: list[str] = field(default_factory=list)
@@ -64,20 +66,26 @@ class TrainedModel:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class IctModel(TrainedModel):
-    """The cosine of picture and prompt; both towers are trained, in float32."""
+    """The cosine of picture and prompt, trained in float32."""
 
     kind: Literal["ict"] = "ict"
+    """ict."""
     train: Literal["full"] = "full"
+    """Both towers."""
     path: str = "shapes-clip"
+    """A CLIP model."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class HpModel(TrainedModel):
-    """A new head on the picture alone, trained in float32 with its tower (full) or without."""
+    """A new head on the picture alone, trained in float32."""
 
     kind: Literal["hp"] = "hp"
+    """hp."""
     train: Literal["head", "full"] = "head"
+    """The new head alone, or the picture's tower with it."""
     path: str = "shapes-clip"
+    """A CLIP model."""
     head: Annotated[list[Count], Field(min_length=4, max_length=4)] | None = None
     """Inner widths of the head; null: the published ones, 1024, 128, 64, 16."""
 
@@ -98,6 +106,7 @@ class Hpsv3Model(SeeingModel):
     """Mean and standard deviation of the score, by a new head on a token of its own."""
 
     kind: Literal["hpsv3"] = "hpsv3"
+    """hpsv3."""
     train: Literal["head", "lora", "full"] = "lora"
     """The head alone, adapters in the language part with it, or everything."""
     head: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
@@ -106,11 +115,13 @@ class Hpsv3Model(SeeingModel):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AnswerModel(SeeingModel):
-    """A judge that is read where its answer begins: yes_no (log-odds of yes), pair (is the second picture
-    better), rating (expectation over score tokens)."""
+    """A judge that is read where its answer begins."""
 
     kind: Literal["yes_no", "pair", "rating"] = "yes_no"
+    """yes_no (log-odds of yes), pair (is the second picture better), rating (expectation over score
+    tokens)."""
     train: Literal["lora", "full"] = "lora"
+    """Adapters in the language part, or all."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -118,6 +129,7 @@ class ChecklistModel(SeeingModel):
     """Weighted answers to many yes/no questions."""
 
     kind: Literal["checklist"] = "checklist"
+    """checklist."""
     train: Literal["head", "lora"] = "lora"
     """The weights of the answers alone, or with adapters in the language part."""
     checklist: str | None = None
