@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: one `Trainer`, and what differs between pictures, texts, demonstrations and labels."""
+"""Training: one `Trainer`, and what differs between pictures, texts, demonstrations and labels.
+
+It needs a policy and a reward handed in; no model family and no judge comes in.
+"""
 
 from .diffusion.cost import forward_equivalents_per_image
 from .diffusion.flow_grpo import FlowGRPO
