@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes make the update of one: counts, advantages and denominators are those of all samples."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from visalign.training import read_metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+CODE = """
+import sys, torch
+from pathlib import Path
+from accelerate import Accelerator
+from tests.support.training_toy import toy_trainer
+torch.set_num_threads(1)
+folder, algorithm = Path(sys.argv[1]), sys.argv[2]
+wide = {"eps_low": 0.1, "eps_high": 0.1}
+accelerator = Accelerator(cpu=True)
+trainer = toy_trainer(
+    folder,
+    objective={"algorithm": algorithm, "changes": {"kl": 0.01, "surrogate_options": wide}},
+    run={"iterations": 2},
+    accelerator=accelerator,
+)
+trainer.train()
+if accelerator.is_main_process:
+    torch.save([p.detach() for _, p in trainer.weights.named], folder / "weights.pt")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo"])
+def test_two_processes_make_the_update_of_one(algorithm, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(CODE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name, processes in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [sys.executable, *start, str(script), str(tmp_path / name), algorithm]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (torch.load(tmp_path / name / "weights.pt") for name in ("one", "two"))
+    assert any(bool(weight.any()) for weight in one)
+    for mine, other in zip(one, two, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
+    for mine, other in zip(*rows, strict=True):
+        for key in ("loss", "kl", "ratio_std", "frac_reward_zero_std", "grad_norm", "samples"):
+            assert mine[key] == pytest.approx(other[key], rel=1e-3), key
