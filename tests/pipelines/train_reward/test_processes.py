@@ -39,7 +39,7 @@ def _settings(model: Path) -> dict[str, Any]:
         "objective": {"task": "yes_no"},
         "optimizer": {"lr": 1e-3, "updates_per_iteration": 2, "decay_updates": 8},
         "evaluation": {"every": 1, "batch": 2},
-        "run": {"checkpoint_every": 1, "device": "cpu", "threads": 1},
+        "run": {"checkpoint_every": 1, "threads": 1},
     }
 
 
