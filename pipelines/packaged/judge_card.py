@@ -17,7 +17,7 @@ from transformers import (
 from visalign.data.shapes.preferences import CLEAR
 from visalign.data.shapes.prompts import CATEGORIES
 from visalign.data.shapes.scenes import SIZE
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings, Template
 
 from .judge_check import answer_accuracy
@@ -45,11 +45,11 @@ def judge_processor() -> Qwen2VLProcessor:
     )
 
 
-def judge_engine(model: Qwen2VLForConditionalGeneration) -> VisionLanguageJudge:
+def judge_engine(model: Qwen2VLForConditionalGeneration) -> VisionLanguageEngine:
     """The model in memory, to be asked as the saved one will be."""
     given = judge_settings()["templates"]
     templates = {name: Template.from_dict(name, value) for name, value in given.items()}
-    return VisionLanguageJudge(model, judge_processor(), settings=JudgeSettings(templates=templates))
+    return VisionLanguageEngine(model, judge_processor(), settings=JudgeSettings(templates=templates))
 
 
 def save_judge(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:
@@ -63,7 +63,7 @@ def save_judge(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:
 def judge_card(folder: Path, seconds: float, plan: Plan) -> str:
     """The card: what it was trained on, how long, how good the saved model is."""
     batch, check = plan.judge_batch, plan.judge_check
-    engine = VisionLanguageJudge.from_pretrained(folder)
+    engine = VisionLanguageEngine.from_pretrained(folder)
     tokens = len(engine.processor.tokenizer)
     found = answer_accuracy(engine, pictures=check, pairs=check)
     size = (folder / "model.safetensors").stat().st_size / 1e6

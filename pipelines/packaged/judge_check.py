@@ -13,17 +13,16 @@ from visalign.data.shapes.prompts import CATEGORIES, Record
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import Scene, sample_scene
 from visalign.data.shapes.verifier import verify_scene
-from visalign.rewards.questions.reward_dance import RewardDance
-from visalign.rewards.questions.reward_dance_pairs import RewardDancePairs
+from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
 from visalign.rewards.questions.visual_quality_r1 import VisualQuality
-from visalign.rewards.vlm.engine import VisionLanguageJudge
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 
 CHECK_SEED = 77
 _NEAR_TRIES = 50
 
 
 def answer_accuracy(
-    engine: VisionLanguageJudge, *, pictures: int = 300, pairs: int = 300, seed: int = CHECK_SEED
+    engine: VisionLanguageEngine, *, pictures: int = 300, pairs: int = 300, seed: int = CHECK_SEED
 ) -> dict[str, float]:
     """Held-out accuracy of yes/no by category, of pairs with a clear truth; error and order of ratings.
 

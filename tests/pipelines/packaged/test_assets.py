@@ -130,10 +130,10 @@ def stated(text: str, pattern: str) -> float:
 
 def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
     from visalign.pipelines.packaged.judge_check import answer_accuracy
-    from visalign.rewards.vlm.engine import VisionLanguageJudge
+    from visalign.rewards.vlm.engine import VisionLanguageEngine
 
     text = card("shapes-vlm")
-    engine = VisionLanguageJudge.from_pretrained("shapes-vlm")
+    engine = VisionLanguageEngine.from_pretrained("shapes-vlm")
     found = answer_accuracy(engine, pictures=200, pairs=200, seed=3)
     assert abs(found["yes/no"] - stated(text, r"right answers, ([\d.]+) in all")) < 0.03
     assert abs(found["pair"] - stated(text, r"log-odds averaged:\n([\d.]+) right")) < 0.08
