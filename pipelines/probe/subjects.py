@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ Leveled = tuple[np.ndarray, dict[str, Any]]
 """[N] responses of all reference samples at one level, NaN where there is none, and the level's report."""
 
 
-class Subject:
+class Subject(ABC):
     """What both kinds share: answers about the unchanged samples, and responses in units of their spread."""
 
     kind: str
@@ -43,6 +44,7 @@ class Subject:
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
 
+    @abstractmethod
     def level(self, probe: Probe, level: Level, seed: int) -> Leveled:
         """The responses at one level of a probe.
 
@@ -51,7 +53,6 @@ class Subject:
             level: Of the probe.
             seed: Of changes that are random.
         """
-        raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
         """The reference as JSON."""

@@ -30,7 +30,14 @@ WINGS = ("rewards", "pipelines")
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
-    "visalign/training/text/trainer.py:__init__": "one run's parts, put together in order",
+    "pipelines/cli/score.py:score": "one option a line",
+    "pipelines/packaged/stage.py:train": "one loop; its settings are its arguments",
+    "pipelines/probe/job.py:probe_reward": "half of it says what its arguments are",
+    "rewards/serve/server.py:judge_server": "the routes close over one judge",
+    "visalign/core/advantages/group.py:group_advantages": "a docstring with the formula, and eleven lines",
+    "visalign/evaluation/heldout/images.py:evaluate": "half of it says what its arguments are",
+    "visalign/flow/replay.py:ratio_check": "half of it says what its arguments are",
+    "visalign/flow/rollout.py:rollout": "one loop over the steps, and what its arguments are",
 }
 """A file or `file:function` above these -> why it is one subject all the same."""
 MAX_FILES = 20

@@ -17,8 +17,13 @@ from visalign.pipelines.train_reward.config import JUDGE_TASKS, USED, TrainRewar
 from visalign.training.loop.metrics import METRICS
 from visalign.training.loop.progress import SHOWN_OF_A_JUDGE, TrainingProgress
 from visalign.training.reward.batch import RewardBatch
-from visalign.training.reward.settings import USED_BY, RewardObjectiveSettings
+from visalign.training.reward.settings import TASK_NAMES, USED_BY, RewardObjectiveSettings
 from visalign.training.reward.tasks import TASKS
+
+
+def test_the_names_of_the_tasks_are_those_that_have_a_loss() -> None:
+    assert list(TASK_NAMES) == list(TASKS)
+
 
 CHANGED: dict[str, Any] = {
     "margin": 0.3,

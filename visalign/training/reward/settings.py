@@ -9,10 +9,22 @@ from dataclasses import dataclass, fields
 from visalign.errors import UserError, suggestion
 from visalign.training.loop.optimizer import AdamWSettings, at_least, choice
 
-from .tasks import TASKS
-
 TIES = ("half", "rao_kupper", "davidson")
 PAIR_WEIGHTS = ("pair", "votes")
+
+TASK_NAMES = (
+    "bradley_terry",
+    "uncertainty",
+    "uncertainty_upstream",
+    "upstream_monte_carlo",
+    "ict",
+    "hp",
+    "yes_no",
+    "rating",
+    "rating_fidelity",
+    "checklist",
+)
+"""The keys of `visalign.training.reward.tasks.TASKS`, which has the losses."""
 
 _UNCERTAIN = ("uncertainty", "uncertainty_upstream", "upstream_monte_carlo")
 _PAIRS = ("bradley_terry", *_UNCERTAIN, "hp", "yes_no", "checklist")
@@ -75,9 +87,10 @@ class RewardObjectiveSettings:
     bound."""
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
+        if self.task not in TASK_NAMES:
             raise UserError(
-                f"objective.task is {self.task!r}. {suggestion(self.task, TASKS)}Allowed: {', '.join(TASKS)}."
+                f"objective.task is {self.task!r}. {suggestion(self.task, TASK_NAMES)}Allowed: "
+                f"{', '.join(TASK_NAMES)}."
             )
         self._refuse_unused()
         choice("objective.ties", self.ties, TIES)

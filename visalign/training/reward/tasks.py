@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,9 +33,7 @@ from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 
 from .batch import Outputs, RewardBatch
 from .rating import rating, rating_fidelity, strayed
-
-if TYPE_CHECKING:
-    from .settings import RewardObjectiveSettings
+from .settings import RewardObjectiveSettings
 
 
 @dataclass(frozen=True, kw_only=True)
