@@ -236,6 +236,24 @@ def test_a_lower_is_better_reward_is_turned_round(tmp_path):
     )
 
 
+def test_a_reward_that_compares_within_groups_is_told_which_they_are(tmp_path):
+    """Four groups of three prompts: one prompt stands in two groups, which are not one."""
+    seen = []
+
+    class Grouped(Brightness):
+        needs_group = True
+
+        def score(self, images, prompts, metadata=None):
+            seen.append(
+                [(record["group_id"], prompt) for record, prompt in zip(metadata, prompts, strict=True)]
+            )
+            return super().score(images, prompts, metadata)
+
+    toy_trainer(tmp_path, reward=Grouped(), run={"iterations": 1}).train()
+    groups = set(seen[0])
+    assert len(groups) == 6 > len({prompt for _, prompt in groups}) and len(seen[0]) == 48
+
+
 class _Failing(Brightness):
     def __init__(self, share: float) -> None:
         self.share = share

@@ -166,7 +166,10 @@ class FlowGRPO:
         iteration, process = run.counters.iteration, self.accelerator
         batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
         sde_steps, trained = choose_steps(self.rollout, self.seed, iteration)
-        records = [self.records[i] for i in batch.prompt_index.tolist()]
+        records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
+        if getattr(self.reward, "needs_group", False):  # win rates: a prompt may stand in two groups
+            for record, group in zip(records, batch.group_id.tolist(), strict=True):
+                record["group_id"] = group
         condition, trajectory = self._sample(batch, records, sde_steps, run.clock)
         with run.clock.phase("decode"), torch.no_grad(), process.autocast():
             chunks = trajectory.latents.split(self.rollout.batch_size)

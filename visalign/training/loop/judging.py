@@ -79,6 +79,7 @@ class Reversed:
     def __init__(self, reward: Any) -> None:
         self.name, self.unit = reward.name, reward.unit
         self.range = (-reward.range[1], -reward.range[0])
+        self.needs_group = getattr(reward, "needs_group", False)
         self._reward = reward
 
     def score(self, samples: Any, prompts: Sequence[Any], metadata: Any = None) -> Any:
