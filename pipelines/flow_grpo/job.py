@@ -90,12 +90,19 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
         output: the run's folder.
     """
     folder = json.dumps(str(result_folder(config, output)))
+    path, adapter = (json.dumps(name) for name in (config.model.path, config.model.adapter))
+    if ":" in adapter:
+        return (
+            "from visalign.adapters import load_policy\n\n"
+            f"policy = load_policy({path}, adapter={adapter})\n"
+            f"policy.load({folder})"
+        )
     if config.model.lora is None:
         return f"from diffusers import StableDiffusion3Pipeline\n\npipe = {_PIPE}({folder})"
     return (
         "from diffusers import StableDiffusion3Pipeline\n"
         "from visalign.data.assets import resolve_model\n\n"
-        f"pipe = {_PIPE}(resolve_model({json.dumps(config.model.path)}))\n"
+        f"pipe = {_PIPE}(resolve_model({path}))\n"
         f"pipe.load_lora_weights({folder})"
     )
 

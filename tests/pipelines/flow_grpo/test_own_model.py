@@ -53,6 +53,8 @@ def test_a_users_own_model_trains_from_the_command_line(folder):
     before, after = (summary[when]["rewards"]["brightness"]["mean"] for when in ("before", "after"))
     assert after > before + 0.02
     assert (folder / "run" / "lora" / "shift.txt").is_file()
+    page = (folder / "run" / "report.html").read_text()
+    assert f"adapter=&#34;{folder}/own.py:Own&#34;)" in page and "StableDiffusion3Pipeline" not in page
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,20 @@ def test_a_policy_whose_ratio_is_not_one_is_stopped_before_it_moves(tmp_path):
     assert trainer.train().stopped == "finished"
 
 
+def test_training_replays_the_time_that_the_rollout_gave(tmp_path):
+    """Times that follow from the grid and not from σ alone, so that only the recorded ones are right."""
+
+    class Timed(ToyPolicy):
+        def times(self, sigmas):
+            return torch.linspace(1, 0, len(sigmas))
+
+        def velocity(self, x, sigma, condition, time=None):
+            given = self.times(sigma) if time is None else time
+            return super().velocity(x, sigma, condition) + given.view(-1, 1, 1, 1)
+
+    assert toy_trainer(tmp_path, policy=Timed(), run={"iterations": 1}).train().stopped == "finished"
+
+
 def test_the_bound_of_the_first_ratio_grows_with_a_sum_only(tmp_path):
     """Latents of 64 numbers: 64 × 1e-5 for the sum, 1e-5 for the guard, whose log-ratio is always a mean."""
     rollout = {"log_prob_reduction": "sum"}

@@ -68,7 +68,16 @@ class ReplayModule(nn.Module):
 
 def replay_pairs(policy: DiffusionPolicy, condition: Condition, pairs: Pairs, kernel: Kernel) -> Any:
     """`replay` of pairs as a trajectory gives them."""
-    return replay(policy, condition, pairs.x, pairs.x_next, pairs.sigma, pairs.sigma_next, kernel=kernel)
+    return replay(
+        policy,
+        condition,
+        pairs.x,
+        pairs.x_next,
+        pairs.sigma,
+        pairs.sigma_next,
+        kernel=kernel,
+        time=pairs.time,
+    )
 
 
 @dataclass(kw_only=True)
