@@ -305,16 +305,10 @@ def judge_server(
         packed = await _unless_gone(request, _judged(batcher, asked))
         return Response(packed, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
 
-    async def score(request: Request) -> Response:
-        return await answer(request, is_pair=False)
-
-    async def compare(request: Request) -> Response:
-        return await answer(request, is_pair=True)
-
     routes = [
         Route("/health", health),
-        Route("/v1/score", score, methods=["POST"]),
-        Route("/v1/compare", compare, methods=["POST"]),
+        Route("/v1/score", partial(answer, is_pair=False), methods=["POST"]),
+        Route("/v1/compare", partial(answer, is_pair=True), methods=["POST"]),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _refusal})
     app.state.batcher, app.state.stop = batcher, batcher.stop
