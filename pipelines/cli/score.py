@@ -74,8 +74,7 @@ def score(
 
         from .show import show_scores
 
-        started = time.perf_counter()
-        table = image_rows(images, prompt)
+        started, table = time.perf_counter(), image_rows(images, prompt)
         rewards = with_cache(load_each(reward, options or [], load_reward), cache)
         part = None if kept is None else part_of(kept)
         with scoring(part, rewards, len(table), resume=resume) as keeping:

@@ -88,10 +88,7 @@ def probe_reward(
         raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
     started = time.perf_counter()
     tried = probes_for(judge) if probes is None else probes
-    if isinstance(judge, PointwiseReward):
-        subject = Scorer(judge, reference, batch_size)
-    else:
-        subject = Comparer(judge, reference, batch_size)
+    subject = _subject(judge, reference, batch_size)
     reports = []
     for place, probe in enumerate(tried):
         if on_probe is not None:
@@ -119,6 +116,14 @@ def probe_reward(
         "probes": reports,
         "seconds": round(time.perf_counter() - started, 3),
     }
+
+
+def _subject(
+    judge: PointwiseReward | PairwiseReward, reference: Reference, batch_size: int
+) -> Scorer | Comparer:
+    if isinstance(judge, PointwiseReward):
+        return Scorer(judge, reference, batch_size)
+    return Comparer(judge, reference, batch_size)
 
 
 def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *, seed: int = 0) -> Path:

@@ -137,7 +137,7 @@ class Scorer(Subject):
         self.judged = [row for row in rows if np.isfinite(self.value[row])]
 
     def level(self, probe: Probe, level: Level, seed: int) -> Leveled:
-        """See `Subject`."""
+        """The responses at one level of a probe; `seed` is that of changes that are random."""
         if probe.name == "neighbours":
             found = self.questions.neighbours(self.judged, self._one, level)
         elif probe.name == "form":
@@ -255,7 +255,7 @@ class Comparer(Subject):
         self.rows = sorted(self.judged + alone)
 
     def level(self, probe: Probe, level: Level, seed: int) -> Leveled:
-        """See `Subject`."""
+        """The responses at one level of a probe; `seed` is that of changes that are random."""
         ask = self.questions
         match probe.name:
             case "identical":

@@ -49,8 +49,7 @@ def evaluate(
         seeds: Pictures per prompt, one per seed.
         sigmas: [T + 1] time grid from 1 to 0.
         batch_size: Samples denoised, decoded and scored at once.
-        correctness: The reward that says correct or wrong: its part `correct` where it has one, else its best
-            possible value; None where no reward does.
+        correctness: The reward that says correct or wrong: by its part `correct`, else by its best value.
         max_images: Pictures kept, evenly spaced over the samples.
         image_side: Kept pictures whose longer side is larger are reduced to it.
         progress: Called with (samples done, samples in all) after each batch.
@@ -64,37 +63,44 @@ def evaluate(
     """
     _check(rewards, records, seeds, batch_size, correctness)
     _check_pictures(max_images, image_side)
-    prompts = [str(record["prompt"]) for record in records for _ in seeds]
     metadata = [record for record in records for _ in seeds]
-    noise_seeds = [sample_seed("heldout", str(record["prompt"]), int(s)) for record in records for s in seeds]
-    total = len(prompts)
-    tally, kept = Tally(correctness=correctness, samples="images"), _evenly(total, max_images)
-    pictures: list[NDArray[np.uint8]] = []
+    prompts = [str(record["prompt"]) for record in metadata]
+    drawn = np.tile(np.array(seeds, dtype=np.int64), len(records))
+    kept, pictures = _evenly(len(prompts), max_images), []
+    tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
         condition = policy.encode(prompts)
-        for start in range(0, total, batch_size):
-            rows = slice(start, min(start + batch_size, total))
-            part = condition.select(torch.arange(rows.start, rows.stop))
-            images = _pictures(policy, part, noise_seeds[rows], sigmas)
+        for start in range(0, len(prompts), batch_size):
+            rows = slice(start, min(start + batch_size, len(prompts)))
+            images = _pictures(policy, condition, rows, prompts, drawn, sigmas)
             own = kept[(kept >= rows.start) & (kept < rows.stop)] - start
             pictures.extend(_as_bytes(images[own], image_side))
             for name, reward in rewards.items():
                 tally.add(name, reward, reward.score(images, prompts[rows], metadata[rows]), len(images))
             if progress is not None:
-                progress(rows.stop, total)
+                progress(rows.stop, len(prompts))
     return HeldoutResult(
         prompts=tuple(prompts),
         tags=tuple(str(record.get("tag", "untagged")) for record in metadata),
-        seeds=np.tile(np.array(seeds, dtype=np.int64), len(records)),
+        seeds=drawn,
         images=np.stack(pictures),
         image_index=kept,
-        **tally.fields(rewards, total),
+        **tally.fields(rewards, len(prompts)),
     )
 
 
-def _pictures(policy: DiffusionPolicy, condition: Any, noise_seeds: Sequence[int], sigmas: Tensor) -> Tensor:
-    """[B, 3, H, W] float32 in [0, 1] on the CPU."""
-    latents = rollout(policy, condition, sigmas=sigmas, seeds=noise_seeds).latents
+def _pictures(
+    policy: DiffusionPolicy,
+    condition: Any,
+    rows: slice,
+    prompts: Sequence[str],
+    drawn: NDArray[np.int64],
+    sigmas: Tensor,
+) -> Tensor:
+    """[B, 3, H, W] float32 in [0, 1] on the CPU, of some rows."""
+    part = condition.select(torch.arange(rows.start, rows.stop))
+    seeds = [sample_seed("heldout", prompts[row], int(drawn[row])) for row in range(rows.start, rows.stop)]
+    latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
     return policy.decode(latents).detach().to("cpu", torch.float32)
 
 
