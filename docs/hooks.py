@@ -257,7 +257,7 @@ def expected(*names: str) -> str:
     rows = [(name, _change(name)) for name in names]
     low = min(min(change["before"], change["after"], *change["spread"]) for _, change in rows)
     high = max(max(change["before"], change["after"], *change["spread"]) for _, change in rows)
-    left, right, step = 200, 560, 34
+    left, right, step = 235, 545, 26
     pad = 0.06 * (high - low)
 
     def x(value: float) -> float:
@@ -265,9 +265,9 @@ def expected(*names: str) -> str:
 
     body = []
     for index, (name, change) in enumerate(rows):
-        y = 24 + index * step
+        y = 16 + index * step
         before, after = x(change["before"]), x(change["after"])
-        body.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html.escape(name)}</text>')
+        body.append(f'<text x="{left - 50}" y="{y + 4}" text-anchor="end">{html.escape(name)}</text>')
         body.append(f'<line class="move" x1="{before}" x2="{after}" y1="{y}" y2="{y}"/>')
         if change["kind"] == "interval":
             a, b = (x(value) for value in change["spread"])
@@ -276,9 +276,10 @@ def expected(*names: str) -> str:
             body += [f'<circle class="seed" cx="{x(v)}" cy="{y}" r="3.2"/>' for v in change["spread"]]
         body.append(f'<circle class="before" cx="{before}" cy="{y}" r="4.5"/>')
         body.append(f'<line class="after" x1="{after}" x2="{after}" y1="{y - 9}" y2="{y + 9}"/>')
-        body.append(f'<text x="{before}" y="{y - 9}" text-anchor="middle">{change["before"]:g}</text>')
-        body.append(f'<text x="{after}" y="{y - 12}" text-anchor="middle">{change["after"]:g}</text>')
-    size = f'viewBox="0 0 600 {20 + step * len(rows)}"'
+        end = max(after, *(x(value) for value in change["spread"])) + 9
+        body.append(f'<text x="{before - 9}" y="{y + 4}" text-anchor="end">{change["before"]:g}</text>')
+        body.append(f'<text x="{end}" y="{y + 4}">{change["after"]:g}</text>')
+    size = f'viewBox="0 0 600 {6 + step * len(rows)}"'
     caption = (
         f"{rows[0][1]['measure'].strip().capitalize()}: ring before, bar after; dots are seeds, a thick line "
         "a 95 % interval of one run, where the configuration's header states them."
@@ -434,6 +435,8 @@ def api(name: str) -> str:
     rooms: dict[str, list[str]] = {}
     elsewhere = []
     for attribute in module.__all__:
+        if attribute == "ROOMS":
+            continue
         home = homes[attribute]
         if not home.startswith(f"{name}."):
             elsewhere.append(code(f"{home}.{attribute}"))
