@@ -30,9 +30,7 @@ WINGS = ("rewards", "pipelines")
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
-    "pipelines/cli/score.py:score": "one option a line",
     "pipelines/packaged/stage.py:train": "one loop; its settings are its arguments",
-    "pipelines/probe/job.py:probe_reward": "half of it says what its arguments are",
     "rewards/serve/server.py:judge_server": "the routes close over one judge",
     "visalign/core/advantages/group.py:group_advantages": "one formula, and what its arguments are",
     "visalign/evaluation/heldout/images.py:evaluate": "half of it says what its arguments are",
