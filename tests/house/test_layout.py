@@ -194,7 +194,6 @@ def test_heavy_libraries_stay_at_the_leaves() -> None:
 
 BY_NAME = {
     "jsonschema": "rewards/text/format.py imports it by name, with its part `referencing`",
-    "matplotlib": "plots of the pages",
     "wandb": "accelerate imports it for run.trackers=[wandb]",
 }
 """Dependencies that no import statement of the product names, and who needs them."""
