@@ -444,6 +444,8 @@ def api(name: str) -> str:
         room = "First" if others else home.removeprefix(f"{name}.").split(".")[0]
         rooms.setdefault(room, []).append(f"{home}.{attribute}")
     parts = [inspect.getdoc(module) or ""]
+    if others:
+        parts.append(f"What one meets first comes first; the rest by room, as in `{name}.ROOMS`.")
     if elsewhere:
         parts.append(f"Offered here, at home elsewhere: {', '.join(elsewhere)}.")
     for place, names in others.items():
