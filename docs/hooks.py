@@ -518,6 +518,13 @@ def include(path: str, start: str = "", end: str = "") -> str:
     return text.partition("\n")[2].strip() if text.startswith("# ") else text.strip()
 
 
+def python(path: str) -> str:
+    """The first Python block of a file of the repository."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    start = text.index("```python\n")
+    return text[start : text.index("\n```", start)] + "\n```"
+
+
 MACROS: dict[str, Callable[..., str]] = {
     "algorithms": algorithms,
     "api": api,
@@ -529,6 +536,7 @@ MACROS: dict[str, Callable[..., str]] = {
     "include": include,
     "judges": judges,
     "metrics": metrics,
+    "python": python,
     "refusals": refusals,
     "settings": settings,
     "text_rewards": text_rewards,

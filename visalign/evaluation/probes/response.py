@@ -153,7 +153,7 @@ def circle_chance(ties: float) -> float:
 
 
 def goes_in_circles(first: Array, second: Array, third: Array) -> NDArray[np.bool_]:
-    """Whether log-odds [N] of a over b, b over c and c over a run in a circle; one of them may be 0, a tie."""
+    """Whether log-odds [N] of a over b, b over c, c over a run in a circle; one of them may be 0, a tie."""
     signs = np.sign(np.stack([first, second, third]))
     return (np.abs(signs.sum(0)) >= 2) & ((signs >= 0).all(0) | (signs <= 0).all(0))
 
