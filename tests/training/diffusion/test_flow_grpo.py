@@ -92,6 +92,21 @@ def test_accumulation_equals_one_big_batch(tmp_path, objective):
         torch.testing.assert_close(_gradient(tmp_path, micro_batch, objective), whole, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("objective", [{"changes": {"kl": 0.1}}, GSPO], ids=["published", "gspo"])
+def test_a_process_without_a_sample_sends_one_pair_and_moves_nothing(tmp_path, objective):
+    """Never more than a micro-batch holds: with one pair at a time, all steps of a sample may not fit."""
+    policy = ToyPolicy()
+    trainer = toy_trainer(tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": 1})
+    experience = trainer.algorithm.collect(trainer.context).experience
+    experience.first = len(experience.trajectories.weight)  # all samples are another process's
+    for step in trainer.algorithm.prepare(experience, trainer.context):
+        before = policy.count.forward_backward
+        sums = trainer.algorithm.backward(experience, step, trainer.context)
+        assert policy.count.forward_backward - before == 1
+        assert sums["decisions"] == sums["loss/policy"] == sums["loss/kl"] == 0
+    assert not _gradients(policy).any()
+
+
 class _Constant(Brightness):
     """No signal in the groups of "dark"."""
 

@@ -330,15 +330,15 @@ class FlowGRPO:
     def _micro_batches(
         self, experience: Experience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
-        """Rows and the policy's numbers for them; a process without any gets an absent one, as DDP must
+        """Rows and the policy's numbers for them; a process without any gets an absent decision, as DDP must
         meet."""
         steps = len(experience.trained)
         own = step.own(experience.first, len(experience.trajectory))
         if not len(own):
-            nothing = replace(
-                step.prepared.rows(slice(0, 1)), weight=torch.zeros_like(step.prepared.weight[:1])
-            )
-            yield nothing.to(self.policy.device), self._output(experience, torch.zeros(1, dtype=torch.int64))
+            first = torch.zeros(1, dtype=torch.int64)
+            one = flat_rows(step.prepared, first, first)
+            nothing = replace(one, weight=torch.zeros_like(one.weight))
+            yield nothing.to(self.policy.device), self._output(experience, first, first)
             return
         if couples_decisions(self.objective):
             whole = own.split(max(1, size // steps))
