@@ -82,6 +82,32 @@ def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, name
     assert ON_STEPS, "the table that says why"
 
 
+@pytest.mark.parametrize("kind", [DiffusionObjectiveSettings, TextObjectiveSettings])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage_options": {"scale": "grop"}}, "scale must be one of group, batch, none; got 'grop'"),
+        ({"advantage_options": {"baseline": "median"}}, "baseline must be one of mean, leave_one_out"),
+        ({"advantage_clamp": -1.0}, "bound must be positive; got -1.0"),
+        ({"surrogate_options": {"eps_low": "small"}}, "eps_low of surrogate_options is small"),
+        ({"off_policy_delta": -1.0}, "delta must be ≥ 0"),
+        ({"value": 1.0}, "value=1.0 needs returns to fit"),
+        ({"advantage": "given", "advantage_options": {}}, "needs Trajectories.advantage, which is None"),
+    ],
+)
+def test_values_that_a_stage_refuses_are_refused_with_the_settings(kind: Any, changes: Any, message: str):
+    """Not after the model was loaded and an iteration's samples were made and judged."""
+    with pytest.raises(UserError, match=f"^objective: .*{message}"):
+        kind(algorithm="grpo", changes=changes)
+
+
+def test_the_reference_is_asked_where_the_advantage_is_made_of_it(tmp_path):
+    prl = {"algorithm": "grpo", "changes": {"advantage": "prl", "advantage_options": {}, "kl": 0.0}}
+    trainer = toy_trainer(tmp_path, objective=prl)
+    trainer.iterate()
+    assert trainer.counters.updates == 2
+
+
 def test_changes_of_a_row_apply_where_it_is_chosen():
     rows = {"grpo_guard": {"surrogate_options": {"eps_low": 0.001}}}
     guard = DiffusionObjectiveSettings(algorithm="grpo_guard", rows=rows, changes={"kl": 0.1})

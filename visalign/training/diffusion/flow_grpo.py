@@ -261,7 +261,7 @@ class FlowGRPO:
     def _ask_again(self, experience: Experience, micro_batch: int) -> None:
         """Add what the policy or the reference says of the steps, where the objective asks for it."""
         more: dict[str, Tensor] = {}
-        if self.objective.kl_in_reward:
+        if self.objective.kl_in_reward or self.objective.advantage == "prl":
             with self.policy.reference():
                 more["ref_log_prob"] = self._log_probs(experience, micro_batch)
         if self.objective.correction is not None:

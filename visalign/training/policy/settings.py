@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from visalign.core import Objective, named_objective
+import torch
+
+from visalign.core import Objective, PolicyOutput, Trajectories, named_objective
 from visalign.core.objective.data import Decisions
 from visalign.core.objective.decisions import check_decisions
 from visalign.errors import UserError
@@ -35,7 +37,8 @@ class ObjectiveSettings:
 
     def __post_init__(self) -> None:
         for name, value in self.build(length=1).surrogate_options.items():
-            if name.startswith("eps_") and not value > 0:  # infinity switches the limit off
+            above = isinstance(value, int | float) and value > 0  # infinity switches the limit off
+            if name.startswith("eps_") and not above:
                 raise UserError(f"objective: {name} of surrogate_options is {value}; it must be above 0.")
         at_least("objective.epochs", self.epochs, 1)
         if self.ratio_bound is not None:
@@ -81,6 +84,43 @@ class ObjectiveSettings:
                 f"(advantage {objective.advantage}), and this trainer hands over their sum. Use "
                 "Objective.prepare with Trajectories.reward [B, M] in your own loop."
             )
+        try:
+            _rehearse(objective, decisions)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"objective: {error}") from error
+
+
+def _rehearse(objective: Objective, decisions: Decisions) -> None:
+    """One update on made-up samples with all that a trainer hands over, so that a value which a stage refuses
+    is refused before a model is loaded.
+
+    Args:
+        objective: the row.
+        decisions: what T counts.
+
+    Raises:
+        ValueError, TypeError: what a stage says of its options, or of what it lacks.
+    """
+    some = torch.zeros(4, 2)
+    more: dict[str, Any] = {"loss_weight": some + 1}
+    says: dict[str, Any] = {"kl": some, "divergence": some}
+    if decisions == "tokens":
+        more = {**dict.fromkeys(("value", "entropy", "uniform"), some), "greedy_reward": some[:, 0]}
+        says = {"value": some, "entropy": some, "log_z": some[:, 0], "ptx_log_prob": some, "ptx_weight": some}
+    prepared = objective.prepare(
+        Trajectories(
+            weight=some + 1,
+            old_log_prob=some,
+            ref_log_prob=some,
+            rollout_log_prob=some,
+            group=[0, 0, 1, 1],
+            reward=torch.tensor([0.0, 1.0, 1.0, 0.0]),
+            ptx_weight=some if objective.ptx else None,
+            decisions=decisions,
+            **more,
+        )
+    )
+    objective.loss(prepared, PolicyOutput(log_prob=some, **says))
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
