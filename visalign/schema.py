@@ -21,6 +21,8 @@ Source = tuple[tuple[str, ...], str]
 """(keys that were written, where they stand); of a file () and its name."""
 
 RENAMED = {
+    "data.written": "data.demonstrations",
+    "data.written_batch": "data.demonstrations_batch",
     "optimiser": "optimizer",
     "rollout.level": "rollout.noise_level",
     "rollout.grid": "rollout.timestep_schedule",

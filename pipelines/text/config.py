@@ -86,13 +86,13 @@ class TextDataConfig:
     """Records of tasks:train."""
     heldout_per_task: int = 15
     """Records of each kind in tasks:heldout."""
-    written: str | None = None
-    """Given answers for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
-    written_batch: int = 32
-    """Given answers per update."""
+    demonstrations: str | None = None
+    """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
+    demonstrations_batch: int = 32
+    """Demonstrations per update."""
 
     def __post_init__(self) -> None:
-        for name in ("size", "heldout_per_task", "written_batch"):
+        for name in ("size", "heldout_per_task", "demonstrations_batch"):
             at_least(f"data.{name}", getattr(self, name), 1)
 
 
@@ -214,8 +214,9 @@ class TextConfig:
                 "server: another engine's log-probs differ a little from the policy's, and nothing corrects "
                 "for it. Set objective.changes={correction: {level: token, mode: truncate, high: 2.0}}."
             )
-        if objective.ptx and self.data.written is None:
+        if objective.ptx and self.data.demonstrations is None:
             raise UserError(
-                f"objective.algorithm={self.objective.algorithm} has a ptx term, and data.written is null. "
-                "Set data.written to a file of records with prompt and completion, or to tasks:train."
+                f"objective.algorithm={self.objective.algorithm} has a ptx term, and data.demonstrations is "
+                "null. Set data.demonstrations to a file of records with prompt and completion, or to "
+                "tasks:train."
             )

@@ -60,7 +60,7 @@ def _build(name: str, config: TextConfig, output: Path) -> Job:
         value_model=build_value_model(config.model, accelerator.device),
         log_partition=build_log_partition(config, policy),
         process=build_process(config, policy),
-        demonstrations=build_demonstrations(config, policy, inputs.written),
+        demonstrations=build_demonstrations(config, policy, inputs.demonstrations),
     )
     trainer = Trainer(
         algorithm,
@@ -70,8 +70,8 @@ def _build(name: str, config: TextConfig, output: Path) -> Job:
         progress=TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds),
     )
     read = {"data.train": inputs.records, "data.heldout": inputs.heldout}
-    if inputs.written is not None:
-        read["data.written"] = inputs.written
+    if inputs.demonstrations is not None:
+        read["data.demonstrations"] = inputs.demonstrations
     return text_job(
         config,
         output,

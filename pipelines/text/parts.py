@@ -41,8 +41,8 @@ class TextInputs:
     """label -> reward, those that are trained on and those that are only reported."""
     reward: Any
     """The sum that is optimized."""
-    written: Records | None
-    """Given answers for the ptx term, each with prompt and completion."""
+    demonstrations: Records | None
+    """Demonstrations for the ptx term, each with prompt and completion."""
 
 
 def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
@@ -67,16 +67,16 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     if judge is not None:
         check_text_judge(judge, rewards[judge], heldout[0])
     PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, config.seed)
-    written = None
-    if data.written is not None:
-        written = _written(data.written, data, config.seed)
+    demonstrations = None
+    if data.demonstrations is not None:
+        demonstrations = _demonstrations(data.demonstrations, data, config.seed)
     return TextInputs(
         records=records,
         heldout=heldout,
         some=evenly(heldout, config.evaluation.prompts_on_the_way),
         rewards=rewards,
         reward=_sum(config.rewards, rewards),
-        written=written,
+        demonstrations=demonstrations,
     )
 
 
@@ -98,15 +98,17 @@ def _records(source: str, field: str, data: TextDataConfig, seed: int) -> Record
     return build_records(source, field)
 
 
-def _written(source: str, data: TextDataConfig, seed: int) -> Records:
-    """Given answers; a file may hold several for a prompt."""
+def _demonstrations(source: str, data: TextDataConfig, seed: int) -> Records:
+    """Demonstrations; a file may hold several for a prompt."""
     if source.startswith("tasks:"):
-        records = _records(source, "data.written", data, seed)
-        return [with_completion(r, f"data.written: record {i}", "solution") for i, r in enumerate(records)]
+        records = _records(source, "data.demonstrations", data, seed)
+        return [
+            with_completion(r, f"data.demonstrations: record {i}", "solution") for i, r in enumerate(records)
+        ]
     try:
         return load_demonstrations(source, "completion")
     except UserError as error:
-        raise UserError(f"data.written: {error}") from error
+        raise UserError(f"data.demonstrations: {error}") from error
 
 
 def _terms(terms: Mapping[str, RewardTerm], device: str | None) -> dict[str, Any]:
@@ -205,18 +207,21 @@ def build_log_partition(config: TextConfig, policy: CausalLMPolicy) -> Any:
     return PromptLogPartition(policy, seed=config.seed)
 
 
-def build_demonstrations(config: TextConfig, policy: CausalLMPolicy, written: Sequence[Any] | None) -> Any:
-    """The stream of given answers, or None."""
-    if written is None:
+def build_demonstrations(
+    config: TextConfig, policy: CausalLMPolicy, demonstrations: Sequence[Any] | None
+) -> Any:
+    """The stream of demonstrations, or None."""
+    if demonstrations is None:
         return None
-    from visalign.adapters.causal_lm.written_answers import WrittenBatches
-    from visalign.adapters.causal_lm.written_lengths import fitting_answers
+    from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
 
     try:
-        fitting_answers(policy, written, too_long="refuse")
+        fitting_demonstrations(policy, demonstrations, too_long="refuse")
     except UserError as error:
-        raise UserError(f"data.written: {error}") from error
-    return WrittenBatches(policy, written, size=config.data.written_batch, seed=config.seed)
+        raise UserError(f"data.demonstrations: {error}") from error
+    return DemonstrationBatches(
+        policy, demonstrations, size=config.data.demonstrations_batch, seed=config.seed
+    )
 
 
 class _Process:

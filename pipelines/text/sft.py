@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning of a text policy: evaluate, learn given answers, evaluate again, save the model."""
+"""Supervised fine-tuning of a text policy: evaluate, learn demonstrations, evaluate again, save the model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def run(config: TextSFTConfig, output: Path, resume: bool = False) -> dict[str, 
 
 def _build(config: TextSFTConfig, output: Path) -> Job:
     """Everything a run needs; reads, writes nothing."""
-    from visalign.adapters.causal_lm.written_answers import WrittenBatches
-    from visalign.adapters.causal_lm.written_lengths import fitting_answers
+    from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
     from visalign.training import SFT, Trainer
     from visalign.training.loop.progress import TrainingProgress
 
@@ -34,12 +33,12 @@ def _build(config: TextSFTConfig, output: Path) -> Job:
     inputs = prepare_sft(config, str(accelerator.device))
     policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
     try:
-        fitting = fitting_answers(policy, inputs.answers, too_long=config.data.too_long)
+        fitting = fitting_demonstrations(policy, inputs.demonstrations, too_long=config.data.too_long)
     except UserError as error:
         raise UserError(f"data.train: {error}") from error
     generation, judge = config.generation, config.evaluation.correctness
     measure = evaluator(policy, inputs.rewards, generation.sampling, generation.stopping(), judge)
-    batches = WrittenBatches(policy, fitting, size=config.data.batch, seed=config.seed)
+    batches = DemonstrationBatches(policy, fitting, size=config.data.batch, seed=config.seed)
     trainer = Trainer(
         SFT(policy, batches, accelerator=accelerator),
         optimizer=config.optimizer,
@@ -55,10 +54,10 @@ def _build(config: TextSFTConfig, output: Path) -> Job:
         trainer=trainer,
         measure=measure,
         heldout=inputs.heldout,
-        read={"data.train": inputs.answers, "data.heldout": inputs.heldout},
+        read={"data.train": inputs.demonstrations, "data.heldout": inputs.heldout},
         said=lambda counters: {
-            "answers": len(fitting),
-            "answers_left_out": len(inputs.answers) - len(fitting),
+            "demonstrations": len(fitting),
+            "demonstrations_left_out": len(inputs.demonstrations) - len(fitting),
             "epochs": counters.samples / len(fitting),
         },
         seen=inputs.seen,
@@ -83,17 +82,17 @@ def plan(config: TextSFTConfig) -> dict[str, Any]:
     first = len(config.evaluation.seeds) + 1  # one more is greedy
     return {
         "batch": {
-            "answers": len(inputs.answers),
-            "prompts": len(prompt_keys(inputs.answers)),
+            "demonstrations": len(inputs.demonstrations),
+            "prompts": len(prompt_keys(inputs.demonstrations)),
             "heldout_prompts_trained_on": inputs.seen,
-            "answers_per_update": config.data.batch,
+            "demonstrations_per_update": config.data.batch,
             "updates": updates,
-            "epochs": updates * config.data.batch / len(inputs.answers),
+            "epochs": updates * config.data.batch / len(inputs.demonstrations),
             "iterations": length,
         },
         "evaluation": {
             "heldout_prompts": len(inputs.heldout),
             "evaluations_on_the_way": visits,
-            "answers": 2 * len(inputs.heldout) * first + 2 * visits * len(inputs.some),
+            "completions": 2 * len(inputs.heldout) * first + 2 * visits * len(inputs.some),
         },
     }

@@ -16,18 +16,18 @@ TOO_LONG = ("refuse", "drop")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswersDataConfig:
-    """The given answers, and the prompts of the evaluation."""
+class DemonstrationsDataConfig:
+    """The demonstrations, and the prompts of the evaluation."""
 
     train: str = "tasks:train"
-    """tasks:train, or a .jsonl file of records with "prompt" and an answer, such as the dataset.jsonl of the
-    job text_sample; a prompt may have several."""
+    """tasks:train, or a .jsonl file of records with "prompt" and a completion, such as the dataset.jsonl of
+    the job text_sample; a prompt may have several."""
     field: str | None = None
-    """Where the answer stands in a record; null: completion, or solution where there is none."""
+    """Where the completion stands in a record; null: completion, or solution where there is none."""
     too_long: str = "refuse"
     """A record that is longer than the model's context is an error (refuse), or left out (drop)."""
     batch: int = 32
-    """Answers per update; each epoch reads every record once, in a new order."""
+    """Demonstrations per update; each epoch reads every record once, in a new order."""
     heldout: str = "tasks:heldout"
     """tasks:heldout, or a .jsonl file of prompts with what the rewards read."""
     tasks: list[str] | None = None
@@ -48,27 +48,27 @@ class AnswersDataConfig:
                 f"{', '.join(TOO_LONG)}."
             )
         if self.field is not None and not self.field:
-            raise UserError("data.field is empty; name the field of the answers, or null.")
+            raise UserError("data.field is empty; name the field of the completions, or null.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How the held-out answers are made."""
+    """How the held-out completions are made."""
 
     temperature: float = 1.0
-    """τ of the sampled answers; the greedy ones need none."""
+    """τ of the sampled completions; the greedy ones need none."""
     top_p: float = 1.0
     """Nucleus; 1: all."""
     max_new_tokens: int = 256
-    """Tokens of an answer at most, its end token included."""
+    """Tokens of a completion at most, its end token included."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end an answer."""
+    """Texts that end a completion."""
 
     def __post_init__(self) -> None:
         if self.sampling.greedy:
             raise UserError(
-                "generation.temperature is 0; greedy answers are measured besides the sampled ones. Give a "
-                "temperature above 0, for example 1."
+                "generation.temperature is 0; greedy completions are measured besides the sampled ones. Give "
+                "a temperature above 0, for example 1."
             )
         self.stopping()
 
@@ -78,28 +78,28 @@ class GenerationConfig:
         return Sampling(temperature=self.temperature, top_p=self.top_p)
 
     def stopping(self) -> Stop:
-        """What ends an answer."""
+        """What ends a completion."""
         return Stop(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSFTConfig:
-    """Learn given answers: a cold start, or one round of rejection sampling."""
+    """Learn demonstrations: a cold start, or one round of rejection sampling."""
 
     seed: int = 0
-    """Of the run: order of the answers, new weights of adapters."""
+    """Of the run: order of the demonstrations, new weights of adapters."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
     """The language model."""
-    data: AnswersDataConfig = field(default_factory=AnswersDataConfig)
-    """The answers."""
+    data: DemonstrationsDataConfig = field(default_factory=DemonstrationsDataConfig)
+    """The demonstrations."""
     optimizer: OptimizerSettings = field(
         default_factory=lambda: OptimizerSettings(
             lr=1e-4, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
         )
     )
-    """How the weights move; micro_batch counts answers, ema_decay 0 leaves averaging out."""
+    """How the weights move; micro_batch counts demonstrations, ema_decay 0 leaves averaging out."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How the held-out answers are made."""
+    """How the held-out completions are made."""
     evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
     """What is measured before, on the way, and after."""
     run: RunConfig = field(default_factory=RunConfig)
@@ -115,7 +115,7 @@ class TextSFTConfig:
         judged, judge = self.evaluation.rewards, self.evaluation.correctness
         if not judged:
             raise UserError(
-                "evaluation.rewards is empty; name at least one reward that judges the held-out answers, "
+                "evaluation.rewards is empty; name at least one reward that judges the held-out completions, "
                 "e.g. {exact_answer: {}}."
             )
         if judge is not None and judge not in judged:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What supervised fine-tuning needs besides its model: answers, held-out prompts and rewards."""
+"""What supervised fine-tuning needs besides its model: demonstrations, held-out prompts and rewards."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ONE_PROMPT = TextRolloutSettings(prompts_per_iteration=1)
 
 @dataclass(frozen=True, kw_only=True)
 class SFTInputs:
-    """Answers, held-out records and rewards of a job."""
+    """Demonstrations, held-out records and rewards of a job."""
 
-    answers: Records
+    demonstrations: Records
     """Each with prompt and completion."""
     heldout: Records
     some: Records
@@ -53,18 +53,18 @@ def prepare_sft(config: TextSFTConfig, device: str | None = None) -> SFTInputs:
     found = _text_inputs(config, train=data.train if packaged else "tasks:train", device=device)
     if packaged:
         named = enumerate(found.records)
-        answers = [with_completion(r, f"data.train: record {i}", data.field) for i, r in named]
+        demonstrations = [with_completion(r, f"data.train: record {i}", data.field) for i, r in named]
     else:
         try:
-            answers = load_demonstrations(data.train, data.field)
+            demonstrations = load_demonstrations(data.train, data.field)
         except UserError as error:
             raise UserError(f"data.train: {error}") from error
     return SFTInputs(
-        answers=answers,
+        demonstrations=demonstrations,
         heldout=found.heldout,
         some=found.some,
         rewards=found.rewards,
-        seen=len(prompt_keys(answers) & prompt_keys(found.heldout)),
+        seen=len(prompt_keys(demonstrations) & prompt_keys(found.heldout)),
     )
 
 

@@ -16,7 +16,7 @@ from visalign.interfaces import Scores
 
 
 class Early:
-    """Share of letters up to m; an answer with a z cannot be judged."""
+    """Share of letters up to m; a completion with a z cannot be judged."""
 
     name, unit, range, higher_is_better = "early", "share", (0.0, 1.0), True
 
@@ -33,10 +33,10 @@ class Early:
 
 
 def text_inputs(folder: Path) -> Path:
-    """A folder with `model`, `prompts.jsonl`, `answers.jsonl` and `early.py`."""
+    """A folder with `model`, `prompts.jsonl`, `demonstrations.jsonl` and `early.py`."""
     save_tiny_language_model(folder / "model", max_position_embeddings=48)
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(record) for record in QUESTIONS))
-    answers = [{"prompt": record["prompt"], "completion": record["answer"]} for record in QUESTIONS]
-    (folder / "answers.jsonl").write_text("\n".join(json.dumps(record) for record in answers))
+    demonstrations = [{"prompt": record["prompt"], "completion": record["answer"]} for record in QUESTIONS]
+    (folder / "demonstrations.jsonl").write_text("\n".join(json.dumps(record) for record in demonstrations))
     (folder / "early.py").write_text(REWARD)
     return folder

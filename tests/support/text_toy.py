@@ -12,10 +12,10 @@ import torch
 from accelerate import Accelerator
 
 from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches
 from visalign.adapters.causal_lm.log_partition import PromptLogPartition
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
-from visalign.adapters.causal_lm.written_answers import WrittenBatches
 from visalign.interfaces import Metadata, Scores
 from visalign.training import (
     DynamicSettings,
@@ -28,7 +28,7 @@ from visalign.training import (
 )
 
 RECORDS = [{"prompt": prompt, "tag": prompt[0]} for prompt in ("b c", "d e f", "g", "h i", "k l m", "n")]
-WRITTEN = [{"prompt": prompt, "completion": "zz"} for prompt in ("b c", "g", "n")]
+DEMONSTRATIONS = [{"prompt": prompt, "completion": "zz"} for prompt in ("b c", "g", "n")]
 
 ROLLOUT = {"prompts_per_iteration": 4, "group_size": 6, "max_new_tokens": 5}
 OPTIMIZER = {
@@ -102,7 +102,7 @@ def toy_text_trainer(
     if built.surrogate == "flow_balance":
         arguments.setdefault("log_partition", PromptLogPartition(policy))
     if built.ptx:
-        arguments.setdefault("demonstrations", WrittenBatches(policy, WRITTEN, size=2, seed=0))
+        arguments.setdefault("demonstrations", DemonstrationBatches(policy, DEMONSTRATIONS, size=2, seed=0))
     trained = TextRL(
         policy,
         reward or Letters(),

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from visalign.adapters.causal_lm.chat import PromptEncoder
+    from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, demonstration_rollout
     from visalign.adapters.causal_lm.log_partition import PromptLogPartition
     from visalign.adapters.causal_lm.lora import text_lora
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
     from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
-    from visalign.adapters.causal_lm.written_answers import WrittenBatches, written_rollout
     from visalign.adapters.sd3.joint_attention import (
         append_null_token,
         collapse_null_tokens,
@@ -36,6 +36,7 @@ __all__ = [
     "ADAPTERS",
     "AdapterError",
     "CausalLMPolicy",
+    "DemonstrationBatches",
     "LoraSettings",
     "PromptEncoder",
     "PromptLogPartition",
@@ -46,16 +47,15 @@ __all__ = [
     "ServerGenerator",
     "ValueHead",
     "ValueModel",
-    "WrittenBatches",
     "append_null_token",
     "check_adapter",
     "collapse_null_tokens",
+    "demonstration_rollout",
     "find_adapter",
     "load_policy",
     "rescored",
     "text_lora",
     "use_weighted_attention",
-    "written_rollout",
 ]
 
 _HOME = {
@@ -72,7 +72,7 @@ _HOME = {
     "ServerGenerator": "server.generator",
     "ValueHead": "causal_lm.value_head",
     "ValueModel": "causal_lm.value_head",
-    "WrittenBatches": "causal_lm.written_answers",
+    "DemonstrationBatches": "causal_lm.demonstrations",
     "append_null_token": "sd3.joint_attention",
     "check_adapter": "check",
     "collapse_null_tokens": "sd3.joint_attention",
@@ -81,7 +81,7 @@ _HOME = {
     "rescored": "server.rollout",
     "text_lora": "causal_lm.lora",
     "use_weighted_attention": "sd3.joint_attention",
-    "written_rollout": "causal_lm.written_answers",
+    "demonstration_rollout": "causal_lm.demonstrations",
 }
 
 

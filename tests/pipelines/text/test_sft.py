@@ -40,7 +40,7 @@ def inputs(tmp_path_factory) -> Path:
 def _config(inputs: Path, *overrides: str) -> TextSFTConfig:
     files = (
         f"model.path={inputs}/model",
-        f"data.train={inputs}/answers.jsonl",
+        f"data.train={inputs}/demonstrations.jsonl",
         f"data.heldout={inputs}/prompts.jsonl",
     )
     return load_config(TextSFTConfig, None, [*BASE, *files, *overrides])
@@ -71,7 +71,7 @@ def test_a_run_leaves_everything(finished, inputs):
         *("before.npz", "after.npz", "report.html"),
     }
     assert summary == json.loads((output / "summary.json").read_text())
-    assert summary["answers"] == 8 and summary["answers_left_out"] == 0
+    assert summary["demonstrations"] == 8 and summary["demonstrations_left_out"] == 0
     assert summary["heldout_prompts_trained_on"] == 8
     assert summary["updates"] == 32 and summary["epochs"] == 32 and summary["samples"] == 256
     assert load_config(TextSFTConfig, output / "config.yaml") == _config(inputs)
@@ -114,7 +114,7 @@ def test_a_dataset_of_text_sample_is_what_it_learns_from(inputs, tmp_path):
     assert made["records"] == 2 * made["prompts_covered"] >= 14
     data = f"data.train={tmp_path}/samples/dataset.jsonl"
     summary = run(_config(inputs, data, "evaluation.every=0"), tmp_path / "student")
-    assert summary["answers"] == made["records"]
+    assert summary["demonstrations"] == made["records"]
     assert summary["before"]["accuracy"] < 0.2 and summary["after"]["accuracy"] > 0.8
 
 
@@ -127,15 +127,15 @@ def test_the_packaged_tasks_are_learnt_from_their_solutions(inputs):
         )
     )
     assert found["batch"] == {
-        "answers": 38,
+        "demonstrations": 38,
         "prompts": 38,
         "heldout_prompts_trained_on": 0,
-        "answers_per_update": 19,
+        "demonstrations_per_update": 19,
         "updates": 4,
         "epochs": 2.0,
         "iterations": 4,
     }
-    assert found["evaluation"] == {"heldout_prompts": 19, "evaluations_on_the_way": 2, "answers": 266}
+    assert found["evaluation"] == {"heldout_prompts": 19, "evaluations_on_the_way": 2, "completions": 266}
     with pytest.raises(UserError, match=r"data\.train: record 0 has no text in the field 'problem'"):
         plan(load_config(TextSFTConfig, None, ["data={size: 1, field: problem}"]))
 
@@ -159,7 +159,7 @@ LONG = {"prompt": "a", "completion": "b" * 60}
         ),
     ],
 )
-def test_answers_that_cannot_be_used_are_refused_before_anything_is_written(
+def test_demonstrations_that_cannot_be_used_are_refused_before_anything_is_written(
     records, message, inputs, tmp_path
 ):
     with pytest.raises(UserError, match=message):
@@ -171,7 +171,7 @@ def test_records_that_are_too_long_can_be_left_out(inputs, tmp_path):
     data = _file(tmp_path, {"prompt": "a", "completion": "b"}, LONG)
     few = ("data.too_long=drop", "run.iterations=1", "evaluation.every=0")
     summary = run(_config(inputs, data, *few), tmp_path / "out")
-    assert summary["answers"] == 1 and summary["answers_left_out"] == 1
+    assert summary["demonstrations"] == 1 and summary["demonstrations_left_out"] == 1
 
 
 def test_other_inputs_are_refused(finished, inputs, tmp_path):
@@ -188,8 +188,8 @@ def test_other_inputs_are_refused(finished, inputs, tmp_path):
         run(_config(inputs), finished[0])
 
 
-def test_resume_notices_other_answers_under_the_same_name(finished, inputs):
-    file = inputs / "answers.jsonl"
+def test_resume_notices_other_demonstrations_under_the_same_name(finished, inputs):
+    file = inputs / "demonstrations.jsonl"
     text = file.read_text()
     try:
         file.write_text(text.replace('"completion": "a"', '"completion": "b"'))
@@ -208,7 +208,7 @@ def test_resume_notices_other_answers_under_the_same_name(finished, inputs):
         ("data.batch=0", "data.batch is 0"),
         ("data.too_long=cut", "data.too_long is 'cut'"),
         ("data.field=''", "data.field is empty"),
-        ("generation.temperature=0", "generation.temperature is 0; greedy answers are measured besides"),
+        ("generation.temperature=0", "generation.temperature is 0; greedy completions are measured besides"),
         ("generation.max_new_tokens=0", "max_new_tokens is 0"),
         ("evaluation.rewards={}", "evaluation.rewards is empty"),
         ("evaluation.correctness=exact", "Did you mean 'exact_answer'"),

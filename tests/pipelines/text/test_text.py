@@ -155,8 +155,8 @@ def test_ppo_with_lora_and_ptx_writes_an_adapter(tmp_path):
             *SMALL,
             "objective.algorithm=ppo_ptx",
             "objective.changes={ptx: 0.1}",
-            "data.written=tasks:train",
-            "data.written_batch=4",
+            "data.demonstrations=tasks:train",
+            "data.demonstrations_batch=4",
             "model.value=shared",
             "model.lora={rank: 4, alpha: 8}",
         ],
@@ -223,7 +223,7 @@ def test_packaged_configurations_are_whole(name):
         ("evaluation.seeds=[1, 1]", "give different numbers"),
         ("rewards.terms={task_anwser: {}}", "task_answer"),
         ("server={base_url: 'http://x/v1', model: m}", "whole models cannot be handed over"),
-        ("objective.changes={ptx: 0.1}", r"has a ptx term, and data\.written is null"),
+        ("objective.changes={ptx: 0.1}", r"has a ptx term, and data\.demonstrations is null"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(override, message):

@@ -16,10 +16,14 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
+from visalign.adapters.causal_lm.demonstrations import (
+    DemonstrationBatches,
+    demonstration_lengths,
+    demonstration_rollout,
+    fitting_demonstrations,
+)
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.adapters.causal_lm.written_answers import WrittenBatches, written_rollout
-from visalign.adapters.causal_lm.written_lengths import fitting_answers, written_lengths
 from visalign.errors import UserError
 from visalign.text import Sampling, Stop, TextRollout
 from visalign.training.loop import checkpoint
@@ -29,8 +33,8 @@ from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.text.sft import SFT, backward_nll
 
 RECORDS = [
-    {"prompt": prompt, "completion": answer}
-    for prompt, answer in (("ab", "a"), ("cd", "cc c"), ("e", "a long answer"), ("fg", "f!"), ("h", "hi hi"))
+    {"prompt": prompt, "completion": text}
+    for prompt, text in (("ab", "a"), ("cd", "cc c"), ("e", "a long answer"), ("fg", "f!"), ("h", "hi hi"))
 ]
 PACE = {"lr": 1e-2, "weight_decay": 0.0, "micro_batch": 2, "ema_decay": 0.5, "ema_every": 1}
 
@@ -50,7 +54,7 @@ def _trainer(
     policy = policy or _policy()
     pace = OptimizerSettings(**{**PACE, "updates_per_iteration": 2, **more.pop("optimizer", {})})
     keeping = {"folder": folder, "iterations": iterations, "config": {"seed": 0}, "checkpoint_every": 2}
-    batches = batches or WrittenBatches(policy, RECORDS, size=3, seed=5)
+    batches = batches or DemonstrationBatches(policy, RECORDS, size=3, seed=5)
     return Trainer(
         SFT(policy, batches, accelerator=Accelerator(cpu=True)),
         optimizer=pace,
@@ -64,11 +68,11 @@ def _gradient(policy: CausalLMPolicy) -> torch.Tensor:
 
 
 def _batch(policy: CausalLMPolicy) -> TextRollout:
-    return written_rollout(policy, [r["prompt"] for r in RECORDS], [r["completion"] for r in RECORDS])
+    return demonstration_rollout(policy, [r["prompt"] for r in RECORDS], [r["completion"] for r in RECORDS])
 
 
-def test_the_loss_is_the_mean_cross_entropy_of_the_answers_tokens():
-    """By transformers' own logits and torch's cross entropy, one answer at a time, prompts left out."""
+def test_the_loss_is_the_mean_cross_entropy_of_the_completions_tokens():
+    """By transformers' own logits and torch's cross entropy, one completion at a time, prompts left out."""
     policy, tokenizer = _policy(), tiny_tokenizer()
     loss = backward_nll(policy, _batch(policy), micro_batch=2)
     gradient = _gradient(policy)
@@ -89,7 +93,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers_tokens():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_micro_batches_change_nothing(size):
-    """Five answers of very different lengths: means of means would differ by far."""
+    """Five demonstrations of very different lengths: means of means would differ by far."""
     policy = _policy()
     batch = _batch(policy)
     whole = backward_nll(policy, batch, micro_batch=64)
@@ -99,7 +103,7 @@ def test_micro_batches_change_nothing(size):
     assert float((_gradient(policy) - expected).norm()) < 1e-5 * float(expected.norm())
 
 
-def test_answers_of_weight_zero_cost_nothing_and_change_nothing():
+def test_demonstrations_of_weight_zero_cost_nothing_and_change_nothing():
     policy = _policy()
     batch = _batch(policy)
     weight = batch.weight.clone()
@@ -109,7 +113,7 @@ def test_answers_of_weight_zero_cost_nothing_and_change_nothing():
     policy.model.zero_grad()
     assert loss == pytest.approx(backward_nll(policy, batch.rows(rows), micro_batch=2), rel=1e-5)
     with pytest.raises(
-        UserError, match="5 given answers has weight 0 everywhere: there is no token to learn"
+        UserError, match="5 demonstrations has weight 0 everywhere: there is no token to learn"
     ):
         backward_nll(policy, replace(batch, weight=torch.zeros_like(weight)), micro_batch=2)
 
@@ -120,7 +124,7 @@ def _greedy(policy: CausalLMPolicy) -> list[str]:
     return list(policy.generate(prompts, seeds=0, sampling=Sampling(temperature=0.0), stop=stop).text)
 
 
-def test_a_random_model_learns_the_answers_and_where_they_end(tmp_path):
+def test_a_random_model_learns_the_demonstrations_and_where_they_end(tmp_path):
     policy = _policy()
     wanted = [r["completion"] for r in RECORDS]
     assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) == 0
@@ -210,7 +214,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
             return self.batches.batch(number)
 
     policy = _policy()
-    dies = Dies(WrittenBatches(policy, RECORDS, size=3, seed=5))
+    dies = Dies(DemonstrationBatches(policy, RECORDS, size=3, seed=5))
     with pytest.raises(MemoryError):
         _trainer(tmp_path / "cut", policy=policy, batches=dies).train()
     assert len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == 3
@@ -251,7 +255,7 @@ def test_several_processes_are_refused(tmp_path):
     with pytest.raises(UserError, match="train in one process, and 2 were started"):
         SFT(
             policy,
-            WrittenBatches(policy, RECORDS, size=3, seed=5),
+            DemonstrationBatches(policy, RECORDS, size=3, seed=5),
             accelerator=Two(),  # type: ignore[arg-type]  # all that is asked of it
         )
 
@@ -259,25 +263,25 @@ def test_several_processes_are_refused(tmp_path):
 def test_lengths_are_those_of_the_rollout_and_long_records_are_refused_or_left_out():
     policy = _policy()
     batch = _batch(policy)
-    assert written_lengths(policy, RECORDS) == [
+    assert demonstration_lengths(policy, RECORDS) == [
         int(n) for n in batch.prompt_weight.sum(1) + batch.weight.sum(1)
     ]
     fits, long = {"prompt": "ab", "completion": "c" * 61}, {"prompt": "ab", "completion": "c" * 62}
-    assert fitting_answers(policy, [fits]) == [fits]  # 2 + 61 + the end token = 64
+    assert fitting_demonstrations(policy, [fits]) == [fits]  # 2 + 61 + the end token = 64
     with pytest.raises(UserError, match=r"1 of 3 records are longer than the 64 tokens .* record 1 has 65"):
-        fitting_answers(policy, [fits, long, fits])
-    assert fitting_answers(policy, [fits, long], too_long="drop") == [fits]
+        fitting_demonstrations(policy, [fits, long, fits])
+    assert fitting_demonstrations(policy, [fits, long], too_long="drop") == [fits]
     with pytest.raises(UserError, match=r"None of the 2 records fits the 64 tokens .* shortest has 65"):
-        fitting_answers(policy, [long, long], too_long="drop")
+        fitting_demonstrations(policy, [long, long], too_long="drop")
     with pytest.raises(UserError, match=r"2 \+ 63 tokens, and the model reads 64 at most"):
-        WrittenBatches(policy, [long], size=1, seed=0).batch(0)
+        DemonstrationBatches(policy, [long], size=1, seed=0).batch(0)
 
 
-def test_records_without_an_answer_are_refused():
+def test_records_without_a_completion_are_refused():
     policy = _policy()
     with pytest.raises(
         UserError, match="Record 1 has no text in the field 'completion': its fields are prompt"
     ):
-        WrittenBatches(policy, [RECORDS[0], {"prompt": "x"}], size=1, seed=0)
+        DemonstrationBatches(policy, [RECORDS[0], {"prompt": "x"}], size=1, seed=0)
     with pytest.raises(UserError, match="0 records in batches of 2"):
-        WrittenBatches(policy, [], size=2, seed=0)
+        DemonstrationBatches(policy, [], size=2, seed=0)

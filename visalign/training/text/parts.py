@@ -137,7 +137,7 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
     if objective.ptx and parts.demonstrations is None:
         raise UserError(
             f"objective.algorithm={name} has a ptx term (γ = {objective.ptx:g}) and no text for it. Give "
-            "records with prompt and completion (data.written in a configuration), or set ptx to 0."
+            "records with prompt and completion (data.demonstrations in a configuration), or set ptx to 0."
         )
     if parts.generator is not parts.policy and not recomputed:
         raise UserError(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on given answers: a cold start before reinforcement learning.
+"""Supervised fine-tuning on demonstrations: a cold start before reinforcement learning.
 
-The loss of an optimizer step is the mean of −log π over the answers' tokens of its whole batch. The prompts'
-tokens have no loss, every token counts alike whatever answer it stands in, and the denominator is that of the
-batch, so a micro-batch size changes memory and nothing else. (Loops that average the means of micro-batches
-weight the tokens of short answers more.) Update n learns batch n of the stream, so a resumed run equals an
-uninterrupted one; nothing here is drawn at random.
+The loss of an optimizer step is the mean of −log π over the completions' tokens of its whole batch. The
+prompts' tokens have no loss, every token counts alike whatever completion it stands in, and the denominator
+is that of the batch, so a micro-batch size changes memory and nothing else. (Loops that average the means of
+micro-batches weight the tokens of short completions more.) Update n learns batch n of the stream, so a
+resumed run equals an uninterrupted one; nothing here is drawn at random.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from .rl import one_process
 
 
 class SFT:
-    """Trains a text policy on given completions, in one process; an `Algorithm` for `Trainer`.
+    """Trains a text policy on demonstrations, in one process; an `Algorithm` for `Trainer`.
 
     Args:
         policy: on its device.
-        demonstrations: the stream of batches (`visalign.adapters.causal_lm.written_answers.WrittenBatches`);
-            each update takes one of its own.
+        demonstrations: the stream of batches
+            (`visalign.adapters.causal_lm.demonstrations.DemonstrationBatches`); each update takes one of its
+            own.
         accelerator: trackers; one process. None makes one on the policy's device.
 
     Raises:
@@ -103,12 +104,12 @@ class SFT:
 
 
 def backward_nll(policy: TextPolicy, batch: TextRollout, *, micro_batch: int, scale: float = 1.0) -> float:
-    """Add the gradient of L = −Σ w log π / Σ w over a batch of given answers to the parameters.
+    """Add the gradient of L = −Σ w log π / Σ w over a batch of demonstrations to the parameters.
 
     Args:
         policy: whose parameters get the gradient.
-        batch: B answers; w is their weight [B, T].
-        micro_batch: answers that go through the network together; memory only.
+        batch: B demonstrations; w is their weight [B, T].
+        micro_batch: demonstrations that go through the network together; memory only.
         scale: factor of the gradient.
 
     Returns:
@@ -120,8 +121,8 @@ def backward_nll(policy: TextPolicy, batch: TextRollout, *, micro_batch: int, sc
     live = (batch.weight != 0).any(1).nonzero()[:, 0]
     if not len(live):
         raise UserError(
-            f"A batch of {len(batch)} given answers has weight 0 everywhere: there is no token to learn. "
-            "Give answers with at least one token of weight 1."
+            f"A batch of {len(batch)} demonstrations has weight 0 everywhere: there is no token to learn. "
+            "Give completions with at least one token of weight 1."
         )
     counts = count_step(batch.weight)
     longest_first = torch.argsort((batch.weight[live] != 0).sum(1), stable=True, descending=True)

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Given answers as rollouts, and log Z of a prompt."""
+"""Demonstrations as rollouts, and log Z of a prompt."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.support.text_toy import WRITTEN, toy_policy
+from tests.support.text_toy import DEMONSTRATIONS, toy_policy
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, demonstration_rollout
 from visalign.adapters.causal_lm.log_partition import PromptLogPartition
-from visalign.adapters.causal_lm.written_answers import WrittenBatches, written_rollout
 from visalign.errors import UserError
 from visalign.text import Stop
 
 
-def test_a_written_answer_has_the_log_prob_of_the_models_own_forward():
+def test_a_demonstration_has_the_log_prob_of_the_models_own_forward():
     policy = toy_policy()
-    rollout = written_rollout(policy, ["b c", "g"], ["zz", "abc"])
+    rollout = demonstration_rollout(policy, ["b c", "g"], ["zz", "abc"])
     found = policy.log_probs(rollout)
-    for row, (prompt, answer) in enumerate((("b c", "zz"), ("g", "abc"))):
+    for row, (prompt, completion) in enumerate((("b c", "zz"), ("g", "abc"))):
         before = policy.tokenizer(prompt)["input_ids"]
-        after = [*policy.tokenizer(answer, add_special_tokens=False)["input_ids"], 1]
+        after = [*policy.tokenizer(completion, add_special_tokens=False)["input_ids"], 1]
         with torch.no_grad():
             logits = policy.model(torch.tensor([before + after])).logits[0]
         log_prob = logits.log_softmax(-1)[len(before) - 1 : -1]
@@ -29,32 +29,32 @@ def test_a_written_answer_has_the_log_prob_of_the_models_own_forward():
     assert rollout.stop_reason == ["eos", "eos"]
 
 
-def test_without_an_end_token_the_answer_is_open():
-    rollout = written_rollout(toy_policy(), ["g"], ["ab"], end=False)
+def test_without_an_end_token_the_completion_is_open():
+    rollout = demonstration_rollout(toy_policy(), ["g"], ["ab"], end=False)
     assert rollout.weight.sum() == 2 and rollout.stop_reason == ["length"]
 
 
 @pytest.mark.parametrize(
-    ("prompts", "answers", "end", "message"),
+    ("prompts", "completions", "end", "message"),
     [
-        ([], [], True, "0 prompts and 0 answers"),
-        (["g"], ["a", "b"], True, "1 prompts and 2 answers"),
-        (["g"], [""], False, "Answer 0 has no tokens"),
+        ([], [], True, "0 prompts and 0 completions"),
+        (["g"], ["a", "b"], True, "1 prompts and 2 completions"),
+        (["g"], [""], False, "Completion 0 has no tokens"),
         (["g"], ["a" * 70], True, r"have 1 \+ 71 tokens, and the model reads 64 at most"),
     ],
 )
-def test_answers_that_cannot_be_learnt_are_refused(prompts, answers, end, message):
+def test_completions_that_cannot_be_learnt_are_refused(prompts, completions, end, message):
     with pytest.raises(UserError, match=message):
-        written_rollout(toy_policy(), prompts, answers, end=end)
+        demonstration_rollout(toy_policy(), prompts, completions, end=end)
 
 
 def test_an_epoch_visits_every_record_once_and_a_batch_is_always_the_same():
     policy = toy_policy()
-    stream = WrittenBatches(policy, WRITTEN, size=1, seed=4)
+    stream = DemonstrationBatches(policy, DEMONSTRATIONS, size=1, seed=4)
     visited = [[stream.batch(3 * epoch + i).prompt[0] for i in range(3)] for epoch in range(6)]
-    assert all({*epoch} == {r["prompt"] for r in WRITTEN} for epoch in visited)
+    assert all({*epoch} == {r["prompt"] for r in DEMONSTRATIONS} for epoch in visited)
     assert len({tuple(map(str, epoch)) for epoch in visited}) > 1
-    again = WrittenBatches(policy, WRITTEN, size=1, seed=4).batch(7)
+    again = DemonstrationBatches(policy, DEMONSTRATIONS, size=1, seed=4).batch(7)
     assert torch.equal(again.completion_ids, stream.batch(7).completion_ids)
 
 
@@ -62,13 +62,13 @@ def test_an_epoch_visits_every_record_once_and_a_batch_is_always_the_same():
     ("records", "size", "message"),
     [
         ([], 1, "0 records in batches of 1"),
-        (WRITTEN, 0, "in batches of 0"),
+        (DEMONSTRATIONS, 0, "in batches of 0"),
         ([{"prompt": "g", "text": "a"}], 1, "no text in the field 'completion': its fields are prompt, text"),
     ],
 )
-def test_records_without_answers_are_refused(records, size, message):
+def test_records_without_completions_are_refused(records, size, message):
     with pytest.raises(UserError, match=message):
-        WrittenBatches(toy_policy(), records, size=size, seed=0)
+        DemonstrationBatches(toy_policy(), records, size=size, seed=0)
 
 
 def test_the_features_of_log_z_are_the_mean_hidden_state_of_the_prompt():

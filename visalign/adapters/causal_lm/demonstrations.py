@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Demonstrations (prompts with completions): as a rollout, in batches, and how long they are for a model.
+
+Supervised fine-tuning and PPO-ptx learn from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from visalign.errors import UserError
+from visalign.seeds import sample_seed
+from visalign.text import Prompt, Sampling, Stop, StopReason, TextRollout
+
+from .loading import end_tokens, pad_id
+from .policy import CausalLMPolicy
+
+
+def demonstration_rollout(
+    policy: CausalLMPolicy, prompts: Sequence[Prompt], completions: Sequence[str], *, end: bool = True
+) -> TextRollout:
+    """Given completions in the form of a rollout, so that `policy.log_probs` scores them.
+
+    Args:
+        policy: whose tokenizer and prompt encoding are used.
+        prompts: B texts or conversations.
+        completions: B texts, tokenised apart from the prompt, without special tokens.
+        end: put the model's end token after each completion.
+
+    Returns:
+        B samples, weight 1 on the completions' tokens; log-probs and entropies are 0, nothing was drawn.
+
+    Raises:
+        UserError: no completions, counts that differ, a completion without tokens, or one that is too long
+            for the model.
+    """
+    if not prompts or len(prompts) != len(completions):
+        raise UserError(
+            f"{len(prompts)} prompts and {len(completions)} completions; give one completion per prompt, at "
+            "least one."
+        )
+    ends = end_tokens(policy.model, policy.tokenizer, Stop())
+    before = policy.prompts.encode(prompts)
+    after = [list(policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in completions]
+    after = [[*ids, ends[0]] if end else ids for ids in after]
+    for place, (first, second) in enumerate(zip(before, after, strict=True)):
+        _check_sizes(policy, place, len(first), len(second))
+    size, width = max(map(len, after)), max(map(len, before))
+    pad = pad_id(policy.tokenizer, ends)
+    blank = torch.zeros(len(after), size)
+    reasons: list[StopReason] = ["eos" if end else "length" for _ in after]
+    return TextRollout(
+        prompt_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in before]),
+        prompt_weight=torch.tensor([[0.0] * (width - len(ids)) + [1.0] * len(ids) for ids in before]),
+        completion_ids=torch.tensor([ids + [pad] * (size - len(ids)) for ids in after]),
+        weight=torch.tensor([[1.0] * len(ids) + [0.0] * (size - len(ids)) for ids in after]),
+        log_prob=blank,
+        full_log_prob=blank,
+        entropy=blank,
+        text=list(completions),
+        stop_reason=reasons,
+        group=list(range(len(after))),
+        prompt=list(prompts),
+        seed=[0] * len(after),
+        sampling=Sampling(),
+    )
+
+
+def _check_sizes(policy: CausalLMPolicy, place: int, prompt: int, completion: int) -> None:
+    if not completion:
+        raise UserError(f"Completion {place} has no tokens; give a text that is not empty, or let it end.")
+    room = policy.context_length
+    if room is not None and prompt + completion > room:
+        raise UserError(
+            f"Prompt and completion {place} have {prompt} + {completion} tokens, and the model reads {room} "
+            "at most. Leave the record out or shorten it."
+        )
+
+
+class DemonstrationBatches:
+    """Batches of demonstrations: number n is the same in every run of a seed.
+
+    Args:
+        policy: whose tokenizer and prompt encoding are used.
+        records: each with "prompt" and the completion.
+        size: demonstrations per batch; each epoch visits every record once, in a new order.
+        seed: of the order.
+        field: of the completion in a record.
+
+    Raises:
+        UserError: no records, one without a completion, or a size below 1.
+    """
+
+    def __init__(
+        self,
+        policy: CausalLMPolicy,
+        records: Sequence[Mapping[str, Any]],
+        *,
+        size: int,
+        seed: int,
+        field: str = "completion",
+    ) -> None:
+        if not records or size < 1:
+            raise UserError(f"{len(records)} records in batches of {size}; both must be at least 1.")
+        for place, record in enumerate(records):
+            if not isinstance(record.get(field), str):
+                raise UserError(
+                    f"Record {place} has no text in the field {field!r}: its fields are {', '.join(record)}. "
+                    "Each record needs a prompt and its completion."
+                )
+        self._policy, self._records, self._field = policy, records, field
+        self.size, self._seed = size, seed
+        self._orders: dict[int, Any] = {}
+
+    def batch(self, number: int) -> TextRollout:
+        """Batch 0, 1, 2, ... as a rollout."""
+        chosen = [self._records[self._at(i)] for i in range(number * self.size, (number + 1) * self.size)]
+        return demonstration_rollout(
+            self._policy, [r["prompt"] for r in chosen], [r[self._field] for r in chosen]
+        )
+
+    def _at(self, visit: int) -> int:
+        epoch, place = divmod(visit, len(self._records))
+        if epoch not in self._orders:
+            draw = np.random.default_rng(sample_seed(self._seed, "written", epoch))
+            self._orders = {epoch: draw.permutation(len(self._records))}
+        return int(self._orders[epoch][place])
+
+
+def demonstration_lengths(
+    policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "completion"
+) -> list[int]:
+    """Tokens of prompt and completion together, the end token included.
+
+    Args:
+        policy: whose tokenizer and prompt encoding are used.
+        records: each with "prompt" and the completion.
+        field: of the completion.
+
+    Returns:
+        One number per record.
+
+    Raises:
+        UserError: a prompt that cannot be encoded.
+    """
+    prompts = policy.prompts.encode([record["prompt"] for record in records])
+    texts = [record[field] for record in records]
+    completions = policy.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [len(before) + len(after) + 1 for before, after in zip(prompts, completions, strict=True)]
+
+
+def fitting_demonstrations(
+    policy: CausalLMPolicy,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    too_long: str = "refuse",
+    field: str = "completion",
+) -> list[Mapping[str, Any]]:
+    """The records that the model can read whole; none is ever cut.
+
+    Args:
+        policy: whose context counts.
+        records: each with "prompt" and the completion.
+        too_long: "refuse" or "drop" those that do not fit.
+        field: of the completion.
+
+    Returns:
+        At least one record, in the given order.
+
+    Raises:
+        UserError: a record that does not fit (with "refuse"), or none that does.
+    """
+    lengths, room = demonstration_lengths(policy, records, field), policy.context_length
+    if room is None:
+        return list(records)
+    long = [place for place, length in enumerate(lengths) if length > room]
+    if long and too_long == "refuse":
+        raise UserError(
+            f"{len(long)} of {len(records)} records are longer than the {room} tokens that the model reads: "
+            f"record {long[0]} has {lengths[long[0]]} in prompt and completion (the first record is 0). "
+            "Leave them out or shorten them; data.too_long=drop leaves them out."
+        )
+    kept = [record for record, length in zip(records, lengths, strict=True) if length <= room]
+    if not kept:
+        raise UserError(
+            f"None of the {len(records)} records fits the {room} tokens that the model reads; the shortest "
+            f"has {min(lengths)} in prompt and completion. Shorten them, or take a model of a longer context."
+        )
+    return kept
