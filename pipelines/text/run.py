@@ -14,7 +14,7 @@ from visalign.pipelines.shared.run_inputs import fingerprint
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
-    from visalign.text import Sampling, Stop
+    from visalign.text import Sampling, StoppingCriteria
 
 
 def text_job(
@@ -87,14 +87,24 @@ def load_code(config: Any, output: Path, *, sees: bool = False) -> str:
 
 
 def evaluator(
-    policy: Any, rewards: Mapping[str, Any], sampling: Sampling, stop: Stop, correctness: str | None
+    policy: Any,
+    rewards: Mapping[str, Any],
+    sampling: Sampling,
+    stopping: StoppingCriteria,
+    correctness: str | None,
 ) -> Callable[..., HeldoutResult]:
     """A function of (records, seeds) that evaluates the policy with the weights it has."""
     from visalign.evaluation.heldout.text import evaluate_text
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
         return evaluate_text(
-            policy, rewards, records, seeds=seeds, sampling=sampling, stop=stop, correctness=correctness
+            policy,
+            rewards,
+            records,
+            seeds=seeds,
+            sampling=sampling,
+            stopping=stopping,
+            correctness=correctness,
         )
 
     return measure

@@ -138,7 +138,7 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
             inputs.records,
             point,
             samples=rollout.samples,
-            stop=rollout.stopping(),
+            stopping=rollout.stopping(),
             seed=config.seed,
             prompts_per_call=rollout.prompts_per_call,
             after_call=lambda done: shown.update(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from visalign.errors import UserError, suggestion
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm, at_least
-from visalign.text import Stop
+from visalign.text import StoppingCriteria
 from visalign.training.text.sampling_grid import GridPoint, grid_points
 
 from .config import TextModelConfig
@@ -68,9 +68,9 @@ class GridConfig:
         """The points of the grid, the seeds of one distribution next to each other."""
         return grid_points(self.temperatures, self.top_p, self.seeds)
 
-    def stopping(self) -> Stop:
+    def stopping(self) -> StoppingCriteria:
         """What ends an answer."""
-        return Stop(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from visalign.errors import UserError, suggestion
 from visalign.pipelines.shared.sections import RunConfig, at_least
-from visalign.text import Sampling, Stop
+from visalign.text import Sampling, StoppingCriteria
 from visalign.training.loop.optimizer import OptimizerSettings
 
 from .config import TextEvaluationConfig, TextModelConfig
@@ -77,9 +77,9 @@ class GenerationConfig:
         """The distribution that tokens are drawn from."""
         return Sampling(temperature=self.temperature, top_p=self.top_p)
 
-    def stopping(self) -> Stop:
+    def stopping(self) -> StoppingCriteria:
         """What ends a completion."""
-        return Stop(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from visalign.pipelines.text.config import TextModelConfig
 from visalign.pipelines.text.grpo import TextGRPOConfig
 from visalign.pipelines.text.parts import build_text_policy
 from visalign.seeds import sample_seed
-from visalign.text import Stop
+from visalign.text import StoppingCriteria
 from visalign.training.loop.metrics import read_metrics
 
 COMMON = (
@@ -125,7 +125,10 @@ def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples:
     prompts = [record["prompt"] for record in records]
     with torch.no_grad():
         rollout = policy.generate(
-            prompts, seeds=sample_seed("claims"), num_generations=samples, stop=Stop(max_new_tokens=96)
+            prompts,
+            seeds=sample_seed("claims"),
+            num_generations=samples,
+            stopping=StoppingCriteria(max_new_tokens=96),
         )
     texts = np.array(rollout.text, dtype=object).reshape(len(records), samples)
     right, distinct = [], []
@@ -153,7 +156,10 @@ def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str,
         records = text_tasks(400, seed=seed + 1000)
         with torch.no_grad():
             rollout = base.generate(
-                [r["prompt"] for r in records], seeds=seed, num_generations=4, stop=Stop(max_new_tokens=96)
+                [r["prompt"] for r in records],
+                seeds=seed,
+                num_generations=4,
+                stopping=StoppingCriteria(max_new_tokens=96),
             )
             log_ratio = moved.log_probs(rollout).log_prob - rollout.log_prob
         whole = ratio_level(log_ratio, rollout.weight, "sequence")[:, 0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.text import Sampling, Stop, TextRollout, kept_tokens, log_distribution
+from visalign.text import Sampling, StoppingCriteria, TextRollout, kept_tokens, log_distribution
 
 Reply = dict[str, Any]
 
@@ -79,7 +79,7 @@ class TinyServer:
     def _complete(self, body: Reply) -> Reply:
         tokenizer: Any = self.policy.tokenizer
         sampling = Sampling(temperature=body["temperature"], top_k=max(0, body["top_k"]), top_p=body["top_p"])
-        stop = Stop(
+        stopping = StoppingCriteria(
             max_new_tokens=body["max_tokens"],
             strings=tuple(body["stop"]),
             eos_ids=tuple(body["stop_token_ids"]) if body["ignore_eos"] else None,
@@ -87,7 +87,7 @@ class TinyServer:
         base = body["model"] == "tiny" and self.policy.lora is not None
         with self.policy.reference() if base else nullcontext():
             rollout = self.policy.generate(
-                [tokenizer.decode(body["prompt"])], seeds=[body["seed"]], sampling=sampling, stop=stop
+                [tokenizer.decode(body["prompt"])], seeds=[body["seed"]], sampling=sampling, stopping=stopping
             )
             assert rollout.prompt_ids[0].tolist() == body["prompt"]
             ids = rollout.completion_ids[0, : int(rollout.weight[0].sum())].tolist()

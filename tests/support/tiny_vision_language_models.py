@@ -26,7 +26,7 @@ from transformers import (
 
 from tests.support.tiny_language_models import LETTERS
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.text import Sampling, Stop, TextRollout
+from visalign.text import Sampling, StoppingCriteria, TextRollout
 
 SPECIAL = (
     "<|endoftext|>",
@@ -152,7 +152,7 @@ PROMPTS = [
     [{"role": "user", "content": "no picture, but more of text"}],
 ]
 IMAGES = [[picture(24, 16, 1), picture(8, 40, 2)], [], [picture(40, 40, 3)], []]
-STOP = Stop(max_new_tokens=12)
+STOP = StoppingCriteria(max_new_tokens=12)
 NUCLEUS = Sampling(temperature=0.7, top_p=0.9)
 
 
@@ -161,7 +161,7 @@ def policy(kind: str = "qwen2_vl", **options: Any) -> CausalLMPolicy:
 
 
 def sampled(given: CausalLMPolicy, sampling: Sampling = NUCLEUS, **options: Any) -> TextRollout:
-    options = {"images": IMAGES, "seeds": 4, "num_generations": 3, "stop": STOP, **options}
+    options = {"images": IMAGES, "seeds": 4, "num_generations": 3, "stopping": STOP, **options}
     return given.generate(options.pop("prompts", PROMPTS), sampling=sampling, **options)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from visalign.core import PolicyOutput, filter_overlong, named_objective
 from visalign.errors import UserError
-from visalign.text import Sampling, Stop, StopStrings, TextRollout, TokenSets, join_rollouts
+from visalign.text import Sampling, StoppingCriteria, StopStrings, TextRollout, TokenSets, join_rollouts
 
 
 def rollout(count: int = 4, length: int = 3, **changes) -> TextRollout:
@@ -136,4 +136,4 @@ def test_stop_strings_are_found_across_tokens() -> None:
 )
 def test_bad_stops_are_refused(options, message) -> None:
     with pytest.raises(UserError, match=message):
-        Stop(**options)
+        StoppingCriteria(**options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token trajectories: the distribution that is sampled, seeds, stop conditions, the rollout, the policy.
+"""Token trajectories: the distribution that is sampled, seeds, stopping criteria, the rollout, the policy.
 
 It needs torch; no model library and no reward comes in.
 """
@@ -17,7 +17,7 @@ from .distribution import (
 from .draws import check_seeds, draw_seeds, sample_uniforms
 from .policy_protocol import Distribution, TextPolicy, TokenOutput
 from .rollout import TextRollout, join_rollouts
-from .stopping import Stop, StopReason, StopStrings
+from .stopping import StoppingCriteria, StopReason, StopStrings
 from .token_sets import TokenSets
 
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
     "Message",
     "Prompt",
     "Sampling",
-    "Stop",
     "StopReason",
     "StopStrings",
+    "StoppingCriteria",
     "TextPolicy",
     "TextRollout",
     "TokenOutput",

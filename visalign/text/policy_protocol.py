@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .distribution import Sampling
 from .rollout import Prompt, TextRollout
-from .stopping import Stop
+from .stopping import StoppingCriteria
 
 Distribution = Literal["sampled", "full"]
 """Whose log-probs: the distribution that was sampled (temperature, top-k, top-p), or the full vocabulary at
@@ -52,7 +52,7 @@ class TextPolicy(Protocol):
         seeds: int | Sequence[int],
         num_generations: int = 1,
         sampling: Sampling | None = None,
-        stop: Stop | None = None,
+        stopping: StoppingCriteria | None = None,
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
@@ -63,7 +63,7 @@ class TextPolicy(Protocol):
             seeds: one for the call, or B of them.
             num_generations: G, at least 1.
             sampling: how tokens are drawn; by default from the model itself.
-            stop: what ends an answer.
+            stopping: what ends an answer.
             group: P labels of the prompts; by default 0 to P-1.
             images: P lists of pictures in the prompts, for policies that see.
         """

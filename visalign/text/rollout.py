@@ -53,7 +53,7 @@ class TextRollout:
     prompt: Sequence[Prompt]
     """B prompts as they were given."""
     seed: Sequence[int]
-    """B seeds; with the same weights, `sampling` and stop, a seed gives the same answer again."""
+    """B seeds; with the same weights, `sampling` and `stopping`, a seed gives the same answer again."""
     sampling: Sampling
     """What the tokens were drawn with."""
     kept: TokenSets | None = None

@@ -14,7 +14,7 @@ StopReason = Literal["eos", "stop string", "length", "prompt too long"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class StoppingCriteria:
     """What ends an answer.
 
     Raises:

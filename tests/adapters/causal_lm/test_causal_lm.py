@@ -26,11 +26,11 @@ from tests.support.tiny_language_models import (
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
-from visalign.text import Sampling, Stop, TextRollout
+from visalign.text import Sampling, StoppingCriteria, TextRollout
 
 PROMPTS = ["a", "hello there you", "1+2="]
 LORA = text_lora(rank=3, alpha=7, seed=5)
-STOP = Stop(max_new_tokens=10)
+STOP = StoppingCriteria(max_new_tokens=10)
 NUCLEUS = Sampling(temperature=0.7, top_p=0.9)
 SMALL = {
     "vocab_size": 64,
@@ -52,7 +52,7 @@ def policy(model=None, **options) -> CausalLMPolicy:
 
 
 def rollout_of(given: CausalLMPolicy, sampling=NUCLEUS) -> TextRollout:
-    return given.generate(PROMPTS, seeds=1, num_generations=2, sampling=sampling, stop=STOP)
+    return given.generate(PROMPTS, seeds=1, num_generations=2, sampling=sampling, stopping=STOP)
 
 
 def perturb(given: CausalLMPolicy, scale: float = 0.1) -> None:

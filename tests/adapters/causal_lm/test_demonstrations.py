@@ -10,7 +10,7 @@ from tests.support.text_toy import DEMONSTRATIONS, toy_policy
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, demonstration_rollout
 from visalign.adapters.causal_lm.log_partition import PromptLogPartition
 from visalign.errors import UserError
-from visalign.text import Stop
+from visalign.text import StoppingCriteria
 
 
 def test_a_demonstration_has_the_log_prob_of_the_models_own_forward():
@@ -73,7 +73,7 @@ def test_records_without_completions_are_refused(records, size, message):
 
 def test_the_features_of_log_z_are_the_mean_hidden_state_of_the_prompt():
     policy = toy_policy()
-    rollout = policy.generate(["b c", "g", "b c"], seeds=0, stop=Stop(max_new_tokens=3))
+    rollout = policy.generate(["b c", "g", "b c"], seeds=0, stopping=StoppingCriteria(max_new_tokens=3))
     partition = PromptLogPartition(policy)
     found = partition.features(rollout)
     for row, prompt in enumerate(("b c", "g", "b c")):
@@ -86,7 +86,7 @@ def test_the_features_of_log_z_are_the_mean_hidden_state_of_the_prompt():
 
 def test_log_z_starts_at_zero_and_its_gradient_stays_in_the_head():
     policy = toy_policy()
-    rollout = policy.generate(["b c", "g"], seeds=0, stop=Stop(max_new_tokens=3))
+    rollout = policy.generate(["b c", "g"], seeds=0, stopping=StoppingCriteria(max_new_tokens=3))
     partition = PromptLogPartition(policy, seed=1)
     log_z = partition.head(partition.features(rollout))
     assert log_z.tolist() == [0.0, 0.0] and log_z.requires_grad

@@ -7,10 +7,10 @@ import torch
 from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
-from visalign.text import Sampling, Stop, TextPolicy, TextRollout, draw_seeds
+from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout, draw_seeds
 
 PROMPTS = ["a", "hello there you", "1+2=", [{"role": "user", "content": "hi"}], "1+2="]
-EVERY = Stop(max_new_tokens=14, strings=("b", "7"))
+EVERY = StoppingCriteria(max_new_tokens=14, strings=("b", "7"))
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.7, top_p=0.9),
@@ -29,9 +29,9 @@ def shared() -> CausalLMPolicy:
     return policy(generate_batch=7)
 
 
-def sampled(shared, sampling=SAMPLINGS[0], stop=EVERY, prompts=PROMPTS, **options) -> TextRollout:
+def sampled(shared, sampling=SAMPLINGS[0], stopping=EVERY, prompts=PROMPTS, **options) -> TextRollout:
     return shared.generate(
-        prompts, **{"seeds": 4, "num_generations": 3, "sampling": sampling, "stop": stop, **options}
+        prompts, **{"seeds": 4, "num_generations": 3, "sampling": sampling, "stopping": stopping, **options}
     )
 
 
@@ -66,7 +66,7 @@ def test_log_probs_are_those_of_the_models_own_logits(shared, sampling) -> None:
 
 
 def test_greedy_answers_are_those_of_transformers(shared) -> None:
-    rollout = sampled(shared, Sampling(temperature=0), Stop(max_new_tokens=14), num_generations=1)
+    rollout = sampled(shared, Sampling(temperature=0), StoppingCriteria(max_new_tokens=14), num_generations=1)
     for row, prompt in enumerate(shared.prompts.encode(PROMPTS)):
         theirs = shared.model.generate(
             torch.tensor([prompt]),
@@ -81,12 +81,13 @@ def test_greedy_answers_are_those_of_transformers(shared) -> None:
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
     # answers that end early make rows leave the batch
-    sampling, stop = Sampling(temperature=0.9, top_p=0.95), Stop(max_new_tokens=14, strings=tuple("bcdefghi"))
-    all_at_once = sampled(shared, sampling, stop)
+    sampling = Sampling(temperature=0.9, top_p=0.95)
+    stopping = StoppingCriteria(max_new_tokens=14, strings=tuple("bcdefghi"))
+    all_at_once = sampled(shared, sampling, stopping)
     seeds, own = draw_seeds(4, 15), shared.generate_batch
     shared.generate_batch = size
     try:
-        alone = sampled(shared, sampling, stop, PROMPTS[1:3], seeds=seeds[3:9])
+        alone = sampled(shared, sampling, stopping, PROMPTS[1:3], seeds=seeds[3:9])
     finally:
         shared.generate_batch = own
     width = alone.weight.shape[1]
@@ -107,7 +108,9 @@ def test_every_answer_says_why_it_ended(shared) -> None:
         assert (reason == "length") == (len(ids) == 14 and ids[-1] != 1 and text[-1] not in "b7")
         assert rollout.text[row] == shared.tokenizer.decode(ids, skip_special_tokens=True)
     special = sampled(
-        shared, num_generations=12, stop=Stop(max_new_tokens=14, strings=("<end>",), eos_ids=())
+        shared,
+        num_generations=12,
+        stopping=StoppingCriteria(max_new_tokens=14, strings=("<end>",), eos_ids=()),
     )
     ended = [row for row, reason in enumerate(special.stop_reason) if reason == "stop string"]
     assert ended and all(special.completion_ids[row, special.weight[row] > 0][-1] == 1 for row in ended)
@@ -119,7 +122,7 @@ def test_seeds_groups_and_prompts_stand_in_order(shared) -> None:
     assert rollout.group == ["x"] * 3 + ["y"] * 3 and rollout.prompt == ["a"] * 3 + ["b"] * 3
     assert rollout.text[0] == rollout.text[2] != rollout.text[1]
     assert sampled(shared, prompts=["a", "b"]).group == [0, 0, 0, 1, 1, 1]
-    one = sampled(shared, prompts=["a"], num_generations=1, stop=Stop(max_new_tokens=1))
+    one = sampled(shared, prompts=["a"], num_generations=1, stopping=StoppingCriteria(max_new_tokens=1))
     assert one.weight.tolist() == [[1.0]]
 
 
@@ -149,7 +152,9 @@ def test_equal_prompts_are_read_once_and_ended_answers_leave(monkeypatch) -> Non
 
 
 def test_answers_end_where_the_context_does(shared) -> None:
-    rollout = sampled(shared, prompts=["b" * 60, "b"], stop=Stop(max_new_tokens=9, eos_ids=()))
+    rollout = sampled(
+        shared, prompts=["b" * 60, "b"], stopping=StoppingCriteria(max_new_tokens=9, eos_ids=())
+    )
     assert rollout.weight.sum(1).tolist() == [4, 4, 4, 9, 9, 9] and set(rollout.stop_reason) == {"length"}
     found = shared.log_probs(rollout).log_prob
     torch.testing.assert_close(found, rollout.log_prob, rtol=0, atol=1e-4)
@@ -200,9 +205,10 @@ def test_a_tokenizer_without_pad_or_eos() -> None:
     endless = CausalLMPolicy(model, tiny_tokenizer(pad=False, eos=False))
     with pytest.raises(UserError, match="has an end-of-sequence token, so no answer would end by itself"):
         sampled(endless)
-    rollout = sampled(endless, stop=Stop(max_new_tokens=5, eos_ids=()))
+    rollout = sampled(endless, stopping=StoppingCriteria(max_new_tokens=5, eos_ids=()))
     assert set(rollout.stop_reason) == {"length"}
-    assert "eos" in sampled(endless, stop=Stop(max_new_tokens=14, eos_ids=tuple(range(20)))).stop_reason
+    ends = StoppingCriteria(max_new_tokens=14, eos_ids=tuple(range(20)))
+    assert "eos" in sampled(endless, stopping=ends).stop_reason
 
 
 def test_broken_weights_are_named() -> None:

@@ -13,7 +13,7 @@ from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
 from visalign.core import gae
 from visalign.errors import UserError
-from visalign.text import Stop
+from visalign.text import StoppingCriteria
 
 PROMPTS = ["a", "hello there you", "1+2="]
 
@@ -24,7 +24,7 @@ def shared(trunk_gradient: bool = True, **options) -> CausalLMPolicy:
 
 
 def answers(given: CausalLMPolicy):
-    return given.generate(PROMPTS, seeds=1, num_generations=2, stop=Stop(max_new_tokens=8))
+    return given.generate(PROMPTS, seeds=1, num_generations=2, stopping=StoppingCriteria(max_new_tokens=8))
 
 
 def turn(head: ValueHead) -> None:

@@ -24,7 +24,7 @@ from tests.support.tiny_vision_language_models import (
     user,
 )
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.text import Sampling, Stop, draw_seeds, join_rollouts
+from visalign.text import Sampling, StoppingCriteria, draw_seeds, join_rollouts
 from visalign.vision.pictures import Picture
 from visalign.vision.positions import rotary_positions
 
@@ -74,8 +74,9 @@ def test_greedy_answers_are_those_of_transformers(shared) -> None:
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
     # answers that end early make rows leave the batch
-    sampling, stop = Sampling(temperature=1.2), Stop(max_new_tokens=12, strings=tuple("abcdefghijklm+"))
-    whole = sampled(shared, sampling, stop=stop, num_generations=4)
+    sampling = Sampling(temperature=1.2)
+    stopping = StoppingCriteria(max_new_tokens=12, strings=tuple("abcdefghijklm+"))
+    whole = sampled(shared, sampling, stopping=stopping, num_generations=4)
     own, shared.generate_batch = shared.generate_batch, size
     try:
         part = sampled(
@@ -84,7 +85,7 @@ def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
             prompts=PROMPTS[1:3],
             images=IMAGES[1:3],
             seeds=draw_seeds(4, 16)[4:12],
-            stop=stop,
+            stopping=stopping,
             num_generations=4,
         )
     finally:

@@ -42,7 +42,7 @@ def shared() -> CausalLMPolicy:
 
 
 def answer(given: CausalLMPolicy, prompt: Any, images: Any = None) -> Any:
-    return given.generate([prompt], seeds=1, stop=STOP, images=None if images is None else [images])
+    return given.generate([prompt], seeds=1, stopping=STOP, images=None if images is None else [images])
 
 
 def test_tokens_and_patches_are_those_of_the_processor(shared) -> None:

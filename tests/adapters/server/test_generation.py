@@ -23,10 +23,10 @@ from visalign.adapters.server.rollout import rescored
 from visalign.core import PolicyOutput, named_objective
 from visalign.errors import UserError
 from visalign.remote import ServerError
-from visalign.text import Sampling, Stop, TextRollout, join_rollouts
+from visalign.text import Sampling, StoppingCriteria, TextRollout, join_rollouts
 
 PROMPTS = ["a", "hello there you", [{"role": "user", "content": "hi"}], "1+2="]
-EVERY = Stop(max_new_tokens=14, strings=("b", "7"))
+EVERY = StoppingCriteria(max_new_tokens=14, strings=("b", "7"))
 RAW = [Sampling(), Sampling(temperature=0)]
 PROCESSED = [
     Sampling(),
@@ -68,9 +68,9 @@ def generator(policy, server, **options: Any) -> ServerGenerator:
     return ServerGenerator.for_policy(policy, server.url, "tiny", **{"backoff": 0.01, **options})
 
 
-def drawn(source, sampling=RAW[0], stop=EVERY, prompts=PROMPTS, **options: Any) -> TextRollout:
+def drawn(source, sampling=RAW[0], stopping=EVERY, prompts=PROMPTS, **options: Any) -> TextRollout:
     return source.generate(
-        prompts, **{"seeds": 4, "num_generations": 3, "sampling": sampling, "stop": stop, **options}
+        prompts, **{"seeds": 4, "num_generations": 3, "sampling": sampling, "stopping": stopping, **options}
     )
 
 
@@ -118,21 +118,25 @@ def test_each_sample_is_a_request_that_leaves_nothing_to_the_servers_defaults(po
 
 
 def test_labels_and_own_end_tokens(policy, server) -> None:
-    stop = Stop(max_new_tokens=20, eos_ids=(9, 10, 11))
+    stopping = StoppingCriteria(max_new_tokens=20, eos_ids=(9, 10, 11))
     labels = {"prompts": ["a", "b"], "group": ["x", "y"], "num_generations": 4}
-    found = drawn(generator(policy, server), stop=stop, **labels)
-    own = drawn(policy, stop=stop, **labels)
+    found = drawn(generator(policy, server), stopping=stopping, **labels)
+    own = drawn(policy, stopping=stopping, **labels)
     assert found.group == own.group == ["x"] * 4 + ["y"] * 4
     assert found.stop_reason == own.stop_reason and "eos" in found.stop_reason
     assert server.completions[0]["stop_token_ids"] == [9, 10, 11]
-    none = drawn(generator(policy, server), stop=Stop(max_new_tokens=9, eos_ids=()), prompts=["a"])
+    none = drawn(
+        generator(policy, server), stopping=StoppingCriteria(max_new_tokens=9, eos_ids=()), prompts=["a"]
+    )
     assert set(none.stop_reason) == {"length"} and none.weight.sum() == 27
 
 
 def test_the_server_says_its_context(policy, server) -> None:
     server.max_model_len = 20
     prompt = "abcdefghijkl"
-    found = drawn(generator(policy, server), prompts=[prompt], stop=Stop(max_new_tokens=30, eos_ids=()))
+    found = drawn(
+        generator(policy, server), prompts=[prompt], stopping=StoppingCriteria(max_new_tokens=30, eos_ids=())
+    )
     assert found.weight.sum(1).tolist() == [8, 8, 8] and server.completions[0]["max_tokens"] == 8
     with pytest.raises(UserError, match=r"Prompt 1 has 20 tokens, and at most 19 are allowed .* is 20"):
         drawn(generator(policy, server), prompts=["a", "b" * 20])
@@ -274,10 +278,10 @@ BAD = [
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
 def test_an_answer_that_cannot_be_trusted_is_refused(policy, server, fields, message) -> None:
-    stop = Stop(max_new_tokens=3, eos_ids=())
+    stopping = StoppingCriteria(max_new_tokens=3, eos_ids=())
     server.alter = lambda reply: changed(reply, **fields)
     with pytest.raises(ServerError, match=rf"^{server.url}/completions, sample 0: .*{message}"):
-        drawn(generator(policy, server), stop=stop, prompts=["a"], num_generations=1)
+        drawn(generator(policy, server), stopping=stopping, prompts=["a"], num_generations=1)
 
 
 @pytest.mark.parametrize(
@@ -307,13 +311,13 @@ def test_the_tokens_that_could_be_drawn_must_be_known(policy, server, top, messa
     source = generator(policy, server, logprobs_mode=server.mode)
     source._probed = True
     server.alter = lambda reply: changed(reply, top_logprobs=top)
-    sampling, stop = Sampling(top_k=2), Stop(max_new_tokens=3, eos_ids=())
+    sampling, stopping = Sampling(top_k=2), StoppingCriteria(max_new_tokens=3, eos_ids=())
     if message is None:  # two that lead and 62 that tie with the second
-        kept = drawn(source, sampling, stop, ["a"]).kept
+        kept = drawn(source, sampling, stopping, ["a"]).kept
         assert kept is not None and kept.count.unique().tolist() == [64]
         return
     with pytest.raises(ServerError, match=message):
-        drawn(source, sampling, stop, ["a"], num_generations=1)
+        drawn(source, sampling, stopping, ["a"], num_generations=1)
 
 
 @pytest.mark.parametrize(
@@ -528,7 +532,9 @@ def test_calls_that_do_not_fit(policy, server) -> None:
         with pytest.raises(UserError, match=message):
             drawn(source, **options)
     bare = ServerGenerator(server.url, "tiny", tiny_tokenizer(eos=False))
-    with pytest.raises(UserError, match=r"no end-of-sequence token.* Give eos_ids, or Stop\(eos_ids=\(\)\)"):
+    with pytest.raises(
+        UserError, match=r"no end-of-sequence token.* Give eos_ids, or StoppingCriteria\(eos_ids=\(\)\)"
+    ):
         drawn(bare)
     drawn(ServerGenerator(server.url, "tiny", tiny_tokenizer(eos=False), eos_ids=[1]), prompts=["a"])
     assert server.completions[0]["stop_token_ids"] == [1]

@@ -13,9 +13,9 @@ from visalign.evaluation import compare
 from visalign.evaluation.heldout.text import check_text_judge, evaluate_text
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
-from visalign.text import Sampling, Stop
+from visalign.text import Sampling, StoppingCriteria
 
-STOP = Stop(max_new_tokens=4)
+STOP = StoppingCriteria(max_new_tokens=4)
 
 
 class HasVowel(Letters):
@@ -34,7 +34,7 @@ class HasVowel(Letters):
 
 
 def _evaluate(records=RECORDS, seeds=(0, 1, 2), **options):
-    given = {"sampling": Sampling(), "stop": STOP, "correctness": "vowel", **options}
+    given = {"sampling": Sampling(), "stopping": STOP, "correctness": "vowel", **options}
     return evaluate_text(toy_policy(), {"vowel": HasVowel()}, records, seeds=seeds, **given)
 
 
@@ -48,9 +48,9 @@ def test_every_number_is_counted_again_by_hand(found):
     for place, record in enumerate(RECORDS):
         rows = slice(3 * place, 3 * place + 3)
         seeds = [sample_seed("heldout", record["prompt"], s) for s in (0, 1, 2)]
-        own = policy.generate([record["prompt"]], seeds=seeds, num_generations=3, stop=STOP)
+        own = policy.generate([record["prompt"]], seeds=seeds, num_generations=3, stopping=STOP)
         has = [any(c in "aeiou" for c in text) for text in own.text]
-        greedy = policy.generate([record["prompt"]], seeds=0, sampling=Sampling(temperature=0), stop=STOP)
+        greedy = policy.generate([record["prompt"]], seeds=0, sampling=Sampling(temperature=0), stopping=STOP)
         if record["prompt"] == "g":
             assert not found.judged[rows].any() and set(found.reasons[rows]) == {"not g"}
             assert np.isnan(found.scores["greedy"][rows]).all()
@@ -103,7 +103,7 @@ def test_a_reward_may_not_take_a_measures_label():
             RECORDS,
             seeds=[0],
             sampling=Sampling(),
-            stop=STOP,
+            stopping=STOP,
             correctness=None,
         )
 
@@ -122,7 +122,13 @@ def test_a_reward_that_cannot_say_right_or_wrong_is_no_judge():
 def test_a_prompt_that_was_too_long_has_no_verdict():
     policy = toy_policy(max_prompt_tokens=3, long_prompts="mask")
     found = evaluate_text(
-        policy, {"vowel": HasVowel()}, RECORDS, seeds=[0], sampling=Sampling(), stop=STOP, correctness="vowel"
+        policy,
+        {"vowel": HasVowel()},
+        RECORDS,
+        seeds=[0],
+        sampling=Sampling(),
+        stopping=STOP,
+        correctness="vowel",
     )
     long = np.array([len(prompt) > 3 for prompt in found.prompts])
     assert long.sum() == 2 and not found.judged[long].any() and found.judged[~long].any()

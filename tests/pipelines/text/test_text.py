@@ -109,7 +109,7 @@ def test_the_accuracy_is_the_checkers(finished):
     from visalign.data.text_tasks.tasks import check_answer
     from visalign.evaluation import load_heldout
     from visalign.pipelines.text.parts import build_text_policy
-    from visalign.text import Stop
+    from visalign.text import StoppingCriteria
 
     output, summary = finished
     before = load_heldout(output / "before.npz")
@@ -119,7 +119,9 @@ def test_the_accuracy_is_the_checkers(finished):
     policy, records = build_text_policy(config.model, torch.device("cpu"), 0), prepare(config).heldout
     seeds = [sample_seed("heldout", record["prompt"], s) for record in records for s in (0, 1)]
     prompts = [record["prompt"] for record in records]
-    again = policy.generate(prompts, seeds=seeds, num_generations=2, stop=Stop(max_new_tokens=48))
+    again = policy.generate(
+        prompts, seeds=seeds, num_generations=2, stopping=StoppingCriteria(max_new_tokens=48)
+    )
     asked = [dict(record) for record in records for _ in (0, 1)]
     right = [check_answer(text, record)[0] for text, record in zip(again.text, asked, strict=True)]
     assert before.correct.tolist() == right

@@ -172,10 +172,11 @@ def factory(device: str):
 
 
 def test_judges_follow_the_device_of_the_run():
-    made = load_reward(here("OnDevice"), run_device="cuda:7")
-    own = load_reward(here("OnDevice"), run_device="cuda:7", device="cuda:1")
+    made: Any = load_reward(here("OnDevice"), run_device="cuda:7")
+    own: Any = load_reward(here("OnDevice"), run_device="cuda:7", device="cuda:1")
     assert (made.device, own.device) == ("cuda:7", "cuda:1")
-    assert load_reward(here("OnDevice")).device == "cpu"
+    plain: Any = load_reward(here("OnDevice"))
+    assert plain.device == "cpu"
     assert load_reward(here("factory"), run_device="cuda:7").score(IMAGES, PROMPTS).value.tolist() == [1] * 3
     assert load_reward("sharpness", run_device="cuda:7").name == "sharpness", "it runs no network"
     with pytest.raises(RewardError, match=r"Reward 'sharpness': .* argument 'device'. Its options: "):

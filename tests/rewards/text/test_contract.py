@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -221,7 +222,7 @@ def test_dotted_paths_and_files(tmp_path, monkeypatch):
         ("boxed_answer", {"tolerance": 1}, "Its options: extract, compare"),
     ):
         with pytest.raises(RewardError, match=re.escape(message)):
-            load_text_reward(name, **options)
+            load_text_reward(name, **cast(Any, options))
 
 
 # check_text_reward

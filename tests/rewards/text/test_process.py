@@ -23,7 +23,7 @@ from visalign.rewards import (
     check_text_reward,
     load_text_reward,
 )
-from visalign.text import Sampling, Stop, StopReason, TextRollout, TokenSets
+from visalign.text import Sampling, StoppingCriteria, StopReason, TextRollout, TokenSets
 from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import StepReading, StepRewards, step_index
 
@@ -287,7 +287,11 @@ def trained_and_not() -> tuple[CausalLMPolicy, TextRollout]:
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
     sampling = Sampling(temperature=0.7, top_p=0.9)
     made = policy.generate(
-        ["q", "a b"], seeds=3, num_generations=2, sampling=sampling, stop=Stop(max_new_tokens=12)
+        ["q", "a b"],
+        seeds=3,
+        num_generations=2,
+        sampling=sampling,
+        stopping=StoppingCriteria(max_new_tokens=12),
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

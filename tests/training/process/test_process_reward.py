@@ -17,7 +17,7 @@ from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.data.text_tasks.tasks import text_tasks
 from visalign.errors import UserError
 from visalign.rewards import ImplicitProcessReward, ProcessRewardModel
-from visalign.text import Sampling, Stop
+from visalign.text import Sampling, StoppingCriteria
 from visalign.text.steps import StepReading
 from visalign.training.process.implicit import train_implicit_process_reward
 from visalign.training.process.label_fit import FitSettings, Judged, fit_labels, report_labels
@@ -235,7 +235,11 @@ def test_a_loss_that_is_no_number_moves_nothing() -> None:
 def answers(policy: CausalLMPolicy) -> Any:
     sampling = Sampling(temperature=0.8, top_k=20)
     return policy.generate(
-        ["q", "1+1"], seeds=0, num_generations=8, sampling=sampling, stop=Stop(max_new_tokens=8)
+        ["q", "1+1"],
+        seeds=0,
+        num_generations=8,
+        sampling=sampling,
+        stopping=StoppingCriteria(max_new_tokens=8),
     )
 
 

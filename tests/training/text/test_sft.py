@@ -25,7 +25,7 @@ from visalign.adapters.causal_lm.demonstrations import (
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
-from visalign.text import Sampling, Stop, TextRollout
+from visalign.text import Sampling, StoppingCriteria, TextRollout
 from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -120,8 +120,8 @@ def test_demonstrations_of_weight_zero_cost_nothing_and_change_nothing():
 
 def _greedy(policy: CausalLMPolicy) -> list[str]:
     prompts = [r["prompt"] for r in RECORDS]
-    stop = Stop(max_new_tokens=20)
-    return list(policy.generate(prompts, seeds=0, sampling=Sampling(temperature=0.0), stop=stop).text)
+    stopping = StoppingCriteria(max_new_tokens=20)
+    return list(policy.generate(prompts, seeds=0, sampling=Sampling(temperature=0.0), stopping=stopping).text)
 
 
 def test_a_random_model_learns_the_demonstrations_and_where_they_end(tmp_path):

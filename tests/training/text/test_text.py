@@ -18,7 +18,7 @@ from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.generator import ServerGenerator
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.text import Stop
+from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import RewardFailure
 from visalign.training.loop.metrics import METRICS, TEXT_ONLY, check_keys, read_metrics, without_times
 from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
@@ -271,7 +271,9 @@ def test_rewards_of_single_steps_are_learnt(tmp_path):
     prompts = [record["prompt"] for record in trainer.algorithm.parts.records]
 
     def share():
-        rollout = policy.generate(prompts, seeds=5, num_generations=40, stop=Stop(max_new_tokens=5))
+        rollout = policy.generate(
+            prompts, seeds=5, num_generations=40, stopping=StoppingCriteria(max_new_tokens=5)
+        )
         return float(((rollout.completion_ids == z) * rollout.weight).sum() / rollout.weight.sum())
 
     before = share()

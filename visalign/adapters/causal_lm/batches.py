@@ -15,7 +15,7 @@ from visalign.errors import UserError
 from visalign.text import (
     Prompt,
     Sampling,
-    Stop,
+    StoppingCriteria,
     StopReason,
     TextRollout,
     TokenSets,
@@ -124,7 +124,7 @@ def generate_rollout(
     batch: PromptBatch,
     *,
     sampling: Sampling,
-    stop: Stop,
+    stopping: StoppingCriteria,
     ends: Sequence[int],
     pad: int,
     context: int | None,
@@ -138,7 +138,7 @@ def generate_rollout(
         tokenizer: for texts and stop strings.
         batch: the prompts.
         sampling: how tokens are drawn.
-        stop: length limit and stop strings.
+        stopping: length limit and stop strings.
         ends: end tokens.
         pad: an id that fills gaps.
         context: tokens of prompt and answer together, or None.
@@ -156,13 +156,11 @@ def generate_rollout(
         numbers={name: [torch.zeros(0)] * count for name in ("log_prob", "full_log_prob", "entropy")},
         kept=[[] for _ in range(count)],
     )
+    most = stopping.max_new_tokens
     for start in range(0, len(todo), chunk):
         samples = todo[start : start + chunk]
         prompts = [encoded[source[sample]] for sample in samples]
-        limit = [
-            min(stop.max_new_tokens, stop.max_new_tokens if context is None else context - len(prompt.ids))
-            for prompt in prompts
-        ]
+        limit = [min(most, most if context is None else context - len(prompt.ids)) for prompt in prompts]
         answers = generate_answers(
             network,
             prompts,
@@ -171,7 +169,7 @@ def generate_rollout(
             ending=Ending(
                 eos_ids=frozenset(ends),
                 limit=limit,
-                strings=stop.strings,
+                strings=stopping.strings,
                 decode=lambda ids: _decode(tokenizer, ids, special=True),
             ),
             pad_id=pad,

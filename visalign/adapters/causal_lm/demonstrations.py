@@ -14,7 +14,7 @@ import torch
 
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
-from visalign.text import Prompt, Sampling, Stop, StopReason, TextRollout
+from visalign.text import Prompt, Sampling, StoppingCriteria, StopReason, TextRollout
 
 from .loading import end_tokens, pad_id
 from .policy import CausalLMPolicy
@@ -43,7 +43,7 @@ def demonstration_rollout(
             f"{len(prompts)} prompts and {len(completions)} completions; give one completion per prompt, at "
             "least one."
         )
-    ends = end_tokens(policy.model, policy.tokenizer, Stop())
+    ends = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
     before = policy.prompts.encode(prompts)
     after = [list(policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in completions]
     after = [[*ids, ends[0]] if end else ids for ids in after]

@@ -21,7 +21,7 @@ from transformers import (
 
 from visalign.adapters.model_folder import local_folder
 from visalign.errors import UserError
-from visalign.text import Stop
+from visalign.text import StoppingCriteria
 
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose pictures are read."""
@@ -82,19 +82,22 @@ def _load_processor(name: str, kind: str) -> ProcessorMixin:
     return found
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop: Stop) -> tuple[int, ...]:
-    """The tokens that end an answer: those of `stop`, or of the generation config and the tokenizer together.
+def end_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stopping: StoppingCriteria
+) -> tuple[int, ...]:
+    """The tokens that end an answer: those of `stopping`, or of the generation config and the tokenizer
+    together.
 
     Args:
         model: its generation config may name several.
         tokenizer: its end token.
-        stop: its `eos_ids` go before both.
+        stopping: its `eos_ids` go before both.
 
     Raises:
-        UserError: if there is none and `stop` does not say that this is meant.
+        UserError: if there is none and `stopping` does not say that this is meant.
     """
-    if stop.eos_ids is not None:
-        return stop.eos_ids
+    if stopping.eos_ids is not None:
+        return stopping.eos_ids
     found: set[int] = set()
     named: tuple[Any, ...] = (
         getattr(model.generation_config, "eos_token_id", None),
@@ -105,8 +108,8 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop:
     if not found:
         raise UserError(
             "Neither the tokenizer nor the model's generation config has an end-of-sequence token, so no "
-            "answer would end by itself. Set tokenizer.eos_token, or pass Stop(eos_ids=(…)); "
-            "Stop(eos_ids=()) says that answers end by stop strings and length alone."
+            "answer would end by itself. Set tokenizer.eos_token, or pass StoppingCriteria(eos_ids=(…)); "
+            "StoppingCriteria(eos_ids=()) says that answers end by stop strings and length alone."
         )
     return tuple(sorted(found))
 

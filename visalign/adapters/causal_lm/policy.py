@@ -20,7 +20,7 @@ from visalign.text import (
     Distribution,
     Prompt,
     Sampling,
-    Stop,
+    StoppingCriteria,
     TextRollout,
     TokenOutput,
     check_seeds,
@@ -167,7 +167,7 @@ class CausalLMPolicy:
         seeds: int | Sequence[int],
         num_generations: int = 1,
         sampling: Sampling | None = None,
-        stop: Stop | None = None,
+        stopping: StoppingCriteria | None = None,
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
@@ -182,7 +182,7 @@ class CausalLMPolicy:
             seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
             num_generations: G, at least 1.
             sampling: how tokens are drawn; by default from the model itself.
-            stop: what ends an answer.
+            stopping: what ends an answer.
             group: P labels of the prompts; by default 0 to P-1.
             images: P lists of pictures, for the image parts that hold none: PIL images, or tensors [3, H, W],
                 uint8 or float in [0, 1].
@@ -193,7 +193,7 @@ class CausalLMPolicy:
             ValueError: logits that are NaN.
         """
         count = check_counts(prompts, num_generations, seeds, group)
-        stop, encoded = stop or Stop(), self._encoder.encode(prompts, images)
+        stopping, encoded = stopping or StoppingCriteria(), self._encoder.encode(prompts, images)
         if self.long_prompts == "refuse":
             check_lengths(encoded.ids, self.max_prompt_tokens, self.context_length, encoded.pictures)
         batch = PromptBatch(
@@ -205,13 +205,13 @@ class CausalLMPolicy:
             pictures=encoded.pictures,
             images=encoded.images,
         )
-        ends = end_tokens(self.model, self.tokenizer, stop)
+        ends = end_tokens(self.model, self.tokenizer, stopping)
         return generate_rollout(
             self._network,
             self.tokenizer,
             batch,
             sampling=sampling or Sampling(),
-            stop=stop,
+            stopping=stopping,
             ends=ends,
             pad=pad_id(self.tokenizer, ends),
             context=self.context_length,

@@ -115,7 +115,7 @@ def first_end(
     strings: Sequence[str],
     decode: Callable[[list[int]], str],
 ) -> tuple[int, StopReason]:
-    """Where the answer ends by the rules of `Stop`, whatever the server went on to draw.
+    """Where the answer ends by the rules of `StoppingCriteria`, whatever the server went on to draw.
 
     Cutting at the first end changes no probability: whether a token ends the answer follows from the tokens
     up to it.

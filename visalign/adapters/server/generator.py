@@ -30,7 +30,7 @@ from visalign.adapters.causal_lm.loading import check_options, end_tokens
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError, suggestion
 from visalign.remote import ServerConnection, ServerError
-from visalign.text import Prompt, Sampling, Stop, TextRollout, check_seeds, draw_seeds
+from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout, check_seeds, draw_seeds
 
 from .answers import Asked, Completion, read_completion
 from .requests import LogprobsMode, check_processed, check_sampling, needs_processed, request_body
@@ -50,7 +50,7 @@ class ServerGenerator:
         logprobs_mode: what the server's log-probs are of; vLLM's default unless it was started otherwise.
         max_logprobs: log-probs per token that the server lists at most (vLLM: --max-logprobs). Beside a
             top_k it should leave some room, since tokens that tie with the k-th can be drawn too.
-        eos_ids: end tokens of the model; by default the tokenizer's. `Stop.eos_ids` goes before.
+        eos_ids: end tokens of the model; by default the tokenizer's. `StoppingCriteria.eos_ids` goes before.
         vocabulary: tokens of the policy; an id beyond is an error. None does not look.
         context_length: tokens of prompt and answer together; by default what the server says.
         max_prompt_tokens: longest prompt; None is what the context leaves for one token more.
@@ -129,7 +129,7 @@ class ServerGenerator:
             "long_prompts": policy.long_prompts,
         }
         if "eos_ids" not in options:
-            own["eos_ids"] = end_tokens(policy.model, policy.tokenizer, Stop())
+            own["eos_ids"] = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
         return cls(base_url, model, policy.tokenizer, **{**own, **options})
 
     def generate(
@@ -139,7 +139,7 @@ class ServerGenerator:
         seeds: int | Sequence[int],
         num_generations: int = 1,
         sampling: Sampling | None = None,
-        stop: Stop | None = None,
+        stopping: StoppingCriteria | None = None,
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
@@ -152,7 +152,7 @@ class ServerGenerator:
             seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
             num_generations: G, at least 1.
             sampling: how tokens are drawn; by default from the model itself.
-            stop: what ends an answer.
+            stopping: what ends an answer.
             group: P labels of the prompts; by default 0 to P-1.
             images: refused.
 
@@ -167,10 +167,10 @@ class ServerGenerator:
         """
         if images is not None:
             raise UserError("Generation by a server sends token ids and reads no images. Leave images out.")
-        sampling, stop = sampling or Sampling(), stop or Stop()
+        sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
         count = check_counts(prompts, num_generations, seeds, group)
         check_sampling(sampling, self.logprobs_mode, self.max_logprobs)
-        ends, ids = self._ends(stop), self.prompts.encode(prompts)
+        ends, ids = self._ends(stopping), self.prompts.encode(prompts)
         context = self._context_length()
         longest = _smallest(self.max_prompt_tokens, None if context is None else context - 1)
         if self.long_prompts == "refuse":
@@ -182,8 +182,8 @@ class ServerGenerator:
             generations=num_generations,
             seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
         )
-        found = self._answers(batch, sampling, stop, ends, longest, context)
-        return server_rollout(found, batch, self.tokenizer, sampling=sampling, stop=stop, ends=ends)
+        found = self._answers(batch, sampling, stopping, ends, longest, context)
+        return server_rollout(found, batch, self.tokenizer, sampling=sampling, stopping=stopping, ends=ends)
 
     def sync(self, folder: str | Path, *, server_folder: str | None = None) -> str:
         """Let a vLLM server load the LoRA adapter that `policy.save(folder)` wrote, and generate with it.
@@ -214,7 +214,7 @@ class ServerGenerator:
         self,
         batch: PromptBatch,
         sampling: Sampling,
-        stop: Stop,
+        stopping: StoppingCriteria,
         ends: Sequence[int],
         longest: int | None,
         context: int | None,
@@ -225,13 +225,13 @@ class ServerGenerator:
             ids = batch.ids[sample // batch.generations]
             if longest is not None and len(ids) > longest:
                 continue
-            room = stop.max_new_tokens if context is None else context - len(ids)
+            room = stopping.max_new_tokens if context is None else context - len(ids)
             asked.append(
                 Asked(
                     url=self._connection.url("completions"),
                     sample=sample,
                     prompt=ids,
-                    limit=min(stop.max_new_tokens, room),
+                    limit=min(stopping.max_new_tokens, room),
                     listed=self.max_logprobs if sampling.truncates else 1,
                     top_k=sampling.top_k if sampling.truncates else 0,
                     vocabulary=self.vocabulary,
@@ -241,24 +241,29 @@ class ServerGenerator:
             self._probed = check_processed(self._connection, self.model, asked[0].prompt)
         bodies = [
             request_body(
-                a, model=self.model, sampling=sampling, stop=stop, ends=ends, seed=batch.seeds[a.sample]
+                a,
+                model=self.model,
+                sampling=sampling,
+                stopping=stopping,
+                ends=ends,
+                seed=batch.seeds[a.sample],
             )
             for a in asked
         ]
         replies = self._connection.post_all("completions", bodies, parallel=self.parallel)
         return {a.sample: (a, read_completion(reply, a)) for a, reply in zip(asked, replies, strict=True)}
 
-    def _ends(self, stop: Stop) -> tuple[int, ...]:
+    def _ends(self, stopping: StoppingCriteria) -> tuple[int, ...]:
         """The tokens that end an answer."""
-        if stop.eos_ids is not None:
-            return stop.eos_ids
+        if stopping.eos_ids is not None:
+            return stopping.eos_ids
         if self.eos_ids is not None:
             return self.eos_ids
         own: Any = self.tokenizer.eos_token_id
         if own is None:
             raise UserError(
                 "The tokenizer has no end-of-sequence token, so no answer would end by itself. Give eos_ids, "
-                "or Stop(eos_ids=()) if answers end by stop strings and length alone."
+                "or StoppingCriteria(eos_ids=()) if answers end by stop strings and length alone."
             )
         return (own,)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
-from visalign.text import Sampling, Stop
+from visalign.text import Sampling, StoppingCriteria
 
 from .answers import Asked
 
@@ -69,7 +69,13 @@ def check_sampling(sampling: Sampling, mode: LogprobsMode, max_logprobs: int) ->
 
 
 def request_body(
-    asked: Asked, *, model: str, sampling: Sampling, stop: Stop, ends: Sequence[int], seed: int
+    asked: Asked,
+    *,
+    model: str,
+    sampling: Sampling,
+    stopping: StoppingCriteria,
+    ends: Sequence[int],
+    seed: int,
 ) -> dict[str, Any]:
     """The body of one request to /v1/completions.
 
@@ -79,7 +85,7 @@ def request_body(
         asked: prompt, limit, and how many log-probs.
         model: its name on the server.
         sampling: how tokens are drawn.
-        stop: stop strings.
+        stopping: stop strings.
         ends: end tokens; sent as stop tokens, with the server's own switched off.
         seed: of the sample.
     """
@@ -101,7 +107,7 @@ def request_body(
         "logprobs": asked.listed,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        "stop": list(stop.strings),
+        "stop": list(stopping.strings),
         "stop_token_ids": list(ends),
         "ignore_eos": True,
         "include_stop_str_in_output": True,
@@ -129,7 +135,9 @@ def check_processed(connection: ServerConnection, model: str, prompt: Sequence[i
     """
     asked = Asked(url=connection.url("completions"), sample=0, prompt=prompt, limit=1, listed=_PROBED)
     bodies = [
-        request_body(asked, model=model, sampling=Sampling(temperature=t), stop=Stop(), ends=(), seed=0)
+        request_body(
+            asked, model=model, sampling=Sampling(temperature=t), stopping=StoppingCriteria(), ends=(), seed=0
+        )
         for t in (1.0, 2.0)
     ]
     cold, warm = (_listed(reply, asked) for reply in connection.post_all("completions", bodies, parallel=2))

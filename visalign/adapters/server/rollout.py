@@ -15,7 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from visalign.adapters.causal_lm.batches import PromptBatch
 from visalign.adapters.causal_lm.generation import left_pad
 from visalign.remote import ServerError
-from visalign.text import Sampling, Stop, StopReason, TextPolicy, TextRollout, TokenOutput, TokenSets
+from visalign.text import (
+    Sampling,
+    StoppingCriteria,
+    StopReason,
+    TextPolicy,
+    TextRollout,
+    TokenOutput,
+    TokenSets,
+)
 
 from .answers import Asked, Completion, first_end
 
@@ -26,7 +34,7 @@ def server_rollout(
     tokenizer: PreTrainedTokenizerBase,
     *,
     sampling: Sampling,
-    stop: Stop,
+    stopping: StoppingCriteria,
     ends: Sequence[int],
 ) -> TextRollout:
     """Put B answers together.
@@ -36,7 +44,7 @@ def server_rollout(
         batch: the prompts.
         tokenizer: for texts and stop strings.
         sampling: what the tokens were drawn with.
-        stop: length limit and stop strings.
+        stopping: length limit and stop strings.
         ends: end tokens.
 
     Returns:
@@ -47,7 +55,7 @@ def server_rollout(
     """
     source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
     count = len(source)
-    answers, reasons = _cut(found, count, tokenizer, stop=stop, ends=ends)
+    answers, reasons = _cut(found, count, tokenizer, stopping=stopping, ends=ends)
     pad: Any = tokenizer.pad_token_id
     filler = pad if pad is not None else ends[0] if ends else 0
     length = max(1, *map(len, answers))
@@ -83,7 +91,7 @@ def _cut(
     count: int,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    stop: Stop,
+    stopping: StoppingCriteria,
     ends: Sequence[int],
 ) -> tuple[list[list[int]], list[StopReason]]:
     """Ids and stop reason of each of B answers."""
@@ -94,7 +102,7 @@ def _cut(
             completion,
             asked,
             ends=ends,
-            strings=stop.strings,
+            strings=stopping.strings,
             decode=lambda ids: decode(tokenizer, ids, special=True),
         )
         answers[sample] = completion.ids[:length]

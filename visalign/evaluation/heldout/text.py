@@ -15,7 +15,7 @@ from visalign.core import pass_at_k
 from visalign.errors import UserError
 from visalign.interfaces import Scores, TextReward
 from visalign.seeds import sample_seed
-from visalign.text import Sampling, Stop, TextPolicy, TextRollout
+from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 
 from .correctness import PART, Tally, check_size, valid_of, verdict
 from .result import HeldoutResult
@@ -39,7 +39,7 @@ def evaluate_text(
     *,
     seeds: Sequence[int],
     sampling: Sampling,
-    stop: Stop,
+    stopping: StoppingCriteria,
     correctness: str | None,
     measures: bool = True,
 ) -> HeldoutResult:
@@ -51,7 +51,7 @@ def evaluate_text(
         records: each with "prompt"; "tag" or "task" is its category.
         seeds: one answer each; a record's answer to a seed does not depend on the other records.
         sampling: how tokens are drawn.
-        stop: what ends an answer.
+        stopping: what ends an answer.
         correctness: label of the reward that says right or wrong; None where none does.
         measures: add `GREEDY`, `ANY`, `LENGTH` and `ENTROPY` to the scores.
 
@@ -68,7 +68,7 @@ def evaluate_text(
     drawn = [sample_seed("heldout", name, int(s)) for name in names for s in seeds]
     with torch.no_grad():
         rollout = policy.generate(
-            prompts, seeds=drawn, num_generations=len(seeds), sampling=sampling, stop=stop
+            prompts, seeds=drawn, num_generations=len(seeds), sampling=sampling, stopping=stopping
         )
     metadata = [record for record in records for _ in seeds]
     tally = Tally(correctness=correctness, samples="answers")
@@ -77,7 +77,7 @@ def evaluate_text(
     found = tally.fields(rewards, len(metadata))
     extra = _measured(rollout, found["correct"], found["judged"], len(seeds)) if measures else {}
     if measures and correctness is not None:
-        greedy = _greedy(policy, rewards[correctness], records, stop)
+        greedy = _greedy(policy, rewards[correctness], records, stopping)
         extra[GREEDY] = np.repeat(greedy, len(seeds)).astype(np.float32)
     for name, values in extra.items():
         found["scores"][name] = values
@@ -125,11 +125,16 @@ def _measured(
     return found
 
 
-def _greedy(policy: TextPolicy, judge: Any, records: Sequence[Mapping[str, Any]], stop: Stop) -> NDArray:
+def _greedy(
+    policy: TextPolicy, judge: Any, records: Sequence[Mapping[str, Any]], stopping: StoppingCriteria
+) -> NDArray:
     """[records] 1, 0 or NaN: the verdict of the likeliest answer."""
     with torch.no_grad():
         rollout = policy.generate(
-            [record["prompt"] for record in records], seeds=0, sampling=Sampling(temperature=0.0), stop=stop
+            [record["prompt"] for record in records],
+            seeds=0,
+            sampling=Sampling(temperature=0.0),
+            stopping=stopping,
         )
     scores = _score(judge.name, judge, rollout, records)
     right = verdict(judge.name, judge, scores).float()

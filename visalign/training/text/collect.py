@@ -120,7 +120,7 @@ def _round(
             seeds=[sample_seed(parts.seed, "sample", i) for i in batch.sample_id.tolist()],
             num_generations=size,
             sampling=settings.sampling,
-            stop=settings.stopping(),
+            stopping=settings.stopping(),
             group=batch.group_id[::size].tolist(),
         )
     records = [record for record in chosen for _ in range(size)]

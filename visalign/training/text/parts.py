@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from visalign.core import Objective
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
-from visalign.text import Prompt, Sampling, Stop, TextPolicy, TextRollout
+from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -27,7 +27,7 @@ class Generates(Protocol):
         seeds: Sequence[int],
         num_generations: int = 1,
         sampling: Sampling | None = None,
-        stop: Stop | None = None,
+        stopping: StoppingCriteria | None = None,
         group: Sequence[Hashable] | None = None,
     ) -> TextRollout:
         """Answer P prompts G times each, as `TextPolicy.generate`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.seeds import sample_seed
-from visalign.text import Prompt, Sampling, Stop
+from visalign.text import Prompt, Sampling, StoppingCriteria
 from visalign.training.loop.judging import judge
 
 from .parts import Generates
@@ -113,7 +113,7 @@ def sample_point(
     point: GridPoint,
     *,
     samples: int,
-    stop: Stop,
+    stopping: StoppingCriteria,
     seed: int,
     prompts_per_call: int = 64,
     after_call: Callable[[int], object] | None = None,
@@ -129,7 +129,7 @@ def sample_point(
         records: each has "prompt"; they are handed to the reward as metadata.
         point: how tokens are drawn.
         samples: n, answers per prompt.
-        stop: what ends an answer.
+        stopping: what ends an answer.
         seed: of the run.
         prompts_per_call: prompts that are answered and judged together; memory only.
         after_call: called with the prompts done so far.
@@ -143,7 +143,7 @@ def sample_point(
     parts = []
     for start in range(0, len(records), prompts_per_call):
         chosen = range(start, min(start + prompts_per_call, len(records)))
-        parts.append(_call(policy, reward, records, chosen, point, samples, stop, seed))
+        parts.append(_call(policy, reward, records, chosen, point, samples, stopping, seed))
         if after_call is not None:
             after_call(chosen.stop)
     return join_answers(parts)
@@ -156,7 +156,7 @@ def _call(
     chosen: range,
     point: GridPoint,
     samples: int,
-    stop: Stop,
+    stopping: StoppingCriteria,
     seed: int,
 ) -> Answers:
     drawn_with = (seed, "grid", repr(float(point.temperature)), repr(float(point.top_p)), point.seed)
@@ -167,7 +167,7 @@ def _call(
             seeds=[sample_seed(*drawn_with, key, j) for key in keys for j in range(samples)],
             num_generations=samples,
             sampling=Sampling(temperature=point.temperature, top_p=point.top_p),
-            stop=stop,
+            stopping=stopping,
         )
     metadata = [records[i] for i in chosen for _ in range(samples)]
     scores = judge(reward, list(rollout.text), metadata, what="answers")

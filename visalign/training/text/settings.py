@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from visalign.errors import UserError
-from visalign.text import Sampling, Stop
+from visalign.text import Sampling, StoppingCriteria
 from visalign.training.policy.settings import ObjectiveSettings
 
 from .dynamic_groups import DynamicGroups
@@ -64,9 +64,9 @@ class TextRolloutSettings:
         """The distribution that tokens are drawn from."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
-    def stopping(self) -> Stop:
+    def stopping(self) -> StoppingCriteria:
         """What ends an answer."""
-        return Stop(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True)

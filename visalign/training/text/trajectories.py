@@ -116,7 +116,7 @@ def _greedy_reward(
         seeds=[0] * len(places),
         num_generations=1,
         sampling=Sampling(temperature=0.0),
-        stop=settings.stopping(),
+        stopping=settings.stopping(),
         group=list(first),
     )
     scores = judge(parts.reward, list(greedy.text), asked, what="answers")
