@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from inspect import signature
+from typing import Any
 
 import numpy as np
 import pytest
