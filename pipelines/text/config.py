@@ -48,11 +48,11 @@ class TextModelConfig:
     max_prompt_tokens: int | None = None
     """Longest prompt; null: what the context leaves."""
     long_prompts: str = "refuse"
-    """A longer prompt is an error (refuse), or its answers have weight 0 (mask)."""
+    """A longer prompt is an error (refuse), or its completions have weight 0 (mask)."""
     generate_batch: int = 128
-    """Answers that grow together; memory and speed only."""
+    """Completions that grow together; memory and speed only."""
     score_batch: int = 64
-    """Answers per forward pass without gradient; memory and speed only."""
+    """Completions per forward pass without gradient; memory and speed only."""
 
     def __post_init__(self) -> None:
         check_dtype("model.dtype", self.dtype)
@@ -101,7 +101,7 @@ class TextEvaluationConfig:
     """Held-out evaluation: fixed seeds, the rollout's distribution, averaged weights."""
 
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
-    """Answers per prompt, one for each seed; one more is greedy."""
+    """Completions per prompt, one for each seed; one more is greedy."""
     every: int = 0
     """Iterations between two evaluations on the way; 0: only before and after."""
     prompts_on_the_way: int | None = 96
@@ -122,19 +122,19 @@ class TextEvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig:
-    """A process reward model that judges the steps of an answer (`visalign.rewards.text.process_reward`)."""
+    """A process reward model that judges a completion's steps (`visalign.rewards.text.process_reward`)."""
 
     model: str
     """A transformers folder or hub id of a token classifier with two labels."""
     separator: str = "\n"
-    """What ends a step in an answer."""
+    """What ends a step in a completion."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other arguments of `ProcessRewardModel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """A vLLM (or other OpenAI-compatible) server that writes the answers; see
+    """A vLLM (or other OpenAI-compatible) server that writes the completions; see
     `visalign.adapters.server.generator`."""
 
     base_url: str
@@ -150,7 +150,7 @@ class ServerConfig:
     parallel: int = 64
     """Requests at a time."""
     timeout: float = 600.0
-    """Seconds for one answer."""
+    """Seconds for one completion."""
     sync_every: int = 1
     """Iterations between two loads of the adapters into the server; above 1 is off-policy on purpose."""
     server_folder: str | None = None
@@ -166,7 +166,7 @@ class TextConfig:
     """What the text jobs share."""
 
     seed: int = 0
-    """Of the run: prompts, answers, new weights."""
+    """Of the run: prompts, completions, new weights."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
     """The language model."""
     data: TextDataConfig = field(default_factory=TextDataConfig)
@@ -174,11 +174,11 @@ class TextConfig:
     rewards: RewardsConfig = field(default_factory=lambda: RewardsConfig(terms={"task_answer": RewardTerm()}))
     """What is optimized."""
     rollout: TextRolloutSettings = field(default_factory=TextRolloutSettings)
-    """How answers are made."""
+    """How completions are made."""
     process: ProcessConfig | None = None
     """Rewards of single steps, for ppo, reinforce_pp and remax; null: none."""
     server: ServerConfig | None = None
-    """Who writes the answers; null: the model itself."""
+    """Who writes the completions; null: the model itself."""
     dynamic: DynamicSettings = field(default_factory=DynamicSettings)
     """Dynamic sampling."""
     objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
@@ -188,7 +188,7 @@ class TextConfig:
             lr=1e-5, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
         )
     )
-    """How the weights move; micro_batch counts answers, ema_decay 0 leaves averaging out."""
+    """How the weights move; micro_batch counts completions, ema_decay 0 leaves averaging out."""
     evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
     """What is measured before, on the way, and after."""
     run: RunConfig = field(default_factory=RunConfig)

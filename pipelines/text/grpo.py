@@ -15,7 +15,7 @@ __all__ = ["TextGRPOConfig", "plan", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class TextGRPOConfig(TextConfig):
-    """Answers are compared within the group of their prompt."""
+    """Completions are compared within the group of their prompt."""
 
 
 def run(config: TextGRPOConfig, output: Path, resume: bool = False) -> dict[str, Any]:

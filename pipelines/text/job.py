@@ -97,7 +97,7 @@ def plan(config: TextConfig) -> dict[str, Any]:
         UserError: something in the configuration cannot be used.
     """
     inputs, rollout, pace = prepare(config), config.rollout, config.optimizer
-    answers = rollout.prompts_per_iteration * rollout.group_size
+    completions = rollout.prompts_per_iteration * rollout.group_size
     updates = config.objective.epochs * pace.updates_per_iteration
     objective = config.objective.build(length=rollout.max_new_tokens)
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
@@ -106,17 +106,17 @@ def plan(config: TextConfig) -> dict[str, Any]:
     return {
         "batch": {
             "training_prompts": len(inputs.records),
-            "answers_per_iteration": answers,
+            "completions_per_iteration": completions,
             "rounds_per_iteration_at_most": config.dynamic.max_rounds if config.dynamic.enabled else 1,
             "updates_per_iteration": updates,
-            "answers_per_update": answers / pace.updates_per_iteration,
+            "completions_per_update": completions / pace.updates_per_iteration,
             "iterations": config.run.iterations,
-            "answers": answers * config.run.iterations,
+            "completions": completions * config.run.iterations,
         },
         "objective": {"algorithm": config.objective.algorithm, "source": objective.source},
         "evaluation": {
             "heldout_prompts": len(inputs.heldout),
             "evaluations_on_the_way": visits,
-            "answers": whole + visits * len(inputs.some) * (1 + greedy),
+            "completions": whole + visits * len(inputs.some) * (1 + greedy),
         },
     }

@@ -231,7 +231,7 @@ class _Process:
         self._model, self._tokenizer = model, tokenizer
 
     def score_rollout(self, rollout: Any) -> Any:
-        """Judge the steps of every answer."""
+        """Judge the steps of every completion."""
         return self._model.score_rollout(rollout, tokenizer=self._tokenizer)
 
 
@@ -247,7 +247,7 @@ def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
 
 
 def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
-    """The server that writes the answers, or None.
+    """The server that writes the completions, or None.
 
     Raises:
         UserError: the environment variable of the key is not set, or an option the generator refuses.

@@ -18,14 +18,14 @@ __all__ = ["TextPPOConfig", "plan", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class TextPPOConfig(TextConfig):
-    """Answers are compared with what a value function expected."""
+    """Completions are compared with what a value function expected."""
 
     model: TextModelConfig = field(default_factory=lambda: TextModelConfig(value="separate"))
     """The language model and its value function."""
     rollout: TextRolloutSettings = field(
         default_factory=lambda: TextRolloutSettings(prompts_per_iteration=64, group_size=2)
     )
-    """How answers are made; groups serve dynamic sampling and statistics alone."""
+    """How completions are made; groups serve dynamic sampling and statistics alone."""
     objective: TextObjectiveSettings = field(
         default_factory=lambda: TextObjectiveSettings(algorithm="ppo", epochs=2)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample answers over a grid of temperatures, nuclei and seeds, judge them, and select a dataset."""
+"""Sample completions over a grid of temperatures, nuclei and seeds, judge them, and select a dataset."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from visalign.pipelines.shared.parts import Records
 from visalign.pipelines.shared.run_folder import check_same_run
 from visalign.pipelines.shared.run_inputs import FINGERPRINTS, check_unchanged, fingerprint, write_once
 from visalign.training.loop.judging import check_failures
-from visalign.training.text.sampling_grid import Answers, join_answers, sample_point
+from visalign.training.text.sampling_grid import Completions, join_completions, sample_point
 from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen
 
 from .config import TextConfig, TextDataConfig, TextEvaluationConfig
 from .parts import build_text_policy, prepare
 from .sample_config import TextSampleConfig
 from .sample_points import load_point, point_file, save_point
-from .sample_selection import OWN_FIELDS, chosen_answers, dataset_record, nothing_chosen, table
+from .sample_selection import OWN_FIELDS, chosen_completions, dataset_record, nothing_chosen, table
 
 __all__ = ["TextSampleConfig", "plan", "run"]
 
@@ -39,7 +39,7 @@ FREE_KEYS = (
     "rollout.prompts_per_call",
     "rollout.max_failure_rate",
 )
-"""Keys that may differ when a run is resumed: they do not change the answers."""
+"""Keys that may differ when a run is resumed: they do not change the completions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> dict[st
 
     Raises:
         UserError: something in the configuration or the folder cannot be used, or nothing was selected.
-        RewardFailure: too many answers of a point could not be judged.
+        RewardFailure: too many completions of a point could not be judged.
     """
     import torch
 
@@ -73,8 +73,8 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> dict[st
         check_unchanged(output, prints)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    answers = _sample(config, inputs, output, prints)
-    return _select(config, inputs, answers, output, begin)
+    completions = _sample(config, inputs, output, prints)
+    return _select(config, inputs, completions, output, begin)
 
 
 def _prepare(config: TextSampleConfig) -> _Inputs:
@@ -100,13 +100,15 @@ def _prepare(config: TextSampleConfig) -> _Inputs:
     if config.selection.threshold > most:
         raise UserError(
             f"selection.threshold is {config.selection.threshold:g}, and the rewards reach {most:g} at most: "
-            "no answer could be accepted. Lower the threshold, or change rewards.terms."
+            "no completion could be accepted. Lower the threshold, or change rewards.terms."
         )
     return _Inputs(records=found.records, reward=found.reward)
 
 
-def _sample(config: TextSampleConfig, inputs: _Inputs, output: Path, prints: Mapping[str, str]) -> Answers:
-    """The answers of all grid points; those on disk are not sampled again."""
+def _sample(
+    config: TextSampleConfig, inputs: _Inputs, output: Path, prints: Mapping[str, str]
+) -> Completions:
+    """The completions of all grid points; those on disk are not sampled again."""
     points = config.rollout.points()
     missing = [i for i in range(len(points)) if not point_file(output, i).is_file()]
     policy = _policy(config) if missing else None
@@ -114,7 +116,7 @@ def _sample(config: TextSampleConfig, inputs: _Inputs, output: Path, prints: Map
     write_once(output / FINGERPRINTS, json.dumps(dict(prints), indent=1, sort_keys=True) + "\n")
     for place in missing:
         _sample_point(config, inputs, policy, place, point_file(output, place))
-    return join_answers([load_point(point_file(output, i)) for i in range(len(points))])
+    return join_completions([load_point(point_file(output, i)) for i in range(len(points))])
 
 
 def _policy(config: TextSampleConfig) -> Any:
@@ -127,12 +129,12 @@ def _policy(config: TextSampleConfig) -> Any:
 
 
 def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place: int, path: Path) -> None:
-    """Sample, judge and write the answers of one grid point."""
+    """Sample, judge and write the completions of one grid point."""
     begin, rollout = time.perf_counter(), config.rollout
     point = rollout.points()[place]
     console = Console()
     with console.status(f"point {place + 1} of {len(rollout.points())}") as shown:
-        answers = sample_point(
+        completions = sample_point(
             policy,
             inputs.reward,
             inputs.records,
@@ -146,48 +148,51 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
             ),
         )
     scores = Scores(
-        value=answers.reward, valid=answers.judged, unit=inputs.reward.unit, reason=list(answers.reason)
+        value=completions.reward,
+        valid=completions.judged,
+        unit=inputs.reward.unit,
+        reason=list(completions.reason),
     )
-    check_failures(scores, answers.judged, rollout.max_failure_rate, inputs.reward.name)
-    save_point(path, answers)
-    mean, seconds = float(answers.reward.nanmean()), time.perf_counter() - begin
+    check_failures(scores, completions.judged, rollout.max_failure_rate, inputs.reward.name)
+    save_point(path, completions)
+    mean, seconds = float(completions.reward.nanmean()), time.perf_counter() - begin
     console.print(
         f"temperature {point.temperature:g}, top-p {point.top_p:g}, seed {point.seed}: "
-        f"{len(answers)} answers, mean reward {mean:.3f}, {seconds:.0f} s",
+        f"{len(completions)} completions, mean reward {mean:.3f}, {seconds:.0f} s",
         markup=False,
         highlight=False,
     )
 
 
 def _select(
-    config: TextSampleConfig, inputs: _Inputs, answers: Answers, output: Path, begin: float
+    config: TextSampleConfig, inputs: _Inputs, completions: Completions, output: Path, begin: float
 ) -> dict[str, Any]:
     """Choose, write the dataset and the summary."""
     from visalign.versions import versions
 
     rule = config.selection
-    free = may_be_chosen(answers, truncated=rule.truncated)
-    chosen = sorted(chosen_answers(rule, answers, free), key=lambda i: (answers.prompt[i], i))
+    free = may_be_chosen(completions, truncated=rule.truncated)
+    chosen = sorted(chosen_completions(rule, completions, free), key=lambda i: (completions.prompt[i], i))
     if not chosen:
-        raise nothing_chosen(rule, answers, free, output)
+        raise nothing_chosen(rule, completions, free, output)
     write_atomic(
-        output / DATASET, demonstrations_jsonl(dataset_record(inputs.records, answers, i) for i in chosen)
+        output / DATASET, demonstrations_jsonl(dataset_record(inputs.records, completions, i) for i in chosen)
     )
-    rewards = answers.reward[chosen].double()
+    rewards = completions.reward[chosen].double()
     summary = {
         "dataset": DATASET,
         "records": len(chosen),
         "prompts": len(inputs.records),
-        "prompts_covered": len({answers.prompt[i] for i in chosen}),
+        "prompts_covered": len({completions.prompt[i] for i in chosen}),
         "reward_mean": float(rewards.mean()),
-        "length_mean": sum(answers.tokens[i] for i in chosen) / len(chosen),
-        "answers": len(answers),
-        "failed": int((~answers.judged).sum()),
-        "failure_reasons": failure_reasons(answers),
-        "truncated": int(answers.truncated.sum()),
-        "accepted": int((free & (answers.reward >= rule.threshold)).sum()),
-        "distributions": table(answers, free, chosen, rule.threshold, ("temperature", "top_p")),
-        "points": table(answers, free, chosen, rule.threshold, ("temperature", "top_p", "seed")),
+        "length_mean": sum(completions.tokens[i] for i in chosen) / len(chosen),
+        "completions": len(completions),
+        "failed": int((~completions.judged).sum()),
+        "failure_reasons": failure_reasons(completions),
+        "truncated": int(completions.truncated.sum()),
+        "accepted": int((free & (completions.reward >= rule.threshold)).sum()),
+        "distributions": table(completions, free, chosen, rule.threshold, ("temperature", "top_p")),
+        "points": table(completions, free, chosen, rule.threshold, ("temperature", "top_p", "seed")),
         "seconds": time.perf_counter() - begin,
         "config": asdict(config),
         "versions": versions(),
@@ -217,8 +222,8 @@ def plan(config: TextSampleConfig) -> dict[str, Any]:
         "sampling": {
             "prompts": len(inputs.records),
             "grid_points": points,
-            "answers_per_prompt": points * rollout.samples,
-            "answers": points * rollout.samples * len(inputs.records),
+            "completions_per_prompt": points * rollout.samples,
+            "completions": points * rollout.samples * len(inputs.records),
         },
         "selection": {"rule": rule.rule, "records_at_most": each * len(inputs.records)},
     }

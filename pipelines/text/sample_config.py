@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of sampling answers to a dataset. YAML files hold only what differs from these."""
+"""The configuration of sampling completions to a dataset. YAML files hold only what differs from these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULES = ("all", "best_of_n", "rejection")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsConfig:
-    """The prompts that are answered."""
+    """The prompts that are completed."""
 
     train: str = "tasks:train"
     """tasks:train, tasks:heldout, or a .jsonl file of records with "prompt" and what the rewards read."""
@@ -34,24 +34,24 @@ class PromptsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GridConfig:
-    """How answers are made: every combination of temperature, nucleus and seed is a point of the grid."""
+    """How completions are made: every combination of temperature, nucleus and seed is a point of the grid."""
 
     temperatures: list[float] = field(default_factory=lambda: [1.0])
     """τ."""
     top_p: list[float] = field(default_factory=lambda: [1.0])
     """Nuclei; 1: all tokens."""
     seeds: list[int] = field(default_factory=lambda: [0])
-    """More seeds give more answers of the same distributions, without changing those that there are."""
+    """More seeds give more completions of the same distributions, without changing those that there are."""
     samples: int = 8
-    """n, answers to each prompt at each point."""
+    """n, completions to each prompt at each point."""
     max_new_tokens: int = 256
-    """Tokens of an answer at most, its end token included."""
+    """Tokens of a completion at most, its end token included."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end an answer."""
+    """Texts that end a completion."""
     prompts_per_call: int = 64
-    """Prompts that are answered and judged together; memory only."""
+    """Prompts that are completed and judged together; memory only."""
     max_failure_rate: float = 0.1
-    """Share of a point's answers that may go unjudged before the run stops."""
+    """Share of a point's completions that may go unjudged before the run stops."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "prompts_per_call"):
@@ -69,23 +69,23 @@ class GridConfig:
         return grid_points(self.temperatures, self.top_p, self.seeds)
 
     def stopping(self) -> StoppingCriteria:
-        """What ends an answer."""
+        """What ends a completion."""
         return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionConfig:
-    """Which answers become the dataset. Answers that could not be judged never do."""
+    """Which completions become the dataset. Completions that could not be judged never do."""
 
     rule: str = "rejection"
     """all; best_of_n (the highest reward of each prompt over the whole grid, ties by lot); or rejection
     (those of at least the threshold)."""
     threshold: float = 1.0
-    """Reward from which an answer is accepted; under every rule it is also what pass@k counts."""
+    """Reward from which a completion is accepted; under every rule it is also what pass@k counts."""
     per_prompt: int | None = 4
-    """With rejection, answers of one prompt at most, answers that differ first; null: no limit."""
+    """With rejection, completions of one prompt at most, completions that differ first; null: no limit."""
     truncated: bool = False
-    """Whether answers that met the length limit may be chosen. A dataset takes them for whole."""
+    """Whether completions that met the length limit may be chosen. A dataset takes them for whole."""
     seed: int = 0
     """Of the lots."""
 
@@ -117,20 +117,20 @@ class MachineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSampleConfig:
-    """Sample answers over a grid, judge them, and keep the good ones as a dataset."""
+    """Sample completions over a grid, judge them, and keep the good ones as a dataset."""
 
     seed: int = 0
-    """Of the run: the packaged prompts and all answers."""
+    """Of the run: the packaged prompts and all completions."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
     """The language model."""
     data: PromptsConfig = field(default_factory=PromptsConfig)
     """The prompts."""
     rewards: RewardsConfig = field(default_factory=lambda: RewardsConfig(terms={"task_answer": RewardTerm()}))
-    """What judges the answers."""
+    """What judges the completions."""
     rollout: GridConfig = field(default_factory=GridConfig)
-    """How answers are made."""
+    """How completions are made."""
     selection: SelectionConfig = field(default_factory=SelectionConfig)
-    """Which answers become the dataset; may change when a finished run is resumed."""
+    """Which completions become the dataset; may change when a finished run is resumed."""
     run: MachineConfig = field(default_factory=MachineConfig)
     """Where it runs."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judged answers on disk, a file per grid point: what a run that was stopped need not sample again."""
+"""Judged completions on disk, a file per grid point: what a run that was stopped need not sample again."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import torch
 
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
-from visalign.training.text.sampling_grid import Answers, GridPoint
+from visalign.training.text.sampling_grid import Completions, GridPoint
 
 POINTS = "points"
 """Folder of a run."""
 
 
 def point_file(output: Path, place: int) -> Path:
-    """Where the answers of point `place` of the grid stand."""
+    """Where the completions of point `place` of the grid stand."""
     return output / POINTS / f"{place:03d}.json"
 
 
-def save_point(path: Path, answers: Answers) -> None:
-    """Write the answers of one grid point, whole or not at all."""
-    rewards = [value if math.isfinite(value) else None for value in answers.reward.tolist()]
-    point = answers.point[0]
+def save_point(path: Path, completions: Completions) -> None:
+    """Write the completions of one grid point, whole or not at all."""
+    rewards = [value if math.isfinite(value) else None for value in completions.reward.tolist()]
+    point = completions.point[0]
     content = {
         "point": {"temperature": point.temperature, "top_p": point.top_p, "seed": point.seed},
-        "prompt": list(answers.prompt),
-        "number": list(answers.number),
-        "text": list(answers.text),
+        "prompt": list(completions.prompt),
+        "number": list(completions.number),
+        "text": list(completions.text),
         "reward": rewards,
-        "tokens": list(answers.tokens),
-        "truncated": answers.truncated.tolist(),
-        "reason": list(answers.reason),
+        "tokens": list(completions.tokens),
+        "truncated": completions.truncated.tolist(),
+        "reason": list(completions.reason),
     }
     write_atomic(path, json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8"))
 
 
-def load_point(path: Path) -> Answers:
+def load_point(path: Path) -> Completions:
     """Read what `save_point` wrote.
 
     Raises:
@@ -49,7 +49,7 @@ def load_point(path: Path) -> Answers:
         content = json.loads(path.read_text(encoding="utf-8"))
         size = len(content["text"])
         reward = [math.nan if value is None else value for value in content["reward"]]
-        return Answers(
+        return Completions(
             prompt=content["prompt"],
             number=content["number"],
             point=[GridPoint(**content["point"])] * size,
@@ -61,6 +61,6 @@ def load_point(path: Path) -> Answers:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"The answers in '{path}' cannot be read ({error}). Delete the file and resume: they are sampled "
-            "again."
+            f"The completions in '{path}' cannot be read ({error}). Delete the file and resume: they are "
+            "sampled again."
         ) from error

@@ -3,7 +3,7 @@
 
     python tests/benchmarks/text_claims.py entropy    # GRPO's entropy collapses; three rules hold it up
     python tests/benchmarks/text_claims.py diversity  # FlowRL keeps more distinct right answers than GRPO
-    python tests/benchmarks/text_claims.py ratio      # GSPO's ratio varies less than GRPO's as answers grow
+    python tests/benchmarks/text_claims.py ratio      # GSPO's ratio varies less than GRPO's as texts grow
 
 Sources: Clip-Cov and KL-Cov, arXiv 2505.22617; clip-higher, DAPO, arXiv 2503.14476; FlowRL, arXiv 2509.15207;
 GSPO, arXiv 2507.18071. Each prints its table and writes it to --output as JSON, however it comes out.
@@ -64,7 +64,7 @@ DIVERSITY = {
     "flowrl": ("objective.algorithm=flowrl", "objective.heads_lr=1e-3"),
 }
 BINS = (0, 12, 20, 30, 45, 97)
-"""Tokens of an answer."""
+"""Tokens of a completion."""
 
 
 def train(overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -132,8 +132,8 @@ def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples:
         )
     texts = np.array(rollout.text, dtype=object).reshape(len(records), samples)
     right, distinct = [], []
-    for record, answers in zip(records, texts, strict=True):
-        good = [text for text in answers if check_answer(text, dict(record))[0]]
+    for record, completions in zip(records, texts, strict=True):
+        good = [text for text in completions if check_answer(text, dict(record))[0]]
         right.append(len(good) / samples)
         distinct.append(len({canonical_answer(text, dict(record)) for text in good}))
     per_right = np.array(distinct)[np.array(right) > 0] / (np.array(right)[np.array(right) > 0] * samples)
@@ -145,7 +145,7 @@ def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples:
 
 
 def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Spread of log-ratios by length of the answer, after GRPO steps away from the policy that sampled."""
+    """Spread of log-ratios by a completion's length, after GRPO steps away from the policy that sampled."""
     collected: list[tuple[float, float, float]] = []
     for seed in seeds:
         more = (f"seed={seed}", f"run.iterations={iterations}", "optimizer.updates_per_iteration=4")
@@ -175,7 +175,7 @@ def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str,
             rows.append(
                 {
                     "tokens": f"{low + 1}-{high}",
-                    "answers": len(part),
+                    "completions": len(part),
                     "token ratio, rms of log r (GRPO)": float(token),
                     "sequence ratio (GSPO)": float(sequence),
                     "GSPO / GRPO": float(sequence / token),

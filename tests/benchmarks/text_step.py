@@ -2,22 +2,23 @@
 """A step of the text trainer beside a step of TRL's GRPOTrainer: seconds, tokens and memory, on CPU.
 
     python tests/benchmarks/text_step.py                                       the embedded model, 1.2 M
-    python tests/benchmarks/text_step.py --reward alternating --beta 0.04      no answer can be passed over
-    python tests/benchmarks/text_step.py --width 512 --layers 8 --prompts 4    42 M random, 32k tokens
+    python tests/benchmarks/text_step.py --reward alternating --beta 0.04      no completion can be passed
+    over python tests/benchmarks/text_step.py --width 512 --layers 8 --prompts 4    42 M random, 32k tokens
 
 TRL is optional: pip install trl==1.16.0. Without it our own numbers are printed alone.
 
-A step is P prompts answered G times, judged, and the optimizer updates on these answers. Both sides run in
-one command, each in a process of its own that waits while the other works; steps alternate, so that both see
-the same machine. The same for both: model folder in float32, prompts of each step (their token ids are
-compared), G, length limit, end tokens, temperature 1 without top-k and top-p, reward, answers per generation
-and per micro-batch, updates, AdamW without weight decay at a constant learning rate, gradient norm clipped to
-1, no recomputation of activations, threads. TRL generates with `transformers.generate` (its default), with
-dataloader workers, logging, checkpoints and trackers off; our metrics are computed and not written.
+A step is P prompts completed G times, judged, and the optimizer updates on these completions. Both sides run
+in one command, each in a process of its own that waits while the other works; steps alternate, so that both
+see the same machine. The same for both: model folder in float32, prompts of each step (their token ids are
+compared), G, length limit, end tokens, temperature 1 without top-k and top-p, reward, completions per
+generation and per micro-batch, updates, AdamW without weight decay at a constant learning rate, gradient norm
+clipped to 1, no recomputation of activations, threads. TRL generates with `transformers.generate` (its
+default), with dataloader workers, logging, checkpoints and trackers off; our metrics are computed and not
+written.
 
-What differs, and is meant to: the answers are drawn independently, so their lengths differ (see the seconds
-per 1000 tokens); ours keeps the sampler's log-probs, and spends no backward pass on answers without signal
-where β is 0 (`--reward alternating` gives every answer signal).
+What differs, and is meant to: the completions are drawn independently, so their lengths differ (see the
+seconds per 1000 tokens); ours keeps the sampler's log-probs, and spends no backward pass on completions
+without signal where β is 0 (`--reward alternating` gives every completion signal).
 
 Memory is the peak of resident memory (VmHWM, what ru_maxrss reports) above what was resident when the
 imports were done and the model was loaded: the trainer, gradients, moments, copies of the weights, the
@@ -181,9 +182,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--prompts", type=int, default=16, help="P, prompts per step (default 16)")
-    parser.add_argument("--group", type=int, default=8, help="G, answers per prompt (default 8)")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="tokens of an answer at most")
-    parser.add_argument("--micro", type=int, default=32, help="answers per backward pass (default 32)")
+    parser.add_argument("--group", type=int, default=8, help="G, completions per prompt (default 8)")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="tokens of a completion at most")
+    parser.add_argument("--micro", type=int, default=32, help="completions per backward pass (default 32)")
     parser.add_argument("--updates", type=int, default=1, help="optimizer updates per step (default 1)")
     parser.add_argument("--beta", type=float, default=0.0, help="KL to the reference (default 0: none)")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate; small, so that lengths stay")
@@ -202,10 +203,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("rounds", "micro", "updates"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1.")
-    answers, part = options.prompts * options.group, options.micro * options.updates
-    if answers % part:
+    completions, part = options.prompts * options.group, options.micro * options.updates
+    if completions % part:
         parser.error(
-            f"--prompts × --group = {answers} answers are no multiple of --micro × --updates = {part}."
+            f"--prompts × --group = {completions} completions are no multiple of --micro × --updates = "
+            f"{part}."
         )
     if options.reward is None:
         options.reward = "task" if options.width is None else "alternating"
@@ -232,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(heading(options))
     print(table(found))
     signal = median(row["signal"] for row in found["visalign"])
-    print(f"answers with signal (visalign, median): {signal:.0%}")
+    print(f"completions with signal (visalign, median): {signal:.0%}")
     return 0 if "TRL" not in found else int(not verdict(found))
 
 

@@ -41,7 +41,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class AlternatingReward:
-    """1 for every other answer: each group has signal, whatever the model writes."""
+    """1 for every other completion: each group has signal, whatever the model writes."""
 
     name, unit, range, higher_is_better = "alternating", "1 = odd place", (0.0, 1.0), True
 
@@ -117,14 +117,14 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
     """Our trainer, step by step; its line of metrics.jsonl is made and not written."""
     model, tokenizer = load(options, meter)
     records, order = records_in_order(options)
-    answers = options.prompts * options.group
+    completions = options.prompts * options.group
     prompts = PromptEncoder(tokenizer, plain_as_chat=True)
     policy = CausalLMPolicy(
         model,
         tokenizer,
         prompts=prompts,
         reference=bool(options.beta),
-        generate_batch=answers,
+        generate_batch=completions,
         score_batch=options.micro,
     )
     algorithm = TextRL(
@@ -182,7 +182,7 @@ class Pace(TrainerCallback):
 
 def trl_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What GRPOConfig has to be told to do what our trainer does, and to write nothing."""
-    answers = options.prompts * options.group
+    completions = options.prompts * options.group
     return {
         "output_dir": str(folder),
         "num_generations": options.group,
@@ -194,8 +194,8 @@ def trl_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "loss_type": "grpo",
         "scale_rewards": "group",
         "per_device_train_batch_size": options.micro,
-        "gradient_accumulation_steps": answers // (options.updates * options.micro),
-        "generation_batch_size": answers,
+        "gradient_accumulation_steps": completions // (options.updates * options.micro),
+        "generation_batch_size": completions,
         "max_steps": options.updates * (options.warmup + options.rounds),
         "learning_rate": options.lr,
         "lr_scheduler_type": "constant",

@@ -42,7 +42,7 @@ OPTIMIZER = {
 
 
 class Letters:
-    """Share of an answer's characters that are a wanted letter; fails where `fail` says so."""
+    """Share of a completion's characters that are a wanted letter; fails where `fail` says so."""
 
     name, unit, range, higher_is_better = "letters", "share", (0.0, 1.0), True
 
@@ -128,7 +128,7 @@ def weights_of(trainer: Trainer) -> torch.Tensor:
 
 
 class OtherEngine:
-    """The policy's answers with log-probs that are off by a constant, as another engine's would be."""
+    """The policy's completions with log-probs that are off by a constant, as another engine's would be."""
 
     def __init__(self, policy: CausalLMPolicy, shift: float) -> None:
         self.policy, self.shift = policy, shift

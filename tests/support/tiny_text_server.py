@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of vLLM's completions API for tests: HTTP on a local port, answers drawn by a `CausalLMPolicy`."""
+"""A server of vLLM's completions API for tests: HTTP on a local port, drawn by a `CausalLMPolicy`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TinyServer:
     """What the server serves, how it misbehaves, and what it was asked.
 
     Args:
-        policy: draws the answers; with LoRA its adapters can be changed at run time.
+        policy: draws the completions; with LoRA its adapters can be changed at run time.
         mode: what its log-probs are of, vLLM's --logprobs-mode.
     """
 
@@ -176,7 +176,7 @@ def serving(policy: CausalLMPolicy, **options: Any) -> Iterator[TinyServer]:
     """Serve a policy while the context lasts.
 
     Args:
-        policy: draws the answers.
+        policy: draws the completions.
         **options: of `TinyServer`.
     """
     server = TinyServer(policy, **options)

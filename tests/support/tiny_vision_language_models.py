@@ -176,7 +176,7 @@ def own_inputs(given: CausalLMPolicy, place: int) -> dict[str, Any]:
 
 
 def own_logits(given: CausalLMPolicy, place: int, answer: Tensor) -> Tensor:
-    """The model's own logits [T, V] of an answer: the whole model, its own positions, nothing cached."""
+    """The model's own logits [T, V] of a completion: the whole model, its own positions, nothing cached."""
     inputs = own_inputs(given, place)
     length = inputs["input_ids"].shape[1]
     added = {"input_ids": answer, "mm_token_type_ids": torch.zeros_like(answer)}

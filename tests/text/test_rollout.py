@@ -129,7 +129,7 @@ def test_stop_strings_are_found_across_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; an answer needs at least 1 token"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; a completion needs at least 1 token"),
         ({"strings": "</a>"}, "Stop strings are '</a>'; give a tuple of texts"),
         ({"strings": ("",)}, "none of them empty"),
     ],

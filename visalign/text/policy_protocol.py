@@ -23,7 +23,7 @@ the temperature. The two are one without top-k and top-p."""
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutput:
-    """What a policy says of b answers; 0 where the rollout's weight is 0."""
+    """What a policy says of b completions; 0 where the rollout's weight is 0."""
 
     log_prob: Tensor
     """[b, T] float32 log π of the drawn tokens, differentiable."""
@@ -56,14 +56,14 @@ class TextPolicy(Protocol):
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
-        """Answer P prompts G times each: B = P·G samples, the samples of a prompt next to each other.
+        """Complete P prompts G times each: B = P·G samples, the samples of a prompt next to each other.
 
         Args:
             prompts: P texts or conversations.
             seeds: one for the call, or B of them.
             num_generations: G, at least 1.
             sampling: how tokens are drawn; by default from the model itself.
-            stopping: what ends an answer.
+            stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
             images: P lists of pictures in the prompts, for policies that see.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generation leaves behind: B answers of at most T tokens, with the log-probs they were drawn with."""
+"""What generation leaves behind: B completions of at most T tokens, with the log-probs they were drawn by."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .token_sets import TokenSets
 
 @dataclass(frozen=True, kw_only=True)
 class TextRollout:
-    """B answers to B prompts (the same prompt G times for a group), on the CPU.
+    """B completions to B prompts (the same prompt G times for a group), on the CPU.
 
     What is padding is said by the weights alone; padded ids may be any token of the vocabulary.
 
@@ -35,7 +35,7 @@ class TextRollout:
     prompt_weight: Tensor
     """[B, L] float32, 1 for tokens of the prompt and 0 for padding."""
     completion_ids: Tensor
-    """[B, T] int64, padded on the right; the end token is part of the answer."""
+    """[B, T] int64, padded on the right; the end token is part of the completion."""
     weight: Tensor
     """[B, T] float32, 1 for tokens that were drawn."""
     log_prob: Tensor
@@ -45,7 +45,7 @@ class TextRollout:
     entropy: Tensor
     """[B, T] float32, of the distribution that was sampled."""
     text: Sequence[str]
-    """B answers, without special tokens."""
+    """B completions, without special tokens."""
     stop_reason: Sequence[StopReason]
     """B reasons."""
     group: Sequence[Hashable]
@@ -53,7 +53,7 @@ class TextRollout:
     prompt: Sequence[Prompt]
     """B prompts as they were given."""
     seed: Sequence[int]
-    """B seeds; with the same weights, `sampling` and `stopping`, a seed gives the same answer again."""
+    """B seeds; with the same weights, `sampling` and `stopping`, a seed gives the same completion again."""
     sampling: Sampling
     """What the tokens were drawn with."""
     kept: TokenSets | None = None
@@ -94,12 +94,12 @@ class TextRollout:
 
     @property
     def truncated(self) -> Tensor:
-        """bool [B], True where the answer met the limit before its end; for `core.filter_overlong`."""
+        """bool [B], True where the completion met the limit before its end; for `core.filter_overlong`."""
         return torch.tensor([reason == "length" for reason in self.stop_reason], dtype=torch.bool)
 
     @property
     def generated(self) -> Tensor:
-        """bool [B], False where the prompt was too long to be answered."""
+        """bool [B], False where the prompt was too long to be completed."""
         return torch.tensor([reason != "prompt too long" for reason in self.stop_reason], dtype=torch.bool)
 
     def rows(self, index: Tensor | slice) -> TextRollout:
@@ -145,8 +145,8 @@ class TextRollout:
         if self.sampling.greedy:
             raise UserError(
                 "A greedy rollout (temperature 0) cannot be trained on: nothing was drawn, so there is no "
-                "probability to form a ratio with. Sample with a temperature above 0; greedy answers serve "
-                "evaluation and ReMax's greedy_reward."
+                "probability to form a ratio with. Sample with a temperature above 0; greedy completions "
+                "serve evaluation and ReMax's greedy_reward."
             )
         generated = self.generated
         known = generated if valid is None else valid.cpu().bool() & generated
@@ -167,7 +167,7 @@ _LISTS = ("text", "stop_reason", "group", "prompt", "seed", "images")
 
 
 def join_rollouts(rollouts: Sequence[TextRollout]) -> TextRollout:
-    """Several rollouts as one, padded to the longest prompt and answer; group labels are kept as they are.
+    """Several rollouts as one, padded to the longest prompt and completion; group labels are kept.
 
     Args:
         rollouts: at least one, all with the same `sampling`. Groups of different rollouts need different

@@ -34,7 +34,7 @@ class StepEncoder:
     """Makes tokens of prompts and steps.
 
     A prompt that is plain text is taken as it stands, after the tokenizer's begin token if it has one; a
-    conversation goes through its chat template, and the steps are the assistant's answer.
+    conversation goes through its chat template, and the steps are the assistant's turn.
 
     Args:
         tokenizer: of the process reward model.

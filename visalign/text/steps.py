@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of an answer: where a text is cut into them, which tokens they are made of, and what they earned.
+"""Steps of a completion: where a text is cut into them, which tokens they are made of, and what they earned.
 
 A text is cut at every occurrence of the separator. Pieces of blanks alone are no steps, so "a\\n\\nb" has
-two; a text without the separator is one step. Every token of a rollout's answer belongs to one step:
+two; a text without the separator is one step. Every token of a rollout's completion belongs to one step:
 separators and blanks to the step before them (those at the very beginning to the first), the end token to the
 last. A token that ends one step and begins the next belongs to the earlier.
 """
@@ -82,12 +82,12 @@ def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Te
     """Which step each token of a rollout belongs to.
 
     Args:
-        rollout: B answers.
+        rollout: B completions.
         tokenizer: of the policy that wrote them.
         reading: how texts are cut.
 
     Returns:
-        [B, T] int64, −1 where the weight is 0 and in answers without a step.
+        [B, T] int64, −1 where the weight is 0 and in completions without a step.
 
     Raises:
         UserError: the tokenizer does not give the rollout's texts back.
@@ -105,7 +105,7 @@ def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Te
 def _token_spans(
     rollout: TextRollout, row: int, tokenizer: Any, reading: StepReading
 ) -> list[tuple[int, int]]:
-    """First token and one past the last of each step of one answer; together they are the whole answer."""
+    """First token and one past the last of each step of one completion; together they are all of it."""
     length = int((torch.arange(1, rollout.weight.shape[1] + 1) * (rollout.weight[row] != 0)).amax())
     ids, text = rollout.completion_ids[row, :length].tolist(), rollout.text[row]
     if length == 0:
@@ -119,8 +119,8 @@ def _token_spans(
 
     if written(length) != len(text):
         raise UserError(
-            f"Answer {row} of the rollout is {text[:60]!r}, but this tokenizer reads its tokens otherwise. "
-            "Give the tokenizer of the policy that generated it."
+            f"Completion {row} of the rollout is {text[:60]!r}, but this tokenizer reads its tokens "
+            "otherwise. Give the tokenizer of the policy that generated it."
         )
     spans, begin = [], 0
     pieces = reading.spans(text)
@@ -136,16 +136,16 @@ def _token_spans(
 
 @dataclass(frozen=True, kw_only=True)
 class StepRewards:
-    """What a process reward says of the steps of B answers."""
+    """What a process reward says of the steps of B completions."""
 
     reward: Tensor
-    """[B, K] float32; NaN where there is no step, and in invalid answers."""
+    """[B, K] float32; NaN where there is no step, and in invalid completions."""
     step: Tensor
     """[B, T] int64, which step a token belongs to, −1 to none."""
     valid: Tensor
     """bool [B]."""
     reason: Sequence[str | None]
-    """Why an answer is invalid; None for the valid ones."""
+    """Why a completion is invalid; None for the valid ones."""
 
     def tokens(self, place: Place = "last") -> Tensor:
         """Process rewards of the tokens, for `Trajectories.process_reward`; give `valid` along with them.
@@ -154,18 +154,18 @@ class StepRewards:
             place: on the step's "last" token, on "every" token of it, or "spread" over them.
 
         Returns:
-            [B, T] float32, 0 outside the steps and in invalid answers.
+            [B, T] float32, 0 outside the steps and in invalid completions.
         """
         return span_rewards(torch.where(self.valid[:, None], self.reward, 0.0), self.step, place=place)
 
     def aggregate(self, how: Reduction = "min") -> Tensor:
-        """One number per answer.
+        """One number per completion.
 
         Args:
             how: "min", "product", "mean", "sum" or "last".
 
         Returns:
-            [B] float32, NaN in invalid answers.
+            [B] float32, NaN in invalid completions.
         """
         exists = torch.isfinite(self.reward)
         return torch.where(self.valid, aggregate_steps(self.reward, how, exists), torch.nan)

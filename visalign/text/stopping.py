@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an answer ends: end tokens, stop strings, the length limit; with the reason."""
+"""When a completion ends: end tokens, stop strings, the length limit; with the reason."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Literal
 from visalign.errors import UserError
 
 StopReason = Literal["eos", "stop string", "length", "prompt too long"]
-"""Why an answer ended; "prompt too long" marks a sample that was not generated and has weight 0."""
+"""Why a completion ended; "prompt too long" marks a sample that was not generated and has weight 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingCriteria:
-    """What ends an answer.
+    """What ends a completion.
 
     Raises:
         UserError: no token allowed, or an empty stop string.
     """
 
     max_new_tokens: int = 256
-    """Tokens of an answer at most, its end token included; fewer where the model's context ends."""
+    """Tokens of a completion at most, its end token included; fewer where the model's context ends."""
     strings: tuple[str, ...] = ()
-    """The answer ends with the token that completes one of these, which stays in tokens and text."""
+    """The completion ends with the token that completes one of these, which stays in tokens and text."""
     eos_ids: tuple[int, ...] | None = None
-    """Ids that end the answer; None is the model's own, () none at all."""
+    """Ids that end the completion; None is the model's own, () none at all."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}; an answer needs at least 1 token.")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}; a completion needs at least 1 token.")
         if isinstance(self.strings, str) or not all(isinstance(s, str) and s for s in self.strings):
             raise UserError(
                 f"Stop strings are {self.strings!r}; give a tuple of texts, none of them empty, e.g. "
@@ -39,7 +39,7 @@ class StoppingCriteria:
 
 
 class StopStrings:
-    """Looks for stop strings in the end of an answer, token by token.
+    """Looks for stop strings in the end of a completion, token by token.
 
     Args:
         strings: what to look for.
@@ -56,7 +56,7 @@ class StopStrings:
         """Whether the newest token completed a stop string.
 
         Args:
-            ids: the answer so far; it held no stop string before its last token.
+            ids: the completion so far; it held no stop string before its last token.
         """
         if not self.strings:
             return False

@@ -71,10 +71,10 @@ def naive(given: CausalLMPolicy, rollout: TextRollout) -> torch.Tensor:
     total = torch.zeros(())
     for row in range(len(rollout)):
         prompt = rollout.prompt_ids[row, rollout.prompt_weight[row] > 0]
-        answer = rollout.completion_ids[row, rollout.weight[row] > 0]
-        logits = given.model(torch.cat((prompt, answer))[None]).logits[0, len(prompt) - 1 : -1]
-        log_p = (logits / rollout.sampling.temperature).log_softmax(-1).gather(-1, answer[:, None])[:, 0]
-        total = total + (log_p * torch.arange(1, len(answer) + 1)).sum()
+        completion = rollout.completion_ids[row, rollout.weight[row] > 0]
+        logits = given.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1]
+        log_p = (logits / rollout.sampling.temperature).log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+        total = total + (log_p * torch.arange(1, len(completion) + 1)).sum()
     return total
 
 
@@ -125,13 +125,13 @@ def test_a_later_policy_is_scored_on_the_tokens_that_could_be_drawn() -> None:
     place = 0
     for sample in range(len(rollout)):
         prompt = rollout.prompt_ids[sample, rollout.prompt_weight[sample] > 0]
-        answer = rollout.completion_ids[sample, rollout.weight[sample] > 0]
-        logits = given.model(torch.cat((prompt, answer))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
-        allowed = kept[place : place + len(answer)]
+        completion = rollout.completion_ids[sample, rollout.weight[sample] > 0]
+        logits = given.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        allowed = kept[place : place + len(completion)]
         held = torch.stack([z[mask].logsumexp(0) for z, mask in zip(logits, allowed, strict=True)])
-        expected = logits.gather(-1, answer[:, None])[:, 0] - held
-        torch.testing.assert_close(found[sample, : len(answer)], expected, rtol=0, atol=1e-4)
-        place += len(answer)
+        expected = logits.gather(-1, completion[:, None])[:, 0] - held
+        torch.testing.assert_close(found[sample, : len(completion)], expected, rtol=0, atol=1e-4)
+        place += len(completion)
     assert torch.isfinite(found).all() and (found - rollout.log_prob).abs().max() > 0.1
 
 

@@ -55,17 +55,17 @@ def test_log_probs_are_those_of_the_models_own_logits(shared, sampling) -> None:
     rollout = sampled(shared, sampling)
     for row in range(len(rollout)):
         prompt = rollout.prompt_ids[row, rollout.prompt_weight[row] > 0]
-        answer = rollout.completion_ids[row, rollout.weight[row] > 0]
-        logits = shared.model(torch.cat((prompt, answer))[None]).logits[0, len(prompt) - 1 : -1]
+        completion = rollout.completion_ids[row, rollout.weight[row] > 0]
+        logits = shared.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1]
         log_p = (logits / sampling.temperature).log_softmax(-1)
-        own = log_p.gather(-1, answer[:, None])[:, 0]
-        torch.testing.assert_close(rollout.full_log_prob[row, : len(answer)], own, rtol=0, atol=1e-4)
+        own = log_p.gather(-1, completion[:, None])[:, 0]
+        torch.testing.assert_close(rollout.full_log_prob[row, : len(completion)], own, rtol=0, atol=1e-4)
         if sampling.top_k:
             own = own - log_p.topk(sampling.top_k).values.logsumexp(-1)
-            torch.testing.assert_close(rollout.log_prob[row, : len(answer)], own, rtol=0, atol=1e-4)
+            torch.testing.assert_close(rollout.log_prob[row, : len(completion)], own, rtol=0, atol=1e-4)
 
 
-def test_greedy_answers_are_those_of_transformers(shared) -> None:
+def test_greedy_completions_are_those_of_transformers(shared) -> None:
     rollout = sampled(shared, Sampling(temperature=0), StoppingCriteria(max_new_tokens=14), num_generations=1)
     for row, prompt in enumerate(shared.prompts.encode(PROMPTS)):
         theirs = shared.model.generate(
@@ -80,7 +80,7 @@ def test_greedy_answers_are_those_of_transformers(shared) -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
-    # answers that end early make rows leave the batch
+    # completions that end early make rows leave the batch
     sampling = Sampling(temperature=0.9, top_p=0.95)
     stopping = StoppingCriteria(max_new_tokens=14, strings=tuple("bcdefghi"))
     all_at_once = sampled(shared, sampling, stopping)
@@ -96,7 +96,7 @@ def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
     assert all_at_once.seed == seeds and len(set(all_at_once.text)) > 7
 
 
-def test_every_answer_says_why_it_ended(shared) -> None:
+def test_every_completion_says_why_it_ended(shared) -> None:
     rollout = sampled(shared, num_generations=12)
     assert set(rollout.stop_reason) == {"eos", "stop string", "length"}
     for row, reason in enumerate(rollout.stop_reason):
@@ -134,7 +134,7 @@ def test_the_best_token_alone_is_certain(shared) -> None:
     assert greedy.log_prob.min() < -0.1
 
 
-def test_equal_prompts_are_read_once_and_ended_answers_leave(monkeypatch) -> None:
+def test_equal_prompts_are_read_once_and_ended_completions_leave(monkeypatch) -> None:
     given = policy()
     sizes, features = [], given._network.features
 
@@ -151,7 +151,7 @@ def test_equal_prompts_are_read_once_and_ended_answers_leave(monkeypatch) -> Non
     assert sizes[-1][0] < 40
 
 
-def test_answers_end_where_the_context_does(shared) -> None:
+def test_completions_end_where_the_context_does(shared) -> None:
     rollout = sampled(
         shared, prompts=["b" * 60, "b"], stopping=StoppingCriteria(max_new_tokens=9, eos_ids=())
     )
@@ -203,7 +203,7 @@ def test_a_tokenizer_without_pad_or_eos() -> None:
     model = tiny_model()
     model.generation_config.eos_token_id = None  # type: ignore[union-attr]
     endless = CausalLMPolicy(model, tiny_tokenizer(pad=False, eos=False))
-    with pytest.raises(UserError, match="has an end-of-sequence token, so no answer would end by itself"):
+    with pytest.raises(UserError, match="has an end-of-sequence token, so no completion would end by itself"):
         sampled(endless)
     rollout = sampled(endless, stopping=StoppingCriteria(max_new_tokens=5, eos_ids=()))
     assert set(rollout.stop_reason) == {"length"}

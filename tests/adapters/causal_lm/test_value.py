@@ -23,7 +23,7 @@ def shared(trunk_gradient: bool = True, **options) -> CausalLMPolicy:
     return CausalLMPolicy(tiny_model(), tiny_tokenizer(), value_head=head, **options)
 
 
-def answers(given: CausalLMPolicy):
+def completions(given: CausalLMPolicy):
     return given.generate(PROMPTS, seeds=1, num_generations=2, stopping=StoppingCriteria(max_new_tokens=8))
 
 
@@ -35,7 +35,7 @@ def turn(head: ValueHead) -> None:
 
 def test_values_start_at_zero_and_feed_gae() -> None:
     given = shared()
-    rollout = answers(given)
+    rollout = completions(given)
     with torch.no_grad():
         value = given.log_probs(rollout).value
     assert value is not None and value.shape == rollout.weight.shape and value.abs().max() == 0
@@ -51,14 +51,14 @@ def test_a_value_is_of_the_state_before_its_token() -> None:
     given = shared()
     assert given.value_head is not None
     turn(given.value_head)
-    rollout = answers(given)
+    rollout = completions(given)
     value = given.log_probs(rollout).value
     assert value is not None
     for row in range(6):
         prompt = rollout.prompt_ids[row, rollout.prompt_weight[row] > 0]
-        answer = rollout.completion_ids[row, rollout.weight[row] > 0]
-        for place in range(len(answer)):
-            state = torch.cat((prompt, answer[:place]))[None]
+        completion = rollout.completion_ids[row, rollout.weight[row] > 0]
+        for place in range(len(completion)):
+            state = torch.cat((prompt, completion[:place]))[None]
             hidden = given.model.base_model(state).last_hidden_state[0, -1]
             expected = (hidden * torch.linspace(-1, 1, 32)).sum() + 0.25
             assert value[row, place].item() == pytest.approx(expected.item(), abs=1e-4)
@@ -70,7 +70,7 @@ def test_where_the_gradient_of_the_value_goes(trunk_gradient) -> None:
     given = shared(trunk_gradient, lora=text_lora(rank=2, alpha=2))
     assert given.value_head is not None
     turn(given.value_head)
-    value = given.log_probs(answers(given)).value
+    value = given.log_probs(completions(given)).value
     assert value is not None
     value.sum().backward()
     named = dict(given.trainable_parameters())
@@ -113,7 +113,7 @@ def test_a_separate_value_model(tmp_path) -> None:
     given = shared()
     assert given.value_head is not None
     turn(given.value_head)
-    rollout = answers(given)
+    rollout = completions(given)
     values = critic.values(rollout)
     wanted = given.log_probs(rollout).value
     assert wanted is not None

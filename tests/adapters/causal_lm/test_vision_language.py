@@ -47,20 +47,20 @@ def test_log_probs_equal_a_recomputation_and_the_models_own(shared, sampling) ->
     torch.testing.assert_close(full, rollout.full_log_prob, rtol=0, atol=1e-4)
     compared = 0
     for row in range(len(rollout)):
-        answer = drawn(rollout, row)
-        if IMAGE in answer:  # the library takes it for one more picture and fails
+        completion = drawn(rollout, row)
+        if IMAGE in completion:  # the library takes it for one more picture and fails
             continue
-        log_p = (own_logits(shared, row // 3, answer) / sampling.temperature).log_softmax(-1)
-        own = log_p.gather(-1, answer[:, None])[:, 0]
-        torch.testing.assert_close(rollout.full_log_prob[row, : len(answer)], own, rtol=0, atol=1e-4)
+        log_p = (own_logits(shared, row // 3, completion) / sampling.temperature).log_softmax(-1)
+        own = log_p.gather(-1, completion[:, None])[:, 0]
+        torch.testing.assert_close(rollout.full_log_prob[row, : len(completion)], own, rtol=0, atol=1e-4)
         if sampling.top_k:
             own = own - log_p.topk(sampling.top_k).values.logsumexp(-1)
-            torch.testing.assert_close(rollout.log_prob[row, : len(answer)], own, rtol=0, atol=1e-4)
+            torch.testing.assert_close(rollout.log_prob[row, : len(completion)], own, rtol=0, atol=1e-4)
         compared += 1
     assert compared >= 6 and len(set(rollout.text)) > 6
 
 
-def test_greedy_answers_are_those_of_transformers(shared) -> None:
+def test_greedy_completions_are_those_of_transformers(shared) -> None:
     rollout = sampled(shared, Sampling(temperature=0), num_generations=1)
     for row in range(len(PROMPTS)):
         inputs = own_inputs(shared, row)
@@ -73,7 +73,7 @@ def test_greedy_answers_are_those_of_transformers(shared) -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
-    # answers that end early make rows leave the batch
+    # completions that end early make rows leave the batch
     sampling = Sampling(temperature=1.2)
     stopping = StoppingCriteria(max_new_tokens=12, strings=tuple("abcdefghijklm+"))
     whole = sampled(shared, sampling, stopping=stopping, num_generations=4)
@@ -116,7 +116,7 @@ def test_what_is_shown_and_in_which_order_matters(shared) -> None:
 
 
 @torch.no_grad()
-def test_image_tokens_that_an_answer_draws_are_text(shared) -> None:
+def test_image_tokens_that_a_completion_draws_are_text(shared) -> None:
     rollout = sampled(shared, Sampling(temperature=20), num_generations=32)
     rows = ((rollout.completion_ids == IMAGE) & (rollout.weight > 0)).any(1)
     assert all(rows[32 * prompt : 32 * prompt + 32].any() for prompt in range(3))

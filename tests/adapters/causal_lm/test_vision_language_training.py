@@ -45,9 +45,9 @@ def test_gradients_are_those_of_the_models_logits(kind, checkpointing) -> None:
     ours = torch.autograd.grad((found * place).sum(), parameters, allow_unused=True)
     total = torch.zeros(())
     for row in rows:
-        answer = drawn(rollout, row)
-        log_p = (own_logits(given, row // 8, answer) / 1.5).log_softmax(-1)
-        total = total + (log_p.gather(-1, answer[:, None])[:, 0] * place[: len(answer)]).sum()
+        completion = drawn(rollout, row)
+        log_p = (own_logits(given, row // 8, completion) / 1.5).log_softmax(-1)
+        total = total + (log_p.gather(-1, completion[:, None])[:, 0] * place[: len(completion)]).sum()
     theirs = torch.autograd.grad(total, parameters, allow_unused=True)
     for name, mine, own in zip(names, ours, theirs, strict=True):
         assert (mine is None) == (own is None), name

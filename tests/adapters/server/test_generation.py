@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by a server: a real one on a local port, whose answers are the policy's, and its failures."""
+"""Generation by a server: a real one on a local port that draws what the policy draws, and its failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
 from tests.support.tiny_text_server import TinyServer, serving
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.adapters.server.answers import Asked, Completion, first_end
+from visalign.adapters.server.completions import Completion, CompletionRequest, first_end
 from visalign.adapters.server.generator import ServerGenerator
 from visalign.adapters.server.requests import check_processed
 from visalign.adapters.server.rollout import rescored
@@ -78,7 +78,7 @@ def drawn(source, sampling=RAW[0], stopping=EVERY, prompts=PROMPTS, **options: A
     ("mode", "sampling"),
     [*(("raw_logprobs", s) for s in RAW), *(("processed_logprobs", s) for s in PROCESSED)],
 )
-def test_a_servers_answers_are_the_policys_own(policy, server, mode, sampling) -> None:
+def test_a_servers_completions_are_the_policys_own(policy, server, mode, sampling) -> None:
     server.mode = mode
     found = drawn(generator(policy, server, logprobs_mode=mode), sampling)
     own = drawn(policy, sampling)
@@ -277,7 +277,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
-def test_an_answer_that_cannot_be_trusted_is_refused(policy, server, fields, message) -> None:
+def test_a_completion_that_cannot_be_trusted_is_refused(policy, server, fields, message) -> None:
     stopping = StoppingCriteria(max_new_tokens=3, eos_ids=())
     server.alter = lambda reply: changed(reply, **fields)
     with pytest.raises(ServerError, match=rf"^{server.url}/completions, sample 0: .*{message}"):
@@ -332,12 +332,12 @@ def test_the_tokens_that_could_be_drawn_must_be_known(policy, server, top, messa
         ([5, 5], "length", (2, "length")),
     ],
 )
-def test_an_answer_ends_where_stop_says_whatever_came_after(ids, finish, expected) -> None:
-    asked = Asked(url="u", sample=0, prompt=[5], limit=9, listed=1)
+def test_a_completion_ends_where_stop_says_whatever_came_after(ids, finish, expected) -> None:
+    request = CompletionRequest(url="u", sample=0, prompt=[5], limit=9, listed=1)
     completion = Completion(ids=ids, log_prob=[-1.0] * len(ids), finish=finish, sets=[])
     found = first_end(
         completion,
-        asked,
+        request,
         ends=(1,),
         strings=("bc",),
         decode=lambda ids: "".join(" <   abcde"[i] for i in ids),

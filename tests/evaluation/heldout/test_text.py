@@ -19,7 +19,7 @@ STOP = StoppingCriteria(max_new_tokens=4)
 
 
 class HasVowel(Letters):
-    """1 where an answer has a vowel; cannot judge the prompt "g"."""
+    """1 where a completion has a vowel; cannot judge the prompt "g"."""
 
     def score(self, completions, prompts, metadata=None):
         value = torch.tensor([float(any(c in "aeiou" for c in text)) for text in completions])

@@ -240,7 +240,7 @@ def test_a_text_run_has_the_same_page_with_completions(tmp_path: Path) -> None:
     before, after = make_text_result(0.25), make_text_result(0.75)
     page = report(tmp_path, before, after)
     assert "6 of 24 completions were correct before training, 18 of 24 after it" in page.text
-    assert "each answered twice with the same seeds" in page.text and "+50.0 points" in page.text
+    assert "each completed twice with the same seeds" in page.text and "+50.0 points" in page.text
     assert "picture" not in page.text.lower() and "noise" not in page.text and page.all("img") == []
     assert "<script" not in page.source and "<think>" not in page.source, "completions are escaped"
     improved = galleries(before, after, compare(before, after))[1].pairs

@@ -54,12 +54,12 @@ def _lines(output: Path) -> list[dict[str, Any]]:
 
 
 def _all(inputs: Path, finished: tuple[Path, Any], tmp_path: Path) -> list[dict[str, Any]]:
-    """Every judged answer of the finished run."""
+    """Every judged completion of the finished run."""
     return _selected(inputs, finished, tmp_path, "selection.rule=all")[0]
 
 
 def _selected(inputs: Path, finished: tuple[Path, Any], tmp_path: Path, *overrides: str) -> tuple[Any, Any]:
-    """The dataset of the finished run's answers, selected anew, and the summary."""
+    """The dataset of the finished run's completions, selected anew, and the summary."""
     import shutil
 
     copy = tmp_path / f"copy{len(list(tmp_path.iterdir()))}"
@@ -68,7 +68,7 @@ def _selected(inputs: Path, finished: tuple[Path, Any], tmp_path: Path, *overrid
     return _lines(copy), summary
 
 
-def test_a_dataset_holds_accepted_answers_with_their_origin(finished, inputs):
+def test_a_dataset_holds_accepted_completions_with_their_origin(finished, inputs):
     output, summary = finished
     lines = _lines(output)
     assert 12 < len(lines) == summary["records"] <= 3 * 8
@@ -96,7 +96,7 @@ def test_a_dataset_holds_accepted_answers_with_their_origin(finished, inputs):
 def test_the_summary_says_what_each_point_is_worth(finished, inputs, tmp_path):
     _, summary = finished
     lines = _all(inputs, finished, tmp_path)
-    assert summary["answers"] == 2 * 2 * 4 * 8 == len(lines) + summary["failed"] and summary["failed"] > 0
+    assert summary["completions"] == 2 * 2 * 4 * 8 == len(lines) + summary["failed"] and summary["failed"] > 0
     assert summary["failure_reasons"] == {"early: a z in it": summary["failed"]}
     keys = [(row["temperature"], row["top_p"], row["seed"]) for row in summary["points"]]
     assert keys == [(0.7, 1.0, 0), (0.7, 1.0, 3), (1.5, 1.0, 0), (1.5, 1.0, 3)]
@@ -107,11 +107,11 @@ def test_the_summary_says_what_each_point_is_worth(finished, inputs, tmp_path):
     for row in summary["distributions"]:
         own = [line for line in lines if line["temperature"] == row["temperature"]]
         good = [line for line in own if line["reward"] >= 0.3]
-        assert (row["answers"], row["judged"], row["accepted"]) == (64, len(own), len(good))
+        assert (row["completions"], row["judged"], row["accepted"]) == (64, len(own), len(good))
         assert row["acceptance_rate"] == pytest.approx(len(good) / len(own))
         assert row["prompts_accepted"] == pytest.approx(len({line["group"] for line in good}) / 8)
         distinct = {(line["group"], " ".join(line["completion"].split())) for line in own}
-        assert row["distinct_answers"] == pytest.approx(len(distinct) / 8)
+        assert row["distinct_completions"] == pytest.approx(len(distinct) / 8)
         assert list(row["pass_at_k"]) == list(row["best_of_n"]) == ["1", "2", "4", "8"]
         best = [row["best_of_n"][n]["reward"] for n in ("1", "2", "4")]
         assert best == sorted(best) and row["pass_at_k"]["1"] <= row["pass_at_k"]["4"]
@@ -171,14 +171,14 @@ def test_best_of_n_is_the_best_of_each_prompt(finished, inputs, tmp_path):
         assert line["reward"] == max(r["reward"] for r in everything if r["group"] == line["group"])
 
 
-def test_answers_that_were_cut_off_are_left_out(finished, inputs, tmp_path):
+def test_completions_that_were_cut_off_are_left_out(finished, inputs, tmp_path):
     """The random model hardly ever ends by itself."""
     kept = _all(inputs, finished, tmp_path)
     whole, summary = _selected(
         inputs, finished, tmp_path, "selection={rule: all, truncated: false, threshold: 0.3}"
     )
     assert 0 < len(whole) < len(kept)
-    assert len(whole) >= summary["answers"] - summary["failed"] - summary["truncated"]
+    assert len(whole) >= summary["completions"] - summary["failed"] - summary["truncated"]
     assert all(line in kept for line in whole)
 
 
@@ -186,14 +186,14 @@ def test_nothing_accepted_is_an_error_that_writes_no_dataset(inputs, tmp_path):
     output = tmp_path / "out"
     grid = "rollout={samples: 1, max_new_tokens: 6, max_failure_rate: 0.9}"
     with pytest.raises(
-        UserError, match=r"None of the 8 answers was accepted: the highest reward is .*threshold"
+        UserError, match=r"None of the 8 completions was accepted: the highest reward is .*threshold"
     ):
         run(_config(inputs, grid, "selection.threshold=1.0"), output)
     assert not (output / "dataset.jsonl").exists() and not (output / "summary.json").exists()
     summary = run(_config(inputs, grid, "selection.threshold=0.0"), output, resume=True)
     assert summary["records"] > 0
     with pytest.raises(
-        UserError, match=r"None of the 8 answers may be chosen: 8 of them met the length limit"
+        UserError, match=r"None of the 8 completions may be chosen: 8 of them met the length limit"
     ):
         run(
             _config(
@@ -234,7 +234,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(finished, inp
         run(_config(inputs), finished[0])
 
 
-def test_resume_refuses_other_answers_and_notices_other_prompts(finished, inputs):
+def test_resume_refuses_other_completions_and_notices_other_prompts(finished, inputs):
     with pytest.raises(CheckpointError, match=r"rollout\.samples: 4 there, 5 now"):
         run(_config(inputs, "rollout.samples=5"), finished[0], resume=True)
     file = inputs / "prompts.jsonl"
@@ -247,7 +247,7 @@ def test_resume_refuses_other_answers_and_notices_other_prompts(finished, inputs
         file.write_text(text)
 
 
-def test_resume_needs_a_run_and_says_which_answers_are_damaged(finished, inputs, tmp_path):
+def test_resume_needs_a_run_and_says_which_completions_are_damaged(finished, inputs, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a").write_text("b")
     with pytest.raises(UserError, match=r"There is no run in .* it has no config.yaml"):
@@ -282,9 +282,14 @@ def test_settings_that_cannot_be(override, message, inputs):
         _config(inputs, override)
 
 
-def test_the_plan_counts_the_answers(inputs):
+def test_the_plan_counts_the_completions(inputs):
     found = plan(_config(inputs))
-    assert found["sampling"] == {"prompts": 8, "grid_points": 4, "answers_per_prompt": 16, "answers": 128}
+    assert found["sampling"] == {
+        "prompts": 8,
+        "grid_points": 4,
+        "completions_per_prompt": 16,
+        "completions": 128,
+    }
     assert found["selection"] == {"rule": "rejection", "records_at_most": 24}
     assert plan(_config(inputs, "selection.rule=best_of_n"))["selection"]["records_at_most"] == 8
     assert plan(_config(inputs, "selection.per_prompt=null"))["selection"]["records_at_most"] == 128

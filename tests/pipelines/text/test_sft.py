@@ -99,7 +99,7 @@ def test_adapters_are_saved_alone(inputs, tmp_path):
 
 
 def test_a_dataset_of_text_sample_is_what_it_learns_from(inputs, tmp_path):
-    """Right answers of the trained model, learnt by the random one."""
+    """Right completions of the trained model, learnt by the random one."""
     teacher = tmp_path / "teacher"
     run(_config(inputs, "evaluation.every=0"), teacher)
     grid = [

@@ -105,7 +105,7 @@ def test_the_code_loads_adapters_and_models_that_see():
 
 
 def test_the_accuracy_is_the_checkers(finished):
-    """The held-out problems are answered and checked again, without the evaluation."""
+    """The held-out problems are completed and checked again, without the evaluation."""
     from visalign.data.text_tasks.tasks import check_answer
     from visalign.evaluation import load_heldout
     from visalign.pipelines.text.parts import build_text_policy
@@ -241,5 +241,5 @@ def test_text_ppo_refuses_an_algorithm_without_a_value_function():
 def test_dry_run_says_what_would_be_done():
     found = CliRunner().invoke(app, ["train", "text_grpo", "--dry-run", *SMALL])
     assert found.exit_code == 0, found.output
-    assert re.search("answers +│ 36 ", found.output), found.output  # 2 × 6 problems × (2 seeds + greedy)
-    assert "answers per iteration" in found.output and "2402.03300" in found.output
+    assert re.search("completions +│ 36 ", found.output), found.output  # 2 × 6 problems × (2 seeds + greedy)
+    assert "completions per iteration" in found.output and "2402.03300" in found.output

@@ -131,7 +131,7 @@ def test_tokens_that_hold_an_end_and_a_beginning_or_half_a_letter() -> None:
 
 
 def test_a_tokenizer_that_reads_the_tokens_otherwise_is_refused() -> None:
-    with pytest.raises(UserError, match=r"Answer 0 of the rollout is 'a\\nb', but this tokenizer reads"):
+    with pytest.raises(UserError, match=r"Completion 0 of the rollout is 'a\\nb', but this tokenizer reads"):
         step_index(rollout("a\nb"), Pieces(*[b"z"] * 64), StepReading())
 
 

@@ -232,7 +232,7 @@ def test_a_loss_that_is_no_number_moves_nothing() -> None:
 # the implicit one
 
 
-def answers(policy: CausalLMPolicy) -> Any:
+def completions(policy: CausalLMPolicy) -> Any:
     sampling = Sampling(temperature=0.8, top_k=20)
     return policy.generate(
         ["q", "1+1"],
@@ -246,7 +246,7 @@ def answers(policy: CausalLMPolicy) -> Any:
 def test_outcomes_alone_teach_the_implicit_reward() -> None:
     """Right is what holds more of one letter; the first loss is ln 2, since the model is its reference."""
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
-    rollout = answers(policy)
+    rollout = completions(policy)
     share = [text.count(" ") + text.count("a") + text.count("e") for text in rollout.text]
     label = torch.tensor([float(n > sorted(share)[len(share) // 2 - 1]) for n in share])
     assert 0 < label.sum() < len(label)
@@ -261,7 +261,7 @@ def test_outcomes_alone_teach_the_implicit_reward() -> None:
 def test_one_implicit_update_by_hand() -> None:
     """At the reference σ(q) = ½: with SGD each weight moves by rate · mean (y − ½) β ∇ Σ_t log π."""
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
-    rollout = answers(policy)
+    rollout = completions(policy)
     label = torch.full((len(rollout),), math.nan)
     label[:3] = torch.tensor([1.0, 0.0, 1.0])
     parameters = [parameter for _, parameter in policy.trainable_parameters()]
@@ -288,9 +288,9 @@ def test_one_implicit_update_by_hand() -> None:
 
 def test_outcomes_that_do_not_fit() -> None:
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
-    rollout = answers(policy)
+    rollout = completions(policy)
     for label, message in (
-        ([1.0], r"label has shape \(1,\) for 16 answers; give one number per answer"),
+        ([1.0], r"label has shape \(1,\) for 16 completions; give one number per completion"),
         ([2.0] * 16, "A label is 2; allowed are 1"),
         ([math.nan] * 16, "There are 0 labelled texts"),
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of sampled answers and what they are worth, by hand."""
+"""Selection of sampled completions and what they are worth, by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from visalign.errors import UserError
-from visalign.training.text.sampling_grid import Answers, GridPoint, grid_points, join_answers
+from visalign.training.text.sampling_grid import Completions, GridPoint, grid_points, join_completions
 from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen, statistics
-from visalign.training.text.selection import accepted_answers, best_of_group, every_valid, same_answer
+from visalign.training.text.selection import accepted_completions, best_of_group, every_valid, same_completion
 
 NAN = math.nan
 
@@ -40,45 +40,50 @@ def test_ties_are_drawn_by_lot_of_the_seed_and_the_group_alone():
     assert 0 < sum(first) < 20  # groups have lots of their own
 
 
-def test_accepted_answers_reach_the_threshold_and_no_group_has_more_than_its_share():
+def test_accepted_completions_reach_the_threshold_and_no_group_has_more_than_its_share():
     reward = torch.tensor([1.0, 0.4, 0.5, 1.0, 1.0, NAN, 0.7])
     group = [0, 0, 0, 0, 1, 1, 2]
     text = ["a", "b", "c", "d", "e", "f", "g"]
-    assert accepted_answers(reward, group, text, threshold=0.5, seed=0) == [0, 2, 3, 4, 6]
-    assert accepted_answers(reward, group, text, threshold=1.5, seed=0) == []
+    assert accepted_completions(reward, group, text, threshold=0.5, seed=0) == [0, 2, 3, 4, 6]
+    assert accepted_completions(reward, group, text, threshold=1.5, seed=0) == []
     valid = torch.tensor([False, True, True, True, True, True, True])
-    assert accepted_answers(reward, group, text, threshold=0.5, seed=0, valid=valid) == [2, 3, 4, 6]
+    assert accepted_completions(reward, group, text, threshold=0.5, seed=0, valid=valid) == [2, 3, 4, 6]
     for seed in range(20):
-        two = accepted_answers(reward, group, text, threshold=0.5, per_group=2, seed=seed)
+        two = accepted_completions(reward, group, text, threshold=0.5, per_group=2, seed=seed)
         assert len(two) == 4 and two[2:] == [4, 6] and set(two[:2]) < {0, 2, 3}
     drawn = Counter(
         place
         for seed in range(300)
-        for place in accepted_answers(reward, group, text, threshold=0.5, per_group=1, seed=seed)
+        for place in accepted_completions(reward, group, text, threshold=0.5, per_group=1, seed=seed)
     )
     assert drawn[4] == drawn[6] == 300 and min(drawn[i] for i in (0, 2, 3)) > 60  # the reward plays no part
 
 
-def test_different_answers_go_before_repeats():
+def test_different_completions_go_before_repeats():
     text = ["1 + 1 = 2", "1 + 1  = 2", "two", "1 + 1 =\n2", "2"]
-    assert same_answer(text[0]) == same_answer(text[1]) == same_answer(text[3]) != same_answer(text[4])
+    assert (
+        same_completion(text[0])
+        == same_completion(text[1])
+        == same_completion(text[3])
+        != same_completion(text[4])
+    )
     reward, group = torch.ones(5), [0] * 5
     for seed in range(20):
-        three = accepted_answers(reward, group, text, threshold=1.0, per_group=3, seed=seed)
-        assert {same_answer(text[i]) for i in three} == {"1 + 1 = 2", "two", "2"}
-        four = accepted_answers(reward, group, text, threshold=1.0, per_group=4, seed=seed)
+        three = accepted_completions(reward, group, text, threshold=1.0, per_group=3, seed=seed)
+        assert {same_completion(text[i]) for i in three} == {"1 + 1 = 2", "two", "2"}
+        four = accepted_completions(reward, group, text, threshold=1.0, per_group=4, seed=seed)
         assert len(four) == 4 and {2, 4} < set(four)  # the repeat fills up
 
 
 def test_what_cannot_be_selected_from_is_refused():
     with pytest.raises(ValueError, match=r"got reward \(3,\), 2 labels and valid none"):
         best_of_group(torch.zeros(3), [0, 0], seed=0)
-    with pytest.raises(ValueError, match="text needs one entry per answer, 2 as in group; got 1"):
-        accepted_answers(torch.zeros(2), [0, 0], ["a"], threshold=0.0, seed=0)
+    with pytest.raises(ValueError, match="text needs one entry per completion, 2 as in group; got 1"):
+        accepted_completions(torch.zeros(2), [0, 0], ["a"], threshold=0.0, seed=0)
     with pytest.raises(UserError, match="per_group is 0; it must be at least 1"):
-        accepted_answers(torch.zeros(1), [0], ["a"], threshold=0.0, per_group=0, seed=0)
+        accepted_completions(torch.zeros(1), [0], ["a"], threshold=0.0, per_group=0, seed=0)
     with pytest.raises(UserError, match="threshold is not a number"):
-        accepted_answers(torch.zeros(1), [0], ["a"], threshold=NAN, seed=0)
+        accepted_completions(torch.zeros(1), [0], ["a"], threshold=NAN, seed=0)
 
 
 def test_a_grid_is_every_combination():
@@ -108,10 +113,10 @@ def test_grids_that_cannot_be(lists, message):
         grid_points(*lists)
 
 
-def _answers() -> Answers:
-    """Two prompts, four answers each; one judgement failed, one answer was cut off."""
+def _completions() -> Completions:
+    """Two prompts, four completions each; one judgement failed, one completion was cut off."""
     point = GridPoint(temperature=1.0, top_p=1.0, seed=0)
-    return Answers(
+    return Completions(
         prompt=[0, 0, 0, 0, 1, 1, 1, 1],
         number=[0, 1, 2, 3] * 2,
         point=[point] * 8,
@@ -124,15 +129,15 @@ def _answers() -> Answers:
 
 
 def test_statistics_by_hand():
-    answers = _answers()
-    free = may_be_chosen(answers, truncated=False)
+    completions = _completions()
+    free = may_be_chosen(completions, truncated=False)
     assert free.tolist() == [True] * 5 + [False, False, True]
-    found = statistics(answers, free, threshold=1.0)
-    assert (found["answers"], found["judged"], found["failed"], found["truncated"]) == (8, 7, 1, 1)
+    found = statistics(completions, free, threshold=1.0)
+    assert (found["completions"], found["judged"], found["failed"], found["truncated"]) == (8, 7, 1, 1)
     assert found["accepted"] == 2 and found["acceptance_rate"] == pytest.approx(2 / 7)
     assert found["prompts_accepted"] == 0.5 and found["reward_mean"] == pytest.approx(3.5 / 7)
     assert found["length_mean"] == 4.5
-    assert found["distinct_answers"] == (3 + 3) / 2 and found["distinct_accepted"] == 0.5
+    assert found["distinct_completions"] == (3 + 3) / 2 and found["distinct_accepted"] == 0.5
     # prompt 0: 2 of 4; prompt 1: 0 of 3, which says nothing of four attempts
     assert found["pass_at_k"] == pytest.approx({1: 0.25, 2: (1 - 1 / 6) / 2, 4: 1.0})
     best = {n: row["reward"] for n, row in found["best_of_n"].items()}
@@ -140,25 +145,25 @@ def test_statistics_by_hand():
     assert best == pytest.approx({1: (0.625 + 1 / 3) / 2, 2: (5.5 / 6 + 2 / 3) / 2, 4: 1.0})
     bounds = [row["kl_bound"] for row in found["best_of_n"].values()]
     assert bounds == pytest.approx([0.0, math.log(2) - 1 / 2, math.log(4) - 3 / 4])
-    assert failure_reasons(answers) == {"judge died": 1}
+    assert failure_reasons(completions) == {"judge died": 1}
 
 
-def test_cut_answers_count_as_accepted_where_they_are_wanted():
-    answers = _answers()
-    free = may_be_chosen(answers, truncated=True)
-    found = statistics(answers, free, threshold=0.5)
+def test_cut_completions_count_as_accepted_where_they_are_wanted():
+    completions = _completions()
+    free = may_be_chosen(completions, truncated=True)
+    found = statistics(completions, free, threshold=0.5)
     assert found["accepted"] == 4 and found["prompts_accepted"] == 1.0
 
 
 def test_statistics_of_nothing_are_unknown():
-    answers = _answers().rows([5])
-    found = statistics(answers, may_be_chosen(answers, truncated=True), threshold=1.0)
+    completions = _completions().rows([5])
+    found = statistics(completions, may_be_chosen(completions, truncated=True), threshold=1.0)
     assert math.isnan(found["acceptance_rate"]) and math.isnan(found["pass_at_k"][1])
     assert found["failed"] == 1 and math.isnan(found["best_of_n"][1]["reward"])
 
 
-def test_joined_answers_are_the_parts():
-    answers = _answers()
-    joined = join_answers([answers.rows([4, 5]), answers.rows([0])])
+def test_joined_completions_are_the_parts():
+    completions = _completions()
+    joined = join_completions([completions.rows([4, 5]), completions.rows([0])])
     assert list(joined.text) == ["d", "e", "a"] and list(joined.prompt) == [1, 1, 0] and len(joined) == 3
     assert joined.truncated.tolist() == [False] * 3 and joined.judged.tolist() == [True, False, True]

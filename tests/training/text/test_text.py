@@ -77,7 +77,7 @@ def test_micro_batches_change_nothing(algorithm, tmp_path):
     assert float((ends[0] - ends[1]).norm()) < 1e-4 * float(ends[0].norm())
 
 
-def test_answers_without_signal_are_not_sent_through_the_model(tmp_path, monkeypatch):
+def test_completions_without_signal_are_not_sent_through_the_model(tmp_path, monkeypatch):
     trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("?"), optimizer={"updates_per_iteration": 1})
     seen: list[int] = []
     policy = trainer.algorithm.parts.policy
@@ -94,8 +94,8 @@ def test_answers_without_signal_are_not_sent_through_the_model(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "ppo", "rloo"])
-def test_a_failed_answer_counts_nowhere_whatever_its_number(algorithm, tmp_path):
-    """A judge that fails on some answers may leave any value there: the update is the same."""
+def test_a_failed_completion_counts_nowhere_whatever_its_number(algorithm, tmp_path):
+    """A judge that fails on some completions may leave any value there: the update is the same."""
 
     def fails(text, record):
         return "b" in text or "e" in text
@@ -137,7 +137,7 @@ def test_prompts_that_are_too_long_are_left_out_and_blamed_on_nobody(tmp_path):
     assert all(record["updates"] > 0 for record in records)
 
 
-def test_remax_compares_with_the_greedy_answer_to_the_same_record(tmp_path):
+def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
     """Two records share a prompt and want different letters: each sample meets its own record's judge."""
     seen = []
 
@@ -183,7 +183,7 @@ def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
         def score(self, completions, prompts, metadata=()):
             return super().score(completions[:1], prompts[:1], (metadata or ())[:1])
 
-    with pytest.raises(RewardFailure, match="returned 1 scores for 24 answers"):
+    with pytest.raises(RewardFailure, match="returned 1 scores for 24 completions"):
         toy_text_trainer(tmp_path, reward=Short()).iterate()
 
 
@@ -249,7 +249,7 @@ def test_a_separate_value_network_learns(tmp_path):
 
 
 def test_rewards_of_single_steps_are_learnt(tmp_path):
-    """The answer as a whole is worth nothing, a token "z" is worth 1, answers with a "y" are invalid."""
+    """A completion as a whole is worth nothing, a token "z" is worth 1, those with a "y" are invalid."""
     policy = toy_policy()
     z, y = (policy.tokenizer.convert_tokens_to_ids(letter) for letter in "zy")
 
@@ -279,8 +279,8 @@ def test_rewards_of_single_steps_are_learnt(tmp_path):
     before = share()
     records = [trainer.iterate() for _ in range(15)]
     assert share() > before + 0.2
-    assert min(record["trained_share"] for record in records) < 1  # answers with a "y" are left out
-    with pytest.raises(UserError, match="grpo has one advantage per answer"):
+    assert min(record["trained_share"] for record in records) < 1  # completions with a "y" are left out
+    with pytest.raises(UserError, match="grpo has one advantage per completion"):
         toy_text_trainer(tmp_path, "grpo", process=Judge())
 
 
@@ -298,7 +298,7 @@ def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):
     assert used[1e-9] == [1.0, 2.0, 4.0] and used[1e3] == [1.0, 0.5, 0.25]
 
 
-def test_truncated_answers_are_masked_and_counted(tmp_path):
+def test_truncated_completions_are_masked_and_counted(tmp_path):
     kept = toy_text_trainer(tmp_path)
     masked = toy_text_trainer(tmp_path, rollout={"truncated": "mask"})
     records = [trainer.iterate() for trainer in (kept, masked)]
@@ -330,7 +330,7 @@ def test_another_engines_log_probs_are_corrected(tmp_path):
     assert ratio == pytest.approx(math.exp(0.1), rel=1e-4)
 
 
-def test_a_server_writes_the_answers_and_follows_the_weights(tmp_path):
+def test_a_server_writes_the_completions_and_follows_the_weights(tmp_path):
     """The server holds its own copy of the model; after each update it loads the adapters."""
 
     def built():
@@ -374,7 +374,7 @@ def test_an_engine_that_is_far_off_stops_the_run(tmp_path):
 
 def test_another_engine_needs_recomputed_log_probs(tmp_path):
     policy = toy_policy()
-    with pytest.raises(UserError, match=r"Another engine writes the answers.*rollout\.recompute=true"):
+    with pytest.raises(UserError, match=r"Another engine writes the completions.*rollout\.recompute=true"):
         toy_text_trainer(tmp_path, policy=policy, generator=OtherEngine(policy, 0.0))
 
 

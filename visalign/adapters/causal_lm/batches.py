@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From encoded prompts to a `TextRollout`: length limits, batches of answers, and putting them together."""
+"""From encoded prompts to a `TextRollout`: length limits, batches of completions, putting them together."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from visalign.text import (
 )
 from visalign.vision.pictures import Picture
 
-from .generation import Answers, Ending, generate_answers
+from .generation import Completions, Ending, generate_completions
 from .network import CausalNetwork
 from .prompts import EncodedPrompt, left_pad
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """P prompts that are to be answered G times each."""
+    """P prompts that are to be completed G times each."""
 
     prompts: Sequence[Prompt]
     ids: Sequence[Sequence[int]]
@@ -84,7 +84,7 @@ def check_lengths(
     context: int | None,
     pictures: Sequence[Sequence[Picture]] | None = None,
 ) -> None:
-    """Refuse prompts that are too long to be answered.
+    """Refuse prompts that are too long to be completed.
 
     Args:
         ids: P prompts.
@@ -109,12 +109,12 @@ def check_lengths(
 
 @dataclass
 class _Collected:
-    """Answers of all B samples; those that were not generated stay as they begin."""
+    """Completions of all B samples; those that were not generated stay as they begin."""
 
     ids: list[list[int]]
     reason: list[StopReason]
     numbers: dict[str, list[Tensor]]
-    """Name -> B tensors of the answers' lengths."""
+    """Name -> B tensors of the completions' lengths."""
     kept: list[list[Tensor]]
 
 
@@ -131,7 +131,7 @@ def generate_rollout(
     longest_prompt: int | None,
     chunk: int,
 ) -> TextRollout:
-    """Answer the prompts, `chunk` samples at a time.
+    """Complete the prompts, `chunk` samples at a time.
 
     Args:
         network: the model.
@@ -141,8 +141,8 @@ def generate_rollout(
         stopping: length limit and stop strings.
         ends: end tokens.
         pad: an id that fills gaps.
-        context: tokens of prompt and answer together, or None.
-        longest_prompt: longer ones are not answered.
+        context: tokens of prompt and completion together, or None.
+        longest_prompt: longer ones are not completed.
         chunk: samples that grow together.
     """
     source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
@@ -161,7 +161,7 @@ def generate_rollout(
         samples = todo[start : start + chunk]
         prompts = [encoded[source[sample]] for sample in samples]
         limit = [min(most, most if context is None else context - len(prompt.ids)) for prompt in prompts]
-        answers = generate_answers(
+        completions = generate_completions(
             network,
             prompts,
             sample_uniforms([batch.seeds[sample] for sample in samples], max(limit)),
@@ -174,17 +174,17 @@ def generate_rollout(
             ),
             pad_id=pad,
         )
-        _collect(found, answers, samples)
+        _collect(found, completions, samples)
     return _rollout(found, batch, source, tokenizer, sampling, pad, fits)
 
 
-def _collect(found: _Collected, answers: Answers, samples: Sequence[int]) -> None:
-    """Put the answers of one batch in their places, cut to their lengths."""
-    numbers = {name: getattr(answers, name).cpu() for name in found.numbers}
+def _collect(found: _Collected, completions: Completions, samples: Sequence[int]) -> None:
+    """Put the completions of one batch in their places, cut to their lengths."""
+    numbers = {name: getattr(completions, name).cpu() for name in found.numbers}
     for row, sample in enumerate(samples):
-        length = len(answers.ids[row])
-        found.ids[sample], found.reason[sample] = answers.ids[row], answers.reason[row]
-        found.kept[sample] = answers.kept[row][:length]
+        length = len(completions.ids[row])
+        found.ids[sample], found.reason[sample] = completions.ids[row], completions.reason[row]
+        found.kept[sample] = completions.kept[row][:length]
         for name, values in numbers.items():
             found.numbers[name][sample] = values[row, :length]
 
@@ -231,6 +231,6 @@ def _rollout(
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special: bool) -> str:
-    """Text of an answer, blanks as they are."""
+    """Text of a completion, blanks as they are."""
     text: Any = tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     return text

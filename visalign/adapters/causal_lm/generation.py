@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling with a key-value cache: our own loop, because the log-probs of what is drawn must come out.
 
-Prompts are padded on the left; each different prompt is read once, however many answers it gets; answers
-that have ended leave the batch. A sample draws from its own numbers, so its tokens depend on its neighbours
-through float rounding alone.
+Prompts are padded on the left; each different prompt is read once, however many completions it gets;
+completions that have ended leave the batch. A sample draws from its own numbers, so its tokens depend on its
+neighbours through float rounding alone.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from .network import CausalNetwork, PromptCache
 from .prompts import EncodedPrompt, left_pad
 
 COMPACT_BELOW = 0.8
-"""Ended answers leave the cache when fewer than this share of its rows is still growing."""
+"""Ended completions leave the cache when fewer than this share of its rows is still growing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What ends the answers of a batch."""
+    """What ends the completions of a batch."""
 
     eos_ids: frozenset[int]
     limit: Sequence[int]
-    """[b] tokens of each answer at most."""
+    """[b] tokens of each completion at most."""
     strings: Sequence[str] = ()
     decode: Callable[[list[int]], str] | None = None
     """Ids to text, for stop strings."""
 
 
 @dataclass
-class Answers:
+class Completions:
     """What was drawn for b samples, growing while it is drawn."""
 
     log_prob: Tensor
-    """[b, T] float32; as long as the answer it holds, the rest is to be ignored."""
+    """[b, T] float32; as long as the completion it holds, the rest is to be ignored."""
     full_log_prob: Tensor
     entropy: Tensor
     ids: list[list[int]]
@@ -58,7 +58,7 @@ class Answers:
 
 
 @torch.no_grad()
-def generate_answers(
+def generate_completions(
     network: CausalNetwork,
     prompts: Sequence[EncodedPrompt],
     uniform: Tensor,
@@ -66,26 +66,26 @@ def generate_answers(
     sampling: Sampling,
     ending: Ending,
     pad_id: int,
-) -> Answers:
-    """Draw one answer per prompt; equal prompts share their first pass.
+) -> Completions:
+    """Draw one completion per prompt; equal prompts share their first pass.
 
     Args:
         network: the model.
         prompts: b of them.
         uniform: [b, T] float64 in [0, 1), the numbers that decide the tokens.
         sampling: how tokens are drawn.
-        ending: what ends an answer.
+        ending: what ends a completion.
         pad_id: any id of the vocabulary; masked wherever it stands.
 
     Returns:
-        The answers, in the order of the prompts.
+        The completions, in the order of the prompts.
 
     Raises:
         UserError: a model without a cache.
         ValueError: logits that are NaN.
     """
     device, count, longest = network.model.device, len(prompts), max(ending.limit)
-    answers = _empty(count, longest, device)
+    completions = _empty(count, longest, device)
     strings = StopStrings(ending.strings, ending.decode or (lambda ids: ""))
     uniform = uniform.to(device)
     logits, cache, mask = _first_pass(network, prompts, longest, pad_id)
@@ -93,26 +93,26 @@ def generate_answers(
     rows = torch.arange(count, device=device)
     growing = torch.ones(count, dtype=torch.bool, device=device)
     for step in range(longest):
-        token = _draw(answers, logits, rows, uniform[rows, step], sampling, step)
-        _take(answers, rows, token, growing, ending, strings)
+        token = _draw(completions, logits, rows, uniform[rows, step], sampling, step)
+        _take(completions, rows, token, growing, ending, strings)
         if step + 1 == longest or not bool(growing.any()):
             break
         if int(growing.sum()) < COMPACT_BELOW * len(rows):
             still = growing.nonzero()[:, 0]
             cache.reorder(still)
             rows, mask, token, growing = rows[still], mask[still], token[still], growing[still]
-        # masked tokens of ended answers do not move their position, so none walks past the context's end
+        # masked tokens of ended completions do not move their position, so none walks past the context's end
         mask[:, width + step] = growing
         features, cache = network.features(
             token[:, None], mask[:, : width + step + 1], cache=cache, caching=True
         )
         logits = network.logits(features[:, -1])
-    return answers
+    return completions
 
 
-def _empty(count: int, longest: int, device: torch.device) -> Answers:
+def _empty(count: int, longest: int, device: torch.device) -> Completions:
     blank = torch.zeros(count, longest, dtype=torch.float32, device=device)
-    return Answers(
+    return Completions(
         log_prob=blank,
         full_log_prob=blank.clone(),
         entropy=blank.clone(),
@@ -125,7 +125,7 @@ def _empty(count: int, longest: int, device: torch.device) -> Answers:
 def _first_pass(
     network: CausalNetwork, prompts: Sequence[EncodedPrompt], longest: int, pad_id: int
 ) -> tuple[Tensor, PromptCache, Tensor]:
-    """Logits after each prompt, the cache of the prompts, and a mask with room for the answers."""
+    """Logits after each prompt, the cache of the prompts, and a mask with room for the completions."""
     place: dict[EncodedPrompt, int] = {}
     for prompt in prompts:
         place.setdefault(prompt, len(place))
@@ -141,7 +141,7 @@ def _first_pass(
 
 
 def _draw(
-    answers: Answers, logits: Tensor, rows: Tensor, uniform: Tensor, sampling: Sampling, step: int
+    completions: Completions, logits: Tensor, rows: Tensor, uniform: Tensor, sampling: Sampling, step: int
 ) -> Tensor:
     """Draw the tokens [n] of one step and write down their log-probs."""
     log_full = log_distribution(logits, sampling.scale)
@@ -149,36 +149,36 @@ def _draw(
     log_p = log_full if kept is None else log_distribution(log_full, kept=kept)
     token = log_p.argmax(-1) if sampling.greedy else draw_tokens(log_p, uniform)
     chosen = chosen_log_prob(log_p, token)
-    answers.log_prob[rows, step] = chosen.log_prob.float()
-    answers.entropy[rows, step] = chosen.entropy.float()
-    answers.full_log_prob[rows, step] = log_full.gather(-1, token[:, None])[:, 0].float()
+    completions.log_prob[rows, step] = chosen.log_prob.float()
+    completions.entropy[rows, step] = chosen.entropy.float()
+    completions.full_log_prob[rows, step] = log_full.gather(-1, token[:, None])[:, 0].float()
     if kept is not None:
         sets = kept.nonzero()[:, 1].to(torch.int32).cpu().split(kept.sum(1).tolist())
         for row, ids in zip(rows.tolist(), sets, strict=True):
-            answers.kept[row].append(ids)
+            completions.kept[row].append(ids)
     return token
 
 
 def _take(
-    answers: Answers,
+    completions: Completions,
     rows: Tensor,
     token: Tensor,
     growing: Tensor,
     ending: Ending,
     strings: StopStrings,
 ) -> None:
-    """Append the tokens to the answers that still grow, and mark those that end with them."""
+    """Append the tokens to the completions that still grow, and mark those that end with them."""
     for place, (row, drawn, open_) in enumerate(
         zip(rows.tolist(), token.tolist(), growing.tolist(), strict=True)
     ):
         if not open_:
             continue
-        ids = answers.ids[row]
+        ids = completions.ids[row]
         ids.append(drawn)
         if drawn in ending.eos_ids:
-            answers.reason[row] = "eos"
+            completions.reason[row] = "eos"
         elif strings.found(ids):
-            answers.reason[row] = "stop string"
+            completions.reason[row] = "stop string"
         elif len(ids) < ending.limit[row]:
             continue
         growing[place] = False

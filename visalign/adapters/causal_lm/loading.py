@@ -85,8 +85,7 @@ def _load_processor(name: str, kind: str) -> ProcessorMixin:
 def end_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stopping: StoppingCriteria
 ) -> tuple[int, ...]:
-    """The tokens that end an answer: those of `stopping`, or of the generation config and the tokenizer
-    together.
+    """Tokens that end a completion: those of `stopping`, or of generation config and tokenizer together.
 
     Args:
         model: its generation config may name several.
@@ -108,8 +107,8 @@ def end_tokens(
     if not found:
         raise UserError(
             "Neither the tokenizer nor the model's generation config has an end-of-sequence token, so no "
-            "answer would end by itself. Set tokenizer.eos_token, or pass StoppingCriteria(eos_ids=(…)); "
-            "StoppingCriteria(eos_ids=()) says that answers end by stop strings and length alone."
+            "completion would end by itself. Set tokenizer.eos_token, or pass StoppingCriteria(eos_ids=(…)); "
+            "StoppingCriteria(eos_ids=()) says that completions end by stop strings and length alone."
         )
     return tuple(sorted(found))
 
@@ -139,13 +138,13 @@ def check_options(
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Tokens that prompt and answer may have together, or None where the model names no limit."""
+    """Tokens that prompt and completion may have together, or None where the model names no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def longest_prompt(context: int | None, wanted: int | None) -> int | None:
-    """Tokens of a prompt at most: as many as are wanted, and leave room in the context for an answer.
+    """Tokens of a prompt at most: as many as are wanted, and leave room in the context for a completion.
 
     Args:
         context: from `context_length`.

@@ -115,7 +115,7 @@ class PromptCache:
         """
         if not hasattr(self.keys, "reorder_cache"):
             raise UserError(
-                f"{name} returned no key-value cache that answers can share and leave. Generate with a "
+                f"{name} returned no key-value cache that completions can share and leave. Generate with a "
                 "server for this model, or choose a model with attention."
             )
 

@@ -53,7 +53,7 @@ class QwenSight:
     def see(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Seen:
         """What the language part takes instead of ids; each different picture goes through the tower once.
 
-        The first image tokens of a row belong to its pictures; those that an answer draws are text.
+        The first image tokens of a row belong to its pictures; those that a completion draws are text.
 
         Args:
             ids: [b, S] tokens from the beginning.

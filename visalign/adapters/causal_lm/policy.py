@@ -89,7 +89,7 @@ class CausalLMPolicy:
             gradient_checkpointing: compute activations again in the backward pass, for memory.
             reference: keep a copy of the weights for `reference()` in full fine-tuning; False saves that
                 memory where no KL is asked for.
-            generate_batch: answers that grow together; memory and speed only.
+            generate_batch: completions that grow together; memory and speed only.
             score_batch: samples per forward pass where no gradient is wanted.
 
         Raises:
@@ -171,10 +171,10 @@ class CausalLMPolicy:
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
-        """Answer P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
+        """Complete P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
 
         A sample's tokens follow from its prompt and its seed; neighbours and batch sizes change them through
-        float rounding alone. Where the context ends first, the answer ends there with the reason "length".
+        float rounding alone. Where the context ends first, it ends there with the reason "length".
 
         Args:
             prompts: P texts or conversations; the parts {"type": "image"} of a conversation stand for
@@ -182,7 +182,7 @@ class CausalLMPolicy:
             seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
             num_generations: G, at least 1.
             sampling: how tokens are drawn; by default from the model itself.
-            stopping: what ends an answer.
+            stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
             images: P lists of pictures, for the image parts that hold none: PIL images, or tensors [3, H, W],
                 uint8 or float in [0, 1].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of a rollout's tokens in one forward pass over prompt and answer, for training."""
+"""Log-probs of a rollout's tokens in one forward pass over prompt and completion, for training."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ LOGIT_NUMBERS = 1 << 24
 
 @dataclass(frozen=True)
 class Packed:
-    """Prompts and answers of b samples as one block without left padding, and where its tokens belong."""
+    """Prompts and completions of b samples as one block without left padding, and where its tokens belong."""
 
     ids: Tensor
-    """[b, S] prompt, answer, padding on the right."""
+    """[b, S] prompt, completion, padding on the right."""
     mask: Tensor
     """[b, S] int64."""
     row: Tensor
     """[n] sample of each present token, row by row."""
     column: Tensor
-    """[n] its place t in the answer."""
+    """[n] its place t in the completion."""
     before: Tensor
     """[n] its predecessor's place in the block: the state there predicts it."""
     target: Tensor
@@ -43,7 +43,7 @@ class Packed:
 def pack(rollout: TextRollout, rows: Tensor) -> Packed:
     """Lay out samples for one forward pass.
 
-    An answer reaches to its last token of nonzero weight; tokens of weight 0 before that are context.
+    A completion reaches to its last token of nonzero weight; tokens of weight 0 before that are context.
 
     Args:
         rollout: B samples.
@@ -57,8 +57,8 @@ def pack(rollout: TextRollout, rows: Tensor) -> Packed:
     ids = torch.zeros(len(rows), size, dtype=torch.int64)
     for number, sample in enumerate(rows.tolist()):
         prompt = rollout.prompt_ids[sample, rollout.prompt_weight[sample] != 0]
-        answer = rollout.completion_ids[sample, : length[number]]
-        ids[number, : len(prompt) + len(answer)] = torch.cat((prompt, answer))
+        completion = rollout.completion_ids[sample, : length[number]]
+        ids[number, : len(prompt) + len(completion)] = torch.cat((prompt, completion))
     row, column = (weight != 0).nonzero(as_tuple=True)
     return Packed(
         ids=ids,

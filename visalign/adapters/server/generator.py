@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a text policy drawn by vLLM or another OpenAI-compatible server, for off-policy training.
+"""Completions of a text policy drawn by vLLM or another OpenAI-compatible server, for off-policy training.
 
 The server is the rollout policy μ: `rollout.log_prob` holds its log-probs, the policy under training computes
 its own (`rescored`), and their ratio corrects for what lies between the two: kernels, precision, weights.
@@ -32,14 +32,14 @@ from visalign.errors import UserError, suggestion
 from visalign.remote import ServerConnection, ServerError
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout, check_seeds, draw_seeds
 
-from .answers import Asked, Completion, read_completion
+from .completions import Completion, CompletionRequest, read_completion
 from .requests import LogprobsMode, check_processed, check_sampling, needs_processed, request_body
 from .rollout import server_rollout
 from .weights import adapter_name, load_adapter, served_models, unload_adapter
 
 
 class ServerGenerator:
-    """Generates answers on a server, with the signature of `TextPolicy.generate`; sends nothing before.
+    """Generates completions on a server, with the signature of `TextPolicy.generate`; sends nothing before.
 
     Args:
         base_url: as OpenAI clients take it, "http://host:8000/v1".
@@ -52,7 +52,7 @@ class ServerGenerator:
             top_k it should leave some room, since tokens that tie with the k-th can be drawn too.
         eos_ids: end tokens of the model; by default the tokenizer's. `StoppingCriteria.eos_ids` goes before.
         vocabulary: tokens of the policy; an id beyond is an error. None does not look.
-        context_length: tokens of prompt and answer together; by default what the server says.
+        context_length: tokens of prompt and completion together; by default what the server says.
         max_prompt_tokens: longest prompt; None is what the context leaves for one token more.
         long_prompts: a longer prompt is an error ("refuse"), or gives samples of weight 0 with the stop
             reason "prompt too long" ("mask").
@@ -143,16 +143,16 @@ class ServerGenerator:
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
-        """Answer P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
+        """Complete P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
 
-        Each sample is a request with its own seed; how far a seed repeats its answer is up to the server.
+        Each sample is a request with its own seed; how far a seed repeats its completion is up to the server.
 
         Args:
             prompts: P texts or conversations.
             seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
             num_generations: G, at least 1.
             sampling: how tokens are drawn; by default from the model itself.
-            stopping: what ends an answer.
+            stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
             images: refused.
 
@@ -182,7 +182,7 @@ class ServerGenerator:
             generations=num_generations,
             seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
         )
-        found = self._answers(batch, sampling, stopping, ends, longest, context)
+        found = self._completions(batch, sampling, stopping, ends, longest, context)
         return server_rollout(found, batch, self.tokenizer, sampling=sampling, stopping=stopping, ends=ends)
 
     def sync(self, folder: str | Path, *, server_folder: str | None = None) -> str:
@@ -210,7 +210,7 @@ class ServerGenerator:
             unload_adapter(self._connection, before)
         return name
 
-    def _answers(
+    def _completions(
         self,
         batch: PromptBatch,
         sampling: Sampling,
@@ -218,16 +218,16 @@ class ServerGenerator:
         ends: Sequence[int],
         longest: int | None,
         context: int | None,
-    ) -> dict[int, tuple[Asked, Completion]]:
-        """Sample -> its request and the answer, for every sample whose prompt is not too long."""
-        asked = []
+    ) -> dict[int, tuple[CompletionRequest, Completion]]:
+        """Sample -> its request and the completion, for every sample whose prompt is not too long."""
+        requests = []
         for sample in range(len(batch.seeds)):
             ids = batch.ids[sample // batch.generations]
             if longest is not None and len(ids) > longest:
                 continue
             room = stopping.max_new_tokens if context is None else context - len(ids)
-            asked.append(
-                Asked(
+            requests.append(
+                CompletionRequest(
                     url=self._connection.url("completions"),
                     sample=sample,
                     prompt=ids,
@@ -237,8 +237,8 @@ class ServerGenerator:
                     vocabulary=self.vocabulary,
                 )
             )
-        if asked and needs_processed(sampling) and not self._probed:
-            self._probed = check_processed(self._connection, self.model, asked[0].prompt)
+        if requests and needs_processed(sampling) and not self._probed:
+            self._probed = check_processed(self._connection, self.model, requests[0].prompt)
         bodies = [
             request_body(
                 a,
@@ -248,13 +248,13 @@ class ServerGenerator:
                 ends=ends,
                 seed=batch.seeds[a.sample],
             )
-            for a in asked
+            for a in requests
         ]
         replies = self._connection.post_all("completions", bodies, parallel=self.parallel)
-        return {a.sample: (a, read_completion(reply, a)) for a, reply in zip(asked, replies, strict=True)}
+        return {a.sample: (a, read_completion(reply, a)) for a, reply in zip(requests, replies, strict=True)}
 
     def _ends(self, stopping: StoppingCriteria) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The tokens that end a completion."""
         if stopping.eos_ids is not None:
             return stopping.eos_ids
         if self.eos_ids is not None:
@@ -262,13 +262,14 @@ class ServerGenerator:
         own: Any = self.tokenizer.eos_token_id
         if own is None:
             raise UserError(
-                "The tokenizer has no end-of-sequence token, so no answer would end by itself. Give eos_ids, "
-                "or StoppingCriteria(eos_ids=()) if answers end by stop strings and length alone."
+                "The tokenizer has no end-of-sequence token, so no completion would end by itself. Give "
+                "eos_ids, or StoppingCriteria(eos_ids=()) if completions end by stop strings and length "
+                "alone."
             )
         return (own,)
 
     def _context_length(self) -> int | None:
-        """Tokens of prompt and answer together, asked for once; the model must be one that is served."""
+        """Tokens of prompt and completion together, asked for once; the model must be one that is served."""
         if not self._looked:
             cards = served_models(self._connection)
             if cards and self.base_model not in cards:

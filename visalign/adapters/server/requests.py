@@ -10,7 +10,7 @@ from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 from visalign.text import Sampling, StoppingCriteria
 
-from .answers import Asked
+from .completions import CompletionRequest
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """vLLM's names. "raw_logprobs": of the logits as the model gives them. "processed_logprobs": after
@@ -21,7 +21,7 @@ _LEAST_TEMPERATURE = 0.01
 _PROBED = 5
 """Tokens that the probe lists."""
 _CLEAR = 0.1
-"""Nats that the probe's tokens must lie apart for an answer."""
+"""Nats that the probe's tokens must lie apart for a verdict."""
 _PROCESSED = "Start vLLM (0.10.2 or newer) with --logprobs-mode processed_logprobs"
 
 
@@ -69,7 +69,7 @@ def check_sampling(sampling: Sampling, mode: LogprobsMode, max_logprobs: int) ->
 
 
 def request_body(
-    asked: Asked,
+    request: CompletionRequest,
     *,
     model: str,
     sampling: Sampling,
@@ -82,7 +82,7 @@ def request_body(
     What a server would take from the model's generation config if it were left out (vLLM does) is sent too.
 
     Args:
-        asked: prompt, limit, and how many log-probs.
+        request: prompt, limit, and how many log-probs.
         model: its name on the server.
         sampling: how tokens are drawn.
         stopping: stop strings.
@@ -92,10 +92,10 @@ def request_body(
     drawn = Sampling(temperature=0.0) if sampling.greedy else sampling
     return {
         "model": model,
-        "prompt": list(asked.prompt),
+        "prompt": list(request.prompt),
         "n": 1,
         "stream": False,
-        "max_tokens": asked.limit,
+        "max_tokens": request.limit,
         "seed": seed,
         "temperature": drawn.temperature,
         "top_p": drawn.top_p,
@@ -104,7 +104,7 @@ def request_body(
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "logprobs": asked.listed,
+        "logprobs": request.listed,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "stop": list(stopping.strings),
@@ -133,34 +133,41 @@ def check_processed(connection: ServerConnection, model: str, prompt: Sequence[i
     Raises:
         ServerError: they do not, or the probe got no log-probs.
     """
-    asked = Asked(url=connection.url("completions"), sample=0, prompt=prompt, limit=1, listed=_PROBED)
+    request = CompletionRequest(
+        url=connection.url("completions"), sample=0, prompt=prompt, limit=1, listed=_PROBED
+    )
     bodies = [
         request_body(
-            asked, model=model, sampling=Sampling(temperature=t), stopping=StoppingCriteria(), ends=(), seed=0
+            request,
+            model=model,
+            sampling=Sampling(temperature=t),
+            stopping=StoppingCriteria(),
+            ends=(),
+            seed=0,
         )
         for t in (1.0, 2.0)
     ]
-    cold, warm = (_listed(reply, asked) for reply in connection.post_all("completions", bodies, parallel=2))
+    cold, warm = (_listed(reply, request) for reply in connection.post_all("completions", bodies, parallel=2))
     shared = sorted(cold.keys() & warm.keys(), key=lambda name: cold[name])
     if len(shared) < 2 or cold[shared[-1]] - cold[shared[0]] < _CLEAR:
         return False
     share = (warm[shared[-1]] - warm[shared[0]]) / (cold[shared[-1]] - cold[shared[0]])
     if abs(share - 0.5) > 0.2:
         raise ServerError(
-            f"{asked.url} gives log-probs that do not follow the temperature (from 1 to 2 two tokens' "
+            f"{request.url} gives log-probs that do not follow the temperature (from 1 to 2 two tokens' "
             f"distance becomes {share:.2f} of what it was, and processed log-probs have 0.5), against "
             f"logprobs_mode='processed_logprobs'. {_PROCESSED}."
         )
     return True
 
 
-def _listed(reply: Mapping[str, Any], asked: Asked) -> dict[str, float]:
+def _listed(reply: Mapping[str, Any], request: CompletionRequest) -> dict[str, float]:
     """Name -> log-prob of the most probable first tokens, those of probability 0 left out."""
     try:
         top = reply["choices"][0]["logprobs"]["top_logprobs"][0]
         return {name: float(value) for name, value in top.items() if float(value) > -9000.0}
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise asked.error(
+        raise request.error(
             "the probe's answer has no choices[0].logprobs.top_logprobs, so nothing shows what its log-probs "
             "are of. Use vLLM, or sample with temperature 1 and without top_k and top_p."
         ) from error

@@ -25,11 +25,11 @@ from visalign.text import (
     TokenSets,
 )
 
-from .answers import Asked, Completion, first_end
+from .completions import Completion, CompletionRequest, first_end
 
 
 def server_rollout(
-    found: Mapping[int, tuple[Asked, Completion]],
+    found: Mapping[int, tuple[CompletionRequest, Completion]],
     batch: PromptBatch,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -37,10 +37,10 @@ def server_rollout(
     stopping: StoppingCriteria,
     ends: Sequence[int],
 ) -> TextRollout:
-    """Put B answers together.
+    """Put B completions together.
 
     Args:
-        found: sample -> its request and answer; samples that are not there had a prompt that was too long.
+        found: sample -> its request and completion; samples that are not there had too long a prompt.
         batch: the prompts.
         tokenizer: for texts and stop strings.
         sampling: what the tokens were drawn with.
@@ -51,22 +51,22 @@ def server_rollout(
         The rollout; unknown numbers are NaN.
 
     Raises:
-        ServerError: an answer whose end its tokens do not show.
+        ServerError: a completion whose end its tokens do not show.
     """
     source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
     count = len(source)
-    answers, reasons = _cut(found, count, tokenizer, stopping=stopping, ends=ends)
+    completions, reasons = _cut(found, count, tokenizer, stopping=stopping, ends=ends)
     pad: Any = tokenizer.pad_token_id
     filler = pad if pad is not None else ends[0] if ends else 0
-    length = max(1, *map(len, answers))
+    length = max(1, *map(len, completions))
     completion_ids = torch.full((count, length), filler, dtype=torch.int64)
-    for row, ids in zip(completion_ids, answers, strict=True):
+    for row, ids in zip(completion_ids, completions, strict=True):
         row[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
-    numbers, kept = _numbers(found, [len(ids) for ids in answers], length, truncates=sampling.truncates)
+    numbers, kept = _numbers(found, [len(ids) for ids in completions], length, truncates=sampling.truncates)
     # a prompt that is too long keeps its first token alone: nothing is ever computed from it
-    answered = {source[sample] for sample in found}
+    completed = {source[sample] for sample in found}
     prompt_ids, prompt_mask = left_pad(
-        [ids if place in answered else ids[:1] for place, ids in enumerate(batch.ids)], filler
+        [ids if place in completed else ids[:1] for place, ids in enumerate(batch.ids)], filler
     )
     return TextRollout(
         prompt_ids=prompt_ids[source],
@@ -76,7 +76,7 @@ def server_rollout(
         log_prob=numbers["log_prob"],
         full_log_prob=numbers["full_log_prob"],
         entropy=numbers["entropy"],
-        text=[decode(tokenizer, ids, special=False) for ids in answers],
+        text=[decode(tokenizer, ids, special=False) for ids in completions],
         stop_reason=reasons,
         group=[batch.group[place] for place in source],
         prompt=[batch.prompts[place] for place in source],
@@ -87,30 +87,34 @@ def server_rollout(
 
 
 def _cut(
-    found: Mapping[int, tuple[Asked, Completion]],
+    found: Mapping[int, tuple[CompletionRequest, Completion]],
     count: int,
     tokenizer: PreTrainedTokenizerBase,
     *,
     stopping: StoppingCriteria,
     ends: Sequence[int],
 ) -> tuple[list[list[int]], list[StopReason]]:
-    """Ids and stop reason of each of B answers."""
-    answers: list[list[int]] = [[] for _ in range(count)]
+    """Ids and stop reason of each of B completions."""
+    completions: list[list[int]] = [[] for _ in range(count)]
     reasons: list[StopReason] = ["prompt too long"] * count
-    for sample, (asked, completion) in found.items():
+    for sample, (request, completion) in found.items():
         length, reasons[sample] = first_end(
             completion,
-            asked,
+            request,
             ends=ends,
             strings=stopping.strings,
             decode=lambda ids: decode(tokenizer, ids, special=True),
         )
-        answers[sample] = completion.ids[:length]
-    return answers, reasons
+        completions[sample] = completion.ids[:length]
+    return completions, reasons
 
 
 def _numbers(
-    found: Mapping[int, tuple[Asked, Completion]], lengths: Sequence[int], length: int, *, truncates: bool
+    found: Mapping[int, tuple[CompletionRequest, Completion]],
+    lengths: Sequence[int],
+    length: int,
+    *,
+    truncates: bool,
 ) -> tuple[dict[str, Tensor], TokenSets | None]:
     """The rollout's tensors [B, T] of numbers, NaN where the server does not say, and its token sets."""
     names = ("weight", "log_prob", "full_log_prob", "entropy")
@@ -128,7 +132,7 @@ def _numbers(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special: bool) -> str:
-    """Text of an answer, blanks as they are.
+    """Text of a completion, blanks as they are.
 
     Args:
         tokenizer: of the model.

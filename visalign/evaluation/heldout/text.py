@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out evaluation of a text policy: sampled answers, the likeliest answer, what they cost."""
+"""Held-out evaluation of a text policy: sampled completions, the likeliest completion, what they cost."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .correctness import PART, Tally, check_size, valid_of, verdict
 from .result import HeldoutResult
 
 GREEDY, ANY, LENGTH, ENTROPY = "greedy", "any_of_samples", "length", "token_entropy"
-"""What is measured besides the rewards: the verdict of the likeliest answer, pass@S over a prompt's S samples
-(both the same for all samples of a prompt), tokens, and mean nats per token."""
+"""What is measured besides the rewards: the verdict of the likeliest completion, pass@S over a prompt's S
+samples (both the same for all samples of a prompt), tokens, and mean nats per token."""
 
 _MEASURES = {
     GREEDY: ("1 = correct", True),
@@ -43,15 +43,15 @@ def evaluate_text(
     correctness: str | None,
     measures: bool = True,
 ) -> HeldoutResult:
-    """Answer every record once per seed, and once greedily, and judge the answers.
+    """Complete every record once per seed, and once greedily, and judge the completions.
 
     Args:
         policy: with the weights to be judged.
         rewards: label -> reward.
         records: each with "prompt"; "tag" or "task" is its category.
-        seeds: one answer each; a record's answer to a seed does not depend on the other records.
+        seeds: one completion each; a record's completion to a seed does not depend on the other records.
         sampling: how tokens are drawn.
-        stopping: what ends an answer.
+        stopping: what ends a completion.
         correctness: label of the reward that says right or wrong; None where none does.
         measures: add `GREEDY`, `ANY`, `LENGTH` and `ENTROPY` to the scores.
 
@@ -71,7 +71,7 @@ def evaluate_text(
             prompts, seeds=drawn, num_generations=len(seeds), sampling=sampling, stopping=stopping
         )
     metadata = [record for record in records for _ in seeds]
-    tally = Tally(correctness=correctness, samples="answers")
+    tally = Tally(correctness=correctness, samples="completions")
     for name, reward in rewards.items():
         tally.add(name, reward, _score(name, reward, rollout, metadata), len(metadata))
     found = tally.fields(rewards, len(metadata))
@@ -101,9 +101,9 @@ def prompt_text(prompt: Any) -> str:
 def _score(
     name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]
 ) -> Scores:
-    """A reward's scores, invalid where a prompt was too long to be answered."""
+    """A reward's scores, invalid where a prompt was too long to be completed."""
     scores = reward.score(list(rollout.text), list(rollout.prompt), metadata)
-    check_size(name, scores, len(metadata), "answers")
+    check_size(name, scores, len(metadata), "completions")
     if bool(rollout.generated.all()):
         return scores
     reason, written = scores.reason or [None] * len(scores), rollout.generated.tolist()
@@ -128,7 +128,7 @@ def _measured(
 def _greedy(
     policy: TextPolicy, judge: Any, records: Sequence[Mapping[str, Any]], stopping: StoppingCriteria
 ) -> NDArray:
-    """[records] 1, 0 or NaN: the verdict of the likeliest answer."""
+    """[records] 1, 0 or NaN: the verdict of the likeliest completion."""
     with torch.no_grad():
         rollout = policy.generate(
             [record["prompt"] for record in records],
@@ -162,8 +162,8 @@ def _check(
 def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -> None:
     """Refuse a reward that cannot say right or wrong, before anything is sampled.
 
-    The reward is shown one short answer to one record. It must be able to judge it, and say right or wrong:
-    by a range of (0, 1) or the part `correct`.
+    The reward is shown one short completion to one record. It must be able to judge it, and say right or
+    wrong: by a range of (0, 1) or the part `correct`.
 
     Raises:
         UserError: it cannot.

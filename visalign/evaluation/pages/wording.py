@@ -39,7 +39,7 @@ PICTURES = SampleKind(
 COMPLETIONS = SampleKind(
     one="completion",
     many="completions",
-    made="answered",
+    made="completed",
     same="with the same seeds",
     pairing="Same prompt, same seed; only the weights differ.",
 )

@@ -23,7 +23,7 @@ def judge(reward: Any, samples: Any, records: Sequence[Mapping[str, Any]], *, wh
 
     Args:
         reward: of the kind that judges such samples.
-        samples: images [b, 3, H, W], or b answers.
+        samples: images [b, 3, H, W], or b completions.
         records: b prompt records.
         what: the samples' name in messages.
 

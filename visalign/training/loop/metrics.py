@@ -18,7 +18,7 @@ METRICS: dict[str, str] = {
     "samples": "images or completions generated for training so far, all processes, those of groups that "
     "were dropped included; of supervised fine-tuning, demonstrations read so far, repeats included; of the "
     "training of a judge, labelled examples (pairs, triples, pictures)",
-    "tokens": "tokens of these answers so far",
+    "tokens": "tokens of these completions so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit",
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
     "reward_group_std": "mean over groups of the standard deviation within a group, in the reward's unit",
@@ -29,10 +29,10 @@ METRICS: dict[str, str] = {
     "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is "
     "above zero",
     "advantage_abs": "mean absolute advantage over the valid samples; of a text policy over its tokens",
-    "length_mean": "mean length of the iteration's answers, tokens",
-    "truncated_share": "share of answers that met the length limit, 0 to 1",
+    "length_mean": "mean length of the iteration's completions, tokens",
+    "truncated_share": "share of completions that met the length limit, 0 to 1",
     "entropy": "mean entropy of the distribution that each token was drawn from, nats",
-    "engine_gap": "mean |log π_old - log μ| per token between the policy and who wrote the answers, nats",
+    "engine_gap": "mean |log π_old - log μ| per token between the policy and who wrote the completions, nats",
     "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
     "wrong or without spread, and surplus",
     "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "

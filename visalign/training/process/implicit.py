@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training an implicit process reward model: outcome labels alone, through the log-ratio to the reference.
 
-q = β Σ_t (log π_φ − log π_ref)(y_t) is the log-odds that an answer is right; cross-entropy on it moves π_φ,
-and the terms of the sum become rewards of tokens (`visalign.rewards.text.implicit_process_reward`). PRIME
-does so once per RL step on the rollout of the policy, with the same optimizer throughout: give `optimizer`,
-epochs=1.
+q = β Σ_t (log π_φ − log π_ref)(y_t) is the log-odds that a completion is right; cross-entropy on it moves
+π_φ, and the terms of the sum become rewards of tokens (`visalign.rewards.text.implicit_process_reward`).
+PRIME does so once per RL step on the rollout of the policy, with the same optimizer throughout: give
+`optimizer`, epochs=1.
 
 Sources: Yuan et al., "Free process rewards without process labels", arXiv 2412.01981, section 3; Cui et al.,
     PRIME, arXiv 2502.01456.
@@ -43,7 +43,7 @@ def train_implicit_process_reward(
 
     Args:
         policy: π_φ, with the token ids of the rollout.
-        rollout: B answers, the policy's own or another's.
+        rollout: B completions, the policy's own or another's.
         label: [B] 1 right, 0 wrong, or between; NaN where the outcome is not known. Answers without tokens
             are left out.
         settings: epochs, batches, learning rate, seed.
@@ -52,7 +52,7 @@ def train_implicit_process_reward(
         optimizer: one to go on with, in place of a new AdamW.
 
     Returns:
-        Loss and accuracy of each epoch: an answer is judged right where q > 0.
+        Loss and accuracy of each epoch: a completion is judged right where q > 0.
 
     Raises:
         UserError: labels that do not fit, or none at all.
@@ -61,8 +61,8 @@ def train_implicit_process_reward(
     known = torch.as_tensor(label, dtype=torch.float32).cpu()
     if known.shape != (len(rollout),):
         raise UserError(
-            f"label has shape {tuple(known.shape)} for {len(rollout)} answers; give one number per answer, "
-            "NaN where the outcome is not known."
+            f"label has shape {tuple(known.shape)} for {len(rollout)} completions; give one number per "
+            "completion, NaN where the outcome is not known."
         )
     bad = known[torch.isfinite(known) & ((known < 0) | (known > 1))]
     if len(bad):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One iteration's answers: sample, judge, keep the groups with signal."""
+"""One iteration's completions: sample, judge, keep the groups with signal."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def collect(
     objective: Objective,
     clock: PhaseClock,
 ) -> Collected:
-    """Make, judge and prepare the answers of an iteration.
+    """Make, judge and prepare the completions of an iteration.
 
     Args:
         parts: policy, reward and the rest.
         sampler: prompts of a round.
         groups: dynamic sampling, or None to take every group.
         iteration: iterations finished; the number of the round without dynamic sampling.
-        settings: how answers are made.
+        settings: how completions are made.
         objective: says what has to be asked for.
         clock: of the run.
 
@@ -69,7 +69,7 @@ def collect(
 
     Raises:
         RewardFailure: the reward returned something else than scores, or failed too often.
-        UserError: who wrote the answers is too far from the policy.
+        UserError: who wrote the completions is too far from the policy.
         BudgetSpent: dynamic sampling with when_spent "stop".
     """
     if groups is None:
@@ -111,7 +111,7 @@ def _round(
     settings: TextRolloutSettings,
     clock: PhaseClock,
 ) -> _Round:
-    """P prompts, G answers each, judged."""
+    """P prompts, G completions each, judged."""
     batch, size = sampler.batch(number), settings.group_size
     chosen = [parts.records[i] for i in batch.prompt_index[::size].tolist()]
     with clock.phase("rollout"), torch.no_grad():
@@ -125,7 +125,7 @@ def _round(
         )
     records = [record for record in chosen for _ in range(size)]
     with clock.phase("reward"):
-        scores = judge(parts.reward, list(rollout.text), records, what="answers")
+        scores = judge(parts.reward, list(rollout.text), records, what="completions")
     made = _Round(rollout=rollout, scores=scores, records=records)
     skipped = ~rollout.generated  # a prompt that was too long is no failure of the reward
     check_failures(scores, _valid(made) | skipped, settings.max_failure_rate, parts.reward.name)
@@ -161,7 +161,7 @@ def _mean_entropy(trajectories: Trajectories) -> float:
 
 
 def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
-    """Statistics of all answers that were made, those of dropped groups included."""
+    """Statistics of all completions that were made, those of dropped groups included."""
     value = torch.cat([r.scores.value.double().cpu() for r in rounds])
     valid = torch.cat([_valid(r) for r in rounds])
     length = torch.cat([r.rollout.weight.sum(1) for r in rounds])

@@ -18,7 +18,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Generates(Protocol):
-    """Who writes the answers: the policy itself, or a server with its weights."""
+    """Who writes the completions: the policy itself, or a server with its weights."""
 
     def generate(
         self,
@@ -30,7 +30,7 @@ class Generates(Protocol):
         stopping: StoppingCriteria | None = None,
         group: Sequence[Hashable] | None = None,
     ) -> TextRollout:
-        """Answer P prompts G times each, as `TextPolicy.generate`."""
+        """Complete P prompts G times each, as `TextPolicy.generate`."""
         ...
 
 
@@ -60,13 +60,13 @@ class LogPartition(Protocol):
 
 
 class StepScores(Protocol):
-    """Judgements of the steps of B answers (`visalign.text.steps.StepRewards`)."""
+    """Judgements of the steps of B completions (`visalign.text.steps.StepRewards`)."""
 
     valid: Tensor
     """[B] bool."""
 
     def tokens(self, place: Any = "last") -> Tensor:
-        """[B, T] rewards, on the last token of each step; 0 elsewhere and in invalid answers."""
+        """[B, T] rewards, on the last token of each step; 0 elsewhere and in invalid completions."""
         ...
 
 
@@ -74,7 +74,7 @@ class ProcessJudge(Protocol):
     """A process reward model for the policy's rollouts."""
 
     def score_rollout(self, rollout: TextRollout) -> StepScores:
-        """Judge the steps of every answer."""
+        """Judge the steps of every completion."""
         ...
 
 
@@ -92,7 +92,7 @@ class TextParts:
 
     policy: TextPolicy
     generator: Generates
-    """Writes the answers; the policy itself unless a server does."""
+    """Writes the completions; the policy itself unless a server does."""
     reward: TextReward
     """Higher is better."""
     records: Records
@@ -130,9 +130,10 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
         raise UserError(f"objective.algorithm={name} needs a log-partition head, and none was given.")
     if parts.process is not None and objective.advantage not in PER_DECISION:
         raise UserError(
-            f"objective.algorithm={name} has one advantage per answer (advantage {objective.advantage}), so "
-            f"rewards of single steps have no place in it. Use an advantage of {', '.join(PER_DECISION)}, or "
-            "the process reward model as a reward of the whole answer (process_reward in rewards.terms)."
+            f"objective.algorithm={name} has one advantage per completion (advantage {objective.advantage}), "
+            f"so rewards of single steps have no place in it. Use an advantage of {', '.join(PER_DECISION)}, "
+            "or the process reward model as a reward of the whole completion (process_reward in "
+            "rewards.terms)."
         )
     if objective.ptx and parts.demonstrations is None:
         raise UserError(
@@ -141,6 +142,6 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
         )
     if parts.generator is not parts.policy and not recomputed:
         raise UserError(
-            "Another engine writes the answers, so its log-probs are not the policy's. Set "
+            "Another engine writes the completions, so its log-probs are not the policy's. Set "
             "rollout.recompute=true, and a correction in objective.changes for what is left between the two."
         )

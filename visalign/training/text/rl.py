@@ -6,8 +6,8 @@ Where this deviates from what trainers usually do, always on purpose:
   memory and nothing else;
 * the ratio is of the distribution that was sampled (temperature, top-k, top-p), and is checked to be 1 at the
   first step;
-* an answer whose reward failed leaves its group's statistics and the loss;
-* answers without signal cost no backward pass, but stay in the denominator;
+* a completion whose reward failed leaves its group's statistics and the loss;
+* completions without signal cost no backward pass, but stay in the denominator;
 * every random draw is a function of (seed, name, iteration or sample): a resumed run equals an
   uninterrupted one.
 """
@@ -54,17 +54,17 @@ class TextRL:
 
     Args:
         policy: on its device.
-        reward: judges one answer at a time; higher is better (or its sign is turned).
+        reward: judges one completion at a time; higher is better (or its sign is turned).
         records: prompt records, each with "prompt"; handed to the reward as metadata.
-        rollout: how answers are made.
+        rollout: how completions are made.
         objective: which row of the table is optimized.
         seed: of the run.
         accelerator: trackers; one process. None makes one on the policy's device.
         dynamic: dynamic sampling.
-        generator: who writes the answers; None is the policy.
+        generator: who writes the completions; None is the policy.
         value_model: a value network of its own, for PPO; None where the policy has a value head.
         log_partition: log Z of FlowRL.
-        process: judges the steps of an answer; its rewards are added to that of the answer's end.
+        process: judges the steps of a completion; its rewards are added to that of the completion's end.
         demonstrations: given completions for PPO-ptx.
         strata: label per record, see `PromptSampler`.
         after_update: called with the iterations finished after the update, for a server that has to take
@@ -156,7 +156,7 @@ class TextRL:
         return 0
 
     def collect(self, run: Context) -> Collected:
-        """Answers made, judged and, with dynamic sampling, chosen."""
+        """Completions made, judged and, with dynamic sampling, chosen."""
         iteration = run.counters.iteration
         made = collect(
             self.parts, self.sampler, self.groups, iteration, self.rollout, self.objective, run.clock
@@ -186,7 +186,7 @@ class TextRL:
         return steps
 
     def backward(self, experience: TextExperience, step: PolicyStep, run: Context) -> dict[str, float]:
-        """The policy's log-probs with gradient, in micro-batches of answers, the longest first."""
+        """The policy's log-probs with gradient, in micro-batches of completions, the longest first."""
         size: int = run.optimizer.micro_batch  # type: ignore[attr-defined]
         return backward(
             self.objective,
@@ -217,7 +217,7 @@ class TextRL:
                 self.after_update(run.counters.iteration)
 
     def restore(self, run: Context) -> None:
-        """Go on from a checkpoint; whoever writes the answers still has other weights."""
+        """Go on from a checkpoint; whoever writes the completions still has other weights."""
         own = run.counters.own
         self._penalty = own.get("penalty")
         if self.groups is not None and "groups" in own:
@@ -253,7 +253,7 @@ class TextRL:
     def _output(
         self, experience: TextExperience, sample: torch.Tensor, given: Any, share: torch.Tensor | None
     ) -> PolicyOutput:
-        """What policy and heads say of n answers, and of the micro-batch's share of the demonstrations."""
+        """What policy and heads say of n completions, and of the micro-batch's share of demonstrations."""
         parts, rollout = self.parts, experience.rollout
         out = parts.policy.log_probs(rollout, sample)
         more: dict[str, Any] = {"value": out.value if parts.value_model is None else None}

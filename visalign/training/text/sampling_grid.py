@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a policy over a grid of temperatures, nuclei and seeds, judged."""
+"""Completions of a policy over a grid of temperatures, nuclei and seeds, judged."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class GridPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """B answers of one or several grid points, on the CPU."""
+class Completions:
+    """B completions of one or several grid points, on the CPU."""
 
     prompt: Sequence[int]
-    """B numbers of the records that were answered."""
+    """B numbers of the records that were completed."""
     number: Sequence[int]
-    """B numbers of the answers among those to the same prompt at the same point."""
+    """B numbers of the completions among those to the same prompt at the same point."""
     point: Sequence[GridPoint]
     """B grid points."""
     text: Sequence[str]
-    """B answers, without special tokens."""
+    """B completions, without special tokens."""
     reward: Tensor
     """[B] float32, higher is better; NaN where the judgement failed."""
     tokens: Sequence[int]
     """B lengths, end token included."""
     truncated: Tensor
-    """bool [B], True where the answer met the length limit."""
+    """bool [B], True where the completion met the length limit."""
     reason: Sequence[str | None]
     """Why the judgement failed; None where it did not."""
 
@@ -59,13 +59,13 @@ class Answers:
         """bool [B], whether there is a reward."""
         return torch.isfinite(self.reward)
 
-    def rows(self, places: Sequence[int]) -> Answers:
-        """Some of the answers.
+    def rows(self, places: Sequence[int]) -> Completions:
+        """Some of the completions.
 
         Args:
             places: which, in the order wanted.
         """
-        return Answers(
+        return Completions(
             prompt=[self.prompt[i] for i in places],
             number=[self.number[i] for i in places],
             point=[self.point[i] for i in places],
@@ -98,8 +98,8 @@ def grid_points(
     for temperature in temperatures:
         if Sampling(temperature=temperature).greedy:
             raise UserError(
-                "temperatures holds 0, which draws nothing: all answers to a prompt would be the same. Give "
-                "temperatures above 0."
+                "temperatures holds 0, which draws nothing: all completions to a prompt would be the same. "
+                "Give temperatures above 0."
             )
     for nucleus in top_p:
         Sampling(top_p=nucleus)
@@ -117,28 +117,28 @@ def sample_point(
     seed: int,
     prompts_per_call: int = 64,
     after_call: Callable[[int], object] | None = None,
-) -> Answers:
-    """Answer every record `samples` times at one grid point, and judge the answers.
+) -> Completions:
+    """Complete every record `samples` times at one grid point, and judge the completions.
 
-    An answer's tokens are a function of (seed, point, prompt, number): neither the other points nor the other
-    records change them, and different points draw different numbers.
+    A completion's tokens are a function of (seed, point, prompt, number): neither the other points nor the
+    other records change them, and different points draw different numbers.
 
     Args:
-        policy: who writes the answers.
+        policy: who writes the completions.
         reward: higher is better.
         records: each has "prompt"; they are handed to the reward as metadata.
         point: how tokens are drawn.
-        samples: n, answers per prompt.
-        stopping: what ends an answer.
+        samples: n, completions per prompt.
+        stopping: what ends a completion.
         seed: of the run.
-        prompts_per_call: prompts that are answered and judged together; memory only.
+        prompts_per_call: prompts that are completed and judged together; memory only.
         after_call: called with the prompts done so far.
 
     Returns:
-        P·n answers, those of a prompt next to each other.
+        P·n completions, those of a prompt next to each other.
 
     Raises:
-        RewardFailure: the reward returned something other than one score per answer.
+        RewardFailure: the reward returned something other than one score per completion.
     """
     parts = []
     for start in range(0, len(records), prompts_per_call):
@@ -146,7 +146,7 @@ def sample_point(
         parts.append(_call(policy, reward, records, chosen, point, samples, stopping, seed))
         if after_call is not None:
             after_call(chosen.stop)
-    return join_answers(parts)
+    return join_completions(parts)
 
 
 def _call(
@@ -158,7 +158,7 @@ def _call(
     samples: int,
     stopping: StoppingCriteria,
     seed: int,
-) -> Answers:
+) -> Completions:
     drawn_with = (seed, "grid", repr(float(point.temperature)), repr(float(point.top_p)), point.seed)
     keys = [prompt_key(records[i]["prompt"]) for i in chosen]
     with torch.no_grad():
@@ -170,7 +170,7 @@ def _call(
             stopping=stopping,
         )
     metadata = [records[i] for i in chosen for _ in range(samples)]
-    scores = judge(reward, list(rollout.text), metadata, what="answers")
+    scores = judge(reward, list(rollout.text), metadata, what="completions")
     value = scores.value.detach().float().cpu()
     valid = scores.valid.cpu() & value.isfinite() & rollout.generated
     said = scores.reason or [None] * len(metadata)
@@ -178,7 +178,7 @@ def _call(
     for i, ok in enumerate(valid.tolist()):
         unread = None if bool(rollout.generated[i]) else "prompt too long"
         reasons.append(None if ok else unread or said[i] or "value not finite")
-    return Answers(
+    return Completions(
         prompt=[i for i in chosen for _ in range(samples)],
         number=list(range(samples)) * len(chosen),
         point=[point] * len(metadata),
@@ -199,13 +199,13 @@ def prompt_key(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else repr([dict(message) for message in prompt])
 
 
-def join_answers(parts: Sequence[Answers]) -> Answers:
-    """Answers of several calls or points as one, in the order given.
+def join_completions(parts: Sequence[Completions]) -> Completions:
+    """Completions of several calls or points as one, in the order given.
 
     Args:
         parts: at least one.
     """
-    return Answers(
+    return Completions(
         prompt=[i for part in parts for i in part.prompt],
         number=[i for part in parts for i in part.number],
         point=[p for part in parts for p in part.point],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sampled answers are worth: acceptance, pass@k, best-of-n with its KL bound, diversity."""
+"""What sampled completions are worth: acceptance, pass@k, best-of-n with its KL bound, diversity."""
 
 from __future__ import annotations
 
@@ -13,64 +13,65 @@ from torch import Tensor
 
 from visalign.core import best_of_n_kl_bound, expected_best_of_k, pass_at_k
 
-from .sampling_grid import Answers
-from .selection import same_answer
+from .sampling_grid import Completions
+from .selection import same_completion
 
 
-def failure_reasons(answers: Answers, most: int = 3) -> dict[str, int]:
+def failure_reasons(completions: Completions, most: int = 3) -> dict[str, int]:
     """The commonest reasons of failed judgements, with their counts.
 
     Args:
-        answers: B answers.
+        completions: B completions.
         most: reasons at most.
     """
-    return dict(Counter(reason for reason in answers.reason if reason is not None).most_common(most))
+    return dict(Counter(reason for reason in completions.reason if reason is not None).most_common(most))
 
 
-def statistics(answers: Answers, selectable: Tensor, *, threshold: float) -> dict[str, Any]:
-    """What the answers are worth: shares, pass@k, best-of-n, diversity; NaN where nothing is known.
+def statistics(completions: Completions, selectable: Tensor, *, threshold: float) -> dict[str, Any]:
+    """What the completions are worth: shares, pass@k, best-of-n, diversity; NaN where nothing is known.
 
-    An answer is accepted where it may be chosen and its reward is at least the threshold; pass@k says how
-    often k answers to a prompt hold an accepted one. Failed judgements count neither way: pass@k and
-    best-of-n are means over the prompts that have enough judged answers, exact over all subsets of them.
+    A completion is accepted where it may be chosen and its reward is at least the threshold; pass@k says how
+    often k completions to a prompt hold an accepted one. Failed judgements count neither way: pass@k and
+    best-of-n are means over the prompts that have enough judged completions, exact over all subsets of them.
 
     Args:
-        answers: B answers of whole prompts.
+        completions: B completions of whole prompts.
         selectable: bool [B], which may be chosen; see `may_be_chosen`.
         threshold: smallest reward that is accepted.
 
     Returns:
-        Counts (answers, judged, failed, truncated, accepted), acceptance_rate (of the judged ones),
-        prompts_accepted (share of prompts with an accepted answer), reward_mean and reward_std, length_mean
-        in tokens, distinct_answers and distinct_accepted per prompt, pass_at_k {k: share} and best_of_n {n:
-        {reward, kl_bound}} for k, n = 1, 2, 4, ... and all answers of a prompt; the bound in
-        nats is to the distribution that was sampled, so it means something where the answers are all of one.
+        Counts (completions, judged, failed, truncated, accepted), acceptance_rate (of the judged ones),
+        prompts_accepted (share of prompts with an accepted completion), reward_mean and reward_std,
+        length_mean in tokens, distinct_completions and distinct_accepted per prompt, pass_at_k {k: share} and
+        best_of_n {n: {reward, kl_bound}} for k, n = 1, 2, 4, ... and all completions of a prompt; the bound
+        in nats is to the distribution that was sampled, so it means something where the completions are all
+        of one.
     """
-    rows = _by_prompt(answers)
+    rows = _by_prompt(completions)
     size = max(map(len, rows))
-    judged = answers.judged
-    accepted = judged & selectable & (answers.reward >= threshold)
+    judged = completions.judged
+    accepted = judged & selectable & (completions.reward >= threshold)
     table = torch.full((len(rows), size), torch.nan, dtype=torch.float64)
     for place, row in enumerate(rows):
-        table[place, : len(row)] = answers.reward[row].double()
+        table[place, : len(row)] = completions.reward[row].double()
     known = torch.tensor([int(judged[row].sum()) for row in rows])
     right = torch.tensor([int(accepted[row].sum()) for row in rows])
-    reward, total = answers.reward[judged].double(), int(judged.sum())
+    reward, total = completions.reward[judged].double(), int(judged.sum())
     steps = [2**i for i in range(int(math.log2(size)) + 1)]
     steps = steps if steps[-1] == size else [*steps, size]
     return {
-        "answers": len(answers),
+        "completions": len(completions),
         "judged": total,
-        "failed": len(answers) - total,
-        "truncated": int(answers.truncated.sum()),
+        "failed": len(completions) - total,
+        "truncated": int(completions.truncated.sum()),
         "accepted": int(accepted.sum()),
         "acceptance_rate": float(accepted.sum()) / total if total else math.nan,
         "prompts_accepted": float((right > 0).double().mean()),
         "reward_mean": float(reward.mean()) if total else math.nan,
         "reward_std": float(reward.std(correction=0)) if total else math.nan,
-        "length_mean": sum(answers.tokens) / len(answers),
-        "distinct_answers": _distinct(answers, rows, judged),
-        "distinct_accepted": _distinct(answers, rows, accepted),
+        "length_mean": sum(completions.tokens) / len(completions),
+        "distinct_completions": _distinct(completions, rows, judged),
+        "distinct_accepted": _distinct(completions, rows, accepted),
         "pass_at_k": {k: float(pass_at_k(known, right, k).nanmean()) for k in steps},
         "best_of_n": {
             n: {
@@ -82,29 +83,29 @@ def statistics(answers: Answers, selectable: Tensor, *, threshold: float) -> dic
     }
 
 
-def may_be_chosen(answers: Answers, *, truncated: bool) -> Tensor:
-    """Which answers may become training data: those that were judged and, unless wanted, came to an end.
+def may_be_chosen(completions: Completions, *, truncated: bool) -> Tensor:
+    """Which completions may become training data: those that were judged and, unless wanted, came to an end.
 
-    Trained on as a whole answer, one that met the length limit teaches to stop anywhere.
+    Trained on as a whole completion, one that met the length limit teaches to stop anywhere.
 
     Args:
-        answers: B answers.
+        completions: B completions.
         truncated: take those that met the length limit as well.
 
     Returns:
         bool [B].
     """
-    return answers.judged if truncated else answers.judged & ~answers.truncated
+    return completions.judged if truncated else completions.judged & ~completions.truncated
 
 
-def _by_prompt(answers: Answers) -> list[list[int]]:
+def _by_prompt(completions: Completions) -> list[list[int]]:
     rows: dict[int, list[int]] = {}
-    for place, prompt in enumerate(answers.prompt):
+    for place, prompt in enumerate(completions.prompt):
         rows.setdefault(prompt, []).append(place)
     return list(rows.values())
 
 
-def _distinct(answers: Answers, rows: Sequence[Sequence[int]], wanted: Tensor) -> float:
-    """Mean over prompts of the number of different texts among the wanted answers."""
-    counts = [len({same_answer(answers.text[i]) for i in row if wanted[i]}) for row in rows]
+def _distinct(completions: Completions, rows: Sequence[Sequence[int]], wanted: Tensor) -> float:
+    """Mean over prompts of the number of different texts among the wanted completions."""
+    counts = [len({same_completion(completions.text[i]) for i in row if wanted[i]}) for row in rows]
     return sum(counts) / len(counts)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sampled answers become training data: all, the best of n, or those that are good enough.
+"""Which sampled completions become training data: all, the best of n, or those that are good enough.
 
 Lots are drawn per group with a generator of (seed, group), so that the choice within a group does not depend
-on what else is in the batch. An answer that could not be judged is never chosen.
+on what else is in the batch. A completion that could not be judged is never chosen.
 
-Sources: best-of-n, arXiv 2112.09332, section 3.2; rejection sampling that keeps several distinct answers per
-prompt, arXiv 2308.01825, section 3.3 (there at most one of each reasoning path; here repeats fill up what
-distinct answers leave free).
+Sources: best-of-n, arXiv 2112.09332, section 3.2; rejection sampling that keeps several distinct completions
+per prompt, arXiv 2308.01825, section 3.3 (there at most one of each reasoning path; here repeats fill up what
+distinct completions leave free).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from visalign.seeds import sample_seed
 
 
 def every_valid(valid: Tensor) -> list[int]:
-    """All answers that may be chosen.
+    """All completions that may be chosen.
 
     Args:
         valid: bool [B].
@@ -36,16 +36,16 @@ def every_valid(valid: Tensor) -> list[int]:
 def best_of_group(
     reward: Tensor, group: Sequence[Hashable], *, seed: int, valid: Tensor | None = None
 ) -> list[int]:
-    """The answer of the highest reward in each group; ties are drawn by lot.
+    """The completion of the highest reward in each group; ties are drawn by lot.
 
     Args:
         reward: [B], higher is better; what is not finite cannot be chosen.
         group: B labels of the prompts.
         seed: of the lots.
-        valid: bool [B], False for answers that may not be chosen.
+        valid: bool [B], False for completions that may not be chosen.
 
     Returns:
-        One place for each group that has an answer to choose, ascending.
+        One place for each group that has a completion to choose, ascending.
 
     Raises:
         ValueError: lengths that differ.
@@ -59,7 +59,7 @@ def best_of_group(
     return sorted(chosen)
 
 
-def accepted_answers(
+def accepted_completions(
     reward: Tensor,
     group: Sequence[Hashable],
     text: Sequence[str],
@@ -69,23 +69,23 @@ def accepted_answers(
     seed: int,
     valid: Tensor | None = None,
 ) -> list[int]:
-    """Rejection sampling: answers of at least a reward, a limited number of each group.
+    """Rejection sampling: completions of at least a reward, a limited number of each group.
 
     Where more are good enough than wanted, the lot decides and the reward does not: what is chosen is a
-    sample of the policy's own good answers. Answers that differ go before repeats (texts that differ in
-    blanks alone are the same).
+    sample of the policy's own good completions. Completions that differ go before repeats (texts that differ
+    in blanks alone are the same).
 
     Args:
         reward: [B], higher is better; what is not finite is rejected.
         group: B labels of the prompts.
-        text: B answers.
+        text: B completions.
         threshold: smallest reward that is accepted.
-        per_group: answers of one group at most; None for no limit.
+        per_group: completions of one group at most; None for no limit.
         seed: of the lots.
-        valid: bool [B], False for answers that may not be chosen.
+        valid: bool [B], False for completions that may not be chosen.
 
     Returns:
-        Places, ascending; none where no answer is good enough.
+        Places, ascending; none where no completion is good enough.
 
     Raises:
         UserError: a limit below 1, or a threshold that is not a number.
@@ -96,7 +96,7 @@ def accepted_answers(
     if threshold != threshold:
         raise UserError("threshold is not a number; give the smallest reward that is accepted.")
     if len(text) != len(group):
-        raise ValueError(f"text needs one entry per answer, {len(group)} as in group; got {len(text)}.")
+        raise ValueError(f"text needs one entry per completion, {len(group)} as in group; got {len(text)}.")
     present = _present(reward, group, valid) & (reward >= threshold).cpu()
     chosen: list[int] = []
     for label, places in _groups(group, present).items():
@@ -106,24 +106,24 @@ def accepted_answers(
     return sorted(chosen)
 
 
-def same_answer(text: str) -> str:
-    """What two answers have in common that count as one: the text without differences in blanks.
+def same_completion(text: str) -> str:
+    """What two completions have in common that count as one: the text without differences in blanks.
 
     Args:
-        text: an answer.
+        text: a completion.
 
-    >>> same_answer(" 1 + 1\\n= 2 ") == same_answer("1 + 1 = 2")
+    >>> same_completion(" 1 + 1\\n= 2 ") == same_completion("1 + 1 = 2")
     True
     """
     return " ".join(text.split())
 
 
 def _distinct_first(places: Sequence[int], text: Sequence[str]) -> list[int]:
-    """In the given order, the first of each answer, then the second of each, and so on."""
+    """In the given order, the first of each completion, then the second of each, and so on."""
     seen: dict[str, int] = {}
     turn = {}
     for place in places:
-        key = same_answer(text[place])
+        key = same_completion(text[place])
         turn[place] = seen[key] = seen.get(key, -1) + 1
     return sorted(places, key=lambda place: turn[place])
 

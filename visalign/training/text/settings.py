@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen when a text policy is trained: how answers are made, and how they become an update."""
+"""What can be chosen when a text policy is trained: how completions are made and become an update."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TRUNCATED = ("keep", "mask")
 
 @dataclass(frozen=True, kw_only=True)
 class TextRolloutSettings:
-    """How answers are made."""
+    """How completions are made."""
 
     prompts_per_iteration: int = 16
     """P, groups per iteration."""
     group_size: int = 8
-    """G, answers per prompt."""
+    """G, completions per prompt."""
     temperature: float = 1.0
     """τ of sampling; the ratio is that of the distribution that was sampled."""
     top_k: int = 0
@@ -30,11 +30,11 @@ class TextRolloutSettings:
     top_p: float = 1.0
     """Nucleus; 1: all."""
     max_new_tokens: int = 256
-    """Tokens of an answer at most, its end token included."""
+    """Tokens of a completion at most, its end token included."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end an answer."""
+    """Texts that end a completion."""
     truncated: str = "keep"
-    """What becomes of answers that met the length limit: keep, or mask (overlong filtering of DAPO: they
+    """What becomes of completions that met the length limit: keep, or mask (overlong filtering of DAPO: they
     keep their place in the group's statistics and leave the loss)."""
     recompute: bool = False
     """Compute the old log-probs anew instead of taking the sampler's. Always so with an off-policy
@@ -43,7 +43,7 @@ class TextRolloutSettings:
     """Largest mean |log π_old − log μ| per token, nats, between the policy and another engine: beyond it the
     engine has other weights or reports other log-probs, and the run stops."""
     max_failure_rate: float = 0.1
-    """Share of answers that may go unjudged before the run stops."""
+    """Share of completions that may go unjudged before the run stops."""
 
     def __post_init__(self) -> None:
         if self.truncated not in TRUNCATED:
@@ -65,7 +65,7 @@ class TextRolloutSettings:
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def stopping(self) -> StoppingCriteria:
-        """What ends an answer."""
+        """What ends a completion."""
         return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
@@ -91,8 +91,8 @@ class DynamicSettings:
             raise UserError(f"dynamic: {error}") from error
         if self.rule != "spread" and self.right_at is None:
             raise UserError(
-                f"dynamic.rule={self.rule} asks which answers are right, and dynamic.right_at is null. Set "
-                "it to the reward of a right answer, for example 1.0."
+                f"dynamic.rule={self.rule} asks which completions are right, and dynamic.right_at is null. "
+                "Set it to the reward of a right completion, for example 1.0."
             )
 
     def groups(self, wanted: int) -> DynamicGroups:

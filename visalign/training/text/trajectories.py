@@ -39,16 +39,16 @@ def trajectories_of(
 
     Args:
         parts: who is asked.
-        rollout: B answers.
+        rollout: B completions.
         reward: [B].
         valid: [B] bool, False where the reward failed.
         iteration: iterations finished, for the draws of Clip-Cov.
-        settings: how the answers were made.
+        settings: how the completions were made.
         objective: says what is needed.
-        records: group label -> prompt record, for ReMax's greedy answers.
+        records: group label -> prompt record, for ReMax's greedy completions.
 
     Raises:
-        RewardFailure: ReMax's greedy answers came back with another number of scores.
+        RewardFailure: ReMax's greedy completions came back with another number of scores.
     """
     policy, more = parts.policy, {}
     if needs_reference(objective):
@@ -79,7 +79,7 @@ def trajectories_of(
 
 
 def engine_gap(trajectories: Trajectories, allowed: float) -> float:
-    """Mean |log π_old − log μ| per token, in nats, between the policy and who wrote the answers.
+    """Mean |log π_old − log μ| per token, in nats, between the policy and who wrote the completions.
 
     Args:
         trajectories: with recomputed log-probs; 0 without.
@@ -94,9 +94,10 @@ def engine_gap(trajectories: Trajectories, allowed: float) -> float:
     gap = float((trajectories.old_log_prob - written)[present].abs().mean())
     if not gap <= allowed:
         raise UserError(
-            f"The log-probs of who wrote the answers are {gap:.3g} nats per token away from the policy's, "
-            f"allowed {allowed:.3g} (rollout.allowed_gap). Likely causes: the server still has other "
-            "weights, other log-probs are reported (start it with processed_logprobs), or another tokenizer."
+            f"The log-probs of who wrote the completions are {gap:.3g} nats per token away from the "
+            f"policy's, allowed {allowed:.3g} (rollout.allowed_gap). Likely causes: the server still has "
+            "other weights, other log-probs are reported (start it with processed_logprobs), or another "
+            "tokenizer."
         )
     return gap
 
@@ -107,7 +108,7 @@ def _greedy_reward(
     records: Mapping[Hashable, Mapping[str, Any]],
     settings: TextRolloutSettings,
 ) -> Tensor:
-    """[B] reward of the likeliest answer to each sample's prompt; NaN where it could not be judged."""
+    """[B] reward of the likeliest completion to each sample's prompt; NaN where it could not be judged."""
     first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
     places = list(first.values())
     asked = [records[label] for label in first]
@@ -119,7 +120,7 @@ def _greedy_reward(
         stopping=settings.stopping(),
         group=list(first),
     )
-    scores = judge(parts.reward, list(greedy.text), asked, what="answers")
+    scores = judge(parts.reward, list(greedy.text), asked, what="completions")
     value = torch.where(scores.valid, scores.value, torch.nan).float().cpu()
     found = dict(zip(first, value.tolist(), strict=True))
     return torch.tensor([found[label] for label in rollout.group])

@@ -28,7 +28,7 @@ _WHOLE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CompletionRequest:
     """What a completion was asked for; what its answer is held against."""
 
     url: str
@@ -65,12 +65,12 @@ class Completion:
         return [-sum(math.exp(p) * p for p in held.values()) for held in self.sets]
 
 
-def read_completion(reply: Mapping[str, Any], asked: Asked) -> Completion:
+def read_completion(reply: Mapping[str, Any], request: CompletionRequest) -> Completion:
     """Read one answer of /v1/completions.
 
     Args:
         reply: the JSON object.
-        asked: the request.
+        request: what was asked for.
 
     Returns:
         Ids and log-probs as the server gave them.
@@ -81,48 +81,48 @@ def read_completion(reply: Mapping[str, Any], asked: Asked) -> Completion:
     choices = reply.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         count = len(choices) if isinstance(choices, list) else "no list of"
-        raise asked.error(f"the answer has {count} choices, and one was asked for.")
+        raise request.error(f"the answer has {count} choices, and one was asked for.")
     choice = choices[0]
     finish = choice.get("finish_reason")
     if finish not in ("stop", "length"):
-        raise asked.error(
-            f'finish_reason is {finish!r}; only "stop" and "length" leave an answer that can be trained on. '
+        raise request.error(
+            f'finish_reason is {finish!r}; only "stop" and "length" leave a completion to train on. '
             "The server's log says why it was cut off."
         )
     shown = choice.get("prompt_token_ids")
-    if isinstance(shown, list) and shown != list(asked.prompt):
-        raise asked.error(
+    if isinstance(shown, list) and shown != list(request.prompt):
+        raise request.error(
             f"the server read another prompt than it was sent: {len(shown)} tokens instead of "
-            f"{len(asked.prompt)}. It must take token ids as they are, without a start token of its own."
+            f"{len(request.prompt)}. It must take token ids as they are, without a start token of its own."
         )
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
-        raise asked.error(
+        raise request.error(
             "the answer has no logprobs, and without them there is no ratio to correct with. Let the server "
             "return them (vLLM: --max-logprobs of at least 1)."
         )
-    ids = _ids(choice, logprobs, asked)
-    log_prob = _log_probs(logprobs, ids, asked)
-    sets = [_could_be_drawn(held, place, ids, asked) for place, held in _listed(logprobs, ids, asked)]
+    ids = _ids(choice, logprobs, request)
+    log_prob = _log_probs(logprobs, ids, request)
+    sets = [_could_be_drawn(held, place, ids, request) for place, held in _listed(logprobs, ids, request)]
     return Completion(ids=ids, log_prob=log_prob, finish=finish, sets=sets)
 
 
 def first_end(
     completion: Completion,
-    asked: Asked,
+    request: CompletionRequest,
     *,
     ends: Sequence[int],
     strings: Sequence[str],
     decode: Callable[[list[int]], str],
 ) -> tuple[int, StopReason]:
-    """Where the answer ends by the rules of `StoppingCriteria`, whatever the server went on to draw.
+    """Where the completion ends by the rules of `StoppingCriteria`, whatever the server went on to draw.
 
-    Cutting at the first end changes no probability: whether a token ends the answer follows from the tokens
-    up to it.
+    Cutting at the first end changes no probability: whether a token ends the completion follows from the
+    tokens up to it.
 
     Args:
-        completion: the answer.
-        asked: the request.
+        completion: what the server drew.
+        request: what was asked for.
         ends: end tokens.
         strings: stop strings.
         decode: ids to text, special tokens included.
@@ -144,7 +144,7 @@ def first_end(
         return end, "eos"
     if completion.finish == "length":
         return len(ids), "length"
-    raise asked.error(
+    raise request.error(
         f"the server stopped, and its {len(ids)} tokens end with {ids[-1]}, which is none of the end tokens "
         f"{list(ends)}, and hold no stop string of {list(strings)}. Either it leaves the end token out, so "
         "that its log-prob is lost, or its tokenizer is another, or it stops at tokens of its own: name them "
@@ -152,7 +152,7 @@ def first_end(
     )
 
 
-def _ids(choice: Mapping[str, Any], logprobs: Mapping[str, Any], asked: Asked) -> list[int]:
+def _ids(choice: Mapping[str, Any], logprobs: Mapping[str, Any], request: CompletionRequest) -> list[int]:
     """The ids as such, or from names of the form "token_id:5"; both must agree where both are there."""
     listed, names = choice.get("token_ids"), logprobs.get("tokens")
     named = None
@@ -162,58 +162,60 @@ def _ids(choice: Mapping[str, Any], logprobs: Mapping[str, Any], asked: Asked) -
         named = named if len(named) == len(names) else None
     ids = listed if isinstance(listed, list) else named
     if ids is None:
-        raise asked.error(
+        raise request.error(
             "the answer has text and no token ids. Text is not tokenized again, since that may give other "
             "tokens than were drawn. Use a server that knows return_token_ids (vLLM from 0.10.2 on, SGLang)."
         )
     if named is not None and ids != named:
-        raise asked.error(f"token_ids ({len(ids)} tokens) and logprobs.tokens ({len(named)}) disagree.")
+        raise request.error(f"token_ids ({len(ids)} tokens) and logprobs.tokens ({len(named)}) disagree.")
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise asked.error(f"token_ids holds {ids!r:.200}, which are no token ids.")
-    if not 1 <= len(ids) <= asked.limit:
-        raise asked.error(
-            f"the answer has {len(ids)} tokens; at least 1 and at most {asked.limit} were asked for."
+        raise request.error(f"token_ids holds {ids!r:.200}, which are no token ids.")
+    if not 1 <= len(ids) <= request.limit:
+        raise request.error(
+            f"the answer has {len(ids)} tokens; at least 1 and at most {request.limit} were asked for."
         )
     largest = max(ids)
-    if asked.vocabulary is not None and largest >= asked.vocabulary:
-        raise asked.error(
-            f"the server drew token {largest}, and the policy has {asked.vocabulary} tokens: the server has "
-            "another model."
+    if request.vocabulary is not None and largest >= request.vocabulary:
+        raise request.error(
+            f"the server drew token {largest}, and the policy has {request.vocabulary} tokens: the server "
+            "has another model."
         )
     return ids
 
 
-def _log_probs(logprobs: Mapping[str, Any], ids: Sequence[int], asked: Asked) -> list[float]:
+def _log_probs(logprobs: Mapping[str, Any], ids: Sequence[int], request: CompletionRequest) -> list[float]:
     values = logprobs.get("token_logprobs")
     if not isinstance(values, list) or len(values) != len(ids):
         count = len(values) if isinstance(values, list) else "no"
-        raise asked.error(f"there are {count} token_logprobs for {len(ids)} tokens; one per token is needed.")
+        raise request.error(
+            f"there are {count} token_logprobs for {len(ids)} tokens; one per token is needed."
+        )
     for place, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise asked.error(f"the log-prob of token {place} is missing ({value!r}).")
+            raise request.error(f"the log-prob of token {place} is missing ({value!r}).")
         if math.isnan(value):
-            raise asked.error(
+            raise request.error(
                 f"the log-prob of token {place} is NaN. The weights that it serves may hold NaN."
             )
         if value > _ABOVE_ZERO:
-            raise asked.error(
+            raise request.error(
                 f"the log-prob of token {place} is {value:.4g}, above 0. The server gives logits: start vLLM "
                 "with --logprobs-mode processed_logprobs."
             )
         if value < _IMPOSSIBLE:
-            raise asked.error(f"token {place} was drawn, and its log-prob is {value:.4g}: probability 0.")
+            raise request.error(f"token {place} was drawn, and its log-prob is {value:.4g}: probability 0.")
     return [min(float(value), 0.0) for value in values]
 
 
 def _listed(
-    logprobs: Mapping[str, Any], ids: Sequence[int], asked: Asked
+    logprobs: Mapping[str, Any], ids: Sequence[int], request: CompletionRequest
 ) -> list[tuple[int, Mapping[str, Any]]]:
     """(place, name -> log-prob of the most probable tokens), where they are wanted."""
-    if asked.top_k == 0:
+    if request.top_k == 0:
         return []
     top = logprobs.get("top_logprobs")
     if not isinstance(top, list) or len(top) != len(ids) or not all(isinstance(held, dict) for held in top):
-        raise asked.error(
+        raise request.error(
             f"top_logprobs does not list the most probable tokens at each of the {len(ids)} tokens, and with "
             "top_k or top_p they are needed: they say what could be drawn. Sample without both, or use vLLM."
         )
@@ -221,14 +223,14 @@ def _listed(
 
 
 def _could_be_drawn(
-    held: Mapping[str, Any], place: int, ids: Sequence[int], asked: Asked
+    held: Mapping[str, Any], place: int, ids: Sequence[int], request: CompletionRequest
 ) -> dict[int, float]:
     """The tokens of positive probability, checked to be all of them: they add up to 1."""
     found: dict[int, float] = {}
     for name, value in held.items():
         match = _TOKEN_ID.fullmatch(name)
         if match is None or isinstance(value, bool) or not isinstance(value, int | float):
-            raise asked.error(
+            raise request.error(
                 f"top_logprobs of token {place} holds {name!r}: {value!r}; with top_k tokens must be named "
                 'by id, "token_id:5" (vLLM\'s return_tokens_as_token_ids), with a number each.'
             )
@@ -236,13 +238,13 @@ def _could_be_drawn(
             found[int(match[1])] = float(value)
     best = sorted(found.values(), reverse=True)
     total = sum(map(math.exp, best))
-    beyond = len(best) > asked.top_k and best[asked.top_k - 1] - best[-1] > _TIE
+    beyond = len(best) > request.top_k and best[request.top_k - 1] - best[-1] > _TIE
     if beyond or not abs(total - 1) <= _WHOLE or ids[place] not in found:
-        raise asked.error(
+        raise request.error(
             f"the {len(found)} tokens listed at token {place} have the probability {total:.4f} together; "
-            f"those that could be drawn are {asked.top_k} and ties, and have 1. Either the log-probs are not "
-            "processed (start vLLM with --logprobs-mode processed_logprobs), or more tokens than the "
-            f"{asked.listed} that are listed could be drawn, as ties with the last stay in: raise vLLM's "
+            f"those that could be drawn are {request.top_k} and ties, and have 1. Either the log-probs are "
+            "not processed (start vLLM with --logprobs-mode processed_logprobs), or more tokens than the "
+            f"{request.listed} that are listed could be drawn, as ties with the last stay in: raise vLLM's "
             "--max-logprobs and max_logprobs here, or lower top_k."
         )
     return dict(sorted(found.items()))
