@@ -9,7 +9,7 @@ from typing import Any
 
 from visalign.pipelines.shared.interrupted import TrainingInterrupted
 from visalign.pipelines.shared.job import Job, PolicyRun, result_folder, run_job, run_settings
-from visalign.pipelines.shared.parts import build_accelerator, evenly, heldout_metrics
+from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced, heldout_metrics
 
 from .config import FlowGRPOConfig
 from .inputs import prepare
@@ -41,7 +41,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> Job:
         steps=config.rollout.steps,
         timestep_schedule=config.rollout.timestep_schedule,
     )
-    some = evenly(inputs.heldout, config.evaluation.prompts_on_the_way)
+    some = evenly_spaced(inputs.heldout, config.evaluation.prompts_on_the_way)
     trainer = Trainer(
         FlowGRPO(
             policy,

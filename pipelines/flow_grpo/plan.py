@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from visalign.pipelines.shared.parts import Records, evenly
+from visalign.pipelines.shared.parts import Records, evenly_spaced
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 
 from .config import FlowGRPOConfig
@@ -41,7 +41,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     heldout = inputs.heldout
     images = rollout.prompts_per_iteration * rollout.group_size
     pairs = images * rollout.trained_per_image
-    some = len(evenly(heldout, config.evaluation.prompts_on_the_way))
+    some = len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
     pictures = 2 * len(heldout) * len(config.evaluation.seeds) + visits * some
     groups: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from visalign.config import config_to_yaml, flatten
 
 from .interrupted import TrainingInterrupted
-from .parts import Records, evenly, no_loading_bars
+from .parts import Records, evenly_spaced, no_loading_bars
 from .results import costs_of, write_results
 from .run_folder import check_same_run
 from .run_inputs import FINGERPRINTS, check_unchanged, write_once
@@ -171,7 +171,7 @@ class PolicyRun:
             after = self.measure(self.heldout, config.evaluation.seeds)
         after.save(output / "after.npz")
         way = config.evaluation
-        some = [self.prompt_text(r["prompt"]) for r in evenly(self.heldout, way.prompts_on_the_way)]
+        some = [self.prompt_text(r["prompt"]) for r in evenly_spaced(self.heldout, way.prompts_on_the_way)]
         spent = measuring + time.perf_counter() - begin
         return write_results(
             output,

@@ -156,7 +156,7 @@ def build_records(source: str, field: str) -> Records:
         raise UserError(f"{field}: {error}") from error
 
 
-def evenly(records: Records, most: int | None) -> Records:
+def evenly_spaced(records: Records, most: int | None) -> Records:
     """At most `most` records, evenly spaced over all, so that every category keeps its share."""
     if most is None or most >= len(records):
         return records

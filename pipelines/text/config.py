@@ -209,10 +209,11 @@ class TextConfig:
                 "server loads adapters between two iterations, and model.lora is null: whole models cannot "
                 "be handed over. Set model.lora={rank: 16, alpha: 32}, or leave server out."
             )
-        if self.server is not None and objective.correction is None:
+        if self.server is not None and objective.importance_sampling is None:
             raise UserError(
                 "server: another engine's log-probs differ a little from the policy's, and nothing corrects "
-                "for it. Set objective.changes={correction: {level: token, mode: truncate, high: 2.0}}."
+                "for it. Set "
+                "objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}."
             )
         if objective.ptx and self.data.demonstrations is None:
             raise UserError(

@@ -16,7 +16,7 @@ from visalign.data.sets.prompt_files import load_demonstrations, with_completion
 from visalign.data.text_tasks.tasks import TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_text_judge
-from visalign.pipelines.shared.parts import Records, build_records, evenly, no_loading_bars
+from visalign.pipelines.shared.parts import Records, build_records, evenly_spaced, no_loading_bars
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.training.loop.sampler import PromptSampler
 
@@ -73,7 +73,7 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     return TextInputs(
         records=records,
         heldout=heldout,
-        some=evenly(heldout, config.evaluation.prompts_on_the_way),
+        some=evenly_spaced(heldout, config.evaluation.prompts_on_the_way),
         rewards=rewards,
         reward=_sum(config.rewards, rewards),
         demonstrations=demonstrations,

@@ -180,12 +180,12 @@ def test_training_on_a_server_of_older_weights_is_corrected(policy, server, samp
     assert step.mean_gap == pytest.approx(float(gaps.mean()), rel=1e-5)
     assert step.largest_gap == pytest.approx(float(gaps.max()), rel=1e-5)
     reward = torch.randn(len(found))
-    correction = {"mode": "truncate", "level": "token", "high": 2.0}
-    objective = named_objective("grpo", kl=0.0, correction=correction)
+    truncate = {"mode": "truncate", "level": "token", "high": 2.0}
+    objective = named_objective("grpo", kl=0.0, importance_sampling=truncate)
     prepared = objective.prepare(step.rollout.trajectories(reward, old_log_prob=old))
-    assert prepared.correction is not None
+    assert prepared.importance_weight is not None
     ratio = (old - found.log_prob).exp().clamp(max=2.0) * (found.weight != 0)
-    torch.testing.assert_close(prepared.correction.float(), ratio, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(prepared.importance_weight.float(), ratio, rtol=1e-5, atol=1e-6)
     output = newer.log_probs(step.rollout)
     objective.loss(prepared, PolicyOutput(log_prob=output.log_prob)).total.backward()
     gradients = [p.grad for _, p in newer.trainable_parameters() if p.grad is not None]

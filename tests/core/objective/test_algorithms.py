@@ -61,6 +61,7 @@ def test_changes_are_merged_into_the_options_of_the_same_choice() -> None:
     [
         ("dappo", {}, r"no algorithm 'dappo'\. Did you mean 'dapo'\?"),
         ("grpo", {"beta": 0.1}, r"no field 'beta'.*Its fields: advantage"),
+        ("grpo", {"correction": {}}, r"no field 'correction'\. It is called 'importance_sampling' now"),
         ("grpo", {"agregation": "token_mean"}, r"no field 'agregation'\. Did you mean 'aggregation'"),
         ("grpo", {"surrogate_options": {"eps": 0.1}}, r"no option 'eps'"),
     ],

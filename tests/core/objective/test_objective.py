@@ -14,7 +14,7 @@ from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import PolicyOutput, Trajectories
 from visalign.core.objective.objective import Objective
 
-CORRECTION = {"level": "token", "mode": "truncate", "high": 2.0}
+IMPORTANCE_SAMPLING = {"level": "token", "mode": "truncate", "high": 2.0}
 
 
 def _total(objective: Objective, trajectories: Trajectories, policy: PolicyOutput) -> float:
@@ -133,7 +133,7 @@ def test_corrections_and_masks_act_on_single_decisions() -> None:
     trajectories, policy = step(6)
     plain = named_objective("grpo", kl=0.0)
     own = plain.loss(plain.prepare(trajectories), policy).decisions["policy"]
-    corrected = replace(plain, correction={"level": "token", "mode": "truncate", "high": 1.05})
+    corrected = replace(plain, importance_sampling={"level": "token", "mode": "truncate", "high": 1.05})
     got = corrected.loss(corrected.prepare(trajectories), policy).decisions["policy"]
     assert trajectories.rollout_log_prob is not None
     omega = (trajectories.old_log_prob - trajectories.rollout_log_prob).exp().clamp(max=1.05)
@@ -291,7 +291,11 @@ def test_unknown_choices_name_the_nearest(changes: dict, message: str) -> None:
         ({"advantage": "gae"}, "value", r"advantage='gae' needs Trajectories\.value"),
         ({"kl_in_reward": 0.1}, "ref_log_prob", r"kl_in_reward needs Trajectories\.ref_log_prob"),
         ({"selection": "clip_cov"}, "uniform", r"selection='clip_cov' needs Trajectories\.uniform"),
-        ({"correction": CORRECTION}, "rollout_log_prob", r"correction needs Trajectories\.rollout"),
+        (
+            {"importance_sampling": IMPORTANCE_SAMPLING},
+            "rollout_log_prob",
+            r"importance_sampling needs Trajectories\.rollout",
+        ),
         ({"ptx": 1.0}, "ptx_weight", r"ptx needs Trajectories\.ptx_weight"),
         ({"value": 1.0}, "value", r"value=1\.0 needs returns to fit.*advantage='group'"),
     ],

@@ -20,7 +20,7 @@ from visalign.errors import UserError
 from visalign.pipelines.cli.show import result_files, show_summary
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
-from visalign.pipelines.shared.parts import evenly
+from visalign.pipelines.shared.parts import evenly_spaced
 from visalign.training.loop.checkpoint import CheckpointError, step_folder
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.loop.trainer import Trainer
@@ -276,8 +276,8 @@ def test_the_plan_says_batch_sizes_that_divide(inputs, monkeypatch):
 
 def test_evenly():
     records = [{"prompt": str(i)} for i in range(10)]
-    assert [r["prompt"] for r in evenly(records, 4)] == ["0", "2", "5", "7"]
-    assert evenly(records, None) is records and evenly(records, 10) is records
+    assert [r["prompt"] for r in evenly_spaced(records, 4)] == ["0", "2", "5", "7"]
+    assert evenly_spaced(records, None) is records and evenly_spaced(records, 10) is records
 
 
 def test_threads_are_set(inputs, tmp_path, monkeypatch):

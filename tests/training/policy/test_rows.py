@@ -130,12 +130,12 @@ def test_dr_grpo_divides_by_the_trained_steps_of_a_picture(tmp_path):
 def test_an_off_policy_correction_compares_rollout_and_replay(tmp_path):
     """They agree here, so the correction changes nothing: same weights to the bit."""
     ends = []
-    for correction in (None, {"level": "token", "mode": "truncate", "high": 2.0}):
-        changes = {} if correction is None else {"correction": correction}
+    for options in (None, {"level": "token", "mode": "truncate", "high": 2.0}):
+        changes = {} if options is None else {"importance_sampling": options}
         trainer = toy_trainer(tmp_path, objective={"algorithm": "grpo", "changes": {**changes, "kl": 0.0}})
         trainer.iterate()
         ends.append(torch.cat([p.detach().flatten() for _, p in trainer.weights.named]))
-        if correction is not None:
+        if options is not None:
             collected = trainer.algorithm.collect(trainer.context).experience.trajectories
             assert collected.rollout_log_prob is not None
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)

@@ -317,7 +317,7 @@ def test_another_engines_log_probs_are_corrected(tmp_path):
             policy=policy,
             generator=OtherEngine(policy, shift),
             rollout={"recompute": True},
-            objective={"changes": {"kl": 0.0, "correction": TRUNCATE}},
+            objective={"changes": {"kl": 0.0, "importance_sampling": TRUNCATE}},
             optimizer={"updates_per_iteration": 1, "max_grad_norm": math.inf},
         )
         parameters = [p for _, p in trainer.weights.named]
@@ -349,7 +349,7 @@ def test_a_server_writes_the_completions_and_follows_the_weights(tmp_path):
             policy=policy,
             generator=generator,
             after_update=sync,
-            objective={"changes": {"kl": 0.0, "correction": TRUNCATE}},
+            objective={"changes": {"kl": 0.0, "importance_sampling": TRUNCATE}},
             optimizer={"lr": 2e-2},
         )
         start = weights_of(trainer)
@@ -410,8 +410,8 @@ def test_ptx_without_texts_is_refused(tmp_path):
         ({"algorithm": "grop"}, "no algorithm 'grop'. Did you mean 'grpo'"),
         ({"changes": {"klx": 0.1}}, "no field 'klx'"),
         ({"changes": {"surrogate_options": {"eps_hihg": 0.1}}}, "eps_hihg"),
-        ({"changes": {"correction": {"level": "token", "hihg": 2.0}}}, "Did you mean 'high'"),
-        ({"changes": {"correction": {"level": "token"}}}, "missing: mode, high"),
+        ({"changes": {"importance_sampling": {"level": "token", "hihg": 2.0}}}, "Did you mean 'high'"),
+        ({"changes": {"importance_sampling": {"level": "token"}}}, "missing: mode, high"),
         ({"epochs": 0}, "epochs is 0"),
         ({"heads_lr": 0.0}, "heads_lr is 0.0"),
         ({"target_kl": 0.1}, "adapts the penalty of the surrogate ppo_kl, and grpo has ppo_clip"),

@@ -255,6 +255,9 @@ NAMED: dict[str, Objective] = {
 }
 """Name -> row. The numbers are the papers' defaults; where a paper gives none, they are the usual ones."""
 
+_RENAMED = {"correction": "importance_sampling"}
+"""Field of an earlier version -> its name now."""
+
 
 def named_objective(name: str, **changes: Any) -> Objective:
     """A row of `NAMED` with changes.
@@ -281,9 +284,9 @@ def named_objective(name: str, **changes: Any) -> Objective:
     known = {item.name for item in fields(Objective)}
     for key in changes:
         if key not in known:
+            now = f"It is called {_RENAMED[key]!r} now. " if key in _RENAMED else nearest(key, known)
             raise ValueError(
-                f"an objective has no field {key!r}. {nearest(key, known)}"
-                f"Its fields: {', '.join(sorted(known))}."
+                f"an objective has no field {key!r}. {now}Its fields: {', '.join(sorted(known))}."
             )
     merged = {
         key: _merge(row, key, value, changes) if isinstance(value, Mapping) else value

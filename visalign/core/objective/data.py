@@ -162,7 +162,7 @@ class Prepared:
     row_tokens: Tensor
     """[B] float64: Σ_t w of the row, or of its group for "group_token_mean"."""
     counts: Counts
-    correction: Tensor | None = None
+    importance_weight: Tensor | None = None
     """[B, T] off-policy weights ω."""
     keep: Tensor | None = None
     """bool [B, T]: False takes the decision's loss out and leaves the counts."""

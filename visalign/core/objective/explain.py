@@ -116,8 +116,8 @@ def _causes(
         cause[where] = names.index(name)
 
     mark("clipped", gradient == 0)
-    if prepared.correction is not None:
-        mark("importance weight 0", prepared.correction == 0)
+    if prepared.importance_weight is not None:
+        mark("importance weight 0", prepared.importance_weight == 0)
     if objective.off_policy_delta is not None:
         kept = off_policy_mask(own, prepared.advantage, prepared.weight, delta=objective.off_policy_delta)
         mark(

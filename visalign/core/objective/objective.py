@@ -68,8 +68,8 @@ class Objective:
     surrogate: str = "ppo_clip"
     """A key of `SURROGATES`."""
     surrogate_options: Mapping[str, Any] = field(default_factory=dict)
-    correction: Mapping[str, Any] | None = None
-    """Arguments of `importance_weights`; needs Trajectories.rollout_log_prob."""
+    importance_sampling: Mapping[str, Any] | None = None
+    """The off-policy correction: arguments of `importance_weights`; needs Trajectories.rollout_log_prob."""
     off_policy_delta: float | None = None
     """δ of `off_policy_mask`, nats per decision."""
     selection: str | None = None
@@ -112,8 +112,9 @@ class Objective:
             pick("selection", self.selection, stages.SELECTIONS, rest)
             if penalty:
                 pick("penalty of selection", self.selection, stages.PENALTIES, penalty)
-        if self.correction is not None:
-            pick("correction", "importance_weights", stages.CORRECTIONS, self.correction, complete=True)
+        if self.importance_sampling is not None:
+            name, table = "importance_sampling", stages.IMPORTANCE_SAMPLING
+            pick(name, "importance_weights", table, self.importance_sampling, complete=True)
         for name, chosen, allowed in (
             ("ratio", self.ratio, get_args(Ratio)),
             ("step_weight", self.step_weight, get_args(StepWeight)),
@@ -140,8 +141,8 @@ class Objective:
             raise ValueError(
                 f"decisions is {self.decisions!r}. Choose one of: {', '.join(get_args(Decisions))}, None."
             )
-        if self.ratio == "guard" and (self.kl_in_reward or self.correction is not None):
-            choice = "kl_in_reward" if self.kl_in_reward else "correction"
+        if self.ratio == "guard" and (self.kl_in_reward or self.importance_sampling is not None):
+            choice = "kl_in_reward" if self.kl_in_reward else "importance_sampling"
             raise ValueError(
                 f"{choice} needs log-probs, and under ratio='guard' there are none: log_prob is a ratio. "
                 f"Take ratio='log_prob'{', or the exact kl' if self.kl_in_reward else ''}."
@@ -215,7 +216,7 @@ class Objective:
             advantage=advantage,
             row_tokens=row_tokens(weight, group),
             counts=count_step(weight, length=self.length, group=group, empty=self.empty),
-            correction=self._correct(t, weight),
+            importance_weight=self._importance_weight(t, weight),
             keep=chosen.keep,
             selected=chosen.penalised,
             loss_weight=_product(weight, t.loss_weight, chosen.loss_weight),
@@ -286,7 +287,7 @@ class Objective:
             kept = off_policy_mask(own, rows.advantage, rows.weight, delta=self.off_policy_delta)
             result = torch.where(kept, result, 0.0)
         # ω · w_step · ℓ
-        for factor in (rows.correction, rows.loss_weight):
+        for factor in (rows.importance_weight, rows.loss_weight):
             result = result if factor is None else result * factor
         return result
 
@@ -309,12 +310,12 @@ class Objective:
             return stages.Selected()
         return stages.SELECTIONS[self.selection].apply(t, advantage, weight, **self._penalty_options()[1])
 
-    def _correct(self, t: Trajectories, weight: Tensor) -> Tensor | None:
-        if self.correction is None:
+    def _importance_weight(self, t: Trajectories, weight: Tensor) -> Tensor | None:
+        if self.importance_sampling is None:
             return None
         assert t.rollout_log_prob is not None
         off = log_ratio(t.old_log_prob.detach(), t.rollout_log_prob, weight)
-        return importance_weights(off, weight, **self.correction).value
+        return importance_weights(off, weight, **self.importance_sampling).value
 
     def _penalty_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(options of the selection's penalty, options of its thresholds)."""
@@ -326,7 +327,7 @@ class Objective:
         needs = {
             **dict.fromkeys(stages.ADVANTAGES[self.advantage].needs, f"advantage={self.advantage!r}"),
             **({"ref_log_prob": "kl_in_reward"} if self.kl_in_reward else {}),
-            **({"rollout_log_prob": "correction"} if self.correction is not None else {}),
+            **({"rollout_log_prob": "importance_sampling"} if self.importance_sampling is not None else {}),
             **({"ptx_weight": "ptx"} if self.ptx else {}),
             **({"loss_weight": f"step_weight={self.step_weight!r}"} if self.step_weight != "uniform" else {}),
         }

@@ -310,8 +310,10 @@ SELECTIONS = {
 }
 """Name -> which decisions are left out of the mean, lose their loss or a part of it, or bear a penalty."""
 
-CORRECTIONS = {"importance_weights": Stage(off_policy.importance_weights, off_policy.importance_weights)}
-"""The off-policy correction; `Objective.correction` holds its options."""
+IMPORTANCE_SAMPLING = {
+    "importance_weights": Stage(off_policy.importance_weights, off_policy.importance_weights)
+}
+"""The off-policy correction; `Objective.importance_sampling` holds its options."""
 
 PENALTIES = {"kl_cov": Stage(selection.kl_cov_penalty, selection.kl_cov_penalty)}
 """Name -> the penalty of what a selection picks."""

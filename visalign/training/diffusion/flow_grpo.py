@@ -264,7 +264,7 @@ class FlowGRPO:
         if self.objective.kl_in_reward or self.objective.advantage == "prl":
             with self.policy.reference():
                 more["ref_log_prob"] = self._log_probs(experience, micro_batch)
-        if self.objective.correction is not None:
+        if self.objective.importance_sampling is not None:
             more["rollout_log_prob"] = experience.trajectories.old_log_prob
             more["old_log_prob"] = self._log_probs(experience, micro_batch)
         if more:

@@ -143,5 +143,6 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
     if parts.generator is not parts.policy and not recomputed:
         raise UserError(
             "Another engine writes the completions, so its log-probs are not the policy's. Set "
-            "rollout.recompute=true, and a correction in objective.changes for what is left between the two."
+            "rollout.recompute=true, and importance_sampling in objective.changes for what is left between "
+            "the two."
         )

@@ -114,7 +114,7 @@ class TextRL:
             self.parts,
             self.row,
             name=self.settings.algorithm,
-            recomputed=self.rollout.recompute or self.row.correction is not None,
+            recomputed=self.rollout.recompute or self.row.importance_sampling is not None,
         )
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)

@@ -32,8 +32,8 @@ class SFT:
 
     Args:
         policy: on its device.
-        demonstrations: the stream of batches (`visalign.adapters.DemonstrationBatches`); each update takes one
-            of its own.
+        demonstrations: the stream of batches (`visalign.adapters.DemonstrationBatches`); each update takes
+            one of its own.
         accelerator: trackers; one process. None makes one on the policy's device.
 
     Raises:

@@ -55,7 +55,7 @@ def trajectories_of(
         with policy.reference():
             more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
     has_value = bool(objective.value) or objective.advantage == "gae"
-    recompute = settings.recompute or objective.correction is not None
+    recompute = settings.recompute or objective.importance_sampling is not None
     if recompute or (has_value and parts.value_model is None):
         now = policy.log_probs(rollout)
         if recompute:
