@@ -83,13 +83,21 @@ def _trainer(
     from visalign.training.loop.progress import SHOWN_OF_A_JUDGE, TrainingProgress
 
     from .batches import ExampleBatches
+    from .weights import compute_dtype
 
     data, length = config.data, config.run
     batches = ExampleBatches(
         inputs.train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
     )
     return Trainer(
-        RewardModeling(judge, batches, objective=config.objective, accelerator=accelerator, seed=config.seed),
+        RewardModeling(
+            judge,
+            batches,
+            objective=config.objective,
+            accelerator=accelerator,
+            seed=config.seed,
+            compute_dtype=compute_dtype(config.model),
+        ),
         optimizer=config.optimizer,
         run=run_settings(config, output),
         evaluate=lambda _: measure(),

@@ -15,7 +15,7 @@ from visalign.errors import UserError, suggestion
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import SETTINGS
 
-from .config import SeeingModel
+from .config import SeeingModel, TrainedModel
 
 LANGUAGE = r"(.*\.)?language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 """Where adapters go when none are named: the language part; the tower's features are then computed once."""
@@ -83,6 +83,12 @@ def precision(device: torch.device, name: str | None) -> Any:
     """Autocast to the dtype of that name, or nothing."""
     dtype = torch.float32 if name is None else getattr(torch, name)
     return torch.autocast(device.type, dtype, enabled=name is not None)
+
+
+def compute_dtype(model: TrainedModel) -> torch.dtype:
+    """Of the network's products while training: that of autocast, else of the weights."""
+    name: str = model.autocast or getattr(model, "dtype", "float32")
+    return getattr(torch, name)
 
 
 def base_name(path: str, folder: Path) -> str:

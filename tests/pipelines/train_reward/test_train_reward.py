@@ -143,6 +143,16 @@ def _examples(config: TrainRewardConfig) -> Any:
     return [inputs.heldout[n] for n in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("model", "scaled"),
+    [({"autocast": "float16"}, True), ({"autocast": "bfloat16"}, False), ({"dtype": "float16"}, True)],
+)
+def test_float16_has_its_loss_scaled(models, tmp_path, model, scaled):
+    run(_config(models, "hpsv3", model=model), tmp_path / "run")
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [("loss_scale" in record) for record in records] == [scaled] * 2
+
+
 @pytest.mark.parametrize(("kind", "train", "task"), JUDGES)
 def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train, task):
     """Every trained number is moved by hand; what is read from the folder gives the same scores."""

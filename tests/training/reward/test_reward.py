@@ -364,6 +364,35 @@ def test_wrong_input_by_message(tmp_path):
         _trainer(tmp_path, data=Ties(), task="hp").train()
 
 
+class _Low(ToyJudge):
+    """Gradients of its scores pass through float16, where what is above 65504 is infinite."""
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        found = super().forward(inputs)
+        found["value"].register_hook(lambda grad: (8 * grad).half().float() / 8)
+        return found
+
+
+def test_a_judge_in_float16_has_its_loss_scaled_and_survives_the_first_overflows(tmp_path):
+    """The scale starts high on purpose: a first update that overflows halves it, and is no divergence."""
+    low = RewardModeling(
+        _Low(),
+        ToyPairs(),
+        objective=RewardObjectiveSettings(task="hp"),
+        accelerator=Accelerator(cpu=True),
+        compute_dtype=torch.float16,
+    )
+    trainer = Trainer(
+        low,
+        optimizer=RewardOptimizerSettings(updates_per_iteration=1),
+        run=RunSettings(folder=tmp_path, iterations=12, config={}),
+    )
+    trainer.train()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert records[0]["updates_skipped"] == 1 and records[0]["loss_scale"] < 2**16
+    assert trainer.counters.skipped < trainer.counters.updates == 12
+
+
 def test_cosine_and_linear_decay():
     pace = RewardOptimizerSettings(lr=1.0, warmup_updates=4, decay_updates=10, lr_end=0.1)
     assert [pace.lr_at(n) for n in (0, 5, 10, 50)] == pytest.approx([0.2, 0.55, 0.1, 0.1])

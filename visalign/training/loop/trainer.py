@@ -39,6 +39,8 @@ Evaluate = Callable[[int], Mapping[str, float]]
 
 FIRST_LOSS_SCALE = 2.0**16
 """Of networks that compute in float16, as torch's GradScaler begins."""
+LEAST_LOSS_SCALE = 2.0
+"""Below which overflows are not the scale's."""
 SCALE_AGAIN_AFTER = 2000
 """Updates in a row without an overflow after which the loss scale doubles, as torch's GradScaler does."""
 LOW_RESOLUTION = 10.0
@@ -337,7 +339,7 @@ class Trainer(Generic[A]):
             counters.since_overflow = 0
         if counters.loss_scale != 1:
             if not finite:
-                counters.loss_scale = max(2.0, counters.loss_scale / 2)
+                counters.loss_scale = max(LEAST_LOSS_SCALE, counters.loss_scale / 2)
             elif counters.since_overflow % SCALE_AGAIN_AFTER == 0:
                 counters.loss_scale *= 2
 

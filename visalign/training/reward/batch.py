@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from visalign.core.preference.ict import IctLabels
-
-if TYPE_CHECKING:
-    pass
-
 
 Outputs = Mapping[str, Tensor]
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.errors import UserError
-from visalign.training.loop.trainer import Collected, Context
+from visalign.training.loop.trainer import LEAST_LOSS_SCALE, Collected, Context
 
 from .batch import RewardData, TrainableJudge
 from .settings import RewardObjectiveSettings
@@ -34,6 +34,7 @@ class RewardModeling:
         objective: what is optimized.
         accelerator: processes and trackers.
         seed: of dropout and of sampled losses.
+        compute_dtype: of the judge's products, where not all are in float32; float16 gets its loss scaled.
     """
 
     together = True
@@ -47,9 +48,11 @@ class RewardModeling:
         objective: RewardObjectiveSettings,
         accelerator: Accelerator,
         seed: int = 0,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.judge, self.data, self.seed = judge, data, seed
         self.objective, self.accelerator = objective, accelerator
+        self._compute_dtype = compute_dtype
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the judge is trained."""
@@ -61,7 +64,7 @@ class RewardModeling:
 
     def compute_dtype(self) -> torch.dtype:
         """Of the judge's network."""
-        return getattr(self.judge, "compute_dtype", torch.float32)
+        return self._compute_dtype
 
     def forward_equivalents(self) -> int:
         """Not counted for judges."""
@@ -90,13 +93,14 @@ class RewardModeling:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(weight)
-        return {"loss": loss / weight, "samples": examples}
+        return {"loss": loss / weight, "samples": examples, "scale": run.counters.loss_scale}
 
     def record(self, experience: list[int], sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Mean loss of the batches; dropout is off again."""
         self.judge.train(False)
         loss = float(np.mean([each["loss"] for each in sums]))
-        if not any(math.isfinite(each["grad_norm"]) for each in sums):
+        lost = not any(math.isfinite(each["grad_norm"]) for each in sums)
+        if lost and sums[-1]["scale"] <= LEAST_LOSS_SCALE:  # a larger one falls, and the next may be finite
             raise UserError(
                 f"None of the {len(sums)} updates {experience[0]} to {experience[-1]} had a finite gradient; "
                 f"their mean loss is {loss:.3g}. Start again with a lower optimizer.lr or, if model.autocast "
