@@ -41,6 +41,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     heldout = inputs.heldout
     images = rollout.prompts_per_iteration * rollout.group_size
     pairs = images * rollout.trained_per_image
+    updates = config.objective.epochs * optimizer.updates_per_iteration
     some = len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
     pictures = 2 * len(heldout) * len(config.evaluation.seeds) + visits * some
@@ -50,14 +51,14 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
             "training_prompts": len(inputs.records),
             "images_per_iteration": images,
             "pairs_per_iteration": pairs,
-            "updates_per_iteration": optimizer.updates_per_iteration,
+            "updates_per_iteration": updates,
             "pairs_per_update": pairs / optimizer.updates_per_iteration,
             "micro_batches_per_update": math.ceil(
                 pairs / world / optimizer.updates_per_iteration / optimizer.micro_batch
             ),
             "iterations": config.run.iterations,
             "images": images * config.run.iterations,
-            "updates": optimizer.updates_per_iteration * config.run.iterations,
+            "updates": updates * config.run.iterations,
         },
         "cost": {"forward_equivalents_per_image": planned_cost(config)},
         "evaluation": {
@@ -81,12 +82,20 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
         guided=config.model.guidance > 1,
         reference=_has_reference(config),
         trained_share=trained_share,
+        epochs=config.objective.epochs,
+        asked_again=_asked_again(config),
     )
 
 
 def _has_reference(config: FlowGRPOConfig) -> bool:
     """Whether each pair costs a pass of the reference."""
     return config.objective.build(length=1).kl > 0
+
+
+def _asked_again(config: FlowGRPOConfig) -> int:
+    """Passes over all trained steps before the update, see `FlowGRPO.collect`."""
+    row = config.objective.build(length=1)
+    return bool(row.kl_in_reward or row.advantage == "prl") + (row.correction is not None)
 
 
 def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures: int) -> dict[str, float]:
@@ -114,9 +123,8 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
 
     sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
     reference = sample if _has_reference(config) else 0.0
-    per_image = (
-        config.rollout.steps * sample + decode + config.rollout.trained_per_image * (train + reference)
-    )
+    per_step = _asked_again(config) * sample + config.objective.epochs * (train + reference)
+    per_image = config.rollout.steps * sample + decode + config.rollout.trained_per_image * per_step
     iteration = images * per_image
     evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
     total = config.run.iterations * iteration

@@ -148,6 +148,9 @@ def test_counted_cost_is_the_planned_one(finished, inputs):
         assert row["forward_equivalents_per_image"] == pytest.approx(cost, rel=1e-12)
     assert summary["forward_equivalents_per_image"] == pytest.approx(cost, rel=1e-12)
     assert planned_cost(_config(inputs, "objective.changes.kl=0"), 0.5) == 3 * 2 + 0.5 * 2 * 4
+    more = _config(inputs, "objective.changes.kl_in_reward=0.1", "objective.epochs=2")
+    assert planned_cost(more) == 3 * 2 + 2 * 2 + 2 * 2 * (4 + 2)
+    assert plan(more, measure=False)["batch"]["updates"] == 2 * planned["batch"]["updates"]
 
 
 def test_plan_measures_and_counts(inputs):

@@ -152,6 +152,26 @@ def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
         assert record["trained_share"] == (1.0 if beta else pytest.approx(2 / 3))
 
 
+def test_epochs_and_what_is_asked_again_are_counted_as_planned(tmp_path):
+    correction = {"level": "token", "mode": "truncate", "high": 2.0}
+    trainer = toy_trainer(
+        tmp_path,
+        policy=ToyPolicy(guided=True),
+        objective={"epochs": 2, "changes": {"kl_in_reward": 0.1, "correction": correction}},
+    )
+    record = trainer.iterate()
+    planned = forward_equivalents_per_image(
+        steps=4,
+        trained=3,
+        guided=True,
+        reference=False,
+        trained_share=record["trained_share"],
+        epochs=2,
+        asked_again=2,
+    )
+    assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
+
+
 def test_each_iteration_logs_the_table(tmp_path):
     trainer = toy_trainer(
         tmp_path, run={"iterations": 1, "evaluate_every": 1}, evaluate=lambda _: {"accuracy": 0.5}

@@ -12,12 +12,15 @@ def forward_equivalents_per_image(
     guided: bool,
     reference: bool,
     trained_share: float = 1.0,
+    epochs: int = 1,
+    asked_again: int = 0,
 ) -> float:
     """The least that this configuration needs per image.
 
-    T·g + q·S·(g − 1 + 3) + [β > 0]·S·g with g = 2 under guidance and 1 without: sampling; per trained step
-    one forward and one backward of the conditional half and one forward of the unconditional half; the
-    reference. Old log-probabilities come from the rollout and cost nothing.
+    T·g + a·S·g + E·q·S·(g − 1 + 3 + [β > 0]·g) with g = 2 under guidance and 1 without: sampling; passes over
+    all trained steps before the update; per epoch and trained step one forward and one backward of the
+    conditional half, one forward of the unconditional half, and the reference. Old log-probabilities come
+    from the rollout and cost nothing.
 
     Args:
         steps: T, denoising steps.
@@ -25,6 +28,9 @@ def forward_equivalents_per_image(
         guided: whether the guidance scale is above 1.
         reference: whether a KL to the reference is taken (β > 0).
         trained_share: q, share of the samples that are back-propagated; the rest have no signal.
+        epochs: E, passes over the samples of an iteration.
+        asked_again: a, what is computed of every trained step before the update: the reference's log-prob for
+            a KL in the reward, the policy's own for an off-policy correction.
 
     Example:
         Flow-GRPO on SD3.5 (10 steps, 9 trained, guidance 4.5, β > 0), where the published code spends 92:
@@ -36,4 +42,4 @@ def forward_equivalents_per_image(
     """
     passes = 2 if guided else 1
     pair = passes - 1 + 3 + (passes if reference else 0)
-    return float(steps * passes + trained_share * trained * pair)
+    return float((steps + asked_again * trained) * passes + epochs * trained_share * trained * pair)
