@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -232,6 +233,30 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_path):
     assert record["updates_skipped"] == record["updates"] == 2
     assert record["grad_norm"] is None
     assert not _weights(policy).any()
+
+
+@pytest.mark.parametrize("objective", [{"changes": {"kl": 0.1}}, GSPO], ids=["published", "gspo"])
+@pytest.mark.parametrize("micro_batch", [1, 64])
+def test_a_log_prob_that_is_not_finite_costs_its_update_and_not_the_run(tmp_path, objective, micro_batch):
+    class Broken(ToyPolicy):
+        broken = False
+
+        def velocity(self, x, sigma, condition, time=None):
+            v = super().velocity(x, sigma, condition, time)
+            return v * torch.nan if self.broken else v
+
+    policy = Broken()
+    trainer = toy_trainer(
+        tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": micro_batch}
+    )
+    trainer.iterate()
+    experience = trainer.algorithm.collect(trainer.context).experience
+    moved, policy.broken = _weights(policy), True
+    record, _ = trainer._update(experience)
+    assert trainer.counters.skipped == 2 and math.isnan(record["ratio_max"])
+    assert torch.equal(_weights(policy), moved)
+    policy.broken = False
+    assert trainer.iterate()["updates_skipped"] == 2
 
 
 def test_a_policy_whose_ratio_is_not_one_is_stopped_before_it_moves(tmp_path):

@@ -8,7 +8,7 @@ processes; what a micro-batch holds changes memory, never the update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,9 +152,11 @@ def backward(
     accelerator: Accelerator,
     *,
     scale: float,
-    share: Callable[[Tensor], None] | None = None,
 ) -> dict[str, float]:
     """Add the gradient of one optimizer update; its sums over all processes.
+
+    A log-prob that is not finite makes the gradient NaN, so that the update is left out by all processes and
+    counted, and does not end the run.
 
     Args:
         objective: the row.
@@ -162,17 +164,23 @@ def backward(
             last one's backward is done.
         accelerator: of the processes, whose gradients add up.
         scale: factor of the loss.
-        share: runs the backward of a micro-batch's scaled loss; None is accelerate's.
 
     Returns:
         The fields of `LossStatistics`, and "loss/TERM" for each term; "reference" only with a reference.
     """
     totals = _Totals()
     for rows, output in micro_batches:
-        loss = objective.loss(rows, output)
+        known = torch.isfinite(output.log_prob) | (rows.weight == 0)
+        if bool(known.all()):
+            loss = objective.loss(rows, output)
+            total, found = loss.total, loss.statistics
+        else:
+            log_prob = torch.where(known, output.log_prob, rows.old_log_prob)
+            loss = objective.loss(rows, replace(output, log_prob=log_prob))
+            total = loss.total + output.log_prob.sum() * math.nan
+            found = replace(loss.statistics, largest=loss.statistics.largest * math.nan)
         # DDP averages gradients over the processes, and the loss is a sum over them
-        (share or accelerator.backward)(loss.total * (scale * accelerator.num_processes))
-        found = loss.statistics
+        accelerator.backward(total * (scale * accelerator.num_processes))
         totals.statistics = found if totals.statistics is None else totals.statistics.plus(found)
         for name, term in loss.terms.items():
             totals.terms[name] = totals.terms.get(name, 0.0) + float(term.detach())
@@ -208,7 +216,7 @@ def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         **({name: total[name] / len(sums) for name in terms} if len(terms) > 1 else {}),
         "ratio_mean": 1 + total["shift"] / count,
         "ratio_std": math.sqrt(total["square"] / count),
-        "ratio_max": max(each["largest"] for each in sums),
+        "ratio_max": float(np.max([each["largest"] for each in sums])),
         "ratio_floor": sums[0]["largest"],
         "clip_low": total["dead_low"] / count,
         "clip_high": total["dead_high"] / count,
