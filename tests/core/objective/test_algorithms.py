@@ -27,7 +27,7 @@ def test_every_row_is_invariant(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - NO_POLICY_GRADIENT))
 def test_at_ratio_one_every_row_follows_the_policy_gradient(name: str) -> None:
-    """−A ∇log π, weighted as the aggregation says; with sequence ratios in sum over the answer."""
+    """−A ∇log π, weighted as the aggregation says; with sequence ratios in sum over the completion."""
     objective = replace(objectives()[name], kl=0.0, entropy=0.0, value=0.0, ptx=0.0)
     trajectories, policy = step_for(name)
     leaf = trajectories.old_log_prob.clone().requires_grad_()

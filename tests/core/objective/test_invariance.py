@@ -73,7 +73,7 @@ def test_a_count_of_absent_samples_is_found() -> None:
     assert "pad 0 left, 0 right, 2 samples" in changed and "micro-batches" in changed
 
 
-def test_nan_behind_the_end_of_an_answer_is_found() -> None:
+def test_nan_behind_the_end_of_a_completion_is_found() -> None:
     class Leaks(_OwnLoss):
         def loss(self, rows: Prepared, policy: PolicyOutput) -> Loss:
             return Loss((-policy.log_prob * rows.advantage * rows.weight).sum() / rows.counts.tokens)
@@ -174,7 +174,7 @@ def test_explain_tells_selections_and_corrections_apart() -> None:
     )
     counts = explain(masked, trajectories, policy).counts
     assert counts["importance weight 0"] > 0
-    far = _simple([1.0, 0.0, 1.0, 0.0], [[0.9] * 3] * 4)  # the bad answers are the second and the fourth
+    far = _simple([1.0, 0.0, 1.0, 0.0], [[0.9] * 3] * 4)  # the bad completions are the second and the fourth
     counts = explain(named_objective("grpo", kl=0.0, off_policy_delta=0.1), *far).counts
     assert counts["off-policy mask"] == 5 and counts["live"] == 6
     on_policy = replace(policy, log_prob=trajectories.old_log_prob)

@@ -46,7 +46,7 @@ def _rows(trajectories: Trajectories) -> list[int]:
     return [i for i in range(8) if trajectories.present()[i] and trajectories.weight[i].any()]
 
 
-def test_grpo_is_the_mean_over_answers_of_the_mean_over_tokens_with_k3() -> None:
+def test_grpo_is_the_mean_over_completions_of_the_mean_over_tokens_with_k3() -> None:
     trajectories, policy = step(1)
     assert trajectories.ref_log_prob is not None
     means = []
@@ -73,7 +73,7 @@ def test_dapo_is_one_mean_over_the_tokens_that_carry_signal() -> None:
     assert _total(named_objective("dapo"), trajectories, policy) == pytest.approx(expected, rel=1e-10)
 
 
-def test_gspo_takes_one_ratio_per_answer() -> None:
+def test_gspo_takes_one_ratio_per_completion() -> None:
     trajectories, policy = step(3, move=0.002)
     losses = []
     for i in _rows(trajectories):
@@ -191,8 +191,8 @@ def test_top_entropy_counts_all_tokens_as_the_paper_does_or_those_it_keeps() -> 
         replace(row, selection_options={"denominator": "some"}).prepare(trajectories)
 
 
-def test_answers_without_a_token_stay_in_the_mean_or_leave_it() -> None:
-    """Two of 24 answers are cut off and filtered: the others' gradient is 24/22 of TRL's."""
+def test_completions_without_a_token_stay_in_the_mean_or_leave_it() -> None:
+    """Two of 24 completions are cut off and filtered: the others' gradient is 24/22 of TRL's."""
     weight = torch.ones(24, 5, dtype=torch.float64)
     weight[3], weight[20] = 0, 0
     g = torch.Generator().manual_seed(0)
@@ -354,8 +354,8 @@ def test_shapes_are_named(changes: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-9])
-def test_a_masked_answer_keeps_its_reward_in_its_group(beta: float) -> None:
-    """Overlong filtering takes an answer's tokens out of the loss; the others are still compared with it."""
+def test_a_masked_completion_keeps_its_reward_in_its_group(beta: float) -> None:
+    """Overlong filtering takes a completion's tokens out of the loss; others are still compared with it."""
     weight = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
     trajectories = Trajectories(
         weight=weight,
@@ -369,7 +369,7 @@ def test_a_masked_answer_keeps_its_reward_in_its_group(beta: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "remax", "grpo", "opo"])
-def test_an_invalid_answers_number_changes_nothing(name: str) -> None:
+def test_an_invalid_completions_number_changes_nothing(name: str) -> None:
     made = []
     for number in (math.nan, 0.0, 9.0):
         trajectories = Trajectories(

@@ -47,7 +47,7 @@ def test_kl_in_reward_by_hand() -> None:
 
 
 def test_kl_in_reward_has_the_gradient_of_the_kl() -> None:
-    """E[−k1 ∇ log π] = −∇ KL(π‖π_ref), summed over all answers of one token."""
+    """E[−k1 ∇ log π] = −∇ KL(π‖π_ref), summed over all completions of one token."""
     logits = torch.tensor([0.3, -0.4, 1.1], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.0, 0.5, -0.2], dtype=torch.float64).log_softmax(0)
     log_prob = logits.log_softmax(0)

@@ -188,7 +188,7 @@ def test_siren_keeps_peaks_of_each_row_and_no_padding() -> None:
 
 
 def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() -> None:
-    """H_agg by hand: the mean over answers of the mean over peaks, 0 for an answer without one."""
+    """H_agg by hand: the mean over completions of the mean over peaks, 0 for a completion without one."""
     logits, weight = random(6, 5, 8), (random(6, 5, seed=1) > -1).double()
     weight[3] = 0
     weight[1, 1:], weight[1, 0] = 0, 1

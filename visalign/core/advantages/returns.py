@@ -105,11 +105,11 @@ def gae(
 
 
 def remax_advantages(reward: Tensor, baseline: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Subtract the reward of the greedy answer: A_t = Σ_{s≥t} r_s − R(greedy answer to the same prompt).
+    """Subtract the greedy completion's reward: A_t = Σ_{s≥t} r_s − R(greedy completion of the prompt).
 
     Args:
         reward: [B, T] per decision.
-        baseline: [B] reward of the greedy (argmax) answer, same unit; NaN makes the row missing.
+        baseline: [B] reward of the greedy (argmax) completion, same unit; NaN makes the row missing.
         weight: [B, T], 0 for absent decisions; None if all are present.
 
     Returns:

@@ -49,7 +49,7 @@ NAMED: dict[str, Objective] = {
         _PPO, source="Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2 (γ = 27.8)", ptx=27.8
     ),
     "rloo": Objective(
-        source="Ahmadian et al., arXiv 2402.14740, eq. 9: whole answers as single actions",
+        source="Ahmadian et al., arXiv 2402.14740, eq. 9: whole completions as single actions",
         advantage_options={"scale": "none", "baseline": "leave_one_out"},
         kl_in_reward=0.05,
         surrogate="reinforce",

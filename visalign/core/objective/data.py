@@ -55,7 +55,7 @@ class Trajectories:
     entropy: Tensor | None = None
     """[B, T] nats, under the policy at the beginning of the step."""
     greedy_reward: Tensor | None = None
-    """[B] reward of the greedy answer to the same prompt, for ReMax."""
+    """[B] reward of the greedy completion to the same prompt, for ReMax."""
     uniform: Tensor | None = None
     """[B, T] numbers in [0, 1), drawn once per step, for Clip-Cov."""
     metric: Tensor | None = None

@@ -35,7 +35,7 @@ ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
     ("selection", "steer"): (NO_STEP_ENTROPY, _DIVERSITY),
     ("advantage", "aem"): (NO_STEP_ENTROPY, "'canon' with another measure of the samples, or 'grpo'"),
     ("advantage", "opo"): (
-        "its baseline weighs rewards by the length of an answer, and all samples have one number of steps",
+        "its baseline weighs rewards by the length of a completion, and all samples have one number of steps",
         "'dr_grpo' or 'gpg', which is what it comes down to",
     ),
     ("surrogate_options.divergence", "tv"): (
@@ -52,7 +52,7 @@ ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
 EXTRA: dict[str, tuple[str, str]] = {
     "value": ("it needs a value function of noisy latents", _GROUP_ROWS),
     "greedy_reward": (
-        "it needs the reward of a greedy answer, and a picture has none: its initial noise is drawn",
+        "it needs the reward of a greedy completion, and a picture has none: its initial noise is drawn",
         "'rloo', whose baseline is the other samples of the prompt",
     ),
     "log_z": ("it needs a learned log Z of each prompt", "'grpo' with a KL term, kl=0.04"),

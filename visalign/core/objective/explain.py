@@ -19,7 +19,7 @@ CAUSES = {
     "no reward": "the sample's reward is missing or failed",
     "no signal": "the advantage is exactly 0: an all-equal group, a single member, or the mean itself",
     "left out": "dropped by the selection, or a loss weight of 0",
-    "off-policy mask": "a bad answer that the policy would hardly draw any more",
+    "off-policy mask": "a bad completion that the policy would hardly draw any more",
     "importance weight 0": "masked by the off-policy correction",
     "clipped": "the surrogate has no gradient there: the ratio has left its range in the direction of A",
     "live": "carries gradient",

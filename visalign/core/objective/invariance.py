@@ -2,7 +2,7 @@
 """`check_invariance`: does a loss depend on how its batch happens to be cut, ordered or padded?
 
 Public trainers' losses have changed with the micro-batch size, the padding side, the number of devices and
-with NaN behind the end of an answer. A loss is handed in as an `Objective`, or as anything with its two
+with NaN behind the end of a completion. A loss is handed in as an `Objective`, or as anything with its two
 methods.
 """
 

@@ -90,12 +90,13 @@ class Objective:
     the trajectories, their padded length, which changes from step to step and with it the learning rate."""
     empty: Literal["drop", "keep"] = "drop"
     """Samples without a present decision (overlong and filtered, failed, without signal) in the means over
-    sequences or groups: "drop" averages over what takes part, as the papers' sums of non-empty answers do;
-    "keep" counts every sample that was handed in as a loss of 0 (TRL): 2 of 24 empty, 22/24 of the step."""
+    sequences or groups: "drop" averages over what takes part, as the papers' sums of non-empty completions
+    do; "keep" counts every sample that was handed in as a loss of 0 (TRL): 2 of 24 empty, 22/24 of the
+    step."""
     mean_rows: int | None = None
     """For "token_mean": take it over blocks of so many samples, in their order, and average the blocks, as
-    TRL's "bnpo" does with a device's micro-batch: tokens of a block of short answers count more, and the loss
-    depends on how samples were dealt out. None: over the whole step, whatever the micro-batches."""
+    TRL's "bnpo" does with a device's micro-batch: tokens of a block of short completions count more, and the
+    loss depends on how samples were dealt out. None: over the whole step, whatever the micro-batches."""
     value: float = 0.0
     """Weight of the value loss, which is averaged over decisions."""
     value_clip: float | None = None

@@ -51,7 +51,7 @@ _RECOMPUTED = (
 )
 _TRL = (
     "With vLLM the correction sequence_mask with C = 3 is on by default: the ratio of a whole sequence grows "
-    "with its length, so long answers are the ones that are dropped.",
+    "with its length, so long completions are the ones that are dropped.",
     "Rewards of a group that is all equal give rounding noise over eps, not 0.",
     "A KL term, off by default, is k3 times the live ratio.",
 )

@@ -40,7 +40,7 @@ def sample_reward(t: Trajectories, beta: float) -> Tensor:
     """[B] reward of each sample: the weighted sum, plus process rewards, minus β Σ_t k1."""
     if beta == 0 and t.process_reward is None:
         return _scalar(t)
-    scalar = _scalar(t)  # an answer whose every decision is masked keeps its reward
+    scalar = _scalar(t)  # a completion whose every decision is masked keeps its reward
     return scalar + (decision_reward(t, beta) - place_terminal(scalar, t.weight)).sum(1)
 
 

@@ -26,7 +26,7 @@ def place_terminal(reward: Tensor, weight: Tensor) -> Tensor:
     Raises:
         ValueError: shapes that do not fit.
 
-    Ziegler et al., arXiv 1909.08593, section 2: a score at the end of the answer, KL on every token.
+    Ziegler et al., arXiv 1909.08593, section 2: a score at the end of the completion, KL on every token.
     """
     if reward.ndim != 1 or weight.ndim != 2 or weight.shape[0] != reward.shape[0]:
         raise ValueError(
@@ -48,9 +48,9 @@ def kl_in_reward(
 ) -> Tensor:
     """Charge each decision for leaving the reference: r_t − β (log π_old − log π_ref).
 
-    The estimator is k1, the only one of the usual estimators whose sum over an answer, taken as a reward, has
-    the gradient of KL(π‖π_ref). RLOO takes the sum over t of the result as one reward per sample. Where the
-    KL of a decision is known exactly (Gaussian steps), subtract β·KL directly.
+    The estimator is k1, the only one of the usual estimators whose sum over a completion, taken as a reward,
+    has the gradient of KL(π‖π_ref). RLOO takes the sum over t of the result as one reward per sample. Where
+    the KL of a decision is known exactly (Gaussian steps), subtract β·KL directly.
 
     Args:
         reward: [B, T] per decision, e.g. from `place_terminal`.
@@ -96,9 +96,9 @@ def adaptive_kl_coefficient(
 
     Args:
         beta: β of the step that was measured.
-        kl: measured KL(π‖π_ref) in nats per answer; NaN, not measured, leaves β as it is.
-        samples: answers of that step.
-        target: KL aimed at, in nats per answer.
+        kl: measured KL(π‖π_ref) in nats per completion; NaN, not measured, leaves β as it is.
+        samples: completions of that step.
+        target: KL aimed at, in nats per completion.
         horizon: samples over which β may change by about the factor 1 + bound.
         bound: limit of the relative error.
 
@@ -159,7 +159,7 @@ def penalty_kl_coefficient(
 
 
 def soft_overlong(length: Tensor, *, max_length: int, cache: int) -> Tensor:
-    """Punish an answer that comes near its length limit: clip(((L − c) − n)/c, −1, 0).
+    """Punish a completion that comes near its length limit: clip(((L − c) − n)/c, −1, 0).
 
     0 up to L − c, then linear, −1 from L on. Add it to the reward of correctness.
 
@@ -182,15 +182,15 @@ def soft_overlong(length: Tensor, *, max_length: int, cache: int) -> Tensor:
 
 
 def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
-    """Take answers that were cut off out of the loss: weight_t·[not truncated].
+    """Take completions that were cut off out of the loss: weight_t·[not truncated].
 
-    The reward of a cut-off answer still enters the statistics of its group; mark it as missing
+    The reward of a cut-off completion still enters the statistics of its group; mark it as missing
     (`valid=~truncated`) to take it out there too. Count the step's denominators (`count_step`) with the
     result.
 
     Args:
         weight: [B, T] weight of the decisions.
-        truncated: [B] bool, True where the answer met the limit before its end token.
+        truncated: [B] bool, True where the completion met the limit before its end token.
 
     Returns:
         [B, T], the dtype of weight.

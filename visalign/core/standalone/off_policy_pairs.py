@@ -19,7 +19,7 @@ def relative_log_density(log_prob: Tensor, ref_log_prob: Tensor, *, alpha: float
     The released code exponentiates summed log-probabilities, which is 0 for any sentence of usual length.
 
     Args:
-        log_prob: [*] summed log-probability of an answer, or of a sampling trajectory, under the policy.
+        log_prob: [*] summed log-probability of a completion, or of a sampling trajectory, under the policy.
         ref_log_prob: [*] the same under the policy that made the pairs.
         alpha: α in (0, 1).
 
@@ -56,8 +56,8 @@ def off_policy_pair_weights(
     """Weigh old pairs by how likely the policy of today would show them: w = d(chosen)^m · d(rejected)^m.
 
     Args:
-        chosen: [N] summed log-probabilities of the chosen answers under the policy of today.
-        rejected: [N] of the rejected answers.
+        chosen: [N] summed log-probabilities of the chosen completions under the policy of today.
+        rejected: [N] of the rejected completions.
         ref_chosen: [N] under the policy that made the pairs.
         ref_rejected: [N].
         alpha: α of the relative density d.

@@ -79,7 +79,7 @@ def nucleus_entropy(logits: Tensor, *, p: float = 0.8, boundary: Boundary = "ins
 
 
 def siren_keep(entropy: Tensor, weight: Tensor, *, quantile: float = 0.8) -> Tensor:
-    """Peak tokens of each answer: nucleus entropy above the row's own quantile, and present.
+    """Peak tokens of each completion: nucleus entropy above the row's own quantile, and present.
 
     Args:
         entropy: [B, T] from `nucleus_entropy`; rows are whole sequences.

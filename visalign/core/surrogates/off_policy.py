@@ -44,8 +44,8 @@ def importance_weights(
 
     ω = clip(r, low, high) for "truncate"; ω = r · 1[low ≤ r ≤ high] for "mask". r is the ratio of the token,
     the geometric mean of the sequence's ("sequence"), or the ratio of the whole sequence ("sequence_sum").
-    The last is the unbiased one; its spread grows with the length, so a fixed bound rejects the long answers
-    first.
+    The last is the unbiased one; its spread grows with the length, so a fixed bound rejects the long
+    completions first.
 
     Args:
         log_ratio: [B, T], log π_old − log μ; detached here.
