@@ -212,8 +212,8 @@ class TextConfig:
         if self.server is not None and objective.importance_sampling is None:
             raise UserError(
                 "server: another engine's log-probs differ a little from the policy's, and nothing corrects "
-                "for it. Set "
-                "objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}."
+                "for it. Set objective.changes={importance_sampling: {level: token, mode: truncate, "
+                "high: 2.0}}."
             )
         if objective.ptx and self.data.demonstrations is None:
             raise UserError(
