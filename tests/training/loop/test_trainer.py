@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
 from visalign.errors import UserError
-from visalign.training import OptimizerSettings, read_metrics
+from visalign.training import FlowGRPO, OptimizerSettings, RolloutSettings, read_metrics
 from visalign.training.loop.optimizer import TrainedWeights
 
 
@@ -127,6 +128,18 @@ def test_gradients_are_not_divided_by_an_environment_variable(tmp_path, monkeypa
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(UserError, match=r"accelerate divides every gradient by 4.*ACCELERATE_GRADIENT"):
         toy_trainer(tmp_path, accelerator=Accelerator(cpu=True))
+
+
+def test_accelerates_own_precision_is_refused_and_not_taken_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    with pytest.raises(UserError, match=r"accelerate computes in bf16.*ACCELERATE_MIXED_PRECISION"):
+        toy_trainer(tmp_path, accelerator=Accelerator(cpu=True))
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    made = FlowGRPO(
+        cast(Any, ToyPolicy()), Brightness(), [{"prompt": "dark"}] * 48, rollout=RolloutSettings()
+    )
+    assert made.accelerator.mixed_precision == "no"
 
 
 def test_the_average_follows_the_updates_as_flow_grpo_counts_them(tmp_path):

@@ -133,7 +133,7 @@ class FlowGRPO:
         self.rollout = rollout or RolloutSettings()
         self.settings = objective or DiffusionObjectiveSettings()
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
-        self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu")
+        self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
         sigmas = policy.sigmas(self.rollout.steps, timestep_schedule=self.rollout.timestep_schedule)

@@ -194,7 +194,7 @@ class Trainer(Generic[A]):
         progress: where the records are shown.
 
     Raises:
-        UserError: nothing is trainable, or accelerate is set to divide gradients.
+        UserError: nothing is trainable, or accelerate is set to divide gradients or to another precision.
     """
 
     def __init__(
@@ -476,4 +476,10 @@ def _check_accelerator(accelerator: Accelerator) -> None:
             f"accelerate divides every gradient by {steps} (gradient_accumulation_steps, perhaps from the "
             "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS). An update here is one whole "
             "batch, in micro-batches of optimizer.micro_batch: unset it."
+        )
+    if accelerator.mixed_precision != "no":
+        raise UserError(
+            f"accelerate computes in {accelerator.mixed_precision} (mixed_precision, perhaps from the "
+            "environment variable ACCELERATE_MIXED_PRECISION): it would scale or round beside the model's own "
+            'precision. Give Accelerator(mixed_precision="no"), and the model its dtype or autocast.'
         )

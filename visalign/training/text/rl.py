@@ -274,7 +274,7 @@ def one_process(accelerator: Accelerator | None, policy: TextPolicy) -> Accelera
         UserError: it has several processes.
     """
     if accelerator is None:
-        accelerator = Accelerator(cpu=torch.device(policy.device).type == "cpu")
+        accelerator = Accelerator(cpu=torch.device(policy.device).type == "cpu", mixed_precision="no")
     if accelerator.num_processes > 1:
         raise UserError(
             f"Text policies train in one process, and {accelerator.num_processes} were started. Start the "
