@@ -25,7 +25,7 @@ class StepStats:
     """N stored steps under the current weights; everything carries gradient but `std`."""
 
     log_prob: Tensor
-    """[N] of the stored x_next, in the kernel's event norm."""
+    """[N] of the stored x_next, reduced as the kernel says."""
     mean: Tensor
     """[N, ...] float32."""
     std: Tensor
@@ -94,7 +94,7 @@ def ratio_check(
         policy: The policy of the rollout, unchanged.
         condition: The rollout's condition, B samples.
         trajectory: The rollout.
-        bound: Largest |log ratio| allowed, in the kernel's event norm; default 1e-5 per latent dimension.
+        bound: Largest |log ratio| allowed, of the kernel's reduction; default 1e-5 per latent dimension.
         batch_size: Pairs per forward; by default B.
         max_samples: Check the first so many samples only; by default all.
         strict: Raise when the bound is exceeded; otherwise return a check with ok False.

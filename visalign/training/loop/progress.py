@@ -51,7 +51,7 @@ def clock_text(seconds: float) -> str:
 
 
 def _cell(form: str, value: float) -> str:
-    """A dash for what an iteration has no value of, such as the ratios of one without a signal."""
+    """A dash for NaN and infinities, such as the gradient norm where all updates were skipped."""
     return form.format(value) if math.isfinite(value) else "–"
 
 
