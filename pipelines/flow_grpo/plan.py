@@ -95,7 +95,7 @@ def _has_reference(config: FlowGRPOConfig) -> bool:
 def _asked_again(config: FlowGRPOConfig) -> int:
     """Passes over all trained steps before the update, see `FlowGRPO.collect`."""
     row = config.objective.build(length=1)
-    return bool(row.kl_in_reward or row.advantage == "prl") + (row.correction is not None)
+    return bool(row.kl_in_reward or row.advantage == "prl") + (row.importance_sampling is not None)
 
 
 def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures: int) -> dict[str, float]:

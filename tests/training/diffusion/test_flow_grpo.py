@@ -158,7 +158,7 @@ def test_epochs_and_what_is_asked_again_are_counted_as_planned(tmp_path):
     trainer = toy_trainer(
         tmp_path,
         policy=ToyPolicy(guided=True),
-        objective={"epochs": 2, "changes": {"kl_in_reward": 0.1, "correction": correction}},
+        objective={"epochs": 2, "changes": {"kl_in_reward": 0.1, "importance_sampling": correction}},
     )
     record = trainer.iterate()
     planned = forward_equivalents_per_image(

@@ -480,6 +480,6 @@ def _check_accelerator(accelerator: Accelerator) -> None:
     if accelerator.mixed_precision != "no":
         raise UserError(
             f"accelerate computes in {accelerator.mixed_precision} (mixed_precision, perhaps from the "
-            "environment variable ACCELERATE_MIXED_PRECISION): it would scale or round beside the model's own "
-            'precision. Give Accelerator(mixed_precision="no"), and the model its dtype or autocast.'
+            "environment variable ACCELERATE_MIXED_PRECISION): it would scale or round beside the model's "
+            'own precision. Give Accelerator(mixed_precision="no"), and the model its dtype or autocast.'
         )
