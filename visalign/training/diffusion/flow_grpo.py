@@ -195,7 +195,7 @@ class FlowGRPO:
             first=process.process_index * len(batch),
         )
         with run.clock.phase("replay"):
-            self._ask_again(experience, run.optimizer.micro_batch)  # type: ignore[attr-defined]
+            self._ask_again(experience, run.micro_batch)
         return Collected(
             experience=experience,
             samples=self.rollout.prompts_per_iteration * self.rollout.group_size,
@@ -303,10 +303,9 @@ class FlowGRPO:
 
     def backward(self, experience: Experience, step: PolicyStep, run: Context) -> dict[str, float]:
         """Replay the stored steps with gradient, in micro-batches of flat (sample, step) pairs."""
-        size: int = run.optimizer.micro_batch  # type: ignore[attr-defined]
         return backward(
             self.objective,
-            self._micro_batches(experience, step, size),
+            self._micro_batches(experience, step, run.micro_batch),
             self.accelerator,
             scale=run.counters.loss_scale,
         )

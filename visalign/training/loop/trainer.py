@@ -91,6 +91,11 @@ class Context:
     optimizer: AdamWSettings
     clock: PhaseClock
 
+    @property
+    def micro_batch(self) -> int:
+        """Samples, or pairs of sample and step, that go through the network together; memory only."""
+        return getattr(self.optimizer, "micro_batch", OptimizerSettings.micro_batch)
+
 
 class Algorithm(Protocol):
     """What differs between trainings."""

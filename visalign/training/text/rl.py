@@ -187,10 +187,9 @@ class TextRL:
 
     def backward(self, experience: TextExperience, step: PolicyStep, run: Context) -> dict[str, float]:
         """The policy's log-probs with gradient, in micro-batches of completions, the longest first."""
-        size: int = run.optimizer.micro_batch  # type: ignore[attr-defined]
         return backward(
             self.objective,
-            self._micro_batches(experience, step, size),
+            self._micro_batches(experience, step, run.micro_batch),
             self.accelerator,
             scale=run.counters.loss_scale,
         )

@@ -81,8 +81,7 @@ class SFT:
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
         """The mean of −log π over a batch's tokens."""
-        size: int = run.optimizer.micro_batch  # type: ignore[attr-defined]
-        loss = backward_nll(self.policy, step, micro_batch=size, scale=run.counters.loss_scale)
+        loss = backward_nll(self.policy, step, micro_batch=run.micro_batch, scale=run.counters.loss_scale)
         return {"loss": loss, "tokens": float((step.weight != 0).sum()), "samples": float(len(step))}
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
