@@ -95,7 +95,7 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
         return (
             "from visalign.adapters import load_policy\n\n"
             f"policy = load_policy({path}, adapter={adapter})\n"
-            f"policy.load({folder})"
+            f"policy.load({folder})  # where the adapter offers it: load is no part of the contract"
         )
     if config.model.lora is None:
         return f"from diffusers import StableDiffusion3Pipeline\n\npipe = {_PIPE}({folder})"
