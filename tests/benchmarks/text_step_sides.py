@@ -218,7 +218,7 @@ def trl_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def trl(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
     """TRL's trainer in its own loop, held between two steps."""
     try:
-        from datasets import Dataset
+        from datasets import Dataset  # type: ignore[import-not-found]  # comes with trl, which this side needs
         from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         meter.say({"error": f"{error}; to install: {INSTALL}"})
