@@ -159,7 +159,7 @@ def result_files(folder: Path) -> list[str]:
     """What a user looks for first in a run's folder, as far as it is there."""
     of_text = (folder / "lora" / "adapter_config.json").exists()
     drawn = (folder / "model" / "model_index.json").exists()
-    whole = "StableDiffusion3Pipeline" if drawn else "AutoModelForCausalLM"
+    whole = "DiffusionPipeline" if drawn else "AutoModelForCausalLM"
     wanted = {
         "report.html": "before and after, opens in a browser",
         "lora": "for peft.PeftModel.from_pretrained" if of_text else "for pipe.load_lora_weights",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
@@ -29,12 +30,13 @@ class ModelConfig:
     path: str = "shapes-sd3"
     """A packaged model, the folder of a diffusers pipeline, or a hub id."""
     adapter: str | None = None
-    """What makes it a policy: a name (sd3), package.module:Class or path/to/file.py:Class; null: by its
-    model_index.json."""
+    """What makes it a policy: a name (sd3, pipeline), package.module:Class or path/to/file.py:Class; null: by
+    its model_index.json."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """null trains the whole transformer."""
-    guidance: float = 1.0
-    """Guidance scale of training and evaluation; 1 is none. Published Flow-GRPO: 4.5."""
+    guidance: float | None = None
+    """Guidance scale of training and evaluation, as the pipeline counts it; null: none, or what a model that
+    takes the scale as an input is used with. Published Flow-GRPO: 4.5."""
     dtype: str = "float32"
     """Of the frozen weights: float32, bfloat16 or float16. What is trained is float32 always; the whole
     transformer is then computed in this dtype."""
@@ -46,11 +48,15 @@ class ModelConfig:
     """Pixels per side, or [height, width]; null: the model's own."""
     max_sequence_length: int = 256
     """Tokens of the T5 part of the context."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What else the adapter takes: negative_prompt, lora_path, num_frames, gradient_checkpointing,
+    decoder_dtype, call={...} of pipelines."""
 
     def __post_init__(self) -> None:
         check_dtype("model.dtype", self.dtype)
         check_dtype("model.autocast", self.autocast)
-        at_least("model.guidance", self.guidance, 1.0)
+        if self.guidance is not None:
+            at_least("model.guidance", self.guidance, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,14 +97,11 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
             f"policy = load_policy({path}, adapter={adapter})\n"
             f"policy.load({folder})  # where the adapter offers it: load is no part of the contract"
         )
+    start = "from diffusers import DiffusionPipeline\n"
     if config.model.lora is None:
-        return f"from diffusers import StableDiffusion3Pipeline\n\npipe = {_PIPE}({folder})"
+        return f"{start}\npipe = DiffusionPipeline.from_pretrained({folder})"
     return (
-        "from diffusers import StableDiffusion3Pipeline\n"
-        "from visalign.data.assets import resolve_model\n\n"
-        f"pipe = {_PIPE}(resolve_model({path}))\n"
+        f"{start}from visalign.data.assets import resolve_model\n\n"
+        f"pipe = DiffusionPipeline.from_pretrained(resolve_model({path}))\n"
         f"pipe.load_lora_weights({folder})"
     )
-
-
-_PIPE = "StableDiffusion3Pipeline.from_pretrained"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from visalign.data.assets import resolve_model
+from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 
 from .config import EvaluationConfig, ModelConfig
@@ -33,14 +34,16 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             targets = model.lora.target_modules
             chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
             lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
-        return {
+        given = {
             "use_t5": model.use_t5,
             "guidance": model.guidance,
             "lora": lora,
             "max_sequence_length": model.max_sequence_length,
             "autocast": None if model.autocast is None else getattr(torch, model.autocast),
             "image_size": model.image_size,
+            **{k: _dtype(v) if k.endswith("dtype") else v for k, v in model.options.items()},
         }
+        return {name: value for name, value in given.items() if value is not None}
 
     with no_loading_bars():
         return load_policy(
@@ -51,6 +54,14 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             defaults=options(ModelConfig()),
             **options(model),
         )
+
+
+def _dtype(name: Any) -> Any:
+    """A dtype by its name, for options that are one."""
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"model.options has the dtype {name!r}; give float32, bfloat16 or float16.")
+    return found
 
 
 def build_evaluator(

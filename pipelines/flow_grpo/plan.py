@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from visalign.adapters.catalogue import has_two_halves
+from visalign.data.assets import resolve_model
 from visalign.pipelines.shared.parts import Records, evenly_spaced
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 
@@ -79,7 +81,7 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     return forward_equivalents_per_image(
         steps=config.rollout.steps,
         trained=config.rollout.trained_per_image,
-        guided=config.model.guidance > 1,
+        guided=has_two_halves(resolve_model(config.model.path), config.model.adapter, config.model.guidance),
         reference=_has_reference(config),
         trained_share=trained_share,
         epochs=config.objective.epochs,

@@ -94,7 +94,7 @@ def test_a_users_own_class_is_checked(own):
 
 def test_refusals_say_what_exists(folder, own, tmp_path):
     with pytest.raises(
-        UserError, match=r"no adapter 'sd4'\. Did you mean 'sd3'\? Allowed: sd3, or your own as"
+        UserError, match=r"no adapter 'sd4'\. Did you mean 'sd3'\? Allowed: sd3, pipeline, or your own as"
     ):
         load_policy(folder, adapter="sd4")
     with pytest.raises(
@@ -105,8 +105,8 @@ def test_refusals_say_what_exists(folder, own, tmp_path):
         load_policy(folder, adapter="absent.py:Own")
     other = tmp_path / "flux"
     other.mkdir()
-    (other / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    message = r"is a FluxPipeline; adapters exist for StableDiffusion3Pipeline \(sd3\)\. .*file\.py:Class"
+    (other / "model_index.json").write_text(json.dumps({"_class_name": "PRXPipeline"}))
+    message = r"is a PRXPipeline; adapters exist for .*FluxPipeline \(flux\).*file\.py:Class"
     with pytest.raises(UserError, match=message):
         load_policy(other)
     with pytest.raises(FileNotFoundError, match=r"There is no model folder .*absent"):

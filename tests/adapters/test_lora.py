@@ -5,16 +5,18 @@ import math
 
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline
 
 from tests.support.tiny_models import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, SD3Policy
-from visalign.adapters.sd3.lora import add_lora, load_lora, save_lora
+from visalign.adapters.pipeline.families import SD3_ATTENTION
+from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
 from visalign.errors import UserError
 
 
 def weights(settings: LoraSettings):
     transformer = tiny_sd3_pipeline().transformer
-    add_lora(transformer, settings)
+    add_lora(transformer, settings, SD3_ATTENTION)
     return {n: p for n, p in transformer.named_parameters() if p.requires_grad}
 
 
@@ -51,7 +53,7 @@ def test_places_and_sizes():
         f"{i}.{end}" for i in range(2) for end in ("attn.to_q", "ff.net.2")
     }
     sd35 = tiny_sd3_pipeline(sd35=True).transformer
-    assert len(add_lora(sd35, LoraSettings(rank=2))) == 15 and not any(
+    assert len(add_lora(sd35, LoraSettings(rank=2), SD3_ATTENTION)) == 15 and not any(
         "attn2" in n and "lora" in n for n, _ in sd35.named_parameters()
     )
 
@@ -77,18 +79,18 @@ def test_impossible_settings(settings):
 def test_messages(tmp_path):
     transformer = tiny_sd3_pipeline().transformer
     with pytest.raises(UserError, match=r"targets \['to_query'\] name no linear layer.*attn\.to_q"):
-        add_lora(transformer, LoraSettings(target_modules=("to_query", "to_v")))
-    add_lora(transformer, LoraSettings(rank=2, alpha=3))
+        add_lora(transformer, LoraSettings(target_modules=("to_query", "to_v")), SD3_ATTENTION)
+    add_lora(transformer, LoraSettings(rank=2, alpha=3), SD3_ATTENTION)
     with pytest.raises(UserError, match=r"already carries the adapters \['default'\].*fuse_lora"):
-        add_lora(transformer, LoraSettings(rank=2))
+        add_lora(transformer, LoraSettings(rank=2), SD3_ATTENTION)
     with pytest.raises(FileNotFoundError, match=r"holds no pytorch_lora_weights.safetensors"):
-        load_lora(transformer, tmp_path)
-    save_lora(transformer, tmp_path)
+        load_lora({"transformer": transformer}, tmp_path)
+    save_lora(StableDiffusion3Pipeline, {"transformer": transformer}, tmp_path)
     wider = tiny_sd3_pipeline().transformer
-    add_lora(wider, LoraSettings(rank=3, alpha=3))
+    add_lora(wider, LoraSettings(rank=3, alpha=3), SD3_ATTENTION)
     with pytest.raises(UserError, match=r"not of this model's kind: .*\(2, 16\) there, \(3, 16\) here"):
-        load_lora(wider, tmp_path)
+        load_lora({"transformer": wider}, tmp_path)
     stronger = tiny_sd3_pipeline().transformer
-    add_lora(stronger, LoraSettings(rank=2, alpha=6))
+    add_lora(stronger, LoraSettings(rank=2, alpha=6), SD3_ATTENTION)
     with pytest.raises(UserError, match=r"alpha 3 there, 6 here\. Build"):
-        load_lora(stronger, tmp_path)
+        load_lora({"transformer": stronger}, tmp_path)

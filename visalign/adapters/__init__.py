@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other libraries as policies: SD3 pipelines, causal language models, LoRA, contract tests.
+"""Models of other libraries as policies: diffusers pipelines, causal language models, LoRA, contract tests.
 
 It needs `flow`, `text` and the libraries of the models; no objective and no reward comes in. Everything is
 imported at its first use: text policies do without diffusers.
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from visalign.adapters.causal_lm.lora import text_lora
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
     from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
+    from visalign.adapters.pipeline.policy import PipelinePolicy
     from visalign.adapters.sd3.joint_attention import (
         append_null_token,
         collapse_null_tokens,
@@ -38,6 +39,7 @@ __all__ = [
     "CausalLMPolicy",
     "DemonstrationBatches",
     "LoraSettings",
+    "PipelinePolicy",
     "PromptEncoder",
     "PromptLogPartition",
     "Rescored",
@@ -63,6 +65,7 @@ _HOME = {
     "AdapterError": "check",
     "CausalLMPolicy": "causal_lm.policy",
     "LoraSettings": "lora",
+    "PipelinePolicy": "pipeline.policy",
     "PromptEncoder": "causal_lm.chat",
     "PromptLogPartition": "causal_lm.log_partition",
     "Rescored": "server.rollout",

@@ -16,10 +16,15 @@ from visalign.interfaces import DiffusionPolicy
 
 from .check import METHODS, AdapterError, check_members
 from .model_folder import pipeline_index
+from .pipeline.families import FAMILIES
+from .pipeline.families import PIPELINES as FAMILY_OF
 
-ADAPTERS = {"sd3": "visalign.adapters.sd3.policy:SD3Policy"}
+ADAPTERS = {
+    "sd3": "visalign.adapters.sd3.policy:SD3Policy",
+    "pipeline": "visalign.adapters.pipeline.policy:PipelinePolicy",
+}
 """name -> module:class. A module is imported when its adapter is used."""
-PIPELINES = {"StableDiffusion3Pipeline": "sd3"}
+PIPELINES = {**dict.fromkeys(FAMILY_OF, "pipeline"), "StableDiffusion3Pipeline": "sd3"}
 """`_class_name` in a model_index.json -> name of the adapter."""
 
 OWN = (
@@ -44,9 +49,10 @@ def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
     if adapter is None:
         kind = pipeline_index(folder_or_id).get("_class_name")
         if kind not in PIPELINES:
-            known = ", ".join(f"{name} ({short})" for name, short in PIPELINES.items())
+            known = ", ".join(f"{name} ({FAMILY_OF[name]})" for name in PIPELINES)
             raise UserError(
-                f"{folder_or_id} is a {kind}; adapters exist for {known}. Give one of these, or {OWN}."
+                f"{folder_or_id} is a {kind}; adapters exist for {known}. Give one of these, a row of your "
+                f"own in visalign/adapters/pipeline/families.py, or {OWN}."
             )
         adapter = PIPELINES[kind]
     if adapter not in ADAPTERS and ":" not in adapter:
@@ -104,6 +110,23 @@ def load_policy(
     policy = kind.from_pretrained(folder_or_id, dtype=dtype, device=device, **chosen)
     check_members(policy)
     return policy
+
+
+def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: float | None) -> bool:
+    """Whether guidance of this scale takes the network twice.
+
+    Args:
+        folder_or_id: the model.
+        adapter: see `find_adapter`.
+        guidance: the scale; None is the model's own.
+    """
+    if guidance is None:
+        return False
+    if adapter in (None, "pipeline"):
+        family = FAMILIES.get(FAMILY_OF.get(pipeline_index(folder_or_id).get("_class_name", ""), ""))
+        if family is not None:
+            return guidance > family.off and family.guidance in ("concatenated", "two calls")
+    return guidance > 1
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:

@@ -15,24 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from torch import Tensor
 
 from visalign.errors import UserError
-
-ATTENTION_PROJECTIONS = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-)
-"""The joint attention of SD3, image and text side; the second attention of SD3.5 is left out, as in
-Flow-GRPO."""
 
 ADAPTER = "default"
 """Name of our adapter inside the model."""
@@ -46,8 +33,8 @@ class LoraSettings:
     """r, the inner width of each adapter."""
     alpha: float = 64
     """α; the adapter's output is scaled by α / r."""
-    target_modules: tuple[str, ...] = ATTENTION_PROJECTIONS
-    """Ends of the names of the linear layers that get an adapter."""
+    target_modules: tuple[str, ...] | None = None
+    """Ends of the names of the linear layers that get an adapter; None: the model's attention projections."""
     dropout: float = 0.0
     """Of the adapter's input, in training mode only. Above 0 the first ratio is no longer 1: replay draws
     anew."""
@@ -58,7 +45,7 @@ class LoraSettings:
     """Of the random A; the global generator is neither read nor moved."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1 or not self.target_modules:
+        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1 or self.target_modules == ():
             raise UserError(
                 f"LoRA with rank {self.rank}, alpha {self.alpha}, dropout {self.dropout} and "
                 f"target_modules {self.target_modules} is impossible. Give rank ≥ 1, alpha > 0, 0 ≤ dropout "
@@ -109,7 +96,11 @@ def insert_adapters(
         task_type=task,
     )
     with torch.random.fork_rng(devices=[]):
-        model.add_adapter(config, adapter_name=ADAPTER)
+        if hasattr(model, "add_adapter"):
+            model.add_adapter(config, adapter_name=ADAPTER)
+        else:  # a model whose library knows no adapters
+            inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+            model.peft_config = {ADAPTER: config}
     generator = torch.Generator().manual_seed(settings.seed)
     for name, weight in model.named_parameters():
         if not weight.requires_grad:

@@ -200,7 +200,7 @@ def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
     assert (tmp_path / "run" / "model" / "model_index.json").is_file()
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"from_pretrained(&#34;{tmp_path}/run/model&#34;)" in page and "load_lora_weights" not in page
-    assert result_files(tmp_path / "run")[1].endswith("model  (for StableDiffusion3Pipeline.from_pretrained)")
+    assert result_files(tmp_path / "run")[1].endswith("model  (for DiffusionPipeline.from_pretrained)")
 
 
 def test_a_folder_with_something_in_it_is_refused(inputs, tmp_path):
@@ -248,7 +248,7 @@ def test_nothing_is_written_when_something_cannot_be_used(inputs, tmp_path, over
         ("rollout.grop_size=2", "group_size"),
         ("rollout.steps=ten", r"rollout\.steps"),
         ("model.dtype=float23", r"model\.dtype is 'float23'.*Did you mean 'float32'"),
-        ("model.guidance=0.5", r"model\.guidance is 0\.5; it must be at least 1"),
+        ("model.guidance=-0.5", r"model\.guidance is -0\.5; it must be at least 0"),
         ("evaluation.correctness=clip", r"evaluation.correctness is 'clip', which is no label"),
         ("evaluation.seeds=[1, 1]", r"evaluation\.seeds is \[1, 1\]"),
         ("rewards.normalise=zscore", "none, fixed or batch"),

@@ -71,7 +71,7 @@ def add_text_lora(
         UserError: if a target names no linear layer, or the model has adapters already.
     """
     check_bare(model, "peft: PeftModel.from_pretrained(...).merge_and_unload()")
-    targets = _targets(model, settings.target_modules, language)
+    targets = _targets(model, settings.target_modules or (ALL_LINEAR,), language)
     return insert_adapters(model, settings, targets, task="CAUSAL_LM")
 
 

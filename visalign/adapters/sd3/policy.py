@@ -17,6 +17,8 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
+from visalign.adapters.pipeline.families import SD3_ATTENTION
+from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
@@ -24,7 +26,6 @@ from visalign.interfaces import Condition, ForwardCount, Prediction
 
 from .joint_attention import use_weighted_attention
 from .loading import check_parts, load_sd3_pipeline
-from .lora import add_lora, load_lora, save_lora
 from .text import SD3Condition, SD3TextEncoders
 from .timesteps import latent_shape, sampling_sigmas
 
@@ -93,7 +94,7 @@ class SD3Policy:
         if collapse_null_tokens:
             use_weighted_attention(self.transformer)
         self.lora = lora
-        self._lora_layers = None if lora is None else add_lora(self.transformer, lora)
+        self._lora_layers = None if lora is None else add_lora(self.transformer, lora, SD3_ATTENTION)
         if lora is None:
             self.transformer.requires_grad_(True)
         self._trained = TrainedWeights(self.transformer, self._lora_layers)
@@ -240,7 +241,7 @@ class SD3Policy:
                 pipeline as `pipe.save_pretrained` writes it (SD3.5 with T5: 21 GB, the transformer 10 of it).
         """
         if self.lora is not None:
-            save_lora(self.transformer, folder)
+            save_lora(type(self.pipe), {"transformer": self.transformer}, Path(folder))
         else:
             self.pipe.save_pretrained(folder)
         umask_permissions(Path(folder))
@@ -252,7 +253,7 @@ class SD3Policy:
             folder: as given to `save`.
         """
         if self.lora is not None:
-            load_lora(self.transformer, folder)
+            load_lora({"transformer": self.transformer}, folder)
             return
         saved = type(self.transformer).from_pretrained(
             folder, subfolder="transformer", dtype=self.storage_dtype

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family against its pipeline's own run; a family is tested by being in the table.
+
+It is the alarm when diffusers changes: a tiny random pipeline of the installed version, and differences of 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from tests.support.tiny_pipelines import tiny_pipeline
+from visalign.adapters import LoraSettings, check_adapter
+from visalign.adapters.pipeline.families import FAMILIES
+from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.flow.parametrization import preserving_scale
+from visalign.flow.replay import ratio_check
+from visalign.flow.rollout import rollout
+
+pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated")
+
+PROMPTS = ["a red circle", "two blue squares!", "a red circle"]
+STEPS = 3
+ROUNDED = {"sd15": 3e-6, "sdxl": 3e-6, "pixart": 3e-6, "sana": 1e-6}
+"""Largest difference, relative: the noise's path is walked at another scale; Sana's attention with adapters
+of value 0 rounds otherwise. All others are equal to the last bit."""
+
+
+def policy_of(name: str, **changes: Any) -> PipelinePolicy:
+    pipe, options = tiny_pipeline(name)
+    return PipelinePolicy(pipe, **{"lora": LoraSettings(rank=2, alpha=4), **options, **changes})
+
+
+def own_pictures(name: str, policy: PipelinePolicy, latents: torch.Tensor, output_type: str) -> Any:
+    """What the pipeline makes of the latents by itself, with a scheduler of its own."""
+    pipe, _ = tiny_pipeline(name)
+    if not isinstance(pipe.scheduler, (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.DDIMScheduler)):
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=pipe.scheduler.config.flow_shift)
+    if getattr(pipe, "guider", None) is not None:
+        pipe.guider = pipe.ocr_guider = diffusers.ClassifierFreeGuidance(guidance_scale=policy.guidance)
+    rows = policy.encode(PROMPTS).rows()
+    call = {**policy._fixed, **policy._inputs(rows, guided=policy.guided)}
+    if name.startswith("flux2"):  # its `latents` stand unpacked
+        height, width = policy._fixed["height"] // 2, policy._fixed["width"] // 2
+        latents = latents.permute(0, 2, 1).reshape(len(latents), -1, height, width)
+    call |= {"latents": latents.clone(), "num_inference_steps": STEPS, "output_type": output_type}
+    with torch.no_grad():
+        return torch.as_tensor(pipe(**call, return_dict=False)[0]).float()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pictures_are_the_pipelines_own(name):
+    policy = policy_of(name)
+    policy._halves.apart = False  # one batch of both halves, as the pipeline has it: to the last bit
+    noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
+    sigmas = policy.sigmas(STEPS)
+    made = rollout(policy, policy.encode(PROMPTS), sigmas=sigmas, noise=noise).latents
+    own = own_pictures(name, policy, noise, "latent")
+    exact = ROUNDED.get(name, 0.0)
+    assert own.isfinite().all() and own.abs().max() > 0.1
+    if not name.startswith("flux2"):  # whose latents come back unpacked
+        assert float((made - own).abs().max()) <= exact * float(own.abs().max())
+    pictures = policy.decode_frames(made)
+    expected = own_pictures(name, policy, noise, "pt")
+    assert pictures.shape == expected.shape
+    assert float((pictures - expected).abs().max()) <= 1e-5 + 10 * exact
+    policy._halves.apart = True
+    apart = rollout(policy, policy.encode(PROMPTS), sigmas=sigmas, noise=noise).latents
+    assert float((made - apart).abs().max()) <= 1e-4 * float(own.abs().max())
+    assert policy.decode(made).shape[:2] == (3, 3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_replay_finds_the_rollout(name):
+    policy = policy_of(name)
+    condition = policy.encode(PROMPTS)
+    before = copy.copy(policy.forward_count)
+    made = rollout(policy, condition, sigmas=policy.sigmas(STEPS), sde_steps=[0, 1], seeds=[1, 2, 3])
+    halves = 2 if policy.guided else 1
+    assert policy.forward_count.forward - before.forward == 3 * STEPS * halves
+    assert ratio_check(policy, condition, made, batch_size=3).ok
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_contract(name, tmp_path):
+    policy = policy_of(name)
+    assert len(check_adapter(policy)) == 12
+    trained = [n for n, p in policy.module.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in n for n in trained)
+    with torch.no_grad():
+        for _, weight in policy.trainable_parameters():
+            weight.add_(0.1)
+    policy.save(tmp_path)
+    x, sigma = torch.randn(2, *policy.latent_shape), torch.tensor([0.8, 0.4])
+    condition = policy.encode(PROMPTS[:2])
+    with torch.no_grad():
+        expected = policy.velocity(x, sigma, condition)
+    other = policy_of(name, lora_path=tmp_path)
+    assert other.lora is not None
+    assert other.lora == LoraSettings(rank=2, alpha=4, target_modules=other.lora.target_modules)
+    with torch.no_grad():
+        assert torch.equal(other.velocity(x, sigma, condition), expected)
+        with other.reference():  # the reference of a run that goes on is where it goes on from
+            assert torch.equal(other.velocity(x, sigma, condition), expected)
+    pipe, _ = tiny_pipeline(name)
+    if not hasattr(pipe, "load_lora_weights"):
+        return
+    pipe.load_lora_weights(tmp_path)
+    if len(policy.networks) > 1:
+        pipe.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
+    for part, network in policy.networks.items():
+        loaded = {n.replace("default_0", "default"): w for n, w in getattr(pipe, part).state_dict().items()}
+        loaded = {n.replace("default_1", "default"): w for n, w in loaded.items()}
+        for key, weight in network.state_dict().items():
+            assert torch.equal(loaded[key], weight), key
+
+
+def test_latents_between_the_scales():
+    """The noise's path: a pipeline's latents are ours divided by their scale."""
+    policy = policy_of("sd15")
+    assert policy.prediction == "epsilon" and policy.sigmas(4)[0] < 1
+    assert float(preserving_scale(torch.tensor(0.5))) == pytest.approx(0.5**0.5)

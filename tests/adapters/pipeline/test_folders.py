@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders with text encoders: the policy's pictures are the pipeline's; what cannot be used is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from tests.support.tiny_pipelines import tiny_folder, tiny_pipeline
+from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
+from visalign.adapters.catalogue import has_two_halves
+from visalign.errors import UserError
+from visalign.flow.rollout import rollout
+
+SIZES: dict[str, tuple[int, int]] = {"sd15": (32, 16), "sdxl": (32, 16), "flux": (16, 8), "pixart": (16, 8)}
+PROMPTS = ["a red circle", "two blue squares left of a star"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: tiny_folder(name, tmp_path_factory.mktemp("models") / name) for name in SIZES}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_prompts_make_the_pipelines_pictures(folders, name):
+    guidance = None if name == "flux" else 3.0
+    size = SIZES[name]
+    policy = load_policy(folders[name], guidance=guidance, image_size=size)
+    assert type(policy) is PipelinePolicy
+    noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    made = rollout(policy, policy.encode(PROMPTS), sigmas=policy.sigmas(3), noise=noise).latents
+    pipe: Any = DiffusionPipeline.from_pretrained(folders[name], safety_checker=None)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"guidance_scale": guidance} if guidance else {}
+    call |= {"use_resolution_binning": False} if name == "pixart" else {}
+    expected = pipe(
+        PROMPTS, height=size[0], width=size[1], latents=noise, num_inference_steps=3, output_type="pt", **call
+    )[0]
+    assert float((policy.decode(made) - expected).abs().max()) <= 2e-5
+
+
+def test_dtypes_of_the_parts(folders):
+    policy = PipelinePolicy.from_pretrained(
+        folders["sd15"],
+        dtype=torch.bfloat16,
+        decoder_dtype=torch.float32,
+        encoder_dtype=torch.float32,
+        lora=LoraSettings(rank=2),
+        gradient_checkpointing=True,
+    )
+    dtypes = [getattr(policy.pipe, part).dtype for part in ("unet", "vae", "text_encoder")]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
+    assert policy.storage_dtype == torch.bfloat16
+    x = torch.randn(1, *policy.latent_shape)
+    v = policy.velocity(x, torch.tensor([0.5]), policy.encode(["a red circle"]))
+    v.square().mean().backward()
+    assert all(p.dtype == torch.float32 and p.grad is not None for _, p in policy.trainable_parameters())
+    assert policy.decode(x).dtype == torch.float32
+
+
+def test_the_whole_network_in_16_bits(folders, tmp_path):
+    policy = PipelinePolicy.from_pretrained(folders["flux"], dtype=torch.bfloat16)
+    assert policy.compute_dtype == torch.bfloat16 and policy.storage_dtype == torch.float32
+    assert all(p.dtype == torch.float32 for _, p in policy.trainable_parameters())
+    with torch.no_grad():
+        for _, weight in policy.trainable_parameters():
+            weight.mul_(1.01)
+    policy.save(tmp_path / "model")
+    index = json.loads((tmp_path / "model" / "model_index.json").read_text())
+    assert index["scheduler"] == ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    again = PipelinePolicy.from_pretrained(folders["flux"])
+    again.load(tmp_path / "model")
+    pairs = zip(policy.trainable_parameters(), again.trainable_parameters(), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def test_what_guidance_costs(folders):
+    assert has_two_halves(folders["sd15"], None, 2.0) and not has_two_halves(folders["sd15"], None, 1.0)
+    assert not has_two_halves(folders["flux"], None, 3.5) and not has_two_halves(folders["sd15"], None, None)
+    assert has_two_halves("anywhere", "own.py:Own", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sd3", {"guidance": 0.5}, r"guidance is 0\.5; it must be at least 1, and 1 switches"),
+        ("z_image", {"guidance": -1.0}, r"guidance is -1\.0; it must be at least 0, and 0 switches"),
+        ("flux2_klein", {"guidance": 4.0}, r"Flux2KleinPipeline is distilled: it takes no guidance"),
+        ("sd3", {"image_size": 13}, r"image_size is 13; this model makes multiples of 2 pixels"),
+        ("sana", {"image_size": (32, 16)}, r"SanaPipeline refuses its call: `height` and `width` have to be"),
+        ("sd3", {"num_frames": 5}, r"num_frames is 5, and StableDiffusion3Pipeline makes pictures"),
+        ("sd3", {"call": {"steps": 3}}, r"The call of StableDiffusion3Pipeline takes no steps\. It takes"),
+        ("sd3", {"lora": LoraSettings(target_modules=("to_query",))}, r"\['to_query'\] name no linear layer"),
+    ],
+)
+def test_refusals(name, options, message):
+    pipe, usual = tiny_pipeline(name)
+    if "distilled" in message:
+        pipe.register_to_config(is_distilled=True)
+    with pytest.raises(UserError, match=message):
+        PipelinePolicy(pipe, **{**usual, "lora": LoraSettings(rank=2), **options})
+
+
+def test_refusals_of_what_is_given(folders, tmp_path):
+    with pytest.raises(
+        UserError, match=r"The pipeline is a DDPMPipeline, of no family that is known: .*flux"
+    ):
+        PipelinePolicy(type("DDPMPipeline", (), {"scheduler": None})())
+    pipe, options = tiny_pipeline("sd15")
+    pipe.scheduler = type("Odd", (), {"config": {}})()
+    with pytest.raises(UserError, match=r"samples with Odd, neither a flow nor a noise schedule"):
+        PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    policy = PipelinePolicy.from_pretrained(folders["sd15"], lora=LoraSettings(rank=2))
+    for part in ("unet",):
+        for file in (folders["sd15"] / part).iterdir():
+            (tmp_path / part).mkdir(exist_ok=True)
+            (tmp_path / part / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model_index.json").write_bytes((folders["sd15"] / "model_index.json").read_bytes())
+    with pytest.raises(FileNotFoundError, match=r"cannot be loaded as StableDiffusionPipeline: "):
+        PipelinePolicy.from_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="velocity got a list"):
+        policy.velocity(torch.zeros(1, *policy.latent_shape), torch.tensor([0.5]), [1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="velocity got 2 latents, sigma"):
+        policy.velocity(torch.zeros(2, *policy.latent_shape), torch.tensor([0.5]), policy.encode(["a"]))
+    with pytest.raises(UserError, match=r"steps must be at least 1 and timestep_schedule one of"):
+        policy.sigmas(0)
+    (tmp_path / "lora").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds no pytorch_lora_weights"):
+        PipelinePolicy.from_pretrained(folders["sd15"], lora_path=tmp_path / "lora")
+    policy.save(tmp_path / "lora")
+    with pytest.raises(UserError, match=r"The LoRA targets .* name no linear layer of this FluxTransf"):
+        PipelinePolicy.from_pretrained(folders["flux"], lora_path=tmp_path / "lora")
+
+
+def test_a_video_is_judged_by_its_middle_frame():
+    pipe, options = tiny_pipeline("wan")
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    x = torch.randn(2, *policy.latent_shape)
+    frames = policy.decode_frames(x)
+    assert frames.shape == (2, 5, 3, 16, 32) and torch.equal(policy.decode(x), frames[:, 2])

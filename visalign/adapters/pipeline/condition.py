@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoded prompts as a pipeline's own call takes them: made by its `encode_prompt`, each unique one once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Encoded = Mapping[str, Any]
+"""One prompt: argument of the pipeline's call -> tensor of one sample, or a list of one tensor."""
+
+
+@dataclass(frozen=True)
+class PipelineCondition:
+    """B prompts; the unique ones are stored once."""
+
+    unique: tuple[Encoded, ...]
+    index: Tensor
+    """[B] int64 on the CPU, places among the unique."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def select(self, index: Tensor) -> PipelineCondition:
+        """The condition of the samples `index` [N]; repeats allowed."""
+        return replace(self, index=self.index[index.cpu()])
+
+    def rows(self) -> list[Encoded]:
+        """Per sample."""
+        return [self.unique[i] for i in self.index.tolist()]
+
+
+def named(returned: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoded:
+    """What one or two calls of `encode_prompt` returned, by argument.
+
+    Args:
+        returned: of the prompt, and of the negative one where the pipeline encodes it apart.
+        names: of the outputs, "-" for what is left out.
+    """
+    found = {}
+    for prefix, outputs in zip(("", "negative_"), returned, strict=False):
+        for name, value in zip(names, outputs, strict=True):
+            if name != "-" and value is not None:
+                found[prefix + name] = value
+    return found
+
+
+def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
+    """The arguments of the call for n samples; embeddings that have masks are padded to the longest.
+
+    Args:
+        rows: one per sample, with the same names.
+        axes: argument -> axis of the samples, where it is not the first.
+    """
+    return {name: _joined(name, [row[name] for row in rows], axes.get(name, 0)) for name in rows[0]}
+
+
+def lengths(row: Encoded, axes: Mapping[str, int]) -> tuple[int, ...]:
+    """The lengths that samples of one call must share: of tensors that no mask goes with.
+
+    Args:
+        row: one sample.
+        axes: see `join`.
+    """
+    if any("mask" in name for name in row):
+        return ()
+    whole = [(v, axes.get(n, 0)) for n, v in row.items() if isinstance(v, Tensor) and "cu_seqlens" not in n]
+    return tuple(value.shape[axis + 1] for value, axis in whole if value.ndim > axis + 1)
+
+
+def _joined(name: str, values: list[Any], axis: int) -> Any:
+    if isinstance(values[0], list):
+        return [each for value in values for each in value]
+    if "cu_seqlens" in name:  # where each sample's tokens begin and end in the packed row
+        sizes = torch.cat([value.diff() for value in values])
+        return torch.cat([values[0][:1], values[0][:1] + sizes.cumsum(0).to(values[0].dtype)])
+    longest = max(value.shape[axis + 1] if value.ndim > axis + 1 else 0 for value in values)
+    return torch.cat([_padded(value, axis + 1, longest) for value in values], axis)
+
+
+def _padded(value: Tensor, axis: int, length: int) -> Tensor:
+    if value.ndim <= axis or value.shape[axis] == length:
+        return value
+    shape = list(value.shape)
+    shape[axis] = length - shape[axis]
+    return torch.cat([value, value.new_zeros(shape)], axis)

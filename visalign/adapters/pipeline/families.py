@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model families of diffusers: what `PipelinePolicy` must know of each, as data.
+
+A family is a row. Its test is made by its name being here: `tests/adapters/pipeline` builds a tiny random
+pipeline of it and holds the policy against the pipeline's own run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Guidance = Literal["concatenated", "two calls", "embedded", "none"]
+"""How a pipeline guides: both halves in one batch, one call of the network for each, the scale as an input of
+the network, or not at all."""
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+JOINT = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+SD3_ATTENTION = tuple(f"attn.{name}" for name in JOINT)
+"""Image and text side of the joint attention; the second attention of SD3.5 is left out, as in Flow-GRPO."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of pipelines."""
+
+    pipelines: tuple[str, ...]
+    """Class names in diffusers."""
+    encodes: str
+    """What `encode_prompt` returns, in order, by the names under which the pipeline's call takes it back;
+    "-" for what it makes anew."""
+    guidance: Guidance
+    scale: str = "guidance_scale"
+    """The call's argument that holds the guidance scale."""
+    off: float = 1.0
+    """The scale that is no guidance."""
+    usual: float | None = None
+    """The scale where none is asked for, of networks that take it as an input; None is `off`."""
+    unconditional: int = 0
+    """Which half of the batch, or which of the two calls, is the unconditional one."""
+    negative: str | None = None
+    """The negative prompt where none is given, of a call that has none itself and would not guide without."""
+    mixed: bool = True
+    """Whether the samples of one call may stand at different times; otherwise they go by groups."""
+    batch_axis: Mapping[str, int] = field(default_factory=dict)
+    """Arguments of the call, or of the network, whose samples do not stand along the first axis."""
+    networks: tuple[str, ...] = ("transformer",)
+    """The parts of the pipeline that denoise; absent ones are skipped."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of every call."""
+    unit: int = 1
+    """Height and width are multiples of this times the autoencoder's factor."""
+    lora: tuple[str, ...] = ATTENTION
+    """Ends of the names of the layers that get adapters, where none are asked for."""
+    unused: str | None = None
+    """Pattern of layers that the velocity does not depend on; "{last}" is the last block's number."""
+    frames: int | None = None
+    """Of a video where none are asked for; None makes single pictures."""
+    image: str | None = None
+    """The call's argument that takes the reference picture; None is text alone."""
+
+
+_FLUX = {"guidance": "embedded", "usual": 3.5, "unit": 2, "lora": JOINT}
+_QWEN = {
+    "encodes": "prompt_embeds prompt_embeds_mask",
+    "guidance": "two calls",
+    "scale": "true_cfg_scale",
+    "negative": " ",
+    "unconditional": 1,
+    "unit": 2,
+    "lora": JOINT,
+    "unused": r"transformer_blocks\.{last}\.attn\.(add_q_proj|to_add_out)",
+}
+_MASKED = "prompt_embeds prompt_attention_mask negative_prompt_embeds negative_prompt_attention_mask"
+_POOLED = "prompt_embeds negative_prompt_embeds pooled_prompt_embeds negative_pooled_prompt_embeds"
+
+FAMILIES: dict[str, Family] = {
+    "sd3": Family(
+        pipelines=("StableDiffusion3Pipeline",),
+        encodes=_POOLED,
+        guidance="concatenated",
+        unit=2,
+        lora=SD3_ATTENTION,
+    ),
+    "sd15": Family(
+        pipelines=("StableDiffusionPipeline",),
+        encodes="prompt_embeds negative_prompt_embeds",
+        guidance="concatenated",
+        networks=("unet",),
+    ),
+    "sdxl": Family(
+        pipelines=("StableDiffusionXLPipeline",), encodes=_POOLED, guidance="concatenated", networks=("unet",)
+    ),
+    "pixart": Family(
+        pipelines=("PixArtSigmaPipeline",),
+        encodes=_MASKED,
+        guidance="concatenated",
+        fixed={"use_resolution_binning": False},
+    ),
+    "flux": Family(
+        pipelines=("FluxPipeline",),
+        encodes="prompt_embeds pooled_prompt_embeds -",
+        **_FLUX,  # type: ignore[arg-type]
+    ),
+    "flux2": Family(
+        pipelines=("Flux2Pipeline",),
+        encodes="prompt_embeds -",
+        guidance="embedded",
+        usual=4.0,
+        unit=2,
+        lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
+    ),
+    "flux2_klein": Family(
+        pipelines=("Flux2KleinPipeline",),
+        encodes="prompt_embeds -",
+        guidance="two calls",
+        unconditional=1,
+        unit=2,
+        lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
+    ),
+    "qwen_image": Family(pipelines=("QwenImagePipeline",), **_QWEN),  # type: ignore[arg-type]
+    "z_image": Family(
+        pipelines=("ZImagePipeline",),
+        encodes="prompt_embeds negative_prompt_embeds",
+        guidance="concatenated",
+        off=0.0,  # v(prompt) + g (v(prompt) - v(negative))
+        unconditional=1,
+        mixed=False,
+        unit=2,
+    ),
+    "sana": Family(
+        pipelines=("SanaPipeline",),
+        encodes=_MASKED,
+        guidance="concatenated",
+        fixed={"use_resolution_binning": False},
+    ),
+    "lumina2": Family(
+        pipelines=("Lumina2Pipeline",),
+        encodes=_MASKED,
+        guidance="two calls",
+        unconditional=1,
+        fixed={"cfg_trunc_ratio": 1.0},
+        unit=2,
+    ),
+    "chroma": Family(
+        pipelines=("ChromaPipeline",),
+        encodes=(
+            "prompt_embeds - prompt_attention_mask negative_prompt_embeds - negative_prompt_attention_mask"
+        ),
+        guidance="two calls",
+        unconditional=1,
+        unit=2,
+        lora=JOINT,
+    ),
+    "cogview4": Family(
+        pipelines=("CogView4Pipeline",),
+        encodes="prompt_embeds negative_prompt_embeds",
+        guidance="two calls",
+        unconditional=1,
+        unit=2,
+    ),
+    "auraflow": Family(
+        pipelines=("AuraFlowPipeline",),
+        encodes=_MASKED,
+        guidance="concatenated",
+        mixed=False,
+        unit=2,
+        lora=JOINT,
+    ),
+    "hidream": Family(
+        pipelines=("HiDreamImagePipeline",),
+        encodes=(
+            "prompt_embeds_t5 negative_prompt_embeds_t5 prompt_embeds_llama3 negative_prompt_embeds_llama3 "
+            "pooled_prompt_embeds negative_pooled_prompt_embeds"
+        ),
+        guidance="concatenated",
+        batch_axis={
+            "prompt_embeds_llama3": 1,
+            "negative_prompt_embeds_llama3": 1,
+            "encoder_hidden_states_llama3": 1,
+        },
+        unit=2,
+        lora=("to_q", "to_k", "to_v", "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t"),
+    ),
+    "krea2": Family(
+        pipelines=("Krea2Pipeline",),
+        encodes="prompt_embeds prompt_embeds_mask",
+        guidance="two calls",
+        unconditional=1,
+        unit=2,
+    ),
+    "kandinsky5": Family(
+        pipelines=("Kandinsky5T2VPipeline", "Kandinsky5T2IPipeline"),
+        encodes="prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens",
+        guidance="two calls",
+        unconditional=1,
+        mixed=False,
+        unit=2,
+        lora=("to_query", "to_key", "to_value", "out_layer"),
+        frames=121,
+    ),
+    "hunyuan_image": Family(
+        pipelines=("HunyuanImagePipeline",),
+        encodes="prompt_embeds prompt_embeds_mask prompt_embeds_2 prompt_embeds_mask_2",
+        guidance="two calls",
+        scale="-",  # its guider has it
+        negative="",
+        unconditional=1,
+        lora=JOINT,
+    ),
+    "wan": Family(
+        pipelines=("WanPipeline",),
+        encodes="prompt_embeds negative_prompt_embeds",
+        guidance="two calls",
+        unconditional=1,
+        networks=("transformer", "transformer_2"),
+        unit=2,
+        frames=81,
+    ),
+    "hunyuan_video": Family(
+        pipelines=("HunyuanVideoPipeline",),
+        encodes="prompt_embeds pooled_prompt_embeds prompt_attention_mask",
+        guidance="embedded",
+        usual=6.0,
+        unit=2,
+        lora=JOINT,
+        frames=129,
+    ),
+    "ltx": Family(
+        pipelines=("LTXPipeline",),
+        encodes=_MASKED,
+        guidance="concatenated",
+        frames=161,
+    ),
+}
+"""name -> family."""
+
+PIPELINES: dict[str, str] = {kind: name for name, family in FAMILIES.items() for kind in family.pipelines}
+"""`_class_name` in a model_index.json -> name of the family."""

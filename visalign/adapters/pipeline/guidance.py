@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network inside a pipeline's call: counted, and its unconditional half kept out of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import ForwardCount
+
+from .families import Family
+
+
+class Halves:
+    """Stands before the `forward` of a pipeline's networks while a velocity is computed.
+
+    Guidance needs no gradient through its unconditional half. Two calls are told apart by their order; both
+    halves in one batch are taken apart, with gradient and without, so that a replay takes the rollout's path.
+
+    Args:
+        networks: what denoises.
+        family: how its pipeline guides.
+        count: where passes are counted, in latents.
+    """
+
+    def __init__(self, networks: Mapping[str, Any], family: Family, count: ForwardCount) -> None:
+        self._family, self._count = family, count
+        self._samples: int | None = None
+        self.apart = True
+        """Take halves apart; False leaves the pipeline's own batch (then both carry gradient)."""
+        for network in networks.values():
+            network.forward = self._before(network, network.forward)
+
+    @contextmanager
+    def velocity_of(self, samples: int, guided: bool) -> Iterator[None]:
+        """Inside, the networks are called for one velocity.
+
+        Args:
+            samples: in the call.
+            guided: whether it has two halves.
+        """
+        self._samples, self._guided, self._calls = samples, guided, 0
+        try:
+            yield
+        finally:
+            self._samples = None
+
+    def _before(self, network: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._samples is None:
+                return forward(*args, **kwargs)
+            args, kwargs = _cast(args, network.dtype), _cast(kwargs, network.dtype)
+            number, self._calls = self._calls, self._calls + 1
+            joined = self._guided and self._family.guidance == "concatenated"
+            if joined and self.apart:
+                halves = [self._half(forward, args, kwargs, half) for half in (0, 1)]
+                return tuple(_cat(parts) for parts in zip(*halves, strict=True))
+            is_null = self._guided and not joined and number == self._family.unconditional
+            return self._counted(forward, args, kwargs, 2 if joined else 1, is_null)
+
+        return called
+
+    def _half(self, forward: Callable[..., Any], args: Any, kwargs: Any, half: int) -> Any:
+        args, kwargs = self._part(args, half), {n: self._part(v, half, n) for n, v in kwargs.items()}
+        return self._counted(forward, args, kwargs, 1, half == self._family.unconditional)
+
+    def _counted(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, halves: int, is_null: bool
+    ) -> Any:
+        assert self._samples is not None
+        learning = torch.is_grad_enabled() and not is_null
+        with torch.set_grad_enabled(learning):
+            out = forward(*args, **kwargs)
+        if learning:
+            self._count.forward_backward += halves * self._samples
+        else:
+            self._count.forward += halves * self._samples
+        return out
+
+    def _part(self, value: Any, half: int, name: str = "") -> Any:
+        """The samples of one half, in whatever holds them."""
+        count = self._samples
+        assert count is not None
+        axis = self._family.batch_axis.get(name, 0)
+        if isinstance(value, Tensor):
+            has_both = value.ndim > axis and value.shape[axis] == 2 * count
+            return value.narrow(axis, half * count, count) if has_both else value
+        if isinstance(value, dict):
+            return {key: self._part(each, half, key) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            if len(value) == 2 * count and isinstance(value, list):
+                return value[half * count : (half + 1) * count]
+            return type(value)(self._part(each, half) for each in value)
+        return value
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Latents and embeddings in the network's dtype, where encoders have another; times stay."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.ndim > 1 else value
+    if isinstance(value, dict):
+        return {key: _cast(each, dtype) for key, each in value.items()}
+    return type(value)(_cast(each, dtype) for each in value) if isinstance(value, list | tuple) else value
+
+
+def _cat(parts: tuple[Any, ...]) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else [each for part in parts for each in part]

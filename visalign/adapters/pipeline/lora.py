@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on the networks of a diffusers pipeline: add, save as its library does, load, start from another's.
+
+Source: LoRA, arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import Linear
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from visalign.adapters.lora import (
+    ADAPTER,
+    LoraSettings,
+    adapter_config,
+    check_bare,
+    check_same_kind,
+    insert_adapters,
+)
+from visalign.errors import UserError
+
+WEIGHT_FILE = "pytorch_lora_weights.safetensors"
+"""The file that diffusers' `load_lora_weights` looks for."""
+METADATA = "lora_adapter_metadata"
+"""Under which diffusers keeps rank, alpha and places in that file."""
+
+
+def add_lora(
+    network: Any, settings: LoraSettings, usual: Sequence[str], unused: str | None = None
+) -> list[Linear]:
+    """Freeze a network and put trainable float32 adapters into it, in place.
+
+    Args:
+        network: of diffusers, without adapters.
+        settings: what to add.
+        usual: ends of layer names that get adapters where the settings name none.
+        unused: pattern of layers that nothing depends on, "{last}" being the last block; they get none.
+
+    Returns:
+        The layers that carry adapters.
+
+    Raises:
+        UserError: if a target names no linear layer, or the network has adapters already.
+    """
+    check_bare(network, "pipe.fuse_lora(); pipe.unload_lora_weights()")
+    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+
+    def ends(target: str) -> list[str]:
+        return [name for name in linear if name == target or name.endswith("." + target)]
+
+    asked = settings.target_modules
+    unknown = [target for target in asked or () if not ends(target)]
+    if unknown:
+        inner = sorted({".".join(name.split(".")[2:]) for name in linear if re.match(r"\w+\.\d+\.", name)})
+        raise UserError(
+            f"The LoRA targets {unknown} name no linear layer of this {type(network).__name__}. Allowed are "
+            f"ends of layer names, in its blocks: {', '.join(inner)}."
+        )
+    places = sorted({name for target in asked or usual for name in ends(target)})
+    if unused is not None and asked is None:
+        blocks = [
+            int(number) for name in linear for number in re.findall(r"^transformer_blocks\.(\d+)", name)
+        ]
+        pattern = unused.format(last=max(blocks, default=0))
+        places = [name for name in places if not re.search(pattern, name)]
+    return insert_adapters(network, settings, places)
+
+
+def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
+    """Write the adapters so that `pipe.load_lora_weights(folder)` restores them with their rank and alpha.
+
+    A second network's go into a folder of its name in there, as diffusers reads them:
+    `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
+
+    Args:
+        pipeline: the diffusers class; one without such a loader reads them by
+            `pipe.transformer.load_lora_adapter(folder, prefix="transformer")`, or peft does.
+        networks: part of the pipeline -> network with adapters, not wrapped.
+        folder: gets `pytorch_lora_weights.safetensors`; made if need be.
+    """
+    for part, (name, place) in _places(networks, folder).items():
+        config = adapter_config(networks[part]).to_dict()
+        weights = {**get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)}
+        entry = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        if hasattr(pipeline, "save_lora_weights"):
+            more: Any = {f"{name}_lora_layers": weights, f"{name}_lora_adapter_metadata": entry}
+            pipeline.save_lora_weights(save_directory=place, **more)
+            continue
+        place.mkdir(parents=True, exist_ok=True)
+        flat = {f"{name}.{key}": weight.contiguous() for key, weight in weights.items()}
+        entries = json.dumps({f"{name}.{key}": value for key, value in entry.items()}, default=str)
+        save_file(flat, place / WEIGHT_FILE, {"format": "pt", METADATA: entries})
+
+
+def load_lora(networks: Mapping[str, Any], folder: Path) -> None:
+    """Read adapters that `save_lora` (or diffusers) wrote into the ones that the networks have.
+
+    Args:
+        networks: part of the pipeline -> network with adapters of the same rank, alpha and places.
+        folder: with `pytorch_lora_weights.safetensors`.
+
+    Raises:
+        FileNotFoundError: without that file.
+        UserError: if rank, alpha or places differ.
+    """
+    for part, (name, place) in _places(networks, folder).items():
+        saved, metadata = read_lora(place)
+        state = {n.removeprefix(name + "."): w for n, w in saved.items() if n.startswith(name + ".")}
+        own = get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)
+        config = adapter_config(networks[part])
+        alpha = metadata.get(f"{name}.lora_alpha", config.lora_alpha)
+        check_same_kind(place, state, own, alpha, config.lora_alpha)
+        set_peft_model_state_dict(networks[part], state, adapter_name=ADAPTER)
+
+
+def _places(networks: Mapping[str, Any], folder: Path) -> dict[str, tuple[str, Path]]:
+    """part -> (the name that its file gives it, its folder)."""
+    first = next(iter(networks))
+    return {part: (first, Path(folder) if part == first else Path(folder) / part) for part in networks}
+
+
+def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The adapters of a file that diffusers or `save_lora` wrote, and what it says of them.
+
+    Args:
+        folder: with `pytorch_lora_weights.safetensors`.
+
+    Returns:
+        Weights and settings, both by names that begin with the part of the pipeline.
+
+    Raises:
+        FileNotFoundError: without that file.
+    """
+    file = Path(folder) / WEIGHT_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
+    with safe_open(file, "pt") as opened:
+        entries = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+        return {name: opened.get_tensor(name) for name in opened.keys()}, entries
+
+
+def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
+    """The settings that saved adapters were made with, so that training can go on from them.
+
+    Args:
+        folder: with `pytorch_lora_weights.safetensors`.
+        seed: of what the settings draw.
+
+    Raises:
+        FileNotFoundError: without that file.
+        UserError: it holds adapters of another format.
+    """
+    saved, metadata = read_lora(folder)
+    ranks = {name: len(weight) for name, weight in saved.items() if name.endswith("lora_A.weight")}
+    if not ranks or len(set(ranks.values())) > 1:
+        raise UserError(
+            f"{Path(folder) / WEIGHT_FILE} holds no adapters of one rank in diffusers' format (names that "
+            "end in lora_A.weight). Load it with pipe.load_lora_weights and save it with "
+            "pipe.save_lora_weights."
+        )
+    rank = next(iter(ranks.values()))
+    alpha = next((v for k, v in metadata.items() if k.endswith(".lora_alpha")), rank)
+    places = tuple(sorted({name.split(".", 1)[1].removesuffix(".lora_A.weight") for name in ranks}))
+    return replace(LoraSettings(seed=seed), rank=rank, alpha=float(alpha), target_modules=places)

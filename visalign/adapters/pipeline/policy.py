@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PipelinePolicy`: any diffusers pipeline of a known family as a `DiffusionPolicy`.
+
+The pipeline's scheduler is exchanged, and its own call is run for one step: so tokenisation, packing, ids,
+masks, guidance and the embedding of time are the pipeline's, exactly. What this costs is the Python of that
+call, 1 to 4 ms (`docs/reference/families.md`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.guiders import ClassifierFreeGuidance
+from torch import Tensor, nn
+
+from visalign.adapters.lora import LoraSettings
+from visalign.adapters.model_folder import pipeline_index
+from visalign.adapters.weights import TrainedWeights
+from visalign.atomic import umask_permissions
+from visalign.errors import UserError
+from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
+from visalign.interfaces import Condition, ForwardCount, Prediction
+
+from .condition import Encoded, PipelineCondition, join, lengths, named
+from .families import FAMILIES, PIPELINES, Family
+from .guidance import Halves
+from .lora import add_lora, load_lora, save_lora, settings_of
+from .schedulers import handing_scheduler, time_of
+
+TIMESTEP_SCHEDULES = ("diffusers", "plain")
+"""The pipeline's own grid, and the paper's: a flow's shift applied once, or a noise schedule's times spaced
+evenly from the last."""
+
+FINE = 1000
+"""Steps of the grid between whose levels times are interpolated."""
+
+
+class PipelinePolicy:
+    """A diffusers pipeline as the algorithms see it; see `visalign.interfaces.DiffusionPolicy`.
+
+    With LoRA the network is frozen but for float32 adapters, and the reference is the model without them (or,
+    where training goes on from saved adapters, with those). Without, all of it is trained in float32, and the
+    reference is a copy of it. A video's pictures are judged by its middle frame; `decode_frames` gives all.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        *,
+        guidance: float | None = None,
+        negative_prompt: str | None = None,
+        lora: LoraSettings | None = None,
+        lora_path: str | Path | None = None,
+        autocast: torch.dtype | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        num_frames: int | None = None,
+        gradient_checkpointing: bool = False,
+        decode_batch: int = 8,
+        call: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take over a pipeline: its scheduler is exchanged, its networks get adapters.
+
+        Args:
+            pipe: of a class in `FAMILIES`, on its device, in its dtype.
+            guidance: the scale; None and 1 are no guidance, or what a network with the scale as an input is
+                used with.
+            negative_prompt: of the unconditional half; None is the pipeline's own.
+            lora: adapters to add and train; None trains the whole network.
+            lora_path: saved adapters to go on from; their rank, alpha and places count.
+            autocast: run the network under autocast in this dtype.
+            image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
+            num_frames: of a video; 1 makes a picture. None is the pipeline's own.
+            gradient_checkpointing: compute activations again in the backward instead of keeping them.
+            decode_batch: latents per pass of the autoencoder.
+            call: more arguments of the pipeline's call, such as max_sequence_length.
+
+        Raises:
+            UserError: a pipeline of no known family, or arguments that it cannot be used with.
+        """
+        self.family = _family(pipe)
+        self.pipe, self._own_scheduler = pipe, pipe.scheduler
+        self._arguments = inspect.signature(type(pipe).__call__).parameters
+        self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
+        self.networks: dict[str, Any] = {
+            name: getattr(pipe, name)
+            for name in self.family.networks
+            if getattr(pipe, name, None) is not None
+        }
+        self._mixed = self.family.mixed and len(self.networks) == 1  # the time decides which network it is
+        self.guidance = self._checked_guidance(guidance)
+        self.negative_prompt = self.family.negative if negative_prompt is None else negative_prompt
+        self.decode_batch = decode_batch
+        self._fixed = {**self._size(image_size, num_frames), **self._more(call), **self.family.fixed}
+        if lora_path is not None:
+            lora = settings_of(Path(lora_path), 0 if lora is None else lora.seed)
+        network = next(iter(self.networks.values()))
+        self.storage_dtype: torch.dtype = torch.float32 if lora is None else network.dtype
+        self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
+        layers = self._make_trainable(lora, gradient_checkpointing)
+        pipe.set_progress_bar_config(disable=True)
+        for name, part in pipe.components.items():
+            if isinstance(part, nn.Module) and name not in self.networks:
+                part.requires_grad_(False).eval()
+        self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
+        self.lora = lora
+        if lora_path is not None:
+            load_lora(self.networks, Path(lora_path))
+        self._trained = TrainedWeights(self.module, layers if lora_path is None else None)
+        self._forward_count = ForwardCount()
+        self._halves = Halves(self.networks, self.family, self._forward_count)
+        self._scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
+        self.prediction: Prediction = self._scheduler.prediction
+        self._times: dict[float, float] = {}
+        self._start: Tensor | None = None
+        self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
+        self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
+        self._returned: list[tuple[Any, ...]] = []
+        null = self._encode("", guided=self.guided)
+        self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
+        self._any: Encoded = {k: v for k, v in null.items() if k not in self._null}
+        with torch.no_grad():
+            self._run(
+                self._inputs([self._any]), None, None, steps=FINE if self.prediction == "velocity" else 1
+            )
+        self._fine = self._scheduler.grid
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_id: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        encoder_dtype: torch.dtype | None = None,
+        decoder_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> PipelinePolicy:
+        """Load a pipeline from a folder or the hub and make it a policy.
+
+        Args:
+            folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
+            dtype: of the frozen weights; what is trained is float32 always.
+            device: where everything goes.
+            encoder_dtype: of the text encoders; None is `dtype`.
+            decoder_dtype: of the autoencoder; None is `dtype`.
+            **options: of the constructor: guidance, lora, image_size, num_frames, ...
+
+        Raises:
+            FileNotFoundError: if the folder or a part of it is missing.
+            UserError: if no family knows the pipeline, or an option is out of range.
+        """
+        index = pipeline_index(folder_or_id)
+        _known(index.get("_class_name"), str(folder_or_id))
+        dtypes = {"default": dtype}
+        for part in index:
+            if part.startswith(("text_encoder", "image_encoder")) and encoder_dtype is not None:
+                dtypes[part] = encoder_dtype
+            if part == "vae" and decoder_dtype is not None:
+                dtypes[part] = decoder_dtype
+        absent = {} if "safety_checker" not in index else {"safety_checker": None}
+        try:
+            pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent)
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"{folder_or_id} cannot be loaded as {index.get('_class_name')}: "
+                f"{str(error).splitlines()[0]} Copy the missing folders, or save the pipeline again."
+            ) from error
+        return cls(pipe.to(device), **options)
+
+    @property
+    def guided(self) -> bool:
+        """Whether a velocity takes two halves."""
+        return self.guidance > self.family.off and self.family.guidance in ("concatenated", "two calls")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(iter(self.networks.values())).device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the network's matrix products."""
+        return self.autocast or next(iter(self.networks.values())).dtype
+
+    @property
+    def forward_count(self) -> ForwardCount:
+        """Passes of the network since the start, in latents; with backward if they carry gradient."""
+        return self._forward_count
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> PipelineCondition:
+        """Encode B prompts by the pipeline's own `encode_prompt`, each unique one once and by itself, so that
+        a prompt's encoding does not depend on its neighbours' lengths.
+
+        Args:
+            prompts: B texts.
+        """
+        places = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        unique = tuple(self._encode(prompt, guided=False) for prompt in places)
+        return PipelineCondition(unique, torch.tensor([places[prompt] for prompt in prompts]))
+
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
+        """Guided velocity dx/dσ; with gradient, only the conditional half carries it.
+
+        Args:
+            x: [B, ...] latents.
+            sigma: [B] noise levels in [0, 1].
+            condition: of the B samples, from `encode`.
+            time: [B] as `times` gives it; None computes it.
+
+        Returns:
+            [B, ...] float32.
+        """
+        if not isinstance(condition, PipelineCondition):
+            raise TypeError(
+                f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
+            )
+        count = len(x)
+        if sigma.shape != (count,) or len(condition) != count:
+            raise ValueError(
+                f"velocity got {count} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
+                "the three must agree. Use sigma.expand(B) and condition.select(index)."
+            )
+        time = self.times(sigma) if time is None else time
+        seen = x
+        if self.prediction != "velocity":
+            seen = x / _beside(preserving_scale(sigma), x).to(x.dtype)
+        rows, found = condition.rows(), []
+        groups = self._groups(rows, time)
+        with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
+            for group in groups:
+                at = torch.as_tensor(group, device=x.device)
+                found.append(self._predict(seen[at], time[at], [rows[i] for i in group]))
+        order = torch.argsort(torch.as_tensor([i for group in groups for i in group], device=x.device))
+        output = torch.cat(found)[order]
+        return velocity_of_prediction(output, x, sigma, self.prediction)
+
+    def times(self, sigmas: Tensor) -> Tensor:
+        """What the network is given at noise levels: those of the last grids exactly, others between them."""
+        between = time_of(self._scheduler, sigmas, self._fine)
+        exact = [
+            self._times.get(level, other)
+            for level, other in zip(sigmas.flatten().tolist(), between.flatten().tolist(), strict=True)
+        ]
+        return torch.tensor(exact, dtype=torch.float32, device=sigmas.device).view(sigmas.shape)
+
+    @torch.no_grad()
+    def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
+        """The time grid [steps + 1], float32, down to 0.
+
+        Args:
+            steps: at least 1.
+            timestep_schedule: "diffusers" is what the pipeline's scheduler uses, "plain" the paper's.
+        """
+        if steps < 1 or timestep_schedule not in TIMESTEP_SCHEDULES:
+            raise UserError(
+                f"steps={steps}, timestep_schedule={timestep_schedule!r}: steps must be at least 1 and "
+                f"timestep_schedule one of {TIMESTEP_SCHEDULES}."
+            )
+        self._run(self._inputs([self._any]), None, None, steps=steps)
+        scheduler = self._scheduler
+        sigmas, times = scheduler.grid if timestep_schedule == "diffusers" else scheduler.levels(steps)
+        self._times |= dict(zip(sigmas.tolist(), times.tolist(), strict=False))
+        return sigmas
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures of latents as the pipeline decodes them; of a video the middle frame.
+
+        Args:
+            latents: [B, ...].
+
+        Returns:
+            [B, 3, H, W] float32 in [0, 1].
+        """
+        images = self.decode_frames(latents)
+        return images if images.ndim == 4 else images[:, images.shape[1] // 2].contiguous()
+
+    @torch.no_grad()
+    def decode_frames(self, latents: Tensor) -> Tensor:
+        """Pictures [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1].
+
+        Args:
+            latents: [B, ...].
+        """
+        found = []
+        for chunk in latents.split(self.decode_batch):
+            inputs = self._inputs([self._any] * len(chunk))
+            decoder = getattr(self.pipe.vae, "dtype", chunk.dtype)
+            out = self._run(inputs, chunk.to(decoder), torch.empty(0), output_type="pt")
+            images = torch.stack(list(out)) if isinstance(out, list) else out
+            found.append(images.float().clamp(0, 1))
+        return torch.cat(found)
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
+        return self._trained.reference()
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters that the optimizer moves, in the order of the network."""
+        return self._trained.named()
+
+    def save(self, folder: Path) -> None:
+        """Write what was trained, in float32.
+
+        Args:
+            folder: with LoRA it gets the file that `pipe.load_lora_weights(folder)` reads; without, the whole
+                pipeline as `pipe.save_pretrained` writes it.
+        """
+        if self.lora is not None:
+            save_lora(type(self.pipe), self.networks, Path(folder))
+        else:
+            with self._handed_back():
+                self.pipe.save_pretrained(folder)
+        umask_permissions(Path(folder))
+
+    def load(self, folder: Path) -> None:
+        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was.
+
+        Args:
+            folder: as given to `save`.
+        """
+        if self.lora is not None:
+            load_lora(self.networks, Path(folder))
+            return
+        for part, network in self.networks.items():
+            saved = type(network).from_pretrained(folder, subfolder=part, dtype=self.storage_dtype)
+            network.load_state_dict(saved.state_dict())
+
+    def _checked_guidance(self, guidance: float | None) -> float:
+        """The scale, if the pipeline can be guided by it."""
+        family, config = self.family, self.pipe.config
+        usual = family.off if family.usual is None else family.usual
+        scale = usual if guidance is None else float(guidance)
+        if not math.isfinite(scale) or scale < family.off:
+            raise UserError(
+                f"guidance is {guidance}; it must be at least {family.off:g}, and {family.off:g} switches "
+                "guidance off."
+            )
+        embeds = getattr(next(iter(self.networks.values())).config, "guidance_embeds", True)
+        distilled = config.get("is_distilled") or (family.guidance == "embedded" and not embeds)
+        if distilled and guidance is not None and scale > family.off:
+            raise UserError(
+                f"This {type(self.pipe).__name__} is distilled: it takes no guidance, and guidance is "
+                f"{guidance}. Leave model.guidance out."
+            )
+        if family.scale == "-" and self.pipe.components.get("guider") is not None:
+            # its own begins at a step's index, which one-step calls do not have
+            self.pipe.guider = self.pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
+        return family.off if distilled else scale
+
+    def _size(self, image_size: int | tuple[int, int] | None, num_frames: int | None) -> dict[str, int]:
+        """Height, width and frames of the call."""
+        size: dict[str, int] = {}
+        if image_size is not None:
+            height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+            size = {"height": height, "width": width}
+            factor = getattr(self.pipe, "vae_scale_factor", None) or getattr(
+                self.pipe, "vae_scale_factor_spatial", 8
+            )
+            unit = factor * self.family.unit
+            if any(side < unit or side % unit for side in (height, width)):
+                raise UserError(
+                    f"image_size is {image_size}; this model makes multiples of {unit} pixels, height and "
+                    "width alike or apart (one number or a pair)."
+                )
+        if num_frames is not None:
+            if self.family.frames is None:
+                raise UserError(f"num_frames is {num_frames}, and {type(self.pipe).__name__} makes pictures.")
+            size["num_frames"] = num_frames
+        return size
+
+    def _more(self, call: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The user's own arguments of the call."""
+        unknown = sorted(set(call or ()) - set(self._arguments))
+        if unknown:
+            raise UserError(
+                f"The call of {type(self.pipe).__name__} takes no {', '.join(unknown)}. It takes "
+                f"{', '.join(list(self._arguments)[1:])}."
+            )
+        return dict(call or {})
+
+    def _make_trainable(self, lora: LoraSettings | None, checkpointing: bool) -> list[Any]:
+        layers: list[Any] = []
+        for network in self.networks.values():
+            network.eval()
+            if lora is None:
+                network.float().requires_grad_(True)
+            else:
+                layers += add_lora(network, lora, self.family.lora, self.family.unused)
+            if checkpointing:
+                network.enable_gradient_checkpointing()
+        return layers
+
+    def _encode(self, prompt: str, *, guided: bool) -> Encoded:
+        """One prompt, by whatever the pipeline's call asks of its `encode_prompt`."""
+        self._returned.clear()
+        inputs: dict[str, Any] = {"prompt": [prompt], **self._scale(guided)}
+        if "negative_prompt" in self._arguments and self.negative_prompt is not None:
+            inputs["negative_prompt"] = [self.negative_prompt]
+        try:
+            self._run(inputs, None, None)
+        except ValueError as error:
+            raise UserError(f"{type(self.pipe).__name__} refuses its call: {error}") from error
+        found = named(self._returned, self.family.encodes.split())
+        return found if guided else {k: v for k, v in found.items() if not k.startswith("negative_")}
+
+    def _scale(self, guided: bool) -> dict[str, float]:
+        family = self.family
+        if family.scale == "-":
+            return {}
+        return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
+
+    def _inputs(self, rows: Sequence[Encoded], *, guided: bool = False) -> dict[str, Any]:
+        """Arguments of the call for n samples."""
+        axes = self.family.batch_axis
+        inputs = {**join(rows, axes), **self._scale(guided)}
+        if guided or (self.guided and self.family.scale == "-"):  # a guider does not say when it is asked
+            inputs |= join([self._null] * len(rows), axes)
+        if "negative_prompt" in self._arguments:
+            inputs["negative_prompt"] = None  # some calls have a default of their own
+        return inputs
+
+    def _groups(self, rows: Sequence[Encoded], time: Tensor) -> list[list[int]]:
+        """The samples that one call of the pipeline can take, in order of appearance."""
+        groups: dict[Any, list[int]] = {}
+        for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):
+            key = (lengths(row, self.family.batch_axis), None if self._mixed else t)
+            groups.setdefault(key, []).append(i)
+        return list(groups.values())
+
+    def _predict(self, x: Tensor, time: Tensor, rows: Sequence[Encoded]) -> Tensor:
+        """What the pipeline hands its scheduler, [n, ...]."""
+        doubled = self.guided and self.family.guidance == "concatenated"
+        if not self._mixed:
+            time = time[0]
+        elif doubled:
+            time = time.repeat(2)
+        with self._halves.velocity_of(len(x), self.guided):
+            self._run(self._inputs(rows, guided=self.guided), x, time)
+        taken, self._scheduler.taken = self._scheduler.taken, None
+        assert taken is not None
+        return taken
+
+    def _run(
+        self,
+        inputs: Mapping[str, Any],
+        latents: Tensor | None,
+        at: Tensor | None,
+        *,
+        steps: int = 1,
+        output_type: str = "latent",
+    ) -> Any:
+        """The pipeline's own call; `at` None makes the grid, an empty one takes no step."""
+        self._scheduler.at = at
+        self._start = latents
+        try:
+            return self._call(
+                self.pipe,
+                **self._fixed,
+                **inputs,
+                num_inference_steps=steps,
+                output_type=output_type,
+                generator=torch.Generator().manual_seed(0),
+                return_dict=False,
+            )[0]
+        finally:
+            self._start = None
+
+    def _encoded(self, *args: Any, **kwargs: Any) -> Any:
+        """What the pipeline's encoders return, kept for `_encode`."""
+        out = self._ask_encoder(*args, **kwargs)
+        self._returned.append(out)
+        return out
+
+    def _prepared(self, *args: Any, **kwargs: Any) -> Any:
+        """The pipeline's latents and ids; the latents replaced by those that are asked about."""
+        bound = inspect.signature(self._prepare).bind(*args, **kwargs)
+        bound.arguments.pop("latents", None)
+        made = self._prepare(*bound.args, **bound.kwargs)
+        drawn = made[0] if isinstance(made, tuple) else made
+        self.latent_shape: tuple[int, ...] = tuple(drawn.shape[1:])
+        if self._start is None:
+            return made
+        decoding = self._scheduler.at is not None and not self._scheduler.at.numel()
+        given = self._start.to(drawn.device, None if decoding else drawn.dtype)
+        if given.shape != drawn.shape:
+            raise ValueError(
+                f"The latents are {list(given.shape)}; the pipeline works on {list(drawn.shape)}."
+            )
+        return (given, *made[1:]) if isinstance(made, tuple) else given
+
+    @contextmanager
+    def _handed_back(self) -> Iterator[None]:
+        """Inside, the pipeline has its own scheduler."""
+        self.pipe.scheduler = self._own_scheduler
+        try:
+            yield
+        finally:
+            self.pipe.scheduler = self._scheduler
+
+
+def _known(kind: Any, what: str) -> Family:
+    if kind not in PIPELINES:
+        known = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
+        raise UserError(
+            f"{what} is a {kind}, of no family that is known: {known}. Add a row to "
+            "visalign/adapters/pipeline/families.py, or name your own adapter (model.adapter=file.py:Class)."
+        )
+    return FAMILIES[PIPELINES[kind]]
+
+
+def _family(pipe: Any) -> Family:
+    return _known(type(pipe).__name__, "The pipeline")
+
+
+def _beside(value: Tensor, x: Tensor) -> Tensor:
+    return value.reshape(-1, *[1] * (x.ndim - 1))

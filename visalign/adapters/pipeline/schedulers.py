@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedulers that a pipeline is given in place of its own: they tell the grid, and hand over the prediction.
+
+A pipeline calls `set_timesteps` once and `step` at each time. Before a velocity is asked for, `at` holds the
+time; the one step that follows leaves its model output in `taken` and the sample as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from visalign.errors import UserError
+from visalign.flow.parametrization import flow_sigma
+from visalign.flow.schedules import time_grid
+from visalign.interfaces import Prediction
+
+
+class _Handing:
+    """What both have in common; the class beside it is diffusers' own scheduler."""
+
+    at: Tensor | None = None
+    """The time of the one step that is asked for, as the pipeline hands it on; None: no step at all."""
+    taken: Tensor | None = None
+
+    def step(
+        self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor]:
+        """Keep the model output, with its gradient; the sample stays."""
+        self.taken = model_output
+        return (sample,)
+
+    def _stand_at(self) -> None:
+        self.timesteps = torch.empty(0) if self.at is None or not self.at.numel() else self.at[None]
+        self.num_inference_steps = len(self.timesteps)
+
+
+class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
+    """For pipelines of flows."""
+
+    prediction: Prediction = "velocity"
+    mu: float | None = None
+    """What the pipeline made of the picture's size, with dynamic shifting."""
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: Any = None,
+        sigmas: Any = None,
+        mu: float | None = None,
+        timesteps: Any = None,
+    ) -> None:
+        """Make the grid as diffusers does and remember it; then stand at the one time that is asked for."""
+        if self.at is None:
+            one = 1 in (num_inference_steps, 0 if sigmas is None else len(sigmas))
+            settings: Any = self.config
+            if one and settings.shift_terminal:  # which stretches between two levels, and here is one
+                self.grid = torch.tensor([1.0, 0.0]), torch.tensor([float(settings.num_train_timesteps)])
+            else:
+                super().set_timesteps(
+                    num_inference_steps, device="cpu", sigmas=sigmas, mu=mu, timesteps=timesteps
+                )
+                self.grid = self.sigmas.float().clone(), self.timesteps.float().clone()
+            self.mu = mu
+        self._stand_at()
+        self.sigmas = torch.zeros(len(self.timesteps) + 1)
+        self._step_index = self._begin_index = None
+
+    def levels(self, steps: int) -> tuple[Tensor, Tensor]:
+        """(σ [steps + 1], time [steps]) of the paper's grid, shifted once; `set_timesteps` has told `mu`."""
+        settings: Any = self.config
+        dynamic = settings.use_dynamic_shifting and self.mu is not None
+        sigmas = time_grid(steps, shift=math.exp(self.mu or 0.0) if dynamic else self.shift)
+        return sigmas, sigmas[:-1] * settings.num_train_timesteps
+
+
+class HandingNoise(_Handing, DDIMScheduler):
+    """For pipelines that predict noise (or v, or the clean latent) on a variance-preserving path.
+
+    The last level is 0, the clean latent itself (DDIM's `set_alpha_to_one`): a pipeline whose scheduler stops
+    at the first training step's noise ends that much earlier.
+    """
+
+    @property
+    def prediction(self) -> Prediction:
+        """In our words."""
+        settings: Any = self.config
+        return {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}[settings.prediction_type]  # type: ignore[return-value]
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
+        """As `HandingFlow.set_timesteps`."""
+        if self.at is None:
+            super().set_timesteps(num_inference_steps, device="cpu")
+            self.grid = self._levels(self.timesteps)
+        self._stand_at()
+
+    def levels(self, steps: int) -> tuple[Tensor, Tensor]:
+        """(σ [steps + 1], time [steps]) of times spaced evenly from the last one, arXiv 2305.08891."""
+        count = len(self.alphas_cumprod)
+        return self._levels(torch.arange(count, 0, -count / steps).round().long()[:steps] - 1)
+
+    def _levels(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+        sigmas = flow_sigma(self.alphas_cumprod[timesteps].double())
+        return torch.cat([sigmas, torch.zeros(1)]).float(), timesteps.float()
+
+
+Handing = HandingFlow | HandingNoise
+
+
+def handing_scheduler(scheduler: Any) -> Handing:
+    """The scheduler to exchange a pipeline's own for.
+
+    Args:
+        scheduler: the pipeline's.
+
+    Raises:
+        UserError: it is of neither kind.
+    """
+    config = dict(scheduler.config)
+    made: Any
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        made = HandingFlow.from_config(scheduler.config)
+        return made
+    if config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas"):
+        return HandingFlow(shift=config.get("flow_shift") or 1.0)  # another solver of the same flow
+    if hasattr(scheduler, "alphas_cumprod") and config.get("prediction_type", "epsilon") in (
+        "epsilon",
+        "v_prediction",
+        "sample",
+    ):
+        known = {k: v for k, v in config.items() if k not in ("set_alpha_to_one", "_class_name")}
+        made = HandingNoise.from_config({**known, "set_alpha_to_one": True})
+        return made
+    raise UserError(
+        f"The pipeline samples with {type(scheduler).__name__}, neither a flow nor a noise schedule with "
+        "alphas_cumprod. Set pipe.scheduler to a FlowMatchEulerDiscreteScheduler or a DDIMScheduler."
+    )
+
+
+def time_of(scheduler: Handing, sigmas: Tensor, grid: tuple[Tensor, Tensor]) -> Tensor:
+    """The time that the pipeline hands its network at any levels.
+
+    Args:
+        scheduler: the pipeline's.
+        sigmas: float32, any shape.
+        grid: a fine one of a flow, σ and times.
+    """
+    if isinstance(scheduler, HandingFlow):
+        known, times = (part.numpy() for part in grid)
+        settings: Any = scheduler.config
+        count = settings.num_train_timesteps
+        if np.allclose(times, known[:-1] * count, rtol=1e-5, atol=1e-3):
+            return sigmas.float() * count
+        places, values = known[::-1], np.append(times, 0.0)[::-1]  # a shift that the times do not share
+    else:
+        places = flow_sigma(scheduler.alphas_cumprod.double()).numpy()
+        values = np.arange(len(places), dtype=np.float64)
+    found = np.interp(sigmas.cpu().double().numpy(), places, values)
+    return torch.as_tensor(found, dtype=torch.float32, device=sigmas.device)
