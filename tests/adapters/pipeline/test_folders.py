@@ -30,7 +30,7 @@ def test_prompts_make_the_pipelines_pictures(folders, name):
     guidance = None if name == "flux" else 3.0
     size = SIZES[name]
     policy = load_policy(folders[name], guidance=guidance, image_size=size)
-    assert type(policy) is PipelinePolicy
+    assert isinstance(policy, PipelinePolicy)
     noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
     made = rollout(policy, policy.encode(PROMPTS), sigmas=policy.sigmas(3), noise=noise).latents
     pipe: Any = DiffusionPipeline.from_pretrained(folders[name], safety_checker=None)
