@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two kernels: hand values, diffusers, torch.distributions, identities, marginals."""
+"""The three kernels: hand values, diffusers, torch.distributions, identities, marginals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +26,10 @@ from visalign.flow import (
     step_noise,
     time_grid,
 )
+from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
+from visalign.flow.transitions import ddim_step
 
-LEVELS = {"flow": 0.7, "dance": 0.3, "cps": 0.8}
+LEVELS = {"flow": 0.7, "dance": 0.3, "cps": 0.8, "ddim": 1.0}
 
 
 def latents(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -63,7 +66,7 @@ def test_dance_is_flow_with_equal_noise_rate():
         torch.testing.assert_close(dance.std, flow.std[one], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["flow", "dance", "cps"])
+@pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
 def test_rows_of_different_sigma_are_separate_steps(schedule):
     kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
     x, v, x_next = (latents(3, 2, 2, seed=seed) for seed in range(3))
@@ -101,7 +104,7 @@ def test_cps_at_level_zero_and_flow_at_level_zero_are_the_ode():
     assert torch.equal(sde_step(x, v, 0.7, 0.4, schedule="flow", noise_level=0.0, sigma_max=0.9).mean, ode)
 
 
-@pytest.mark.parametrize("schedule", ["flow", "dance", "cps"])
+@pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
 def test_log_prob_is_torch_distributions(schedule):
     kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
     step = kernel.step(latents(3, 2, 4), latents(3, 2, 4, seed=1), 0.6, 0.5)
@@ -114,7 +117,7 @@ def test_log_prob_is_torch_distributions(schedule):
     torch.testing.assert_close(step.log_prob(x_next, "sum", form="quadratic"), square.sum(1))
 
 
-@pytest.mark.parametrize("schedule", ["flow", "dance", "cps"])
+@pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
 def test_mean_ratio_is_one_and_kl_is_the_mean_log_ratio(schedule):
     kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95, log_prob_reduction="sum")
     x, v = latents(1, 3).expand(200_000, 3), latents(1, 3, seed=1).expand(200_000, 3)
@@ -179,7 +182,7 @@ def test_half_precision_inputs_are_computed_in_float32():
     torch.testing.assert_close(step.mean.double(), exact.mean, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["flow", "dance", "cps"])
+@pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
 def test_log_prob_gradient(schedule):
     kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
     x, x_next = latents(2, 3), latents(2, 3, seed=2)
@@ -246,3 +249,26 @@ def test_transitions_refuse_bad_arguments():
 def test_kernel_refuses_bad_settings(arguments, message):
     with pytest.raises(ValueError, match=message):
         Kernel(**arguments)
+
+
+def test_ddim_is_diffusers_own_step():
+    """η between 0 and 1, on a schedule of Stable Diffusion: mean and std of the step, at the flow's scale."""
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    scheduler: Any = DDIMScheduler(**betas, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+    scheduler.set_timesteps(10)
+    x, output = latents(4, 3, seed=1).double(), latents(4, 3, seed=2).double()
+    for t, following in zip(scheduler.timesteps[:-1], scheduler.timesteps[1:], strict=True):
+        sigma, sigma_next = (flow_sigma(scheduler.alphas_cumprod[i].double()) for i in (t, following))
+        size, size_next = preserving_scale(sigma), preserving_scale(sigma_next)
+        v = velocity_of_prediction(output, x * size, sigma.expand(4), "epsilon")
+        for eta in (0.0, 0.5, 1.0):
+            ours = ddim_step(x * size, v, sigma, sigma_next, eta=eta)
+            zero = torch.zeros_like(x)
+            mean = scheduler.step(output, t, x, eta=eta, variance_noise=zero).prev_sample
+            moved = scheduler.step(output, t, x, eta=eta, variance_noise=zero + 1).prev_sample
+            torch.testing.assert_close(ours.mean / size_next, mean, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                ours.std[0] / size_next, (moved - mean).flatten()[0], rtol=1e-4, atol=1e-6
+            )
+    with pytest.raises(ValueError, match=r"η of DDIM must lie in \[0, 1\]; got 1.5"):
+        ddim_step(x, v, 0.5, 0.4, eta=1.5)

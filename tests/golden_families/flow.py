@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from visalign.flow import Kernel, diffusers_time_grid, time_grid
+from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
+from visalign.flow.windows import window_places
 
 _GRIDS = ("diffusers", "plain")
 _SCHEDULES = {
@@ -72,6 +76,69 @@ def sde_steps(case: Any) -> dict[str, Any] | None:
     return ours
 
 
+def ddim_steps(case: Any) -> dict[str, Any] | None:
+    """DDIM with η: the peer's latents are ours divided by n = √((1 − σ)² + σ²)."""
+    kind = {"epsilon": "epsilon", "v_prediction": "v"}.get(case.params.get("prediction_type"))
+    if kind is None or "eta" not in case.params:
+        return None
+    alpha, alpha_next = (case.tensor(n).reshape(-1) for n in ("alpha_cumprod", "alpha_cumprod_prev"))
+    sigma, sigma_next = flow_sigma(alpha), flow_sigma(alpha_next)
+    x, x_next = (case.tensor(name) for name in ("sample", "prev_sample"))
+    ones = [1] * (x.ndim - 1)
+    size, size_next = (preserving_scale(level).reshape(-1, *ones) for level in (sigma, sigma_next))
+    output = case.tensor("model_output").requires_grad_()
+    levels = [level.expand(len(x)) for level in (sigma, sigma_next)]
+    v = velocity_of_prediction(output, x * size, levels[0], kind)  # type: ignore[arg-type]
+    transition = Kernel(schedule="ddim", noise_level=case.params["eta"]).step(x * size, v, *levels)
+    found: dict[str, Any] = {"mean_float64": transition.mean / size_next}
+    found["std"] = (transition.std / size_next.flatten())[0]
+    if bool((transition.std > 0).all()):
+        log_prob = transition.log_prob(x_next * size_next) + size_next.flatten().log()
+        found |= {"log_prob": log_prob, "grad_model_output": torch.autograd.grad(log_prob.sum(), output)[0]}
+    return found
+
+
+def windows(case: Any) -> dict[str, Any] | None:
+    """MixGRPO's windows; the peer's known error, a whole turn at an empty window, is put in here."""
+    params = case.params
+    if case.variant == "mixgrpo_window_random":
+        size, steps = params["group_size"], params["max_timesteps"]
+        draws = (np.random.default_rng(seed) for seed in case.inputs["seeds"])
+        return {"start": [window_places(steps, size, 0, order="random", draw=draw)[0] for draw in draws]}
+    order = {None: "progressive", "exp_decay": "exp_decay"}.get(params.get("sample_strategy"))
+    if not case.variant.startswith("mixgrpo_window") or order is None or not params.get("roll_back"):
+        return None
+    size, steps, every = (params[name] for name in ("group_size", "max_timesteps", "iters_per_group"))
+    stride = params.get("prog_overlap_step", 1) if params.get("prog_overlap") else size
+    threshold, rate = params.get("exp_decay_thre_timestep", 13), params.get("exp_decay_k", 0.1)
+
+    def stay(start: int) -> int:
+        return (
+            math.ceil(every * math.exp(-rate * max(0, start - threshold))) if order == "exp_decay" else every
+        )
+
+    own = sum(stay(start) for start in range(0, steps, stride))
+    runs: list[list[int]] = []
+    for iteration in range(case.inputs["iterations"]):
+        at = iteration % (own + stay(steps))
+        window = [steps, steps]
+        if at < own:
+            more: Any = {
+                "order": order,
+                "every": every,
+                "stride": stride,
+                "threshold": threshold,
+                "rate": rate,
+            }
+            places = window_places(steps, size, at, **more)
+            window = [places[0], places[-1] + 1]
+        if runs and runs[-1][:2] == window:
+            runs[-1][2] += 1
+        else:
+            runs.append([*window, 1])
+    return {"runs_start_stop_length": runs}
+
+
 def tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
     """Float32 peers: see the README of the golden folder."""
     if key.startswith("log_prob"):
@@ -81,5 +148,7 @@ def tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
     return 1e-4, 1e-6, "largest"
 
 
-FAMILIES = {"E_sigma_tables": sigma_tables, "E_sde_steps": sde_steps}
+FAMILIES = {"E_sigma_tables": sigma_tables, "E_sde_steps": sde_steps, "E_ddim_steps": ddim_steps}
+FAMILIES["E_windows_steps"] = windows
 TOLERANCES = {"E_sigma_tables": lambda case, key: (1e-6, 1e-7, "largest"), "E_sde_steps": tolerance}
+TOLERANCES["E_ddim_steps"] = tolerance

@@ -15,7 +15,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from .noise import checked_seeds, initial_noise, step_noise
 from .parametrization import preserving_scale
 from .trajectory import Trajectory
-from .transitions import Kernel, LogProbForm, sde_step
+from .transitions import LAST_IS_EXACT, Kernel, LogProbForm, sde_step
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def rollout(
         sigmas: [T + 1] strictly falling noise levels that end at 0 (`policy.sigmas`, `time_grid`).
         sde_steps: Indices in [0, T), rising; empty for a deterministic rollout (evaluation). With bfloat16
             storage leave out steps of tiny std (0.006 in the last of diffusers' grid), the size of rounding.
-        schedule: "flow", "dance" or "cps".
+        schedule: "flow", "dance", "cps" or "ddim".
         noise_level: a or η of the schedule.
         seeds: [B] integers, one per sample (`sample_seed`): initial noise and step noise come from them, so a
             sample does not depend on its batch. Not needed with `noise` and no stochastic step.
@@ -227,10 +227,10 @@ def _check_stochastic(kernel: Kernel, grid: Tensor, steps: tuple[int, ...]) -> N
     for step in steps:
         if kernel.std(grid[step], grid[step + 1]) > 0:
             continue
-        if kernel.schedule == "cps" and kernel.noise_level > 0:
+        if kernel.schedule in LAST_IS_EXACT and kernel.noise_level > 0:
             raise ValueError(
-                f"CPS adds no noise in the last step (step {step}, σ' = 0, std = σ' sin(aπ/2) = 0), so its "
-                f"log-probability is undefined. Take {step} out of sde_steps, or use flow or dance."
+                f"{kernel.schedule.upper()} adds no noise in the last step (step {step}, σ' = 0, std = 0), "
+                f"so its log-probability is undefined. Take {step} out of sde_steps, or use flow or dance."
             )
         raise ValueError(
             f'Schedule "{kernel.schedule}" at level {kernel.noise_level} adds no noise in step {step}, so '

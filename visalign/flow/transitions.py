@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One denoising step as a Gaussian: mean and total std of x' from (x, v, σ, σ'), samples and log-probs.
 
-Two kernels. `sde_step` is Flow-SDE, Dance-SDE and the ODE: one mean formula, three noise rates. `cps_step` is
-Coefficients-Preserving Sampling. `std` has one meaning: the standard deviation of x', √(−dt) included.
+Three kernels. `sde_step` is Flow-SDE, Dance-SDE and the ODE: one mean formula, three noise rates. `cps_step`
+is Coefficients-Preserving Sampling, `ddim_step` DDIM with η (DDPO's): both replace part of the predicted
+noise. `std` has one meaning: the standard deviation of x', √(−dt) included.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from visalign.core.surrogates.ratios import EventNorm, gaussian_log_prob, reduce
 
 from .schedules import NOISE_SCHEDULES, noise_rate
 
-KERNELS = (*NOISE_SCHEDULES, "cps")
+KERNELS = (*NOISE_SCHEDULES, "cps", "ddim")
+LAST_IS_EXACT = ("cps", "ddim")
+"""Kernels that add no noise in the last step (σ' = 0)."""
 LogProbForm = Literal["gaussian", "quadratic"]
 
 
@@ -72,9 +75,10 @@ class Kernel:
     """Which step a rollout takes, and how its log-probability is counted: what a replay must not change."""
 
     schedule: str
-    """"flow", "dance", "none" (noise schedules of the SDE kernel) or "cps"."""
+    """"flow", "dance", "none" (noise schedules of the SDE kernel), "cps" or "ddim"."""
     noise_level: float
-    """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS in [0, 1] (0.8); ignored by "none"."""
+    """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS (0.8) and η of DDIM (1) in [0, 1]; ignored by
+    "none"."""
     sigma_max: float = 0.0
     """Flow-SDE's stand-in for σ = 1, in [0, 1); the others ignore it."""
     log_prob_reduction: EventNorm = "mean"
@@ -96,6 +100,8 @@ class Kernel:
         """Total std of x' for noise levels σ, σ' of equal shape, in their shape and dtype."""
         if self.schedule == "cps":
             return _cps_std(sigma_next, self.noise_level)
+        if self.schedule == "ddim":
+            return _ddim_std(sigma, sigma_next, self.noise_level)
         rate = noise_rate(sigma, self.sigma_max, schedule=self.schedule, noise_level=self.noise_level)
         return rate * torch.sqrt(sigma - sigma_next)
 
@@ -103,6 +109,8 @@ class Kernel:
         """The transition out of x [B, ...] along v [B, ...]; σ and σ' are scalars or [B]."""
         if self.schedule == "cps":
             return cps_step(x, v, sigma, sigma_next, noise_level=self.noise_level)
+        if self.schedule == "ddim":
+            return ddim_step(x, v, sigma, sigma_next, eta=self.noise_level)
         return sde_step(
             x,
             v,
@@ -183,10 +191,55 @@ def cps_step(
     Source: Wang and Yu, Coefficients-Preserving Sampling, arXiv 2509.05952.
     """
     x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
-    std = _cps_std(sigma_next, noise_level)
     kept = sigma_next * torch.cos(torch.full_like(sigma_next, noise_level * torch.pi / 2))
+    return _noise_replaced(x, v, sigma, sigma_next, kept, _cps_std(sigma_next, noise_level))
+
+
+def ddim_step(
+    x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, eta: float
+) -> Transition:
+    """DDIM with η, DDPO's kernel, on the flow's scale: η = 1 is ancestral sampling, 0 the ODE.
+
+    With ᾱ = (1 − σ)² / ((1 − σ)² + σ²) and n = √((1 − σ)² + σ²), the variance of eq. 16 and the mean
+    of eq. 12, std² = η² (1 − ᾱ')/(1 − ᾱ) (1 − ᾱ/ᾱ')  and  μ = √ᾱ' x̂0 + √(1 − ᾱ' − std²) ε̂,  are, times n':
+    std = η σ' (n/σ) √(1 − ((1 − σ) n' / ((1 − σ') n))²),  μ = (1 − σ')·x̂0 + √(σ'² − std²)·x̂1.
+    A log-probability of the scaled latent differs from that of the other by ln n' a dimension, a constant.
+
+    Args:
+        x: [B, ...] latents at σ.
+        v: [B, ...] velocity dx/dσ (`velocity_of_prediction` makes it of ε or v).
+        sigma: Scalar or [B] noise levels in (0, 1].
+        sigma_next: Scalar or [B], below sigma; at 0 std is 0 and the log-probability undefined.
+        eta: η in [0, 1].
+
+    Returns:
+        Transition in float32, or float64 if x or v is float64.
+
+    Raises:
+        ValueError: For shapes that do not fit or η outside [0, 1].
+
+    Source: Song et al., DDIM, arXiv 2010.02502; Black et al., DDPO, arXiv 2305.13301.
+    """
+    x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
+    std = _ddim_std(sigma, sigma_next, eta)
+    kept = (sigma_next.square() - std.square()).clamp_min(0).sqrt()
+    return _noise_replaced(x, v, sigma, sigma_next, kept, std)
+
+
+def _noise_replaced(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, kept: Tensor, std: Tensor
+) -> Transition:
+    """(1 − σ')·x̂0 + kept·x̂1 with x̂0 = x − σv, x̂1 = x + (1 − σ)v."""
     clean, noise = x - _rows(sigma, x) * v, x + _rows(1 - sigma, x) * v
     return Transition(_rows(1 - sigma_next, x) * clean + _rows(kept, x) * noise, std)
+
+
+def _ddim_std(sigma: Tensor, sigma_next: Tensor, eta: float) -> Tensor:
+    if not 0 <= eta <= 1:
+        raise ValueError(f"η of DDIM must lie in [0, 1]; got {eta}.")
+    size, size_next = torch.hypot(1 - sigma, sigma), torch.hypot(1 - sigma_next, sigma_next)
+    fall = 1 - ((1 - sigma) * size_next / ((1 - sigma_next) * size)).square()
+    return eta * sigma_next * size / sigma * fall.clamp_min(0).sqrt()
 
 
 def _cps_std(sigma_next: Tensor, noise_level: float) -> Tensor:

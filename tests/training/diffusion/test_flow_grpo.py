@@ -383,6 +383,23 @@ def test_step_draws_are_reproducible_and_vary():
     assert len(set(draws)) > 4 and all(len(set(d)) == 2 and set(d) <= {1, 2, 3, 4, 5} for d in draws)
     fixed = RolloutSettings(steps=10, sde_steps=[1, 3, 5], train_steps=[5, 1])
     assert choose_steps(fixed, 0, 7) == ([1, 3, 5], (0, 2))
+    moving = RolloutSettings(
+        steps=10, sde_steps=[1, 2, 4], sde_window=2, sde_window_order="progressive", sde_window_every=1
+    )
+    assert [choose_steps(moving, 0, i)[0] for i in range(4)] == [[1, 2], [2, 4], [4], [1, 2]]
+
+
+@pytest.mark.parametrize("schedule", ["dance", "ddim"])
+def test_a_group_can_share_its_start(tmp_path, schedule):
+    shared = {"shared_noise": True, "schedule": schedule, "noise_level": 0.5}
+    trainer = toy_trainer(tmp_path, rollout={**shared, "sde_steps": [2]}, run={"iterations": 2})
+    algorithm = trainer.algorithm
+    batch = algorithm.sampler.batch(0, 0, 1)
+    start = algorithm._shared_noise(batch)
+    first = batch.group_id == batch.group_id[0]
+    assert torch.equal(start[first], start[first][:1].expand_as(start[first]))
+    assert not torch.equal(start[~first][:1], start[:1])
+    assert trainer.train().counters.iteration == 2  # the ratio is 1 at the first update, or it stops
 
 
 def test_step_weights_must_fit_the_steps(tmp_path):

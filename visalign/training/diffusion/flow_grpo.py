@@ -30,10 +30,12 @@ from visalign.core.groups.labels import group_index, group_sum
 from visalign.core.surrogates.kl import gaussian_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
+from visalign.flow.noise import initial_noise
 from visalign.flow.replay import RATIO_BOUND, replay
 from visalign.flow.rollout import rollout
 from visalign.flow.trajectory import Pairs, Trajectory
 from visalign.flow.transitions import Kernel
+from visalign.flow.windows import window_places
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.judging import check_failures, judge, oriented
@@ -220,10 +222,16 @@ class FlowGRPO:
                 schedule=settings.schedule,
                 noise_level=settings.noise_level,
                 seeds=[sample_seed(self.seed, "sample", i) for i in batch.sample_id.tolist()],
+                noise=self._shared_noise(batch) if settings.shared_noise else None,
                 log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
                 batch_size=settings.batch_size,
             )
         return condition, trajectory
+
+    def _shared_noise(self, batch: Batch) -> Tensor:
+        """One start per group, [b, ...]."""
+        seeds = [sample_seed(self.seed, "group", group) for group in batch.group_id.tolist()]
+        return initial_noise(seeds, self.policy.latent_shape)
 
     def _gather(self, scores: Scores, batch: Batch) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
         """(value [B] float64, valid [B], group [B]) of all processes on CPU, and the means of the parts."""
@@ -427,7 +435,16 @@ def choose_steps(settings: RolloutSettings, seed: int, iteration: int) -> tuple[
     if settings.sde_window is None:
         return sde_steps, tuple(sde_steps.index(step) for step in settings.trained)
     draw = np.random.default_rng(sample_seed(seed, "noise steps", iteration))
-    chosen = sorted(int(step) for step in draw.choice(sde_steps, settings.sde_window, replace=False))
+    places = window_places(
+        len(sde_steps),
+        settings.sde_window,
+        iteration,
+        order=settings.sde_window_order,  # type: ignore[arg-type]  # checked by the settings
+        every=settings.sde_window_every,
+        stride=settings.sde_window_stride,
+        draw=draw,
+    )
+    chosen = [sde_steps[place] for place in places]
     return chosen, tuple(range(len(chosen)))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from visalign.errors import UserError
+from visalign.flow.transitions import LAST_IS_EXACT
+from visalign.flow.windows import WINDOW_ORDERS
 from visalign.training.loop.optimizer import at_least, choice
 from visalign.training.policy.settings import ObjectiveSettings
 
@@ -38,14 +40,23 @@ class RolloutSettings:
     """Time grid: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
     schedule: str = "flow"
     """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-
-    preserving)."""
+    preserving), "ddim" (DDPO)."""
     noise_level: float = 0.7
-    """Noise level a (η for "dance")."""
+    """Noise level a (η for "dance" and "ddim")."""
     sde_steps: list[int] | None = None
     """Steps that are stochastic, 0 to T-1; the others are deterministic. null: all but the last."""
     sde_window: int | None = None
     """Draw this many of `sde_steps` anew in each iteration and make only them stochastic (Flow-GRPO-Fast,
     MixGRPO). null: all of them."""
+    sde_window_order: str = "subset"
+    """How they are drawn: "subset" (any), "random" (neighbours), "progressive" or "exp_decay" (neighbours
+    that move along the grid, MixGRPO)."""
+    sde_window_every: int = 25
+    """Iterations that a moving window stays."""
+    sde_window_stride: int = 1
+    """Steps that it moves on."""
+    shared_noise: bool = False
+    """Start all samples of a group from one noise (DanceGRPO): they differ by their steps' noise alone."""
     train_steps: list[int] | None = None
     """Those of `sde_steps` that are trained on; null: all that are stochastic."""
     log_prob_reduction: str = "mean"
@@ -59,7 +70,10 @@ class RolloutSettings:
         at_least("rollout.steps", self.steps, 1)
         at_least("rollout.batch_size", self.batch_size, 1)
         choice("rollout.timestep_schedule", self.timestep_schedule, ("diffusers", "plain"))
-        choice("rollout.schedule", self.schedule, ("flow", "dance", "cps"))
+        choice("rollout.schedule", self.schedule, ("flow", "dance", *LAST_IS_EXACT))
+        choice("rollout.sde_window_order", self.sde_window_order, WINDOW_ORDERS)
+        at_least("rollout.sde_window_every", self.sde_window_every, 1)
+        at_least("rollout.sde_window_stride", self.sde_window_stride, 1)
         choice("rollout.log_prob_reduction", self.log_prob_reduction, ("mean", "sum"))
         if not (math.isfinite(self.noise_level) and self.noise_level > 0):
             raise UserError(
@@ -72,8 +86,8 @@ class RolloutSettings:
             )
         noisy = self.stochastic
         _steps("rollout.sde_steps", noisy, range(self.steps), "steps")
-        if self.schedule == "cps":
-            self._check_cps(noisy)
+        if self.schedule in LAST_IS_EXACT:
+            self._check_exact_last(noisy)
         if self.train_steps is not None:
             _steps("rollout.train_steps", self.train_steps, noisy, "the stochastic steps")
         if self.sde_window is not None:
@@ -87,19 +101,25 @@ class RolloutSettings:
                     "rollout.sde_window draws the steps to train anew in each iteration, so "
                     "rollout.train_steps cannot be fixed as well. Remove one of the two."
                 )
-
-    def _check_cps(self, noisy: Sequence[int]) -> None:
-        """The limits of coefficients-preserving sampling."""
-        if self.noise_level > 1:
+        elif self.sde_window_order != "subset":
             raise UserError(
-                f"rollout.noise_level is {self.noise_level}; for rollout.schedule=cps it must be at most 1, "
-                "which replaces all of the noise (published: 0.8)."
+                f"rollout.sde_window_order is {self.sde_window_order} and there is no window. Set "
+                "rollout.sde_window to its size."
+            )
+
+    def _check_exact_last(self, noisy: Sequence[int]) -> None:
+        """The limits of kernels that replace part of the predicted noise."""
+        if self.noise_level > 1:
+            usual = "which replaces all of the noise (published: 0.8)" if self.schedule == "cps" else "DDPO's"
+            raise UserError(
+                f"rollout.noise_level is {self.noise_level}; for rollout.schedule={self.schedule} it must "
+                f"be at most 1, {usual}."
             )
         if self.steps - 1 in noisy:
             raise UserError(
-                f"rollout.sde_steps {list(noisy)} holds the last of {self.steps} steps, in which cps adds "
-                f"no noise, so it has no log-probability. Take {self.steps - 1} out, or set rollout.schedule "
-                "to flow or dance."
+                f"rollout.sde_steps {list(noisy)} holds the last of {self.steps} steps, in which "
+                f"{self.schedule} adds no noise, so it has no log-probability. Take {self.steps - 1} out, or "
+                "set rollout.schedule to flow or dance."
             )
 
     @property
