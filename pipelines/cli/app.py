@@ -17,6 +17,7 @@ from .compare import compare, rank
 from .evaluate import evaluate
 from .messages import user_messages
 from .probe import probe_reward
+from .sample import sample
 from .score import score
 from .serve import serve_reward
 
@@ -136,6 +137,7 @@ def _train(config: str, overrides: list[str], output: Path | None, *, resume: bo
             show_summary(Console(), folder, then=then)
 
 
+app.command()(sample)
 app.command()(score)
 app.command()(evaluate)
 app.command("serve-reward")(serve_reward)

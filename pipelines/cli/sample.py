@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign sample`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from visalign.errors import UserError
+
+from .messages import user_messages
+
+
+def sample(
+    prompts: Annotated[
+        list[str], typer.Argument(help="Prompts, or one .txt or .jsonl file of them.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="A new folder.", show_default=False)],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A packaged model, a folder, or a hub id.")
+    ] = "shapes-sd3",
+    lora: Annotated[Path | None, typer.Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
+    seeds: Annotated[
+        str, typer.Option(help="Such as 0,1,2 or 0-7; a picture of each prompt for each.")
+    ] = "0-3",
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
+    reward: Annotated[
+        list[str] | None, typer.Option("--reward", "-r", help="Also score the pictures.")
+    ] = None,
+    best_of: Annotated[int, typer.Option(help="Draw so many for each seed, keep the best by -r.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    batch_size: Annotated[int, typer.Option(help="Pictures at once.")] = 16,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="NAME=VALUE of the model: guidance=4.5, image_size=512, adapter=..."),
+    ] = None,
+) -> None:
+    """Make pictures of prompts: a folder of PNGs, a table that `visalign score` takes, and a grid."""
+    with user_messages():
+        from visalign.pipelines.sample.job import GRID, TABLE, SampleSettings, sample_pictures
+        from visalign.pipelines.shared.option_items import parse_options
+        from visalign.pipelines.shared.sections import check_dtype
+        from visalign.rewards.catalogue import load_reward
+
+        check_dtype("--dtype", dtype)
+        given: dict[str, Any] = parse_options(options or [])
+        if isinstance(given.get("image_size"), list):
+            given["image_size"] = tuple(given["image_size"])
+        settings = SampleSettings(
+            model=model,
+            adapter=given.pop("adapter", None),
+            lora=lora,
+            seeds=numbers(seeds),
+            best_of=best_of,
+            steps=steps,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=device,
+            options=given,
+        )
+        rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
+        rows = sample_pictures(_records(prompts), settings, output, rewards=rewards)
+        typer.echo(f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {GRID} to look at.")
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers as typed: 0,1,5 or 0-7.
+
+    Raises:
+        UserError: it is neither.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UserError(f"--seeds is {text!r}; give numbers from 0 up, such as 0,1,2 or 0-7.")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _records(prompts: list[str]) -> Any:
+    """Prompt records of a file or set, or of the prompts themselves."""
+    from visalign.pipelines.shared.parts import build_records
+
+    one = prompts[0]
+    if len(prompts) == 1 and (one.startswith("shapes:") or Path(one).suffix in (".txt", ".jsonl")):
+        return build_records(one, "The prompts")
+    return [{"prompt": prompt} for prompt in prompts]

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of prompts from a model and its adapters, into a folder; with rewards, the best of several."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from visalign.data.assets import resolve_model
+from visalign.errors import UserError
+from visalign.flow.rollout import rollout
+from visalign.interfaces import DiffusionPolicy, PointwiseReward
+from visalign.seeds import sample_seed
+
+TABLE = "images.jsonl"
+GRID = "grid.png"
+LARGEST_GRID = 64
+"""Prompts shown in the grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """What to sample from, and how."""
+
+    model: str = "shapes-sd3"
+    """A packaged model, the folder of a diffusers pipeline, or a hub id."""
+    adapter: str | None = None
+    """See `model.adapter` of a configuration."""
+    lora: Path | None = None
+    """The folder that a run, or `pipe.save_lora_weights`, left."""
+    seeds: Sequence[int] = (0, 1, 2, 3)
+    """A picture of each prompt for each."""
+    best_of: int = 1
+    """Draw so many for each seed and keep the one that the rewards like best."""
+    steps: int = 10
+    """Denoising steps, without noise on the way."""
+    timestep_schedule: str = "diffusers"
+    """See `rollout.timestep_schedule`."""
+    batch_size: int = 16
+    """Pictures at once; memory only."""
+    dtype: str = "float32"
+    """Of the weights."""
+    device: str = "cpu"
+    """Where everything goes."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What else the adapter takes: guidance, image_size, negative_prompt, ..."""
+
+    def __post_init__(self) -> None:
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) != len(self.seeds):
+            raise UserError(f"The seeds are {list(self.seeds)}; give different numbers from 0 up.")
+        for name in ("best_of", "steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
+
+def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
+    """The model with its adapters.
+
+    Raises:
+        UserError, FileNotFoundError: see `load_policy`; the LoRA is of another model.
+    """
+    from visalign.adapters.catalogue import load_policy
+    from visalign.adapters.pipeline.lora import settings_of
+    from visalign.pipelines.shared.parts import no_loading_bars
+
+    with no_loading_bars():
+        policy: Any = load_policy(
+            resolve_model(settings.model),
+            adapter=settings.adapter,
+            dtype=getattr(torch, settings.dtype),
+            device=settings.device,
+            **({} if settings.lora is None else {"lora": settings_of(settings.lora)}),
+            **settings.options,
+        )
+        if settings.lora is not None:
+            policy.load(settings.lora)
+    return policy
+
+
+def sample_pictures(
+    records: Sequence[Mapping[str, Any]],
+    settings: SampleSettings,
+    output: Path,
+    *,
+    rewards: Mapping[str, PointwiseReward] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Sample and write each picture as it is made, then the table and the grid.
+
+    The noise of a picture depends on its prompt and seed alone. With `best_of` N a seed stands for N draws,
+    and the one with the highest sum of rewards is kept; a picture that a judge could not judge is not chosen.
+
+    Args:
+        records: with "prompt"; handed to the rewards as metadata.
+        settings: the model and how to sample.
+        output: a new or empty folder.
+        rewards: label -> reward, for the table and for `best_of`.
+        progress: called with (pictures drawn, all).
+
+    Returns:
+        The rows of images.jsonl: image, prompt, seed, and each reward's value (null where it failed).
+
+    Raises:
+        UserError: the folder is not empty, `best_of` without a reward, or see `load_sampler`.
+    """
+    rewards = rewards or {}
+    if settings.best_of > 1 and not rewards:
+        raise UserError(f"best_of is {settings.best_of} and nothing says what is best; give a reward (-r).")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} is no empty folder. Give another one, so that no picture is lost.")
+    policy = load_sampler(settings)
+    grid = policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule)
+    output.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    shown: list[Image.Image] = []
+    total = len(records) * len(settings.seeds) * settings.best_of
+    for drawn, row, picture in _drawn(policy, records, settings, grid, rewards):
+        number = len(rows) // len(settings.seeds)
+        row = {"image": f"{number:04d}_{row['seed']}.png", **row}
+        picture.save(output / row["image"])
+        rows.append(row)
+        if number < LARGEST_GRID:
+            shown.append(picture)
+        if progress is not None:
+            progress(drawn, total)
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    (output / TABLE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    _as_grid(shown, len(settings.seeds)).save(output / GRID)
+    return rows
+
+
+def _drawn(
+    policy: DiffusionPolicy,
+    records: Sequence[Mapping[str, Any]],
+    settings: SampleSettings,
+    grid: Tensor,
+    rewards: Mapping[str, PointwiseReward],
+) -> Iterator[tuple[int, dict[str, Any], Image.Image]]:
+    """(pictures drawn so far, row, picture), seeds of a prompt side by side."""
+    count, drawn = settings.best_of, 0
+    asked = [(record, seed) for record in records for seed in settings.seeds]
+    together = max(1, settings.batch_size // count)
+    for start in range(0, len(asked), together):
+        part = [(record, seed, i) for record, seed in asked[start : start + together] for i in range(count)]
+        prompts = [str(record["prompt"]) for record, _, _ in part]
+        seeds = [sample_seed("sample", p, s, i) for p, (_, s, i) in zip(prompts, part, strict=True)]
+        with torch.no_grad():
+            made = [
+                rollout(policy, policy.encode(prompts[at]), sigmas=grid, seeds=seeds[at]).latents
+                for at in _slices(len(part), settings.batch_size)
+            ]
+            images = torch.cat([policy.decode(latents).float().cpu() for latents in made])
+        scores = {
+            name: reward.score(images, prompts, [dict(record) for record, _, _ in part])
+            for name, reward in rewards.items()
+        }
+        liked = torch.zeros(len(part))
+        for name, score in scores.items():
+            sign = 1.0 if rewards[name].higher_is_better else -1.0
+            liked += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
+        for first in range(0, len(part), count):
+            drawn += count
+            best = first + int(liked[first : first + count].argmax())
+            row: dict[str, Any] = {"prompt": prompts[best], "seed": part[best][1]}
+            row |= {n: float(s.value[best]) if bool(s.valid[best]) else None for n, s in scores.items()}
+            yield drawn, row, _picture(images[best])
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def _picture(image: Tensor) -> Image.Image:
+    return Image.fromarray((image.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8))
+
+
+def _as_grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
+    """A row per prompt, a column per seed."""
+    width, height = pictures[0].size
+    sheet = Image.new("RGB", (columns * width, -(-len(pictures) // columns) * height), "white")
+    for i, picture in enumerate(pictures):
+        sheet.paste(picture, ((i % columns) * width, (i // columns) * height))
+    return sheet

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign sample`: the same picture for a prompt and seed, the best of several, adapters, refusals."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.support.tiny_models import build_tiny_sd3
+from tests.support.tiny_pipelines import tiny_folder
+from visalign.adapters import LoraSettings, load_policy
+from visalign.pipelines.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny_sd3(tmp_path_factory.mktemp("models") / "sd3")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["sample", *map(str, arguments)])
+
+
+def rows(output):
+    return [json.loads(line) for line in (output / "images.jsonl").read_text().splitlines()]
+
+
+def pixels(path):
+    return np.asarray(Image.open(path))
+
+
+def test_a_picture_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
+    (tmp_path / "p.txt").write_text("a red circle\ntwo blue squares\n")
+    result = run(tmp_path / "p.txt", "-m", folder, "--steps", 2, "--seeds", "0-2", "-o", tmp_path / "all")
+    assert result.exit_code == 0 and "6 pictures in" in result.output
+    assert [(r["prompt"], r["seed"]) for r in rows(tmp_path / "all")][2:4] == [
+        ("a red circle", 2),
+        ("two blue squares", 0),
+    ]
+    assert pixels(tmp_path / "all" / "grid.png").shape == (128, 192, 3)
+    more = ("--seeds", "2", "--batch-size", 1, "-r", "sharpness")
+    assert run("a red circle", "-m", folder, "--steps", 2, *more, "-o", tmp_path / "one").exit_code == 0
+    one = rows(tmp_path / "one")[0]
+    assert one["sharpness"] > 0
+    first, second = pixels(tmp_path / "all" / "0000_2.png"), pixels(tmp_path / "one" / one["image"])
+    assert np.abs(first.astype(int) - second).max() <= 1
+    assert np.abs(first.astype(int) - pixels(tmp_path / "all" / "0000_1.png")).max() > 5
+
+
+def test_the_best_of_several(folder, tmp_path):
+    common = ("a red circle", "-m", folder, "--steps", 2, "--seeds", "0,1", "-r", "sharpness")
+    assert run(*common, "-o", tmp_path / "one").exit_code == 0
+    assert run(*common, "--best-of", 4, "-o", tmp_path / "best").exit_code == 0
+    pairs = zip(rows(tmp_path / "one"), rows(tmp_path / "best"), strict=True)
+    assert all(best["sharpness"] >= one["sharpness"] for one, best in pairs)
+
+
+def test_adapters_of_a_run_are_used(folder, tmp_path):
+    policy = load_policy(folder, lora=LoraSettings(rank=2, alpha=4))
+    with torch.no_grad():
+        for _, weight in policy.trainable_parameters():
+            weight.add_(0.3)
+    policy.save(tmp_path / "lora")
+    common = ("a red circle", "-m", folder, "--steps", 2, "--seeds", "0")
+    for name, more in (("bare", ()), ("with", ("--lora", tmp_path / "lora"))):
+        assert run(*common, *more, "-o", tmp_path / name).exit_code == 0
+    bare, changed = (pixels(tmp_path / name / "0000_0.png").astype(int) for name in ("bare", "with"))
+    assert np.abs(bare - changed).max() > 5
+    other = tiny_folder("sd15", tmp_path / "sd15")
+    options = ("--option", "guidance=3", "--option", "image_size=[32,16]", "-m", other, "--steps", 2)
+    assert run("a star", *options, "-o", tmp_path / "other").exit_code == 0
+    assert pixels(tmp_path / "other" / "0000_3.png").shape == (32, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seeds", "a"), "--seeds is 'a'; give numbers from 0 up"),
+        (("--seeds", "1,1"), r"The seeds are [1, 1]; give different numbers"),
+        (("--best-of", 2), "nothing says what is best; give a reward (-r)"),
+        (("--steps", 0), "steps is 0; it must be at least 1"),
+        (("--lora", "nowhere"), "nowhere holds no pytorch_lora_weights.safetensors"),
+        (("--option", "guidnce=3"), "takes no guidnce"),
+        (("-m", "nowhere"), "There is no model folder nowhere"),
+        (("--dtype", "int8"), "int8"),
+    ],
+)
+def test_refusals(folder, tmp_path, arguments, message):
+    given = arguments if "-m" in arguments else ("-m", folder, *arguments)
+    result = run("a red circle", *given, "-o", tmp_path / "out")
+    assert result.exit_code != 0 and message in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_picture_is_lost(folder, tmp_path):
+    (tmp_path / "kept.png").write_bytes(b"")
+    result = run("a red circle", "-m", folder, "-o", tmp_path)
+    assert result.exit_code != 0 and "is no empty folder" in " ".join(result.output.split())
