@@ -7,6 +7,9 @@ rooms `advantages`, `rewards`, `surrogates` (ratios, losses, KL, averages), `tok
 selection), `preference` (losses of judges), `standalone` and `groups`; `from visalign.core import NAME` finds
 those of `ROOMS` too. README.md here has the paper of each function. It needs torch; no model, no file and no
 configuration comes in.
+
+Everywhere: shapes that do not fit, and an argument outside what its entry below `Args` allows, are a
+ValueError that says what was given and what is allowed. A `Raises` below a function names only what is more.
 """
 
 from importlib import import_module

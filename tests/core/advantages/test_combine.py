@@ -115,7 +115,9 @@ def test_gdpo_per_decision_weighs_samples_by_their_length() -> None:
     assert result[weight == 0].eq(0).all()
     even = gdpo_advantages(rewards, [1, 1], [0, 0, 1, 1], decision_weight=torch.ones(4, 1))[:, 0]
     torch.testing.assert_close(even, gdpo_advantages(rewards, [1, 1], [0, 0, 1, 1]))
-    with pytest.raises(ValueError, match=r"decision_weight must be \[B, T\] with B = 4; got \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"rewards must be \[B, M\] and decision_weight \[B, T\]; got \(4, 2\) and \(3, 2\)"
+    ):
         gdpo_advantages(rewards, [1, 1], [0, 0, 1, 1], decision_weight=torch.ones(3, 2))
 
 
@@ -132,7 +134,7 @@ def test_results_are_float32_or_better() -> None:
         (torch.zeros(4, 2), [1.0], {}, r"one weight per column; got rewards \(4, 2\) and 1 weights"),
         (torch.zeros(4, 1), [NAN], {}, r"weights must be finite and not all 0; got \[nan\]"),
         (torch.zeros(4, 2), [0.0, 0.0], {}, r"weights must be finite and not all 0; got \[0.0, 0.0\]"),
-        (torch.zeros(4, 1), [1.0], {"missing": "zero"}, "missing must be 'drop' or 'skip'; got 'zero'"),
+        (torch.zeros(4, 1), [1.0], {"missing": "zero"}, "missing must be one of drop, skip; got 'zero'"),
     ],
 )
 def test_bad_input_is_named(rewards: Any, weights: Any, options: Any, message: str) -> None:

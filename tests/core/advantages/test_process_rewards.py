@@ -115,7 +115,7 @@ def test_equal_steps_give_exactly_zero() -> None:
         ),
         (
             lambda: span_rewards(REWARD, STEP, place="last", weight=torch.ones(2, 5)),
-            r"weight \(2, 5\) and step \(2, 6\) must have one shape",
+            r"reward must be \[B, K\], step \[B, T\], weight \[B, T\]; got \(2, 3\), \(2, 6\), \(2, 5\)",
         ),
         (
             lambda: aggregate_steps(REWARD, UNKNOWN),

@@ -162,14 +162,20 @@ class TestReplay:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: conditional_advantages(f64(1, 2), f64(1), [0, 0]), r"got reward \(2,\), metric \(1,\)"),
-        (lambda: conditional_advantages(f64(1)[None], f64(1)[None], [0]), r"must be \[B\], one entry"),
+        (
+            lambda: conditional_advantages(f64(1, 2), f64(1), [0, 0]),
+            r"reward must be \[B\] and metric \[B\]; got \(2,\) and \(1,\)",
+        ),
+        (
+            lambda: conditional_advantages(f64(1)[None], f64(1)[None], [0]),
+            r"reward must be \[B\] and metric \[B\]; got \(1, 1\) and \(1, 1\)",
+        ),
         (lambda: conditional_advantages(f64(1), f64(1), [0, 1]), "one label per sample, 1 in all; got 2"),
         (lambda: conditional_advantages(f64(1), f64(1), [0], mu=1.5), r"mu must lie in \[0, 1\]; got 1.5"),
         (lambda: conditional_advantages(f64(1), f64(1), [0], alpha=NAN), "alpha must be finite; got nan"),
         (
             lambda: conditional_advantages(f64(1), f64(1), [0], side="up"),  # type: ignore[arg-type]
-            "side must be 'high' or 'low'; got 'up'",
+            "side must be one of high, low; got 'up'",
         ),
         (lambda: prl_advantages(f64(1), f64(1), eta=1), r"log_ratio \[B, T\]; got \(1,\) and \(1,\)"),
         (

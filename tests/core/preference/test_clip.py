@@ -219,7 +219,10 @@ ICT: Any = ict_loss
         (lambda: rank_margin_loss(f64(1), f64(1), [0], mode="x"), "mode must be"),  # pyright: ignore[reportArgumentType]
         (lambda: rank_margin_loss(normal(1, 1), normal(1, 1), [0]), r"score must be \[N\]"),
         (lambda: truncated_score(f64(1), theta=0), "theta must be positive and finite; got 0"),
-        (lambda: ict_labels(f64(1), f64(1), f64(1, 2)), r"one shape; got \[\(1,\), \(1,\), \(2,\)\]"),
+        (
+            lambda: ict_labels(f64(1), f64(1), f64(1, 2)),
+            r"clip1 \(1,\), clip2 \(1,\), clip_prompts \(2,\) must have one shape",
+        ),
         (lambda: ict_labels(f64(1), f64(1), f64(1), mode="x"), "mode must be"),  # pyright: ignore[reportArgumentType]
         (
             lambda: ict_loss(normal(2, 4), normal(2, 4), normal(2, 2, 4), TestIctLosses.LABELS),

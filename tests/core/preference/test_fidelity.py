@@ -155,7 +155,7 @@ class TestRewards:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: answer_statistics(f64(1)), r"answers must be \[B, K\]; got \(1,\)"),
+        (lambda: answer_statistics(f64(1)), r"answers must be \[B, K\]; got shape \(1,\)"),
         (lambda: answer_statistics(normal(1, 2), ddof=2), "ddof must be 0 .* or 1 .*got 2"),
         (
             lambda: thurstone_score(f64(1), f64(1), f64(1), f64(1), floor=0),

@@ -188,14 +188,20 @@ def test_averages() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: soft_labels(f64(1), f64(1, 2)), r"one shape; got left \(1,\), right \(2,\), ties \(1,\)"),
+        (
+            lambda: soft_labels(f64(1), f64(1, 2)),
+            r"left \(1,\), right \(2,\), ties \(1,\) must have one shape",
+        ),
         (lambda: soft_labels(f64(-1), f64(1)), "finite and ≥ 0; left holds -1"),
         (lambda: soft_labels(f64(1), f64(NAN)), "finite and ≥ 0; right holds nan"),
         (lambda: soft_labels(f64(1), f64(1), smoothing=-1), "smoothing must be finite and ≥ 0; got -1"),
         (lambda: vote_shares(f64(1), f64(1), f64(1), smoothing=NAN), "smoothing must be finite"),
         (lambda: vote_weights(f64(1), f64(1), by="x"), 'by must be "votes" or "pair"; got \'x\''),  # pyright: ignore[reportArgumentType]
-        (lambda: bradley_terry_loss(f64(1), f64(1, 2)), r"must have one shape; got \[\(1,\), \(2,\)\]"),
-        (lambda: bradley_terry_loss(f64(1), f64(1), f64(1, 0)), r"got \[\(1,\), \(1,\), \(2,\)\]"),
+        (lambda: bradley_terry_loss(f64(1), f64(1, 2)), r"left \(1,\) and right \(2,\) must have one shape"),
+        (
+            lambda: bradley_terry_loss(f64(1), f64(1), f64(1, 0)),
+            r"left \(1,\), right \(1,\), label \(2,\) must have one shape",
+        ),
         (lambda: bradley_terry_loss(f64(1, 2), f64(1, 2), f64(0, 1.5)), r"lie in \[0, 1\].*got 0 to 1.5"),
         (lambda: tie_log_prob(f64(1), f64(1), 1.0), "θ of Rao-Kupper, must be finite and > 1; got 1"),
         (lambda: tie_log_prob(f64(1), f64(1), 0.0, model="davidson"), "ν of Davidson.*> 0; got 0"),

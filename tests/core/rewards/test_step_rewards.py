@@ -151,10 +151,16 @@ def test_turning_points_on_plateaus_and_missing_rewards() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: delta_step_rewards(f64(1)), r"steps must be \[B, T\] and weight like them; got \(1,\)"),
-        (lambda: clip_step_rewards(STEPS, torch.ones(4), eta=0), r"got \(1, 4\) with weight \(4,\)"),
+        (lambda: delta_step_rewards(f64(1)), r"steps must be \[B, T\]; got shape \(1,\)"),
+        (
+            lambda: clip_step_rewards(STEPS, torch.ones(4), eta=0),
+            r"steps must be \[B, T\] and weight \[B, T\]; got \(1, 4\) and \(4,\)",
+        ),
         (lambda: implicit_step_rewards(STEPS, beta=0), "beta must be positive and finite; got 0"),
-        (lambda: implicit_prm_loss(STEPS, f64(1, 0)), r"label must be \[B\] = \[1\]; got shape \(2,\)"),
+        (
+            lambda: implicit_prm_loss(STEPS, f64(1, 0)),
+            r"log_ratio must be \[B, T\] and label \[B\]; got \(1, 4\) and \(2,\)",
+        ),
         (lambda: turning_point_rewards(f64(1), f64(1, 2), STEPS), r"got \(1,\), \(2,\), \(1, 4\)"),
         (lambda: turning_point_rewards(f64(1), f64(1), f64(1)), r"reward_mid \[B, n\]; got"),
     ],

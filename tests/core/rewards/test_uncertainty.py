@@ -219,14 +219,17 @@ class TestOldPairs:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: bhattacharyya(f64(1), f64(1, 2), f64(1), f64(1)), r"both be \[N\]; got \(1,\) and \(2,\)"),
+        (
+            lambda: bhattacharyya(f64(1), f64(1, 2), f64(1), f64(1)),
+            r"mean must be \[N\] and std \[N\]; got \(1,\) and \(2,\)",
+        ),
         (
             lambda: bhattacharyya_overlap(f64(1), f64(1), pool_mean=f64(1)),
             "pool_mean and pool_std go together",
         ),
         (lambda: penalise(f64(1), f64(1, 2), strength=1), r"mean \(1,\) and uncertainty \(2,\)"),
         (lambda: penalise(f64(1), f64(1), strength=-1), "strength must be finite and ≥ 0; got -1"),
-        (lambda: combine_members(f64(1)), r"must be \[M, B\]; mean is \(1,\)"),
+        (lambda: combine_members(f64(1)), r"mean must be \[M, B\]; got shape \(1,\)"),
         (lambda: combine_members(normal(2, 2), how="x"), "how must be"),  # pyright: ignore[reportArgumentType]
         (lambda: combine_members(normal(2, 2), how="inverse_variance"), "needs std"),
         (lambda: inverse_variance_weights(f64(1), floor=0), "floor must be positive"),
@@ -238,11 +241,14 @@ class TestOldPairs:
         ),
         (lambda: laplace_loss(f64(1), f64(1), f64(1, 2)), "must have one shape"),
         (lambda: fuse_heatmaps(normal(2, 3), normal(2, 4)), "must have one shape"),
-        (lambda: relative_log_density(f64(1), f64(1, 2)), r"got \(1,\) and \(2,\)"),
+        (
+            lambda: relative_log_density(f64(1), f64(1, 2)),
+            r"log_prob \(1,\) and ref_log_prob \(2,\) must have one shape",
+        ),
         (lambda: relative_log_density(f64(1), f64(1), alpha=1), r"alpha must lie in \(0, 1\); got 1"),
         (
             lambda: off_policy_pair_weights(f64(1), f64(1), f64(1), f64(1, 2)),
-            r"must be \[N\]; got .*ref_rejected \(2,\)",
+            r"chosen must be \[N\], .*, ref_rejected \[N\]; got \(1,\), \(1,\), \(1,\), \(2,\)",
         ),
         (lambda: off_policy_pair_weights(*[f64(1)] * 4, multiplier=-1), "multiplier must be"),  # pyright: ignore[reportArgumentType]
     ],

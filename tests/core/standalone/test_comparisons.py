@@ -139,18 +139,24 @@ class TestBalance:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: soft_plackett_luce(f64(1), f64(1)), r"must both be \[P, K\]; got \(1,\) and \(1,\)"),
+        (
+            lambda: soft_plackett_luce(f64(1), f64(1)),
+            r"score must be \[P, K\] and reward \[P, K\]; got \(1,\) and \(1,\)",
+        ),
         (lambda: soft_plackett_luce(f64(1)[None], f64(1)[None], tau=0), "tau must be positive and finite"),
-        (lambda: gdro_loss(f64(1)[None], f64(1)[None], f64(1), beta=1, gamma=1), r"\(1, 1\) and \(1,\)"),
+        (
+            lambda: gdro_loss(f64(1)[None], f64(1)[None], f64(1), beta=1, gamma=1),
+            r"error must be \[P, K\], ref_error \[P, K\], reward \[P, K\]; got \(1, 1\), \(1, 1\), \(1,\)",
+        ),
         (
             lambda: gdro_loss(f64(1)[None], f64(1)[None], f64(1)[None], beta=0, gamma=1),
-            "beta must be positive and gamma ≥ 0; got beta=0, gamma=1",
+            "beta must be positive and finite; got 0",
         ),
         (lambda: min_norm_weights(f64(1)), r"gradient must be \[K, N\].*1 ≤ K ≤ 12; got \(1,\)"),
         (lambda: min_norm_weights(torch.ones(13, 2)), r"got \(13, 2\)"),
         (
             lambda: combine_gradients(torch.ones(2, 2), f64(1)),
-            r"alpha must be \[K\] = \[2\]; got shape \(1,\)",
+            r"gradient must be \[K, N\] and alpha \[K\]; got \(2, 2\) and \(1,\)",
         ),
         (lambda: smooth_weights(f64(1), f64(1, 2)), r"previous \(1,\) and alpha \(2,\)"),
         (lambda: smooth_weights(f64(1), f64(1), rho=1), r"rho must lie in \[0, 1\); got 1"),

@@ -227,7 +227,7 @@ class TestTea:
         (lambda: between_group_advantages(f64(1), [0], ddof=2), "ddof must be 0"),
         (
             lambda: copo_advantages(f64(1), [0], f64(1, 2)),
-            r"reward and weight must be \[B\]; got \(1,\), \(2,\)",
+            r"reward must be \[B\] and weight \[B\]; got \(1,\) and \(2,\)",
         ),
         (lambda: consistency_entropy([0], [0], f64(1, 2)), r"weight must be \[B\] = \[1\]; got shape \(2,\)"),
         (lambda: consistency_entropy([0, 1], [0]), "one label per sample, 1 in all; got 2 labels"),
@@ -237,12 +237,15 @@ class TestTea:
         (lambda: track_quantile(0, f64(1), level=1.0), "got 1.0 and 1.0"),
         (lambda: soft_minimum(f64(1), temperature=0), "temperature must be positive and finite; got 0"),
         (lambda: soft_minimum(torch.ones(2, 0)), r"at least one critic; got \(2, 0\)"),
-        (lambda: empg_scale(f64(1)), r"entropy must be \[B, S\] and weight like it; got \(1,\)"),
-        (lambda: empg_scale(f64(1)[None], f64(1)), r"got \(1, 1\) with weight \(1,\)"),
+        (lambda: empg_scale(f64(1)), r"entropy must be \[B, S\]; got shape \(1,\)"),
+        (
+            lambda: empg_scale(f64(1)[None], f64(1)),
+            r"entropy must be \[B, S\] and weight \[B, S\]; got \(1, 1\) and \(1,\)",
+        ),
         (lambda: empg_scale(f64(1)[None], k=-1), "k must be finite and ≥ 0; got -1"),
         (
             lambda: empg_advantages(f64(1, 2), f64(1)[None]),
-            r"advantage must be \[B\] = \[1\]; got shape \(2,\)",
+            r"entropy must be \[B, S\] and advantage \[B\]; got \(1, 1\) and \(2,\)",
         ),
         (lambda: aem_scale(f64(1)[None], [0]), r"entropy must be \[B\]; got shape \(1, 1\)"),
         (lambda: aem_scale(f64(1), [0], min_range=-0.1), "min_range must be finite and ≥ 0; got -0.1"),

@@ -157,11 +157,17 @@ def test_reward_probability_is_affine_inside_its_bound() -> None:
         (lambda: preference_as_reward(f64(1), f64(1)), r"reward must be \[B\] and reference \[B, M\]; got"),
         (lambda: preference_as_reward(f64(1), f64(1)[None], k=0), "k must be positive and finite; got 0"),
         (lambda: neighbour_weights(f64(1)), r"similarity must be \[B, M\].*\(1,\)"),
-        (lambda: neighbour_weights(f64(1)[None], torch.ones(2, 1) > 0), r"got \(1, 1\) with valid \(2, 1\)"),
+        (
+            lambda: neighbour_weights(f64(1)[None], torch.ones(2, 1) > 0),
+            r"similarity must be \[B, M\] and valid \[B, M\]; got \(1, 1\) and \(2, 1\)",
+        ),
         (lambda: neighbour_weights(f64(1)[None], threshold=-1), "threshold must be positive"),
         (lambda: neighbour_weights(f64(1)[None], top=0), "top must be at least 1; got 0"),
         (lambda: reward_fusion(f64(1, 2), f64(1)[None], f64(1)[None]), r"got \(2,\), \(1, 1\), \(1, 1\)"),
-        (lambda: likelihood_reward(f64(1), f64(1)), r"must both be \[B, T\]; got \(1,\), \(1,\)"),
+        (
+            lambda: likelihood_reward(f64(1), f64(1)),
+            r"log_prob must be \[B, T\] and weight \[B, T\]; got \(1,\) and \(1,\)",
+        ),
         (
             lambda: likelihood_reward(f64(1)[None], f64(1)[None], kind="p"),  # type: ignore[arg-type]
             "kind must be one of log_prob, mean_log_prob, prob, mean_prob; got 'p'",

@@ -232,7 +232,7 @@ COUNTS = count_step(torch.ones(2, 3), group=[0, 1])
             r"one entry per row, \[2\]; got shape \(3,\)",
         ),
         (lambda x: count_step(x, length=0), "length must be at least 1 decision; got 0"),
-        (lambda x: count_step(x, empty=WRONG), "empty must be 'drop' or 'keep'; got 'wrong'"),
+        (lambda x: count_step(x, empty=WRONG), "empty must be one of drop, keep; got 'wrong'"),
         (lambda x: count_step(x, group=[0]), "one label per sample, 2 in all; got 1 labels"),
         (lambda x: count_step(x[..., None]), r"weight must be \[B, T\] or \[N\]; got shape \(2, 3, 1\)"),
     ],

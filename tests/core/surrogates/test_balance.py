@@ -149,16 +149,34 @@ def test_dro_masks_nan() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x, s: flow_balance(x, s, s, s, x), r"log_prob \(2, 3\) and old_log_prob \(2,\)"),
-        (lambda x, s: flow_balance(x, x, s[:1], s, x), r"log_z needs one entry per row, \[2\]; got \(1,\)"),
-        (lambda x, s: flow_balance(x, x, s, x, x), r"reward needs one entry per row, \[2\]; got \(2, 3\)"),
-        (lambda x, s: flow_balance(x, x, s, s, s), r"log_prob \(2, 3\) and weight \(2,\)"),
+        (
+            lambda x, s: flow_balance(x, s, s, s, x),
+            r"log_prob \(2, 3\), old_log_prob \(2,\), weight \(2, 3\) must have one shape",
+        ),
+        (
+            lambda x, s: flow_balance(x, x, s[:1], s, x),
+            r"log_prob must be \[B, T\], log_z \[B\], reward \[B\]; got \(2, 3\), \(1,\), \(2,\)",
+        ),
+        (
+            lambda x, s: flow_balance(x, x, s, x, x),
+            r"log_prob must be \[B, T\], log_z \[B\], reward \[B\]; got \(2, 3\), \(2,\), \(2, 3\)",
+        ),
+        (
+            lambda x, s: flow_balance(x, x, s, s, s),
+            r"log_prob \(2, 3\), .*, weight \(2,\) must",
+        ),
         (lambda x, s: flow_balance(x, x, s, s, x, log_ratio=s), r"log_ratio \(2,\) and weight \(2, 3\)"),
         (lambda x, s: flow_balance(x, x, s, s, x, eps_low=2.0), "got eps_low=2.0, eps_high=0.2"),
-        (lambda x, s: flow_balance(s, s, s, s, s), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+        (
+            lambda x, s: flow_balance(s, s, s, s, s),
+            r"log_prob must be \[B, T\], log_z \[B\], reward \[B\]; got \(2,\), \(2,\), \(2,\)",
+        ),
         (lambda x, s: dro(x, x, s, beta=-0.1), "beta must be ≥ 0; got -0.1"),
         (lambda x, s: dro(x, s, s, beta=0.1), r"log_prob \(2, 3\) and log_ratio \(2,\) must have one shape"),
-        (lambda x, s: dro(x, x, s, beta=0.1, weight=s), r"log_prob \(2, 3\) and weight \(2,\)"),
+        (
+            lambda x, s: dro(x, x, s, beta=0.1, weight=s),
+            r"log_prob \(2, 3\), .*, weight \(2,\) must",
+        ),
         (lambda x, s: dro(x, x, x[0], beta=0.1), r"log_ratio \(2, 3\) and advantage \(3,\)"),
     ],
 )

@@ -208,8 +208,14 @@ def test_gmpo_masks_nan_and_empty_rows() -> None:
         (lambda x, s: sapo(x, s, tau_pos=0.0), "tau_pos and tau_neg must be > 0; got 0.0 and 1.05"),
         (lambda x, s: sapo(x, x[0]), r"log_ratio \(2, 3\) and advantage \(3,\)"),
         (lambda x, s: gmpo(x, s, x, eps_low=-0.1), r"both ≥ 0; got -0.1 and 0.4"),
-        (lambda x, s: gmpo(x, s, s), r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"),
-        (lambda x, s: gmpo(s, s, s), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+        (
+            lambda x, s: gmpo(x, s, s),
+            r"log_ratio must be \[B, T\] and weight \[B, T\]; got \(2, 3\) and \(2,\)",
+        ),
+        (
+            lambda x, s: gmpo(s, s, s),
+            r"log_ratio must be \[B, T\] and weight \[B, T\]; got \(2,\) and \(2,\)",
+        ),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

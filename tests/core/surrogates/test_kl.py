@@ -264,10 +264,16 @@ WRONG: Any = "wrong"
     [
         (
             lambda x: kl_estimate(x, x[0]),
-            r"ref_log_prob must have the shape of log_prob, \(2, 3\); got \(3,\)",
+            r"log_prob \(2, 3\) and ref_log_prob \(3,\) must have one shape",
         ),
-        (lambda x: kl_penalty(x, x, log_ratio=x[0]), r"log_ratio must have the shape .* got \(3,\)"),
-        (lambda x: kl_penalty(x, x, weight=x[:1]), r"weight must have the shape .* got \(1, 3\)"),
+        (
+            lambda x: kl_penalty(x, x, log_ratio=x[0]),
+            r"log_prob \(2, 3\), ref_log_prob \(2, 3\), log_ratio \(3,\) must have one shape",
+        ),
+        (
+            lambda x: kl_penalty(x, x, weight=x[:1]),
+            r"log_prob \(2, 3\), ref_log_prob \(2, 3\), weight \(1, 3\) must have one shape",
+        ),
         (
             lambda x: kl_estimate(x, x, WRONG),
             "estimator must be one of k1, k2, k3, abs, low_var_kl; got 'wrong'",
@@ -275,9 +281,12 @@ WRONG: Any = "wrong"
         (lambda x: kl_penalty(x, x, value=WRONG), "value must be one of .* got 'wrong'"),
         (lambda x: kl_penalty(x, x, gradient=WRONG), "gradient must be one of .* got 'wrong'"),
         (lambda x: categorical_kl(x, x, direction=WRONG), "direction must be 'reverse'.* got 'wrong'"),
-        (lambda x: categorical_kl(x, x[:1]), r"ref_logits must have the shape of logits, \(2, 3\)"),
+        (lambda x: categorical_kl(x, x[:1]), r"logits \(2, 3\) and ref_logits \(1, 3\) must have one shape"),
         (lambda x: categorical_kl(x[0, 0], x[0, 0]), "logits must be .* vocabulary last"),
-        (lambda x: categorical_kl(x, x, weight=x), r"weight must have the shape .*, \(2,\); got \(2, 3\)"),
+        (
+            lambda x: categorical_kl(x, x, weight=x),
+            r"logits \(2,\) and weight \(2, 3\) must have one shape, \[\*N\] of logits \[\*N, V\]",
+        ),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -258,17 +258,38 @@ def test_levels_of_half_precision_are_summed_in_float32() -> None:
             lambda x, s: gaussian_kl(x, x[:, :1], s, log_prob_reduction="sum"),
             r"one shape are needed; got \(2, 3\), \(2, 1\)",
         ),
-        (lambda x, s: guard_log_ratio(x, x, x[0]), r"mean \(2, 3\) and mean_old \(3,\) must have one shape"),
-        (lambda x, s: guard_log_ratio(s, x, x), r"mean \(2, 3\) and noise \(2,\) must have one shape"),
+        (
+            lambda x, s: guard_log_ratio(x, x, x[0]),
+            r"mean \(2, 3\), mean_old \(3,\), noise \(2, 3\) must have one shape",
+        ),
+        (
+            lambda x, s: guard_log_ratio(s, x, x),
+            r"mean \(2, 3\), mean_old \(2, 3\), noise \(2,\) must have one shape",
+        ),
         (lambda x, s: guard_log_ratio(s, s, s), r"batch_dims=1 for shape \(2,\)"),
         (lambda x, s: guard_log_ratio(x, x, x, batch_dims=0), r"batch_dims=0 for shape \(2, 3\)"),
         (lambda x, s: log_ratio(x, s), r"log_prob \(2, 3\) and old_log_prob \(2,\) must have one shape"),
-        (lambda x, s: log_ratio(x, x, s), r"log_prob \(2, 3\) and weight \(2,\) must have one shape"),
-        (lambda x, s: sequence_log_ratio(x, s), r"log_ratio \(2, 3\) and weight \(2,\) must have one shape"),
-        (lambda x, s: sequence_log_ratio(s, s), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+        (
+            lambda x, s: log_ratio(x, x, s),
+            r"log_prob \(2, 3\), old_log_prob \(2, 3\), weight \(2,\) must have one shape",
+        ),
+        (
+            lambda x, s: sequence_log_ratio(x, s),
+            r"log_ratio must be .* and weight .*; got \(2, 3\) and \(2,\)",
+        ),
+        (
+            lambda x, s: sequence_log_ratio(s, s),
+            r"log_ratio must be .* and weight .*; got \(2,\) and \(2,\)",
+        ),
         (lambda x, s: ratio_level(x, x, WRONG), "level must be one of token, sequence, .* got 'wrong'"),
-        (lambda x, s: ratio_level(x, x[:1], "token"), r"log_ratio \(2, 3\) and weight \(1, 3\)"),
-        (lambda x, s: ratio_level(s, s, "sequence_sum"), r"log_ratio must be \[B, T\]; got shape \(2,\)"),
+        (
+            lambda x, s: ratio_level(x, x[:1], "token"),
+            r"log_ratio must be .* and weight .*; got \(2, 3\) and \(1, 3\)",
+        ),
+        (
+            lambda x, s: ratio_level(s, s, "sequence_sum"),
+            r"log_ratio must be .* and weight .*; got \(2,\) and \(2,\)",
+        ),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -231,7 +231,10 @@ def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
             lambda o: top_entropy_thresholds(o, o, fraction=0.0),
             r"fraction must lie in \(0, 1\].*got 0.0",
         ),
-        (lambda o: top_entropy_thresholds(o, o[:1]), r"values \(2, 3\), weight \(1, 3\)"),
+        (
+            lambda o: top_entropy_thresholds(o, o[:1]),
+            r"values \(2, 3\) and weight \(1, 3\) must have one shape",
+        ),
         (
             lambda o: clip_cov_thresholds(o, o, o, o, ratio=1.5),
             r"ratio must lie in \[0, 1\]; got 1.5",
@@ -245,14 +248,23 @@ def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
             lambda o: clip_cov_thresholds(o, o, o, o, unit="quantile"),
             r"q must lie in \[0, 1\]; got 5",
         ),
-        (lambda o: clip_cov_thresholds(o, o, o, o[0]), r"noise \(3,\), log_prob \(2, 3\)"),
-        (lambda o: clip_cov_thresholds(o, o, o, o, excluded=o[0]), r"excluded \(3,\), log_prob"),
+        (
+            lambda o: clip_cov_thresholds(o, o, o, o[0]),
+            r"noise \(3,\) and log_prob \(2, 3\) must have one shape",
+        ),
+        (
+            lambda o: clip_cov_thresholds(o, o, o, o, excluded=o[0]),
+            r"excluded \(3,\) and log_prob \(2, 3\) must have one shape",
+        ),
         (
             lambda o: kl_cov_thresholds(o, o[:, 0], o[0]),
             r"values \(2, 3\), weight \(3,\), advantage \(2,\)",
         ),
-        (lambda o: kl_cov_penalty(o, o[0] > 0), r"selected \(3,\), log_ratio \(2, 3\)"),
-        (lambda o: kl_cov_penalty(o, o > 0, form=WRONG), "form must be 'abs' or 'k3'; got 'bits'"),
+        (
+            lambda o: kl_cov_penalty(o, o[0] > 0),
+            r"selected \(3,\) and log_ratio \(2, 3\) must have one shape",
+        ),
+        (lambda o: kl_cov_penalty(o, o > 0, form=WRONG), "form must be one of abs, k3; got 'bits'"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

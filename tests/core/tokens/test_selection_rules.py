@@ -254,9 +254,15 @@ ONES = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: entropy_discriminator(ONES, ONES[0]), r"log_prob \(2, 3\), entropy \(3,\)"),
+        (
+            lambda: entropy_discriminator(ONES, ONES[0]),
+            r"log_prob \(2, 3\) and entropy \(3,\) must have one shape",
+        ),
         (lambda: clip_b_thresholds(ONES, ONES, mu=-1.0), "mu counts standard deviations.*got -1.0"),
-        (lambda: clip_v_thresholds(ONES, ONES[0], ONES, ONES), r"score \(2, 3\), expected \(3,\)"),
+        (
+            lambda: clip_v_thresholds(ONES, ONES[0], ONES, ONES),
+            r"score \(2, 3\) and expected \(3,\) must have one shape",
+        ),
         (
             lambda: clip_v_thresholds(ONES, ONES, ONES, ONES, max_fraction=2.0),
             r"max_fraction must lie in \[0, 1\]; got 2.0",
@@ -264,9 +270,15 @@ ONES = torch.ones(2, 3)
         (lambda: steer_thresholds(ONES, ONES, w_min=0.0), "w_min=0.0, w_max=1.2"),
         (lambda: steer_thresholds(ONES, ONES, w_max=0.5), "w_min=0.8, w_max=0.5"),
         (lambda: steer_change(ONES, ONES[0], ONES, ONES, ONES), r"old_log_prob \(3,\)"),
-        (lambda: steer_weights(ONES, ONES, FLAT, decay=WRONG), "decay must be 'linear' or.*'wrong'"),
+        (
+            lambda: steer_weights(ONES, ONES, FLAT, decay=WRONG),
+            "decay must be one of linear, exponential; got 'wrong'",
+        ),
         (lambda: nucleus_mask(ONES, p=1.1), r"p must lie in \[0, 1\]; got 1.1"),
-        (lambda: nucleus_entropy(ONES, boundary=WRONG), "boundary must be 'inside' or.*'wrong'"),
+        (
+            lambda: nucleus_entropy(ONES, boundary=WRONG),
+            "boundary must be one of inside, crossing; got 'wrong'",
+        ),
         (lambda: siren_keep(ONES[0], ONES[0]), r"entropy must be \[B, T\].*got shape \(3,\)"),
         (lambda: siren_keep(ONES, ONES, quantile=-0.1), "q must lie.*got -0.1"),
     ],

@@ -7,11 +7,12 @@ missing reward leaves its group and gets 0, and a group of one or of equal rewar
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_choice, check_same
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
 from visalign.core.groups.moments import centre, check_spread, divide, present_entries, spread
 from visalign.core.precision import float32_dtype
@@ -36,16 +37,10 @@ def opo_advantages(reward: Tensor, length: Tensor, group: Labels, *, valid: Tens
         [B], float64 for float64 rewards, else float32; no gradient. Where all lengths of a group are 0 the
         plain mean is taken.
 
-    Raises:
-        ValueError: a shape or label that is not allowed.
-
     Hao et al., OPO, arXiv 2505.23585, section 3.
     """
     values, mask, index, groups = _rows(reward, group, valid)
-    if length.shape != reward.shape:
-        raise ValueError(
-            f"length needs one entry per reward, [{reward.shape[0]}]; got shape {tuple(length.shape)}."
-        )
+    check_same(length=length, reward=reward)
     weight = torch.where(mask, length.detach().double()[:, None], 0.0)
     _, centred = centre(values, mask, index, groups)
     shift = divide(group_sum(weight * centred, index, groups), group_sum(weight, index, groups))
@@ -80,13 +75,9 @@ def gpg_advantages(
     Returns:
         [B], float64 for float64 rewards, else float32; no gradient.
 
-    Raises:
-        ValueError: a shape, label or option that is not allowed.
-
     Chu et al., GPG, arXiv 2504.02546, the corrected gradient estimate.
     """
-    if counted not in ("signal", "nonzero_reward"):
-        raise ValueError(f"counted must be one of signal, nonzero_reward; got {counted!r}.")
+    check_choice("counted", counted, get_args(Counted))
     if f_norm != "std" and (isinstance(f_norm, str) or not 0 < f_norm < float("inf")):
         raise ValueError(f"f_norm must be a positive number or 'std'; got {f_norm!r}.")
     values, mask, index, groups = _rows(reward, group, valid)
@@ -131,15 +122,11 @@ def pass_at_k_advantages(
     Returns:
         [B] ≥ 0, float64 for float64 rewards, else float32; no gradient.
 
-    Raises:
-        ValueError: a shape, label, k or option that is not allowed.
-
     Tang et al., arXiv 2503.19595 (k = n, leave-one-out); Walder and Karkhanis, PKPO, arXiv 2505.15201
     (k < n).
     """
     check_spread(ddof, eps)
-    if scale not in ("none", "group"):
-        raise ValueError(f"scale must be one of none, group; got {scale!r}.")
+    check_choice("scale", scale, ("none", "group"))
     if k is not None and k < 2:
         raise ValueError(f"k must be at least 2, or None for the whole group; got {k}.")
     values, mask, index, groups = _rows(reward, group, valid)
@@ -179,9 +166,6 @@ def best_of_group_advantages(
     Returns:
         [B], float64 for float64 rewards, else float32; 0 in a group whose rewards are all equal.
 
-    Raises:
-        ValueError: a shape or label that is not allowed, or worst > 0.
-
     Liu et al., Flow-GRPO, arXiv 2505.05470, online SFT and online DPO as compared there.
     """
     if not worst <= 0:
@@ -195,8 +179,7 @@ def best_of_group_advantages(
 
 def _rows(reward: Tensor, group: Labels, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
     """(rewards [B, 1] float64 with 0 where missing, mask [B, 1], index [B], number of groups)."""
-    if reward.ndim != 1:
-        raise ValueError(f"reward must be [B], one per sample; got shape {tuple(reward.shape)}.")
+    check_axes(reward=(reward, "B"))
     index, groups = group_index(group, reward.shape[0], reward.device)
     mask = present_entries(reward, valid)
     return torch.where(mask, reward.detach().double(), 0.0)[:, None], mask[:, None], index, groups

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_choice
 from visalign.core.groups.labels import Labels
 
 from .group import group_advantages, whiten
@@ -34,9 +35,6 @@ def weighted_sum(rewards: Tensor, weights: Sequence[float], *, missing: Missing 
 
     Returns:
         [B], NaN where the sample is missing; float64 for float64 rewards and float32 otherwise.
-
-    Raises:
-        ValueError: wrong shape, number of weights, or `missing`; weights that are not finite or all 0.
     """
     usable, row = _usable(rewards, weights, missing)
     weight = torch.tensor(weights, dtype=torch.float64, device=rewards.device)
@@ -58,9 +56,6 @@ def weighted_mean(rewards: Tensor, weights: Sequence[float], *, missing: Missing
 
     Returns:
         [B], NaN where the sample is missing; float64 for float64 rewards and float32 otherwise.
-
-    Raises:
-        ValueError: as for `weighted_sum`, or a negative weight.
 
     Wang et al., Pref-GRPO, arXiv 2508.20751, released code.
     """
@@ -96,9 +91,6 @@ def normalise_then_sum(
 
     Returns:
         [B], NaN where the sample is missing; float64 for float64 rewards and float32 otherwise.
-
-    Raises:
-        ValueError: as for `weighted_sum` and `group_advantages`.
 
     Liu et al., GDPO, arXiv 2601.05242.
     """
@@ -139,19 +131,13 @@ def gdpo_advantages(
     Returns:
         [B], or [B, T] with `decision_weight`; 0 where the sample is missing or the decision absent.
 
-    Raises:
-        ValueError: as for `normalise_then_sum`, or a decision_weight that is not [B, T].
-
     Liu et al., GDPO, arXiv 2601.05242.
     """
     combined = normalise_then_sum(rewards, weights, group, ddof=ddof, eps=eps, missing=missing)
     if decision_weight is None:
         result = whiten(combined, ddof=ddof, eps=eps, eps_inside=False)
         return torch.where(combined == 0, 0.0, result)
-    if decision_weight.ndim != 2 or decision_weight.shape[0] != rewards.shape[0]:
-        raise ValueError(
-            f"decision_weight must be [B, T] with B = {rewards.shape[0]}; got {tuple(decision_weight.shape)}."
-        )
+    check_axes(rewards=(rewards, "B M"), decision_weight=(decision_weight, "B T"))
     spread_out = combined[:, None].expand(decision_weight.shape)
     return whiten(spread_out, decision_weight != 0, ddof=ddof, eps=eps, eps_inside=False)
 
@@ -165,8 +151,7 @@ def _usable(rewards: Tensor, weights: Sequence[float], missing: Missing) -> tupl
         )
     if not all(math.isfinite(w) for w in weights) or not any(weights):
         raise ValueError(f"weights must be finite and not all 0; got {list(weights)}.")
-    if missing not in ("drop", "skip"):
-        raise ValueError(f"missing must be 'drop' or 'skip'; got {missing!r}.")
+    check_choice("missing", missing, get_args(Missing))
     present = torch.isfinite(rewards)
     counts = torch.tensor([w != 0 for w in weights], device=rewards.device)
     row = (present | ~counts).all(1) if missing == "drop" else (present & counts).any(1)

@@ -7,11 +7,10 @@ of uncertainty there, such as the disagreement of several rewards on a sample.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_not_negative
 from visalign.core.groups.group_statistics import group_extremes, group_mean
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.precision import float32_dtype
@@ -31,14 +30,10 @@ def aem_scale(entropy: Tensor, group: Labels, *, lam: float = 1.0, min_range: fl
     Returns:
         [B], float32 or better; 1, which leaves the advantage alone, where the entropy is missing.
 
-    Raises:
-        ValueError: shapes or labels that do not fit, λ or min_range negative.
-
     AEM, arXiv 2605.00425 (λ = 1, range 0.1).
     """
-    _check_not_negative(lam=lam, min_range=min_range)
-    if entropy.ndim != 1:
-        raise ValueError(f"entropy must be [B]; got shape {tuple(entropy.shape)}.")
+    check_not_negative(lam=lam, min_range=min_range)
+    check_axes(entropy=(entropy, "B"))
     index, groups = group_index(group, entropy.shape[0], entropy.device)
     present = torch.isfinite(entropy)
     low, high = group_extremes(entropy, present, index, groups)
@@ -65,9 +60,6 @@ def aem_advantages(
     Returns:
         The shape of advantage, float32 or better.
 
-    Raises:
-        ValueError: shapes or labels that do not fit, λ or min_range negative.
-
     AEM, arXiv 2605.00425.
     """
     if advantage.ndim not in (1, 2) or advantage.shape[:1] != entropy.shape:
@@ -77,9 +69,3 @@ def aem_advantages(
         )
     scale = aem_scale(entropy, group, lam=lam, min_range=min_range)
     return advantage.detach() * (scale if advantage.ndim == 1 else scale[:, None])
-
-
-def _check_not_negative(**given: float) -> None:
-    for name, value in given.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and ≥ 0; got {value}.")

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.groups.moments import centre, check_spread, divide, present_entries, spread
 from visalign.core.precision import float32_dtype
@@ -56,13 +57,12 @@ def group_advantages(
     Returns:
         The shape of reward, float64 for float64 rewards, else float32; 0 where the reward is missing.
 
-    Raises:
-        ValueError: a shape, label, option, or eps that is not allowed.
-
     Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section
     3.2; Ahmadian et al., RLOO, arXiv 2402.14740; Liu et al., Flow-GRPO, arXiv 2505.05470.
     """
-    _check_choices(scale=scale, baseline=baseline, singleton=singleton)
+    check_choice("scale", scale, get_args(Scale))
+    check_choice("baseline", baseline, get_args(Baseline))
+    check_choice("singleton", singleton, get_args(Singleton))
     check_spread(ddof, eps)
     if reward.ndim not in (1, 2):
         raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
@@ -112,9 +112,6 @@ def whiten(
     Returns:
         The shape of values, float32 or better, no gradient; 0 where missing, and exactly 0 (or the mean) if
         all are equal.
-
-    Raises:
-        ValueError: a ddof, eps, label or shape that is not allowed.
     """
     check_spread(ddof, eps)
     present = present_entries(values, valid)
@@ -134,11 +131,7 @@ def whiten(
 
 
 def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
-    """Limit advantages to [−bound, bound]; published Flow-GRPO uses 5.
-
-    Raises:
-        ValueError: bound is not positive.
-    """
+    """Limit advantages to [−bound, bound]; published Flow-GRPO uses 5."""
     if not bound > 0:
         raise ValueError(f"bound must be positive; got {bound}. To switch the clamp off, do not call it.")
     return advantage.clamp(-bound, bound)
@@ -152,10 +145,3 @@ def _batch_std(values: Tensor, mask: Tensor, ddof: int) -> Tensor:
 
 def _columns(values: Tensor) -> Tensor:
     return values[:, None] if values.ndim == 1 else values
-
-
-def _check_choices(**given: str) -> None:
-    allowed = {"scale": Scale, "baseline": Baseline, "singleton": Singleton}
-    for name, value in given.items():
-        if value not in get_args(allowed[name]):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(allowed[name]))}; got {value!r}.")

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_choice, is_integer
 from visalign.core.groups.labels import Labels
 from visalign.core.precision import float32, float32_dtype
 
@@ -33,9 +34,6 @@ def span_index(start: Tensor, end: Tensor, length: int) -> Tensor:
 
     Returns:
         [B, T] int64; where spans overlap, the later one in the list.
-
-    Raises:
-        ValueError: shapes that differ, or floating-point positions.
     """
     if start.ndim != 2 or start.shape != end.shape or start.is_floating_point() or end.is_floating_point():
         raise ValueError(
@@ -64,12 +62,8 @@ def span_rewards(reward: Tensor, step: Tensor, *, place: Place, weight: Tensor |
     Returns:
         [B, T], float32 or better, no gradient; 0 outside the steps. A step without a present decision leaves
         nothing.
-
-    Raises:
-        ValueError: shapes that do not fit, or an unknown place.
     """
-    if place not in get_args(Place):
-        raise ValueError(f"place must be one of {', '.join(get_args(Place))}; got {place!r}.")
+    check_choice("place", place, get_args(Place))
     inside, target, number = _members(reward, step, weight)
     values = float32(reward.detach())
     if place == "spread":
@@ -97,13 +91,9 @@ def aggregate_steps(reward: Tensor, how: Reduction, exists: Tensor | None = None
     Returns:
         [B], float32 or better, no gradient; NaN, missing, if an existing step is not finite or none exists.
 
-    Raises:
-        ValueError: shapes that do not fit, or an unknown reduction.
-
     Wang et al., Math-Shepherd, arXiv 2312.08935 (min); Lightman et al., arXiv 2305.20050 (product).
     """
-    if how not in get_args(Reduction):
-        raise ValueError(f"how must be one of {', '.join(get_args(Reduction))}; got {how!r}.")
+    check_choice("how", how, get_args(Reduction))
     there = torch.ones_like(reward, dtype=torch.bool) if exists is None else exists
     if reward.ndim != 2 or there.dtype != torch.bool or there.shape != reward.shape:
         raise ValueError(
@@ -152,9 +142,6 @@ def process_advantages(
         [B, T], float32 or better, no gradient; 0 where absent and after the last step, and exactly 0 in
         groups whose step rewards are all equal.
 
-    Raises:
-        ValueError: shapes, labels or options that are not allowed.
-
     Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
     _, _, number = _members(reward, step, weight)
@@ -166,14 +153,9 @@ def process_advantages(
 
 def _members(reward: Tensor, step: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(decisions of a step [B, T] bool, their step or K [B, T], present decisions of each step [B, K])."""
-    if reward.ndim != 2 or step.ndim != 2 or step.shape[0] != reward.shape[0]:
-        raise ValueError(
-            f"reward must be [B, K] and step [B, T]; got {tuple(reward.shape)} and {tuple(step.shape)}."
-        )
-    if step.is_floating_point() or step.dtype == torch.bool:
+    check_axes(reward=(reward, "B K"), step=(step, "B T"), weight=(weight, "B T"))
+    if not is_integer(step):
         raise ValueError(f"step must hold integers, −1 for no step; got {step.dtype}.")
-    if weight is not None and weight.shape != step.shape:
-        raise ValueError(f"weight {tuple(weight.shape)} and step {tuple(step.shape)} must have one shape.")
     inside = step >= 0 if weight is None else (step >= 0) & (weight != 0)
     target = torch.where(inside, step, reward.shape[1]).long()
     number = target.new_zeros(reward.shape[0], reward.shape[1] + 1).scatter_add(1, target, inside.long())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_share
 from visalign.core.groups.labels import Labels
 from visalign.core.groups.moments import present_entries
 from visalign.core.precision import float32_dtype
@@ -34,12 +35,9 @@ def discounted_returns(reward: Tensor, weight: Tensor | None = None, *, gamma: f
     Returns:
         [B, T] in units of the reward, float32 or better, no gradient; 0 where absent, NaN in missing rows.
 
-    Raises:
-        ValueError: shapes that differ, or a gamma that is not allowed.
-
     Sutton and Barto, Reinforcement Learning (2018), eq. 3.9.
     """
-    _check_fraction("gamma", gamma)
+    check_share(gamma=gamma)
     present = _present("reward", reward, weight)
     order, (rewards,), missing = _to_front(present, reward)
     return _back(_discounted_sum(rewards, gamma), order, present, missing, reward.dtype)
@@ -72,22 +70,11 @@ def gae(
         (advantages, returns), [B, T] each, float32 or better, no gradient; 0 where absent, NaN in missing
         rows.
 
-    Raises:
-        ValueError: shapes that differ, or a gamma or lam that is not allowed.
-
     Schulman et al., GAE, arXiv 1506.02438, eq. 16; λ = 0.95 as in PPO, arXiv 1707.06347, table 3.
     """
-    _check_fraction("gamma", gamma)
-    _check_fraction("lam", lam)
+    check_share(gamma=gamma, lam=lam)
     present = _present("reward", reward, weight)
-    if value.shape != reward.shape:
-        raise ValueError(
-            f"value {tuple(value.shape)} and reward {tuple(reward.shape)} must have one shape, [B, T]."
-        )
-    if last_value is not None and last_value.shape != reward.shape[:1]:
-        raise ValueError(
-            f"last_value needs one entry per row, [{reward.shape[0]}]; got shape {tuple(last_value.shape)}."
-        )
+    check_axes(reward=(reward, "B T"), value=(value, "B T"), last_value=(last_value, "B"))
     dtype = torch.promote_types(reward.dtype, value.dtype)
     order, (rewards, values), missing = _to_front(present, reward, value)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
@@ -115,15 +102,9 @@ def remax_advantages(reward: Tensor, baseline: Tensor, weight: Tensor | None = N
     Returns:
         [B, T], float32 or better, no gradient; 0 where absent, NaN in missing rows.
 
-    Raises:
-        ValueError: shapes that do not fit.
-
     Li et al., ReMax, arXiv 2310.10505, algorithm 1.
     """
-    if baseline.shape != reward.shape[:1]:
-        raise ValueError(
-            f"baseline needs one entry per row, [{reward.shape[0]}]; got shape {tuple(baseline.shape)}."
-        )
+    check_axes(reward=(reward, "B T"), baseline=(baseline, "B"))
     present = _present("reward", reward, weight)
     returns = discounted_returns(reward.double(), present)
     known = torch.where(torch.isfinite(baseline), baseline.detach().double(), float("nan"))
@@ -154,9 +135,6 @@ def reinforce_pp_advantages(
 
     Returns:
         [B, T], float32 or better, no gradient; 0 where absent or missing, and all 0 if the returns are equal.
-
-    Raises:
-        ValueError: shapes that differ, or an option that is not allowed.
 
     Hu et al., REINFORCE++, arXiv 2501.03262.
     """
@@ -191,15 +169,9 @@ def reinforce_pp_baseline_advantages(
     Returns:
         [B, T], float32 or better, no gradient; 0 where absent or missing.
 
-    Raises:
-        ValueError: shapes that do not fit, or an option that is not allowed.
-
     Hu et al., REINFORCE++, arXiv 2501.03262, the baseline variant.
     """
-    if reward.ndim != 1 or weight.ndim != 2 or weight.shape[0] != reward.shape[0]:
-        raise ValueError(
-            f"reward must be [B] and weight [B, T]; got {tuple(reward.shape)} and {tuple(weight.shape)}."
-        )
+    check_axes(reward=(reward, "B"), weight=(weight, "B T"))
     centred = group_advantages(reward.double(), group, scale="none", valid=valid)
     known = torch.where(present_entries(reward, valid), centred, float("nan"))
     result = whiten(known[:, None].expand(weight.shape), weight != 0, ddof=ddof, eps=eps)
@@ -246,17 +218,5 @@ def _discounted_sum(values: Tensor, discount: float) -> Tensor:
 
 
 def _present(name: str, values: Tensor, weight: Tensor | None) -> Tensor:
-    if values.ndim != 2:
-        raise ValueError(f"{name} must be [B, T]; got shape {tuple(values.shape)}.")
-    if weight is None:
-        return torch.ones_like(values, dtype=torch.bool)
-    if weight.shape != values.shape:
-        raise ValueError(
-            f"weight {tuple(weight.shape)} and {name} {tuple(values.shape)} must have one shape."
-        )
-    return weight != 0
-
-
-def _check_fraction(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be in [0, 1]; got {value}.")
+    check_axes(**{name: (values, "B T")}, weight=(weight, "B T"))
+    return torch.ones_like(values, dtype=torch.bool) if weight is None else weight != 0

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_choice, check_share
 from visalign.core.groups.group_statistics import group_centre, group_extremes, group_mean
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.precision import float32
@@ -53,18 +54,13 @@ def conditional_advantages(
     Returns:
         [B], float32 or better; 0 where missing.
 
-    Raises:
-        ValueError: shapes or labels that do not fit, μ outside [0, 1], α not finite, unknown side.
-
     CANON, Conditional advantage estimation, arXiv 2509.23962.
     """
-    _check_vectors(reward=reward, metric=metric)
-    if not 0 <= mu <= 1:
-        raise ValueError(f"mu must lie in [0, 1]; got {mu}.")
+    check_axes(reward=(reward, "B"), metric=(metric, "B"))
+    check_share(mu=mu)
     if not math.isfinite(alpha):
         raise ValueError(f"alpha must be finite; got {alpha}.")
-    if side not in get_args(Side):
-        raise ValueError(f"side must be 'high' or 'low'; got {side!r}.")
+    check_choice("side", side, get_args(Side))
     index, groups = group_index(group, reward.shape[0], reward.device)
     present = torch.isfinite(reward) & torch.isfinite(metric)
     lowest, mean, _ = group_centre(reward, present, index, groups)
@@ -109,16 +105,9 @@ def prl_advantages(
         [B, T], float32 or better; 0 where weight is 0, NaN in a row whose advantage or a present log-ratio is
         not finite.
 
-    Raises:
-        ValueError: shapes that do not fit, η not positive, block < 1.
-
     Process reward learning, arXiv 2601.10201.
     """
-    if log_ratio.ndim != 2 or advantage.shape != log_ratio.shape[:1]:
-        raise ValueError(
-            f"advantage must be [B] and log_ratio [B, T]; got {tuple(advantage.shape)} and "
-            f"{tuple(log_ratio.shape)}."
-        )
+    check_axes(advantage=(advantage, "B"), log_ratio=(log_ratio, "B T"))
     if not eta > 0:
         raise ValueError(f"eta must be positive; got {eta}. Infinity switches the term off.")
     if block < 1:
@@ -150,10 +139,3 @@ def _high_half(metric: Tensor, present: Tensor, index: Tensor, groups: int) -> T
 def _finish(values: Tensor, present: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where missing, float32 or better."""
     return torch.where(present, values, 0.0).to(torch.promote_types(dtype, torch.float32))
-
-
-def _check_vectors(**given: Tensor) -> None:
-    shapes = {name: tuple(value.shape) for name, value in given.items()}
-    if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
-        text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{' and '.join(shapes)} must be [B], one entry per sample; got {text}.")

@@ -55,11 +55,7 @@ def divide(centred: Tensor, divisor: Tensor) -> Tensor:
 
 
 def check_spread(ddof: int, eps: float) -> None:
-    """Refuse a divisor or an eps that no estimator uses.
-
-    Raises:
-        ValueError: ddof is neither 0 nor 1, or eps is negative or not finite.
-    """
+    """Refuse a divisor or an eps that no estimator uses."""
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
     if not 0 <= eps < float("inf"):

@@ -25,9 +25,6 @@ class Trajectories:
 
     With several devices: of all of them. These tensors are small beside the model; gather them, prepare, and
     take the rows of the device.
-
-    Raises:
-        ValueError: a tensor whose shape does not fit, named with both shapes.
     """
 
     weight: Tensor

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.checks import check_choice, check_not_negative, check_same
 from visalign.core.precision import float32
 
 TieModel = Literal["rao_kupper", "davidson"]
@@ -32,13 +33,9 @@ def soft_labels(left: Tensor, right: Tensor, ties: Tensor | None = None, *, smoo
 
     Returns:
         [N] in [0, 1], float32 or better; NaN where n + 2a is 0.
-
-    Raises:
-        ValueError: shapes that differ, a negative or non-finite count, a negative smoothing.
     """
     won, lost, equal = _votes(left, right, ties)
-    if not 0 <= smoothing < math.inf:
-        raise ValueError(f"smoothing must be finite and ≥ 0; got {smoothing}.")
+    check_not_negative(smoothing=smoothing)
     total = won + lost + equal + 2 * smoothing
     return torch.where(total > 0, (won + equal / 2 + smoothing) / total.clamp(min=1e-30), math.nan)
 
@@ -56,9 +53,6 @@ def vote_weights(
 
     Returns:
         [N] ≥ 0, float32 or better; 0 where nobody voted.
-
-    Raises:
-        ValueError: as `soft_labels`, or an unknown `by`.
     """
     won, lost, equal = _votes(left, right, ties)
     total = won + lost + equal
@@ -77,13 +71,9 @@ def vote_shares(left: Tensor, right: Tensor, ties: Tensor, *, smoothing: float =
         right: [N] votes for the right answer.
         ties: [N] votes for "equal".
         smoothing: votes added to each of the three.
-
-    Raises:
-        ValueError: as `soft_labels`.
     """
     won, lost, equal = _votes(left, right, ties)
-    if not 0 <= smoothing < math.inf:
-        raise ValueError(f"smoothing must be finite and ≥ 0; got {smoothing}.")
+    check_not_negative(smoothing=smoothing)
     counts = torch.stack([won, equal, lost], -1) + smoothing
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts / total.clamp(min=1e-30), math.nan)
@@ -115,9 +105,6 @@ def bradley_terry_loss(
     Returns:
         Loss per pair [*], float32 or better.
 
-    Raises:
-        ValueError: shapes that differ, a label outside [0, 1].
-
     Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, 2307.09288, eq. 2;
     centring: 2312.09244; HPSv3, 2508.03789, released code.
     """
@@ -145,15 +132,11 @@ def tie_log_prob(
     Returns:
         [*, 3], float32 or better; each row's exponentials sum to 1.
 
-    Raises:
-        ValueError: shapes that differ, an unknown model, a θ ≤ 1 or ν ≤ 0 given as a number.
-
     Rao and Kupper 1967; Davidson 1970. HPSv3's "btt" (arXiv 2508.03789, released code) is Rao-Kupper, θ = 5.
     """
     one, other, _, _ = paired_scores(left, right, None)
     least = {"rao_kupper": 1.0, "davidson": 0.0}
-    if model not in least:
-        raise ValueError(f'model must be "rao_kupper" or "davidson"; got {model!r}.')
+    check_choice("model", model, least)
     if not isinstance(strength, Tensor) and not least[model] < strength < math.inf:
         name = "θ of Rao-Kupper" if model == "rao_kupper" else "ν of Davidson"
         raise ValueError(f"strength, the {name}, must be finite and > {least[model]:g}; got {strength}.")
@@ -176,14 +159,8 @@ def outcome_loss(log_prob: Tensor, share: Tensor) -> Tensor:
 
     Returns:
         Loss per pair [*].
-
-    Raises:
-        ValueError: shapes that differ.
     """
-    if log_prob.shape != share.shape:
-        raise ValueError(
-            f"log_prob {tuple(log_prob.shape)} and share {tuple(share.shape)} must have one shape."
-        )
+    check_same(log_prob=log_prob, share=share)
     return -(share.detach().nan_to_num(0.0) * log_prob).sum(-1)
 
 
@@ -194,9 +171,6 @@ def margin_ranking_loss(better: Tensor, worse: Tensor, *, margin: float) -> Tens
         better: [*] scores of what should rank above.
         worse: [*] scores of what should rank below.
         margin: m, the lead at which a pair is content; ICT-HP trains HP with 0.3.
-
-    Raises:
-        ValueError: shapes that differ.
 
     ICT-HP, arXiv 2507.19002, the HP loss.
     """
@@ -217,13 +191,9 @@ def average_pairs(
 
     Returns:
         A number; 0 where all weights are 0.
-
-    Raises:
-        ValueError: shapes that differ, an unknown `over`.
     """
     factor = torch.ones_like(loss) if weight is None else weight.detach().to(loss)
-    if factor.shape != loss.shape:
-        raise ValueError(f"weight {tuple(factor.shape)} and loss {tuple(loss.shape)} must have one shape.")
+    check_same(weight=factor, loss=loss)
     total = (loss * factor).sum()
     if over == "weights":
         return total / factor.sum().clamp(min=torch.finfo(loss.dtype).tiny)
@@ -237,9 +207,7 @@ def average_pairs(
 def _votes(left: Tensor, right: Tensor, ties: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     equal = torch.zeros_like(left) if ties is None else ties
     counts = {"left": left, "right": right, "ties": equal}
-    if len({count.shape for count in counts.values()}) > 1:
-        shapes = ", ".join(f"{name} {tuple(count.shape)}" for name, count in counts.items())
-        raise ValueError(f"Counts of votes must have one shape; got {shapes}.")
+    check_same(**counts)
     for name, count in counts.items():
         if not bool((torch.isfinite(count) & (count >= 0)).all()):
             bad = count[~(count >= 0) | torch.isinf(count)]
@@ -259,13 +227,8 @@ def paired_scores(left: Tensor, right: Tensor, label: Tensor | None) -> tuple[Te
     Returns:
         (left, right, p without gradient, bool: has a label), [*] in float32 or better; where there is no
         label the scores are 0, so that a NaN there cannot reach a gradient.
-
-    Raises:
-        ValueError: shapes that differ, a label outside [0, 1].
     """
-    if left.shape != right.shape or (label is not None and label.shape != left.shape):
-        given = [tuple(value.shape) for value in (left, right, label) if value is not None]
-        raise ValueError(f"Both scores of a pair, and its label, must have one shape; got {given}.")
+    check_same(left=left, right=right, label=label)
     one, other = float32(left), float32(right)
     if label is None:
         return one, other, torch.ones_like(one), torch.ones_like(one, dtype=torch.bool)

@@ -8,11 +8,12 @@ deviation. VisualQuality-R1 rewards each single answer by how well it orders its
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_choice, check_positive, check_same
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.groups.moments import present_entries
 from visalign.core.precision import float32_dtype
@@ -45,12 +46,8 @@ def answer_statistics(answers: Tensor, *, valid: Tensor | None = None, ddof: int
 
     Returns:
         The statistics, float32 or better, differentiable in answers.
-
-    Raises:
-        ValueError: answers is not [B, K], valid of another shape, ddof neither 0 nor 1.
     """
-    if answers.ndim != 2:
-        raise ValueError(f"answers must be [B, K]; got {tuple(answers.shape)}.")
+    check_axes(answers=(answers, "B K"))
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
     present = present_entries(answers, valid)
@@ -80,13 +77,9 @@ def thurstone_score(
     Returns:
         [*] t, float32 or better; `torch.special.ndtr` makes a probability of it, `log_ndtr` its logarithm.
 
-    Raises:
-        ValueError: a floor that is not positive and finite.
-
     Thurstone 1927, case V; VisualQuality-R1, arXiv 2505.14460.
     """
-    if not 0 < floor < float("inf"):
-        raise ValueError(f"floor must be positive and finite; got {floor}.")
+    check_positive(floor=floor)
     dtype = float32_dtype(left)
     return (left - right).to(dtype) / (left_variance + right_variance + floor).to(dtype).sqrt()
 
@@ -109,13 +102,9 @@ def fidelity(first: Tensor, second: Tensor, *, mode: FidelityMode = "paper") -> 
     Returns:
         [*]. As a reward only: where p or q is 0 or 1 its slope is infinite; train on `fidelity_loss`.
 
-    Raises:
-        ValueError: an unknown mode.
-
     Tsai et al., FRank, 2007; VisualQuality-R1, arXiv 2505.14460; released code, `grpo_jsonl.py`.
     """
-    if mode not in ("paper", "upstream"):
-        raise ValueError(f'mode must be "paper" or "upstream"; got {mode!r}.')
+    check_choice("mode", mode, get_args(FidelityMode))
     eps = UPSTREAM_EPS if mode == "upstream" else 0.0
     return (first * second + eps).sqrt() + ((1 - first) * (1 - second) + eps).sqrt()
 
@@ -132,12 +121,8 @@ def fidelity_loss(score: Tensor, label: Tensor) -> Tensor:
 
     Returns:
         [*] in [0, 1], float32 or better.
-
-    Raises:
-        ValueError: shapes that differ.
     """
-    if score.shape != label.shape:
-        raise ValueError(f"score {tuple(score.shape)} and label {tuple(label.shape)} must have one shape.")
+    check_same(score=score, label=label)
     known = ~torch.isnan(label)
     t = torch.where(known, score, 0.0).to(float32_dtype(score))
     prob = torch.where(known, label, 0.5).detach().to(t.dtype)
@@ -188,9 +173,6 @@ def fidelity_rewards(
     Returns:
         [B, K] float32 or better, no gradient; NaN for invalid answers and where there was nothing to compare
         with.
-
-    Raises:
-        ValueError: shapes that do not fit, or an option out of range.
 
     Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; released code, `grpo_jsonl.py`.
     """

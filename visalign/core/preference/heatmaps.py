@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.checks import check_same
 from visalign.core.precision import float32, float32_dtype
 
 
@@ -37,9 +38,6 @@ def class_disagreement(primary: Tensor, auxiliary: Tensor) -> Tensor:
 
     Returns:
         [B, *] ≥ 0, float32 or better: taken in float16 the softmax of far logits is 0.
-
-    Raises:
-        ValueError: shapes that differ.
 
     Ctrl-U, arXiv 2410.11236, eq. 2; released code.
     """
@@ -95,9 +93,6 @@ def ctrl_u_loss(
     Returns:
         The total and its two terms, float32 or better; 0 where nothing counts.
 
-    Raises:
-        ValueError: shapes that do not fit.
-
     Ctrl-U, arXiv 2410.11236, eq. 2 and 3; released code.
     """
     disagreement = scale * class_disagreement(primary, auxiliary)
@@ -138,16 +133,9 @@ def laplace_loss(prediction: Tensor, target: Tensor, scale: Tensor) -> Tensor:
     Returns:
         [*], float32 or better.
 
-    Raises:
-        ValueError: shapes that differ.
-
     HEIE, arXiv 2411.17261.
     """
-    if not prediction.shape == target.shape == scale.shape:
-        raise ValueError(
-            "prediction, target and scale must have one shape; got "
-            f"{tuple(prediction.shape)}, {tuple(target.shape)}, {tuple(scale.shape)}."
-        )
+    check_same(prediction=prediction, target=target, scale=scale)
     s = float32(scale)
     return math.sqrt(2) * (prediction - target).abs() / s + s.log()
 
@@ -163,13 +151,9 @@ def fuse_heatmaps(maps: Tensor, scale: Tensor, *, valid: Tensor | None = None) -
     Returns:
         ([*] merged map, [M, *] weights), float32 or better; NaN and weights of 0 where no map reaches.
 
-    Raises:
-        ValueError: shapes that differ.
-
     HEIE, arXiv 2411.17261, the uncertainty fusion of global and local maps.
     """
-    if maps.shape != scale.shape or (valid is not None and valid.shape != maps.shape):
-        raise ValueError(f"maps {tuple(maps.shape)}, scale and valid must have one shape [M, *].")
+    check_same(maps=maps, scale=scale, valid=valid)
     dtype = float32_dtype(maps)
     reached = torch.ones_like(maps, dtype=torch.bool) if valid is None else valid
     some = reached.any(0)

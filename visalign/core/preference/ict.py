@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.checks import check_choice, check_positive, check_same
 from visalign.core.precision import float32
 
 from .bradley_terry import average_pairs, margin_ranking_loss
@@ -49,13 +50,9 @@ def truncated_score(clip: Tensor, *, theta: float = THETA) -> Tensor:
         clip: CLIP score, in the unit of θ.
         theta: θ > 0, the score from which an image counts as containing all of its prompt.
 
-    Raises:
-        ValueError: θ not positive and finite.
-
     ICT-HP, arXiv 2507.19002, the definition of ICT.
     """
-    if not 0 < theta < float("inf"):
-        raise ValueError(f"theta must be positive and finite; got {theta}.")
+    check_positive(theta=theta)
     return (float32(clip) / theta).clamp(max=1)
 
 
@@ -74,15 +71,10 @@ def ict_labels(
     Returns:
         The six targets, no gradient.
 
-    Raises:
-        ValueError: shapes that differ, θ not positive, or an unknown mode.
-
     ICT-HP, arXiv 2507.19002; released code, `icthp_dataset.py`.
     """
-    shapes = [tuple(given.shape) for given in (clip1, clip2, clip_prompts)]
-    if len(set(shapes)) > 1:
-        raise ValueError(f"The three scores of a triple must have one shape; got {shapes}.")
-    _check_mode(mode)
+    check_same(clip1=clip1, clip2=clip2, clip_prompts=clip_prompts)
+    check_choice("mode", mode, ("paper", "upstream"))
     easy2 = truncated_score(clip2.detach(), theta=theta)
     easy1 = torch.minimum(truncated_score(clip1.detach(), theta=theta), easy2)
     between = clip_prompts.detach().to(easy2.dtype)
@@ -123,15 +115,11 @@ def ict_loss(
     Returns:
         A number, float32 or better. With one triple there are no negatives.
 
-    Raises:
-        ValueError: shapes that do not fit, an unknown reduction or mode.
-
     ICT-HP, arXiv 2507.19002; released code, `icthp_criterion.py`.
     """
-    _check_mode(mode)
+    check_choice("mode", mode, ("paper", "upstream"))
     _check_triples(easy, refined, images)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction must be "mean" or "sum"; got {reduction!r}.')
+    check_choice("reduction", reduction, ("mean", "sum"))
     size = easy.shape[0]
     own = torch.eye(size, dtype=torch.bool, device=easy.device)
     targets = (
@@ -163,9 +151,6 @@ def hp_loss(hp: Tensor, *, margin: float = 0.3) -> Tensor:
     Returns:
         A number, float32 or better.
 
-    Raises:
-        ValueError: hp is not [3, N].
-
     ICT-HP, arXiv 2507.19002.
     """
     return average_pairs(_triple_hinge(hp, margin))
@@ -185,15 +170,10 @@ def ict_hp_loss(
     Returns:
         A number, float32 or better.
 
-    Raises:
-        ValueError: shapes that differ or are not [3, N], an unknown reduction.
-
     ICT-HP, arXiv 2507.19002; released code, `icthp_criterion.py`. At inference the code multiplies by σ(HP).
     """
-    if cosine.shape != hp.shape:
-        raise ValueError(f"cosine {tuple(cosine.shape)} and hp {tuple(hp.shape)} must have one shape.")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction must be "mean" or "sum"; got {reduction!r}.')
+    check_same(cosine=cosine, hp=hp)
+    check_choice("reduction", reduction, ("mean", "sum"))
     share = float32(hp).softmax(0)
     return average_pairs(
         _triple_hinge(cosine * share, margin), over="weights" if reduction == "mean" else "none"
@@ -212,18 +192,8 @@ def _unit(embedding: Tensor) -> Tensor:
 
 
 def _check_triples(easy: Tensor, refined: Tensor, images: Tensor) -> None:
-    if (
-        images.ndim != 3
-        or images.shape[0] != 3
-        or easy.shape != images.shape[1:]
-        or refined.shape != easy.shape
-    ):
+    if images.shape[:1] != (3,) or not images.shape[1:] == easy.shape == refined.shape or easy.ndim != 2:
         raise ValueError(
             "Expected easy and refined [N, D] and images [3, N, D]; got "
             f"{tuple(easy.shape)}, {tuple(refined.shape)}, {tuple(images.shape)}."
         )
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in ("paper", "upstream"):
-        raise ValueError(f'mode must be "paper" or "upstream"; got {mode!r}.')

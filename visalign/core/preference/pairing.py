@@ -38,9 +38,6 @@ def next_pairs(
 
     Returns:
         [M, 2] (left, right), M ≤ count; fewer when nothing is left to ask.
-
-    Raises:
-        ValueError: an unknown method, or a count below 1.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; allowed are {', '.join(METHODS)}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_integer_pairs
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.precision import float32_dtype
 
@@ -23,9 +24,6 @@ def group_pairs(group: Labels, size: int, device: torch.device | None = None) ->
 
     Returns:
         [N, 2] int64 sample numbers, in ascending order; G(G − 1)/2 for a group of G.
-
-    Raises:
-        ValueError: wrong number of labels, or a floating-point tensor as labels.
     """
     index, _ = group_index(group, size, device)
     pairs = torch.triu_indices(size, size, offset=1, device=index.device)
@@ -47,13 +45,9 @@ def win_rates(pairs: Tensor, preference: Tensor, size: int) -> Tensor:
     Returns:
         [B] or [B, C] in [0, 1], float32 or better, no gradient; NaN for a sample without a valid comparison.
 
-    Raises:
-        ValueError: shapes that do not fit, or pairs that are not integers.
-
     Wang et al., Pref-GRPO, arXiv 2508.20751, the win rate of a group.
     """
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.is_floating_point() or pairs.dtype == torch.bool:
-        raise ValueError(f"pairs must be integers [N, 2]; got {pairs.dtype} {tuple(pairs.shape)}.")
+    check_integer_pairs(pairs)
     if preference.ndim not in (1, 2) or preference.shape[0] != pairs.shape[0]:
         raise ValueError(
             f"preference must be [N] or [N, C], N = {pairs.shape[0]} pairs; got {tuple(preference.shape)}."

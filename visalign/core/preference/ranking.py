@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_integer_pairs
+
 Model = Literal["bradley_terry", "thurstone", "log_odds"]
 MODELS = ("bradley_terry", "thurstone", "log_odds")
 SPREAD_SCALE = 5.0
@@ -51,9 +53,6 @@ class RankingFit:
 
         Args:
             level: probability that the score is inside, in (0, 1).
-
-        Raises:
-            ValueError: level outside (0, 1).
         """
         if not 0 < level < 1:
             raise ValueError(f"level is {level}; allowed are probabilities between 0 and 1, e.g. 0.9.")
@@ -93,9 +92,6 @@ def fit_ranking(
 
     Returns:
         The fit; a sample without a valid comparison has score 0 and the prior's standard deviation.
-
-    Raises:
-        ValueError: shapes, types or numbers that do not fit.
 
     Bradley and Terry, Biometrika 39 (1952) 324; Thurstone, Psychological Review 34 (1927) 273, case V.
     """
@@ -218,8 +214,7 @@ def _check(pairs: Tensor, prob: Tensor, size: int, model: str) -> None:
     """Refuse what cannot be fitted."""
     if model not in MODELS:
         raise ValueError(f"model is {model!r}; allowed are {', '.join(MODELS)}.")
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.is_floating_point() or pairs.dtype == torch.bool:
-        raise ValueError(f"pairs must be integers [N, 2]; got {pairs.dtype} {tuple(pairs.shape)}.")
+    check_integer_pairs(pairs)
     if prob.shape != pairs.shape[:1]:
         raise ValueError(f"prob must be [N], N = {len(pairs)} pairs; got {tuple(prob.shape)}.")
     if size < 1 or (len(pairs) and not 0 <= int(pairs.min()) <= int(pairs.max()) < size):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.checks import check_same
 from visalign.core.precision import float32
 
 from .bradley_terry import paired_scores
@@ -43,9 +44,6 @@ def soft_clamp(value: Tensor, low: float = -7.0, high: float = 3.0) -> Tensor:
 
     Returns:
         [*] in (low, high), float32 or better.
-
-    Raises:
-        ValueError: low ≥ high, or a bound that is not finite.
     """
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"low must be below high, both finite; got {low} and {high}.")
@@ -77,9 +75,6 @@ def log_win_probability(mean: Tensor, std: Tensor, *, nodes: int = 32) -> Tensor
     Returns:
         [*] ≤ 0 up to rounding, float32 or better; differentiable in both.
 
-    Raises:
-        ValueError: shapes that differ, or fewer than 2 nodes.
-
     HPSv3, arXiv 2508.03789; PURM 2503.22480, eq. 4.
     """
     mu, s = _moments(mean, std)
@@ -103,9 +98,6 @@ def mean_log_win(mean: Tensor, std: Tensor, *, nodes: int = 32) -> Tensor:
 
     Returns:
         [*], float32 or better.
-
-    Raises:
-        ValueError: shapes that differ, or fewer than 2 nodes.
     """
     mu, s = _moments(mean, std)
     narrow, wide = _split(s)
@@ -190,9 +182,6 @@ def gauss_hermite(nodes: int) -> tuple[Tensor, Tensor]:
     Returns:
         ([n] ascending, [n]), float64 on the CPU.
 
-    Raises:
-        ValueError: nodes out of range.
-
     Golub and Welsch 1969.
     """
     if not 2 <= nodes <= 300:
@@ -208,8 +197,7 @@ def gauss_hermite(nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def _moments(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    if mean.shape != std.shape:
-        raise ValueError(f"mean {tuple(mean.shape)} and std {tuple(std.shape)} must have one shape.")
+    check_same(mean=mean, std=std)
     dtype = torch.promote_types(torch.promote_types(mean.dtype, std.dtype), torch.float32)
     return mean.to(dtype), std.to(dtype)
 

@@ -100,9 +100,6 @@ def yes_no_loss(
     Returns:
         Loss [*], float32 or better.
 
-    Raises:
-        ValueError: shapes that differ, a label outside [0, 1], an unknown `over`.
-
     RewardDance, arXiv 2509.08826.
     """
     if over == "answers":
@@ -134,9 +131,6 @@ def yes_no_pair_loss(
     Returns:
         Loss per pair [*], float32 or better.
 
-    Raises:
-        ValueError: shapes that differ, a label outside [0, 1], an unknown `on`.
-
     RewardDance, arXiv 2509.08826, section 3, the pointwise generative variant.
     """
     if on == "log_odds":
@@ -162,9 +156,6 @@ def both_orders(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (log-odds that A is better, (first − second)/2; log-odds of the bias for the first place, half the
         sum).
-
-    Raises:
-        ValueError: shapes that differ.
     """
     one, other, _, _ = paired_scores(first, second, None)
     return (one - other) / 2, (one + other) / 2

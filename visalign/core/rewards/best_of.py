@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_same
 from visalign.core.groups.labels import Labels, group_index
 
 STIRLING_FROM = 16
@@ -30,9 +31,6 @@ def pass_at_k(samples: Tensor | int, correct: Tensor | int, k: Tensor | int) -> 
 
     Returns:
         [*] float64 in [0, 1]; NaN where 1 ≤ k ≤ n or 0 ≤ c ≤ n does not hold.
-
-    Raises:
-        ValueError: shapes that cannot be broadcast, or a k given as a number < 1.
 
     Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, eq. 1.
     """
@@ -69,9 +67,6 @@ def expected_best_of_k(reward: Tensor, k: int, *, valid: Tensor | None = None) -
     Returns:
         [*] float64 in the unit of the reward, no gradient; NaN where fewer than k rewards are present.
 
-    Raises:
-        ValueError: k < 1 or a shape that does not fit.
-
     David and Nagaraja, Order Statistics; the estimator of pass@k (arXiv 2107.03374) for real-valued rewards.
     """
     _check_k(k)
@@ -103,9 +98,6 @@ def majority_at_k(counts: Tensor, correct: Tensor, k: int) -> Tensor:
     Returns:
         [*] float64 in [0, 1]; NaN where a prompt has fewer than k samples.
 
-    Raises:
-        ValueError: k < 1 or shapes that differ.
-
     Wang et al., Self-Consistency, arXiv 2203.11171, for the vote; the exact expectation is our own.
     """
     _check_k(k)
@@ -114,10 +106,7 @@ def majority_at_k(counts: Tensor, correct: Tensor, k: int) -> Tensor:
             "counts must be [*, L] with L ≥ 1 and correct bool; got counts "
             f"{tuple(counts.shape)} and correct {correct.dtype}."
         )
-    if counts.shape != correct.shape:
-        raise ValueError(
-            f"counts {tuple(counts.shape)} and correct {tuple(correct.shape)} must have one shape."
-        )
+    check_same(counts=counts, correct=correct)
     size = counts.double()
     n = size.sum(-1)
     odds = torch.where(n >= k, k / (n + 1), 0.5)

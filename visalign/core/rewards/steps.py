@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
+from visalign.core.checks import check_axes, check_positive
 from visalign.core.precision import float32
 
 
@@ -29,9 +30,6 @@ def clip_step_rewards(step_reward: Tensor, weight: Tensor | None = None, *, eta:
 
     Returns:
         [B, T], ≤ 0, float32 or better.
-
-    Raises:
-        ValueError: shapes that do not fit.
 
     Gao et al., On designing effective RL reward at training time for LLM reasoning, arXiv 2410.15115.
     """
@@ -52,9 +50,6 @@ def delta_step_rewards(step_reward: Tensor, weight: Tensor | None = None) -> Ten
 
     Returns:
         [B, T], float32 or better; all 0 for a row with one step.
-
-    Raises:
-        ValueError: shapes that do not fit.
 
     Gao et al., On designing effective RL reward at training time for LLM reasoning, arXiv 2410.15115.
     """
@@ -91,13 +86,10 @@ def implicit_step_rewards(
     Returns:
         Step, prefix and outcome rewards, float32 or better; Σ_t step = total.
 
-    Raises:
-        ValueError: shapes that do not fit, or β that is not positive and finite.
-
     Yuan et al., Free process rewards without process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv
     2502.01456.
     """
-    _check_beta(beta)
+    check_positive(beta=beta)
     value, _ = _present(log_ratio, weight)
     step = beta * (value if weight is None else value * weight)
     return ImplicitRewards(step=step, prefix=step.cumsum(1), total=step.sum(1))
@@ -118,16 +110,12 @@ def implicit_prm_loss(
     Returns:
         Loss per sample [B], to be averaged; ln 2 where π_φ = π_ref.
 
-    Raises:
-        ValueError: shapes that do not fit, or β that is not positive and finite.
-
     Yuan et al., Free process rewards without process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv
     2502.01456.
     """
-    _check_beta(beta)
+    check_positive(beta=beta)
     inside = _inside(log_ratio, weight)
-    if label.shape != log_ratio.shape[:1]:
-        raise ValueError(f"label must be [B] = [{log_ratio.shape[0]}]; got shape {tuple(label.shape)}.")
+    check_axes(log_ratio=(log_ratio, "B T"), label=(label, "B"))
     value = torch.where(inside, float32(log_ratio), 0.0)
     q = beta * (value if weight is None else value * weight).sum(1)
     known = torch.isfinite(label)
@@ -180,17 +168,9 @@ def turning_point_rewards(
     Returns:
         Rewards float32 or better; NaN where one of the R they need is missing, and no turn there.
 
-    Raises:
-        ValueError: shapes that do not fit.
-
     Alleviating sparse rewards in flow-based GRPO, arXiv 2602.06422; constants of its launch script.
     """
-    shapes = {reward.shape, reward_ode.shape, reward_mid.shape[:1]}
-    if reward.ndim != 1 or reward_mid.ndim != 2 or len(shapes) > 1:
-        raise ValueError(
-            "reward and reward_ode must be [B], reward_mid [B, n]; got "
-            f"{tuple(reward.shape)}, {tuple(reward_ode.shape)}, {tuple(reward_mid.shape)}."
-        )
+    check_axes(reward=(reward, "B"), reward_ode=(reward_ode, "B"), reward_mid=(reward_mid, "B n"))
     final = float32(reward).detach()[:, None]
     levels = torch.cat([float32(reward_ode).detach()[:, None], float32(reward_mid).detach()], 1)
     before, after = levels[:, :-1], levels[:, 1:]
@@ -235,12 +215,5 @@ def _present(values: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _inside(values: Tensor, weight: Tensor | None) -> Tensor:
-    if values.ndim != 2 or (weight is not None and weight.shape != values.shape):
-        given = "" if weight is None else f" with weight {tuple(weight.shape)}"
-        raise ValueError(f"steps must be [B, T] and weight like them; got {tuple(values.shape)}{given}.")
+    check_axes(steps=(values, "B T"), weight=(weight, "B T"))
     return torch.ones_like(values, dtype=torch.bool) if weight is None else weight != 0
-
-
-def _check_beta(beta: float) -> None:
-    if not 0 < beta < float("inf"):
-        raise ValueError(f"beta must be positive and finite; got {beta}.")

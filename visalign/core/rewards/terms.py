@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_positive, check_same
 from visalign.core.precision import float32
 
 
@@ -23,15 +24,9 @@ def place_terminal(reward: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [B, T], float32 or better, no gradient; 0 elsewhere, and in rows without a present decision.
 
-    Raises:
-        ValueError: shapes that do not fit.
-
     Ziegler et al., arXiv 1909.08593, section 2: a score at the end of the completion, KL on every token.
     """
-    if reward.ndim != 1 or weight.ndim != 2 or weight.shape[0] != reward.shape[0]:
-        raise ValueError(
-            f"reward must be [B] and weight [B, T]; got {tuple(reward.shape)} and {tuple(weight.shape)}."
-        )
+    check_axes(reward=(reward, "B"), weight=(weight, "B T"))
     present = weight != 0
     after = present.flip(1).cumsum(1).flip(1)
     last = present & (after == 1)
@@ -62,20 +57,10 @@ def kl_in_reward(
     Returns:
         [B, T], float32 or better, no gradient; 0 where absent.
 
-    Raises:
-        ValueError: shapes that differ.
-
     Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2; Ziegler et al., arXiv 1909.08593, eq. 2. β = 0.04 in
     GRPO, arXiv 2402.03300 (there in the loss), 0.02 in InstructGPT.
     """
-    named = {"old_log_prob": old_log_prob, "ref_log_prob": ref_log_prob}
-    if weight is not None:
-        named["weight"] = weight
-    for name, tensor in named.items():
-        if tensor.shape != reward.shape:
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} and reward {tuple(reward.shape)} must have one shape, [B, T]."
-            )
+    check_same(reward=reward, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob, weight=weight)
     k1 = float32(old_log_prob.detach()) - float32(ref_log_prob.detach())
     result = float32(reward.detach()) - beta * k1
     return result if weight is None else torch.where(weight != 0, result, 0.0)
@@ -111,7 +96,7 @@ def adaptive_kl_coefficient(
 
     Ziegler et al., arXiv 1909.08593, section 2.2.
     """
-    _check_positive(samples=samples, target=target, horizon=horizon, bound=bound)
+    check_positive(samples=samples, target=target, horizon=horizon, bound=bound)
     rate = samples / horizon
     if bound * rate >= 1:
         raise ValueError(
@@ -150,7 +135,7 @@ def penalty_kl_coefficient(
 
     Schulman et al., PPO, arXiv 1707.06347, section 4, eq. 8 and below.
     """
-    _check_positive(target=target)
+    check_positive(target=target)
     if not tolerance >= 1 or not factor > 1:
         raise ValueError(f"tolerance must be ≥ 1 and factor > 1; got {tolerance} and {factor}.")
     old, measured = _number(beta), _number(kl)
@@ -170,9 +155,6 @@ def soft_overlong(length: Tensor, *, max_length: int, cache: int) -> Tensor:
 
     Returns:
         [B] in [−1, 0], float32 or better.
-
-    Raises:
-        ValueError: cache is not in 1 … max_length.
 
     Yu et al., DAPO, arXiv 2503.14476, eq. 13.
     """
@@ -211,9 +193,3 @@ def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
 def _number(value: float | Tensor) -> Tensor:
     """A detached tensor, float64 from a plain number."""
     return float32(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
-def _check_positive(**given: float) -> None:
-    for name, value in given.items():
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name} must be a positive number; got {value}.")

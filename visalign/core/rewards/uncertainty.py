@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_not_negative, check_positive, check_same
 from visalign.core.precision import float32, float32_dtype
 
 Aggregation = Literal["mean", "min", "lower_bound", "inverse_variance"]
@@ -27,9 +28,6 @@ def bhattacharyya(mean: Tensor, std: Tensor, other_mean: Tensor, other_std: Tens
 
     Returns:
         [N, M] in (0, 1], float32 or better; 1 for equal distributions.
-
-    Raises:
-        ValueError: shapes that differ or are not [N] and [M].
 
     Bhattacharyya 1943; PURM, arXiv 2503.22480.
     """
@@ -75,16 +73,9 @@ def penalise(mean: Tensor, uncertainty: Tensor, *, strength: float) -> Tensor:
         mean: [*] μ, higher is better.
         uncertainty: [*] u ≥ 0.
         strength: λ ≥ 0, in units of the reward per unit of u; how much is data-dependent.
-
-    Raises:
-        ValueError: shapes that differ, or a negative strength.
     """
-    if mean.shape != uncertainty.shape:
-        raise ValueError(
-            f"mean {tuple(mean.shape)} and uncertainty {tuple(uncertainty.shape)} must have one shape."
-        )
-    if not 0 <= strength < float("inf"):
-        raise ValueError(f"strength must be finite and ≥ 0; got {strength}.")
+    check_same(mean=mean, uncertainty=uncertainty)
+    check_not_negative(strength=strength)
     return mean - strength * uncertainty
 
 
@@ -112,13 +103,9 @@ def combine_members(
         ([B] reward, [B] standard deviation between the members: epistemic), float32 or better; NaN where no
         member answered, deviation 0 where one did.
 
-    Raises:
-        ValueError: shapes that do not fit, an unknown `how`, no std for "inverse_variance".
-
     Coste et al., Reward Model Ensembles, arXiv 2310.02743 (mean, worst case, lower bound).
     """
-    if mean.ndim != 2 or any(part is not None and part.shape != mean.shape for part in (std, valid)):
-        raise ValueError(f"mean, std and valid must be [M, B]; mean is {tuple(mean.shape)}.")
+    check_axes(mean=(mean, "M B"), std=(std, "M B"), valid=(valid, "M B"))
     present = torch.isfinite(mean) if valid is None else torch.isfinite(mean) & valid
     value = torch.where(present, mean, 0.0).to(float32_dtype(mean))
     count = present.sum(0)
@@ -150,12 +137,8 @@ def inverse_variance_weights(std: Tensor, *, floor: float = 1e-3) -> Tensor:
     Args:
         std: [*] σ ≥ 0.
         floor: > 0, in the unit of σ, so that one answer that claims certainty does not outweigh all others.
-
-    Raises:
-        ValueError: a floor that is not positive.
     """
-    if not 0 < floor < float("inf"):
-        raise ValueError(f"floor must be positive and finite; got {floor}.")
+    check_positive(floor=floor)
     s = float32(std.detach())
     return 1 / (s.square() + floor**2)
 
@@ -173,16 +156,9 @@ def shrink_advantages(advantage: Tensor, std: Tensor, group_std: Tensor, *, obse
     Returns:
         [B], float32 or better, no gradient in the factor.
 
-    Raises:
-        ValueError: shapes that differ.
-
     The linear estimate of a signal in known noise (James and Stein 1961); its use here is our own.
     """
-    if advantage.shape != std.shape or advantage.shape != group_std.shape:
-        raise ValueError(
-            f"advantage, std and group_std must have one shape; got {tuple(advantage.shape)}, "
-            f"{tuple(std.shape)}, {tuple(group_std.shape)}."
-        )
+    check_same(advantage=advantage, std=std, group_std=group_std)
     noise = float32(std.detach()).square()
     signal = group_std.detach().to(noise).square()
     signal = (signal - noise).clamp(min=0) if observed else signal
@@ -191,7 +167,6 @@ def shrink_advantages(advantage: Tensor, std: Tensor, group_std: Tensor, *, obse
 
 
 def _gaussians(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    if mean.ndim != 1 or mean.shape != std.shape:
-        raise ValueError(f"mean and std must both be [N]; got {tuple(mean.shape)} and {tuple(std.shape)}.")
+    check_axes(mean=(mean, "N"), std=(std, "N"))
     dtype = float32_dtype(mean)
     return mean.to(dtype), std.to(dtype).clamp(min=1e-12)

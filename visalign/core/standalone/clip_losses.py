@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visalign.core.checks import check_axes, check_choice
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
 from visalign.core.preference.bradley_terry import average_pairs, margin_ranking_loss, paired_scores
 
@@ -25,9 +26,6 @@ def paired_cosine(first: Tensor, second: Tensor) -> Tensor:
     Args:
         first: [*, D] embeddings, any length but 0.
         second: [*, D].
-
-    Raises:
-        ValueError: shapes that differ.
     """
     one, other, _, _ = paired_scores(first, second, None)
     return (F.normalize(one, dim=-1) * F.normalize(other, dim=-1)).sum(-1)
@@ -61,17 +59,10 @@ def pickscore_loss(
     Returns:
         A number, float32 or better.
 
-    Raises:
-        ValueError: shapes that differ, a label outside [0, 1] or NaN, an n below 1.
-
     Kirstain et al., PickScore, arXiv 2305.01569, section 4; released code.
     """
     size = text.shape[0]
-    if text.ndim != 2 or left.shape != text.shape or right.shape != text.shape or label.shape != (size,):
-        raise ValueError(
-            "text, left and right must be [N, D] and label [N]; got "
-            f"{tuple(text.shape)}, {tuple(left.shape)}, {tuple(right.shape)}, {tuple(label.shape)}."
-        )
+    check_axes(text=(text, "N D"), left=(left, "N D"), right=(right, "N D"), label=(label, "N"))
     many = torch.ones_like(label) if pairs_per_prompt is None else pairs_per_prompt
     if many.shape != label.shape or not bool(((many >= 1) & (label >= 0) & (label <= 1)).all()):
         raise ValueError("Each label must lie in [0, 1] and each pairs_per_prompt [N] be at least 1.")
@@ -108,8 +99,7 @@ def listwise_choice_loss(score: Tensor, share: Tensor, group: Labels) -> Tensor:
     Wu et al., HPS v2, arXiv 2306.09341, released code.
     """
     value, target, _, _ = paired_scores(score, share, None)
-    if value.ndim != 1:
-        raise ValueError(f"score must be [N]; got {tuple(score.shape)}.")
+    check_axes(score=(score, "N"))
     index, groups = group_index(group, value.shape[0], value.device)
     target = target.detach()[:, None]
     total = group_sum(target, index, groups)
@@ -148,16 +138,11 @@ def rank_margin_loss(
     Returns:
         Loss per prompt [P], in the order of `group_index`, float32 or better; 0 where there is no pair.
 
-    Raises:
-        ValueError: shapes that differ, or an unknown mode.
-
     Released code of HPS v2 (arXiv 2306.09341), `RankingLoss`.
     """
-    if mode not in ("paper", "upstream"):
-        raise ValueError(f'mode must be "paper" or "upstream"; got {mode!r}.')
+    check_choice("mode", mode, ("paper", "upstream"))
     value, place, _, _ = paired_scores(score, rank, None)
-    if value.ndim != 1:
-        raise ValueError(f"score must be [N]; got {tuple(score.shape)}.")
+    check_axes(score=(score, "N"))
     index, groups = group_index(group, value.shape[0], value.device)
     losses = []
     for number in range(groups):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.advantages.group import group_advantages, whiten
+from visalign.core.checks import check_axes
 from visalign.core.groups.group_statistics import group_centre
 from visalign.core.groups.labels import Labels, group_index, group_sum
 from visalign.core.precision import float32, float32_dtype
@@ -31,13 +32,9 @@ def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6
     Returns:
         [B], float32 or better; 0 where missing, for a single group and for equal means.
 
-    Raises:
-        ValueError: shapes or labels that do not fit, eps or ddof not allowed.
-
     COPO, arXiv 2508.04138.
     """
-    if reward.ndim != 1:
-        raise ValueError(f"reward must be [B]; got shape {tuple(reward.shape)}.")
+    check_axes(reward=(reward, "B"))
     index, groups = group_index(group, reward.shape[0], reward.device)
     present = torch.isfinite(reward)
     lowest, mean, count = group_centre(reward, present, index, groups)
@@ -56,9 +53,6 @@ def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = 
 
     Returns:
         [B], H of the sample's group; float32, or float64 for float64 weights; NaN for a group without mass.
-
-    Raises:
-        ValueError: labels or weights that do not fit.
 
     COPO, arXiv 2508.04138.
     """
@@ -114,13 +108,9 @@ def copo_advantages(
     Returns:
         [B], float32 or better; 0 where missing.
 
-    Raises:
-        ValueError: shapes or labels that do not fit, eps or ddof not allowed.
-
     COPO, arXiv 2508.04138.
     """
-    if reward.ndim != 1 or weight.shape != reward.shape:
-        raise ValueError(f"reward and weight must be [B]; got {tuple(reward.shape)}, {tuple(weight.shape)}.")
+    check_axes(reward=(reward, "B"), weight=(weight, "B"))
     local = group_advantages(reward, group, eps=eps, ddof=ddof)
     w = weight.detach().to(local.dtype)
     return w * local + (1 - w) * between_group_advantages(reward, group, eps=eps, ddof=between_ddof)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from visalign.core.checks import check_axes, check_not_negative, check_same
 from visalign.core.precision import float32_dtype
 from visalign.core.rewards.steps import next_present
 
@@ -31,9 +32,6 @@ def empg_scale(entropy: Tensor, weight: Tensor | None = None, *, k: float = 1.0,
 
     Returns:
         [B, S], float32 or better; 0 where absent, 1 where all are equal.
-
-    Raises:
-        ValueError: shapes that do not fit, k or eps negative.
 
     EMPG, arXiv 2509.09265.
     """
@@ -72,14 +70,10 @@ def empg_advantages(
     Returns:
         [B, S], float32 or better; 0 where absent.
 
-    Raises:
-        ValueError: shapes that do not fit, k, k′ or eps negative.
-
     EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1).
     """
     present = _present_segments(entropy, weight)
-    if advantage.shape != entropy.shape[:1]:
-        raise ValueError(f"advantage must be [B] = [{entropy.shape[0]}]; got shape {tuple(advantage.shape)}.")
+    check_axes(entropy=(entropy, "B S"), advantage=(advantage, "B"))
     present = present & torch.isfinite(advantage)[:, None]
     gain = torch.where(present, advantage.detach().double()[:, None], 0.0)
     clear = _confidence(entropy, present, k_bonus, eps)
@@ -108,18 +102,12 @@ def tea_weights(
     Returns:
         [B, T], ≥ 0, float32 or better; 0 where absent. They sum to 1 without a cap.
 
-    Raises:
-        ValueError: shapes that differ, τ or cap not positive.
-
     Light-IF, arXiv 2508.03178. Deviation: weights sum to 1, where the paper's n Σ w H grows with the number
     of decisions and swamps the policy loss. The constants of the paper are not published.
     """
     if not tau > 0 or (cap is not None and not cap > 0):
         raise ValueError(f"tau and cap must be positive; got tau={tau}, cap={cap}.")
-    if weight is not None and weight.shape != covariance.shape:
-        raise ValueError(
-            f"covariance {tuple(covariance.shape)} and weight {tuple(weight.shape)} must have one shape."
-        )
+    check_same(covariance=covariance, weight=weight)
     present = torch.isfinite(covariance) if weight is None else torch.isfinite(covariance) & (weight != 0)
     score = torch.where(present, covariance.detach().double() / tau, float("-inf"))
     score = torch.where(present.any(), score, 0.0)
@@ -139,22 +127,16 @@ def weighted_entropy(entropy: Tensor, weights: Tensor) -> Tensor:
     Returns:
         0-dim, float32 or better.
 
-    Raises:
-        ValueError: shapes that differ.
-
     Light-IF, arXiv 2508.03178.
     """
-    if entropy.shape != weights.shape:
-        raise ValueError(
-            f"entropy {tuple(entropy.shape)} and weights {tuple(weights.shape)} must have one shape."
-        )
+    check_same(entropy=entropy, weights=weights)
     value = torch.where(weights != 0, entropy.to(float32_dtype(entropy)), 0.0)
     return (weights.detach() * value).sum()
 
 
 def _confidence(entropy: Tensor, present: Tensor, k: float, eps: float) -> Tensor:
     """exp(−k H̃), [B, S] float64; 0 where absent."""
-    _check_not_negative(k=k, eps=eps)
+    check_not_negative(k=k, eps=eps)
     value = torch.where(present, entropy.detach().double(), math.inf)
     low, high = value.amin(), torch.where(present, value, -math.inf).amax()
     # The clamp stands for 0/0 alone: equal entropies with eps = 0.
@@ -163,14 +145,6 @@ def _confidence(entropy: Tensor, present: Tensor, k: float, eps: float) -> Tenso
 
 
 def _present_segments(entropy: Tensor, weight: Tensor | None) -> Tensor:
-    if entropy.ndim != 2 or (weight is not None and weight.shape != entropy.shape):
-        given = "" if weight is None else f" with weight {tuple(weight.shape)}"
-        raise ValueError(f"entropy must be [B, S] and weight like it; got {tuple(entropy.shape)}{given}.")
+    check_axes(entropy=(entropy, "B S"), weight=(weight, "B S"))
     finite = torch.isfinite(entropy)
     return finite if weight is None else finite & (weight != 0)
-
-
-def _check_not_negative(**given: float) -> None:
-    for name, value in given.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and ≥ 0; got {value}.")

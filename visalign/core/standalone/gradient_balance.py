@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_same
 from visalign.core.precision import float32_dtype
 
 MAX_REWARDS = 12
@@ -68,14 +69,10 @@ def combine_gradients(
     Returns:
         [N], float32 or better.
 
-    Raises:
-        ValueError: shapes that do not fit.
-
     MARBLE, arXiv 2605.06507.
     """
     _check_gradients(gradient)
-    if alpha.shape != gradient.shape[:1]:
-        raise ValueError(f"alpha must be [K] = [{gradient.shape[0]}]; got shape {tuple(alpha.shape)}.")
+    check_axes(gradient=(gradient, "K N"), alpha=(alpha, "K"))
     vectors, norm = _vectors(gradient, normalise)
     direction = alpha.detach().double() @ vectors
     if rescale:
@@ -94,15 +91,9 @@ def smooth_weights(previous: Tensor, alpha: Tensor, *, rho: float = 0.7) -> Tens
     Returns:
         [K], on the simplex if both are.
 
-    Raises:
-        ValueError: shapes that differ or ρ outside [0, 1).
-
     MARBLE, arXiv 2605.06507 (ρ = 0.7, every 10 steps).
     """
-    if previous.shape != alpha.shape:
-        raise ValueError(
-            f"previous {tuple(previous.shape)} and alpha {tuple(alpha.shape)} must have one shape [K]."
-        )
+    check_same(previous=previous, alpha=alpha)
     if not 0 <= rho < 1:
         raise ValueError(f"rho must lie in [0, 1); got {rho}.")
     return rho * previous.detach() + (1 - rho) * alpha.detach()

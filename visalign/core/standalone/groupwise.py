@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_not_negative, check_positive
 from visalign.core.precision import float32
 
 
@@ -27,17 +28,10 @@ def soft_plackett_luce(score: Tensor, reward: Tensor, *, tau: float = 0.05) -> T
     Returns:
         Loss per prompt [P], float32 or better; 0 where fewer than two samples are there.
 
-    Raises:
-        ValueError: shapes that differ or are not [P, K], or τ not positive and finite.
-
     GDRO, arXiv 2601.02036 (τ = 0.05).
     """
-    if score.ndim != 2 or reward.shape != score.shape:
-        raise ValueError(
-            f"score and reward must both be [P, K]; got {tuple(score.shape)} and {tuple(reward.shape)}."
-        )
-    if not 0 < tau < float("inf"):
-        raise ValueError(f"tau must be positive and finite; got {tau}.")
+    check_axes(score=(score, "P K"), reward=(reward, "P K"))
+    check_positive(tau=tau)
     order, present = _ranking(reward)
     s = torch.where(present, float32(score).gather(1, order), 0.0)
     r = torch.where(present, float32(reward).detach().gather(1, order), 0.0)
@@ -74,18 +68,11 @@ def gdro_loss(
         Loss per prompt [P], float32 or better, to be averaged; 0 for a prompt without a reward, γ e for one
         sample.
 
-    Raises:
-        ValueError: shapes that differ, or a constant out of range.
-
     GDRO, arXiv 2601.02036.
     """
-    if error.shape != ref_error.shape or error.shape != reward.shape:
-        raise ValueError(
-            f"error, ref_error and reward must have one shape [P, K]; got {tuple(error.shape)}, "
-            f"{tuple(ref_error.shape)} and {tuple(reward.shape)}."
-        )
-    if not 0 < beta < float("inf") or not 0 <= gamma < float("inf"):
-        raise ValueError(f"beta must be positive and gamma ≥ 0; got beta={beta}, gamma={gamma}.")
+    check_axes(error=(error, "P K"), ref_error=(ref_error, "P K"), reward=(reward, "P K"))
+    check_positive(beta=beta)
+    check_not_negative(gamma=gamma)
     own = float32(error)
     ranking = soft_plackett_luce(-beta * (own - float32(ref_error).detach()), reward, tau=tau)
     order, present = _ranking(reward)

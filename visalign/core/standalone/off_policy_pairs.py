@@ -8,9 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_not_negative, check_same
 from visalign.core.precision import float32_dtype
-
-PARTS = ("chosen", "rejected", "ref_chosen", "ref_rejected")
 
 
 def relative_log_density(log_prob: Tensor, ref_log_prob: Tensor, *, alpha: float = 0.1) -> Tensor:
@@ -26,16 +25,9 @@ def relative_log_density(log_prob: Tensor, ref_log_prob: Tensor, *, alpha: float
     Returns:
         [*] ≤ ln(1/α), float32 or better.
 
-    Raises:
-        ValueError: shapes that differ, or α outside (0, 1).
-
     OCRM, arXiv 2507.15507; relative density ratios: Yamada et al., 1106.4729.
     """
-    if log_prob.shape != ref_log_prob.shape:
-        raise ValueError(
-            "log_prob and ref_log_prob must have one shape; got "
-            f"{tuple(log_prob.shape)} and {tuple(ref_log_prob.shape)}."
-        )
+    check_same(log_prob=log_prob, ref_log_prob=ref_log_prob)
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must lie in (0, 1); got {alpha}.")
     dtype = float32_dtype(log_prob)
@@ -67,17 +59,11 @@ def off_policy_pair_weights(
     Returns:
         [N] > 0, no gradient, float32 or better.
 
-    Raises:
-        ValueError: shapes that differ, α or multiplier out of range.
-
     OCRM, arXiv 2507.15507; released code for m and the mean.
     """
-    given = (chosen, rejected, ref_chosen, ref_rejected)
-    if chosen.ndim != 1 or len({value.shape for value in given}) > 1:
-        shapes = ", ".join(f"{name} {tuple(v.shape)}" for name, v in zip(PARTS, given, strict=True))
-        raise ValueError(f"All log-probabilities must be [N]; got {shapes}.")
-    if not 0 <= multiplier < math.inf:
-        raise ValueError(f"multiplier must be finite and ≥ 0; got {multiplier}.")
+    given = {"chosen": chosen, "rejected": rejected, "ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
+    check_axes(**{name: (value, "N") for name, value in given.items()})
+    check_not_negative(multiplier=multiplier)
     both = relative_log_density(chosen.detach(), ref_chosen.detach(), alpha=alpha)
     both = both + relative_log_density(rejected.detach(), ref_rejected.detach(), alpha=alpha)
     weight = torch.exp(multiplier * both)

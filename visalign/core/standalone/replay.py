@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes
 from visalign.core.precision import float32
 
 
@@ -26,8 +27,7 @@ def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
 
     SPEAR, arXiv 2509.22601 (capacity 10240 means, 2048 samples of age ≤ 10 steps).
     """
-    if reward.ndim != 1:
-        raise ValueError(f"reward must be [B], one entry per sample; got {tuple(reward.shape)}.")
+    check_axes(reward=(reward, "B"))
     if history.ndim != 1 or not len(history):
         raise ValueError(
             f"history must be [H] with at least one mean; got shape {tuple(history.shape)}. Skip the replay "
@@ -50,9 +50,6 @@ def replay_weight(step: Tensor | float, *, warmup: float = 200.0, ceiling: float
 
     Returns:
         The shape of step, float64.
-
-    Raises:
-        ValueError: warmup is not positive.
 
     SPEAR, arXiv 2509.22601 (T = 200, c₀ = 1 in the released scripts).
     """

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_not_negative, check_positive
 from visalign.core.precision import float32
 
 
@@ -36,9 +37,6 @@ def range_value_at_risk(
     Returns:
         The shape of score, float32 or better, no gradient; 0 where missing.
 
-    Raises:
-        ValueError: levels that are not 0 < α_d < α_u ≤ 1.
-
     RiskPO, arXiv 2510.00911. The released single-prompt estimator divides by q_u − q_d instead; this is the
     other one, of levels.
     """
@@ -60,9 +58,6 @@ def conditional_value_at_risk(score: Tensor, q_down: Tensor | float, *, level_do
 
     Returns:
         The shape of score, ≤ 0, float32 or better, no gradient; 0 where missing.
-
-    Raises:
-        ValueError: α_d outside (0, 1).
 
     RiskPO, arXiv 2510.00911.
     """
@@ -99,13 +94,9 @@ def mixed_value_at_risk(
     Returns:
         The shape of score, float32 or better, no gradient; 0 where missing.
 
-    Raises:
-        ValueError: levels that are not 0 < α_d < α_u ≤ 1, or ω < 0.
-
     RiskPO, arXiv 2510.00911 (ω = 1.5, levels 0.2 and 0.8).
     """
-    if not 0 <= tail_weight < math.inf:
-        raise ValueError(f"tail_weight must be finite and ≥ 0; got {tail_weight}.")
+    check_not_negative(tail_weight=tail_weight)
     middle = range_value_at_risk(
         score, q_down, q_up, level_down=level_down, level_up=level_up, natural_baseline=natural_baseline
     )
@@ -124,9 +115,6 @@ def track_quantile(quantile: Tensor | float, score: Tensor, *, level: float, rat
 
     Returns:
         0-dim, float32 or better, no gradient; q itself where there is no score.
-
-    Raises:
-        ValueError: a level outside (0, 1).
 
     RiskPO, arXiv 2510.00911 (η = 0.1).
     """
@@ -155,8 +143,7 @@ def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
 
     SAFE (two critics, a = 0.3).
     """
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be positive and finite; got {temperature}.")
+    check_positive(temperature=temperature)
     if not values.ndim or not values.shape[-1]:
         raise ValueError(f"values must be [..., n] with at least one critic; got {tuple(values.shape)}.")
     total = torch.logsumexp(-float32(values) / temperature, -1) - math.log(values.shape[-1])

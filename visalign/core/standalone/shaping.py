@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_choice, check_positive
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
 from visalign.core.precision import float32, float32_dtype
 
@@ -34,16 +35,10 @@ def preference_as_reward(reward: Tensor, reference: Tensor, *, k: float = 1.0) -
     Returns:
         [B], float32 or better; NaN where the reward or all its references are missing.
 
-    Raises:
-        ValueError: shapes that do not fit, or k that is not positive and finite.
-
     Fu et al., Reward shaping to mitigate reward hacking in RLHF, arXiv 2502.18770 (k = 1, M ≤ 10).
     """
-    _check_positive("k", k)
-    if reward.ndim != 1 or reference.ndim != 2 or reference.shape[0] != reward.shape[0]:
-        raise ValueError(
-            f"reward must be [B] and reference [B, M]; got {tuple(reward.shape)}, {tuple(reference.shape)}."
-        )
+    check_positive(k=k)
+    check_axes(reward=(reward, "B"), reference=(reference, "B M"))
     value, anchor = float32(reward)[:, None], float32(reference).detach()
     present = torch.isfinite(value) & torch.isfinite(anchor)
     # Both are made finite before σ, so that no NaN reaches its gradient.
@@ -70,19 +65,12 @@ def neighbour_weights(
     Returns:
         [B, M], float32 or better, no gradient.
 
-    Raises:
-        ValueError: a shape, threshold or number that is not allowed.
-
     Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
     """
-    _check_positive("threshold", threshold)
+    check_positive(threshold=threshold)
     if top < 1:
         raise ValueError(f"top must be at least 1; got {top}.")
-    if similarity.ndim != 2 or (valid is not None and valid.shape != similarity.shape):
-        given = "" if valid is None else f" with valid {tuple(valid.shape)}"
-        raise ValueError(
-            f"similarity must be [B, M] and valid like it; got {tuple(similarity.shape)}{given}."
-        )
+    check_axes(similarity=(similarity, "B M"), valid=(valid, "B M"))
     value = float32(similarity).detach()
     present = torch.isfinite(value) if valid is None else torch.isfinite(value) & valid
     value = torch.where(present, value, float("-inf"))
@@ -109,16 +97,11 @@ def reward_fusion(
     Returns:
         [B], float32 or better, no gradient; NaN where the reward itself is missing.
 
-    Raises:
-        ValueError: shapes that do not fit, or as in `neighbour_weights`.
-
     Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
     """
-    if neighbour_reward.shape != similarity.shape or reward.shape != similarity.shape[:1]:
-        raise ValueError(
-            "reward must be [B], neighbour_reward and similarity [B, M]; got "
-            f"{tuple(reward.shape)}, {tuple(neighbour_reward.shape)}, {tuple(similarity.shape)}."
-        )
+    check_axes(
+        reward=(reward, "B"), neighbour_reward=(neighbour_reward, "B M"), similarity=(similarity, "B M")
+    )
     present = torch.isfinite(neighbour_reward)
     weight = neighbour_weights(similarity, present, threshold=threshold, top=top)
     own = float32(reward).detach()
@@ -143,17 +126,10 @@ def likelihood_reward(log_prob: Tensor, weight: Tensor, *, kind: Likelihood = "l
     Returns:
         [B], float32 or better; NaN for a row without a token.
 
-    Raises:
-        ValueError: shapes that differ or an unknown kind.
-
     Likelihood-based reward designs, arXiv 2602.03979.
     """
-    if kind not in get_args(Likelihood):
-        raise ValueError(f"kind must be one of {', '.join(get_args(Likelihood))}; got {kind!r}.")
-    if log_prob.ndim != 2 or weight.shape != log_prob.shape:
-        raise ValueError(
-            f"log_prob and weight must both be [B, T]; got {tuple(log_prob.shape)}, {tuple(weight.shape)}."
-        )
+    check_choice("kind", kind, get_args(Likelihood))
+    check_axes(log_prob=(log_prob, "B T"), weight=(weight, "B T"))
     inside = weight != 0
     value = torch.where(inside, float32(log_prob), 0.0)
     total = weight.sum(1).to(value.dtype)
@@ -178,13 +154,9 @@ def jepo_credit(log_likelihood: Tensor, group: Labels) -> tuple[Tensor, Tensor]:
         (bound [B], NaN for a group without members; credit [B], 0 where missing, alone in the group, or all
         are equal). Float32 or better, no gradient.
 
-    Raises:
-        ValueError: log_likelihood is not [B], or labels that do not fit.
-
     Likelihood-based reward designs, arXiv 2602.03979 (JEPO with leave-one-out).
     """
-    if log_likelihood.ndim != 1:
-        raise ValueError(f"log_likelihood must be [B]; got shape {tuple(log_likelihood.shape)}.")
+    check_axes(log_likelihood=(log_likelihood, "B"))
     size = log_likelihood.shape[0]
     index, groups = group_index(group, size, log_likelihood.device)
     present = torch.isfinite(log_likelihood)
@@ -225,20 +197,12 @@ def reward_probability(advantage: Tensor, *, bound: float = 5.0) -> Tensor:
     Returns:
         The shape of advantage, in [0, 1], float32 or better; NaN where the advantage is NaN.
 
-    Raises:
-        ValueError: bound is not positive and finite.
-
     Zheng et al., DiffusionNFT, arXiv 2509.16117; MARBLE, arXiv 2605.06507 (A_max = 5).
     """
-    _check_positive("bound", bound)
+    check_positive(bound=bound)
     return (0.5 + float32(advantage).detach() / (2 * bound)).clamp(0, 1)
 
 
 def _log_mean(total: Tensor, count: Tensor) -> Tensor:
     """log(total/count), exactly 0 where they are equal; finite where there is nothing."""
     return torch.where(total > 0, total, 1.0).log() - count.clamp(min=1).log()
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be positive and finite; got {value}.")

@@ -8,14 +8,14 @@ Order of use: `nucleus_entropy` of the logits; `siren_keep` for the peak tokens 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_choice, check_share
 from visalign.core.precision import float32
 from visalign.core.tokens.statistics import (
-    check_share,
     masked_quantile,
     present_decisions,
 )
@@ -35,15 +35,11 @@ def nucleus_mask(logits: Tensor, *, p: float, boundary: Boundary = "inside") -> 
     Returns:
         bool, the shape of logits.
 
-    Raises:
-        ValueError: p outside [0, 1], or an unknown boundary.
-
     SIREN, Rethinking Entropy Regularization in Large Reasoning Models, arXiv 2509.25133; Holtzman et al.,
     arXiv 1904.09751 (crossing).
     """
-    check_share("p", p)
-    if boundary not in ("inside", "crossing"):
-        raise ValueError(f"boundary must be 'inside' or 'crossing'; got {boundary!r}.")
+    check_share(p=p)
+    check_choice("boundary", boundary, get_args(Boundary))
     if p == 1:
         return torch.ones_like(logits, dtype=torch.bool)
     probability, order = float32(logits.detach()).softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -66,9 +62,6 @@ def nucleus_entropy(logits: Tensor, *, p: float = 0.8, boundary: Boundary = "ins
     Returns:
         [...], in nats, float32 or better.
 
-    Raises:
-        ValueError: p outside [0, 1], or an unknown boundary.
-
     SIREN, arXiv 2509.25133.
     """
     value = float32(logits)
@@ -89,13 +82,9 @@ def siren_keep(entropy: Tensor, weight: Tensor, *, quantile: float = 0.8) -> Ten
     Returns:
         bool, the shape of entropy; nothing in a row whose entropies are all equal.
 
-    Raises:
-        ValueError: shapes that are not one [B, T], a quantile outside [0, 1].
-
     SIREN, arXiv 2509.25133. Deviation from the released code: there, padding above the quantile is kept too.
     """
-    if entropy.ndim != 2:
-        raise ValueError(f"entropy must be [B, T], a row per sequence; got shape {tuple(entropy.shape)}.")
+    check_axes(entropy=(entropy, "B T"))
     threshold = masked_quantile(entropy, weight, quantile, per_row=True)
     return present_decisions(entropy, weight) & (entropy.detach().double() > threshold)
 

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice, check_same
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.precision import float32
 
@@ -88,12 +89,8 @@ def count_step(
 
     Returns:
         The counts.
-
-    Raises:
-        ValueError: a shape, length or option that is not allowed.
     """
-    if empty not in ("drop", "keep"):
-        raise ValueError(f"empty must be 'drop' or 'keep'; got {empty!r}.")
+    check_choice("empty", empty, ("drop", "keep"))
     rows = _rows("weight", weight)
     if length is not None and length < 1:
         raise ValueError(f"length must be at least 1 decision; got {length}.")
@@ -151,10 +148,8 @@ def aggregate(
     (group_token_mean as the formulas state it, token_mean as its code averages);
     Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3 (seq_mean_token_mean).
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}.")
-    if loss.shape != weight.shape:
-        raise ValueError(f"loss {tuple(loss.shape)} and weight {tuple(weight.shape)} must have one shape.")
+    check_choice("mode", mode, MODES)
+    check_same(loss=loss, weight=weight)
     values, rows = _rows("loss", loss), _rows("weight", weight)
     values = float32(values)
     if denominator is not None and denominator.shape != rows.shape[:1]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_same
+
 from . import ratios
 from .ppo import bounded_ratio, surrogate_inputs
 
@@ -47,9 +49,6 @@ def flow_balance(
         [B, T] float32 or better, constant along T, 0 where weight is 0: "seq_mean_token_mean" averages it
         over the sequences.
 
-    Raises:
-        ValueError: shapes that do not fit or bounds outside their range.
-
     Zhu et al., FlowRL, arXiv 2509.15207; Malkin et al., trajectory balance, arXiv 2201.13259.
     """
     difference = ratios.log_ratio(log_prob, ref_log_prob, weight)
@@ -75,13 +74,8 @@ def _check_balance(
     eps_low: float,
     eps_high: float,
 ) -> None:
-    for name, value in (("log_z", log_z), ("reward", reward)):
-        if value.shape != log_prob.shape[:1]:
-            raise ValueError(f"{name} needs one entry per row, {[len(log_prob)]}; got {tuple(value.shape)}.")
-    if log_ratio is not None and log_ratio.shape != weight.shape:
-        raise ValueError(
-            f"log_ratio {tuple(log_ratio.shape)} and weight {tuple(weight.shape)} must have one shape."
-        )
+    check_axes(log_prob=(log_prob, "B T"), log_z=(log_z, "B"), reward=(reward, "B"))
+    check_same(log_ratio=log_ratio, weight=weight)
     if not 0 <= eps_low <= 1 or not eps_high >= 0:
         raise ValueError(
             "the weight is clipped to [1 − eps_low, 1 + eps_high], eps_low in [0, 1] and eps_high ≥ 0; got "
@@ -114,20 +108,13 @@ def dro(
     Returns:
         The shape of log_prob, float32 or better.
 
-    Raises:
-        ValueError: shapes that do not fit or a negative β.
-
     Richemond et al., DRO, arXiv 2405.19107, eq. 4; Kimi k1.5, arXiv 2501.12599.
     """
     if not beta >= 0:
         raise ValueError(f"beta must be ≥ 0; got {beta}.")
     score, gain = surrogate_inputs(log_prob, advantage)
     pull, _ = surrogate_inputs(log_ratio, advantage)
-    for name, other in (("log_ratio", pull), ("weight", weight)):
-        if other is not None and other.shape != score.shape:
-            raise ValueError(
-                f"log_prob {tuple(score.shape)} and {name} {tuple(other.shape)} must have one shape."
-            )
+    check_same(log_prob=score, log_ratio=pull, weight=weight)
     if weight is not None:
         inside = weight != 0
         score, gain, pull = (torch.where(inside, part, 0.0) for part in (score, gain, pull))

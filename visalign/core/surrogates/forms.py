@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_same
+
 from .ppo import LOG_RATIO_LIMIT, bounded_ratio, ppo_clip, surrogate_inputs
 from .ratios import sequence_log_ratio
 
@@ -30,9 +32,6 @@ def ppo_kl(log_ratio: Tensor, advantage: Tensor, *, beta: float, kl: Tensor | No
     Returns:
         The shape of log_ratio, float32 or better.
 
-    Raises:
-        ValueError: shapes that do not fit or a negative β.
-
     Schulman et al., PPO, arXiv 1707.06347, eq. 8.
     """
     value, gain = surrogate_inputs(log_ratio, advantage)
@@ -42,8 +41,7 @@ def ppo_kl(log_ratio: Tensor, advantage: Tensor, *, beta: float, kl: Tensor | No
     if kl is None:
         excess = (value - LOG_RATIO_LIMIT).clamp(min=0).detach()
         kl = torch.expm1(value - excess) - value
-    elif kl.shape != value.shape:
-        raise ValueError(f"kl {tuple(kl.shape)} and log_ratio {tuple(value.shape)} must have one shape.")
+    check_same(kl=kl, log_ratio=value)
     # −r A + β KL(π_old ‖ π)
     return -ratio * gain + beta * kl
 
@@ -63,9 +61,6 @@ def gradient_keeping_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: floa
 
     Returns:
         The shape of log_ratio, float32 or better.
-
-    Raises:
-        ValueError: shapes that do not fit, or bounds that are no interval around 1.
 
     Dong et al., Agentic Entropy-Balanced Policy Optimization (AEPO), arXiv 2510.14545.
     """
@@ -90,9 +85,6 @@ def sapo(log_ratio: Tensor, advantage: Tensor, *, tau_pos: float = 1.0, tau_neg:
 
     Returns:
         The shape of log_ratio, float32 or better; at r = 1 the value is −2 A/τ.
-
-    Raises:
-        ValueError: shapes that do not fit or a temperature that is not positive.
 
     Soft Adaptive Policy Optimization, arXiv 2511.20347; the definition of its gate f.
     """
@@ -123,9 +115,6 @@ def gmpo(
 
     Returns:
         [B, T] float32 or better; 0 with exactly zero gradient where weight is 0.
-
-    Raises:
-        ValueError: shapes that do not fit or a negative bound.
 
     Zhao et al., Geometric-Mean Policy Optimization, arXiv 2507.20673.
     """

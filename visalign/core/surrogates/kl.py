@@ -30,6 +30,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice, check_same
 from visalign.core.precision import float32, float32_dtype
 
 from .ratios import EventNorm, expand_over_event, reduce_event
@@ -66,9 +67,6 @@ def kl_estimate(
 
     Returns:
         Nats per decision, the shape of log_prob, float32 or better.
-
-    Raises:
-        ValueError: shapes that differ, or an unknown estimator.
 
     Schulman, Approximating KL divergence, 2020 (k1, k2, k3); Shao et al., DeepSeekMath, arXiv 2402.03300,
     eq. 4 (k3); DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (r k3).
@@ -147,20 +145,17 @@ def categorical_kl(
     Returns:
         [*N] nats, float32 or better, ≥ 0 up to rounding.
 
-    Raises:
-        ValueError: shapes that do not fit, or an unknown direction.
-
     Kullback and Leibler, 1951; the quantity that every estimator above estimates.
     """
     if direction not in get_args(Direction):
         raise ValueError(
             f"direction must be 'reverse', KL(π‖π_ref), or 'forward', KL(π_ref‖π); got {direction!r}."
         )
-    _check_shape("ref_logits", ref_logits, "logits", logits.shape)
+    check_same(logits=logits, ref_logits=ref_logits)
     if logits.ndim == 0:
         raise ValueError("logits must be [*N, V] with the vocabulary last; got a 0-dim tensor.")
     if weight is not None:
-        _check_shape("weight", weight, "logits without the vocabulary", logits.shape[:-1])
+        check_same(", [*N] of logits [*N, V]", logits=logits[..., 0], weight=weight)
         outside = (weight == 0)[..., None]
         logits, ref_logits = logits.masked_fill(outside, 0.0), ref_logits.masked_fill(outside, 0.0)
     new = float32(logits).log_softmax(-1)
@@ -187,9 +182,6 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reducti
 
     Returns:
         [*N] nats (per element for "mean"), float32 or better, ≥ 0.
-
-    Raises:
-        ValueError: shapes that do not fit, or an unknown log_prob_reduction.
 
     Liu et al., Flow-GRPO, arXiv 2505.05470, section 4.
     """
@@ -224,14 +216,12 @@ def _inputs(
     log_prob: Tensor, ref_log_prob: Tensor, log_ratio: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(d, r or None), both 0-gradient and finite where weight is 0."""
-    _check_shape("ref_log_prob", ref_log_prob, "log_prob", log_prob.shape)
+    check_same(log_prob=log_prob, ref_log_prob=ref_log_prob, log_ratio=log_ratio, weight=weight)
     d = float32(log_prob) - float32(ref_log_prob.detach())
     logs = None
     if log_ratio is not None:
-        _check_shape("log_ratio", log_ratio, "log_prob", log_prob.shape)
         logs = log_ratio.to(d.dtype)
     if weight is not None:
-        _check_shape("weight", weight, "log_prob", log_prob.shape)
         d = torch.where(weight != 0, d, 0.0)
         logs = None if logs is None else torch.where(weight != 0, logs, 0.0)
     if logs is None:
@@ -240,11 +230,5 @@ def _inputs(
 
 
 def _known(name: str, estimator: Estimator) -> Estimator:
-    if estimator not in get_args(Estimator):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(Estimator))}; got {estimator!r}.")
+    check_choice(name, estimator, get_args(Estimator))
     return estimator
-
-
-def _check_shape(name: str, value: Tensor, other: str, shape: torch.Size) -> None:
-    if value.shape != shape:
-        raise ValueError(f"{name} must have the shape of {other}, {tuple(shape)}; got {tuple(value.shape)}.")

@@ -8,11 +8,12 @@ log π_old − log μ (or log π − log μ where π_old is not recomputed), wit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice, check_same
 from visalign.core.precision import float32
 
 from .ppo import bounded_ratio
@@ -58,14 +59,10 @@ def importance_weights(
     Returns:
         The weights, float32 or better.
 
-    Raises:
-        ValueError: shapes that do not fit, bounds that are no interval of ratios, or an unknown option.
-
     Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025 (TIS); Liu et
     al., "When speed kills stability", 2025 (MIS, sequence level).
     """
-    if mode not in ("truncate", "mask"):
-        raise ValueError(f"mode must be 'truncate' or 'mask'; got {mode!r}.")
+    check_choice("mode", mode, get_args(Correction))
     if level == "sequence_token":
         raise ValueError(
             "level 'sequence_token' differs from 'sequence' by its gradient only, and weights have none: "
@@ -93,9 +90,6 @@ def off_policy_mask(log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, del
 
     Returns:
         bool, the shape of advantage: what to keep. Sequences without a present decision are kept.
-
-    Raises:
-        ValueError: shapes that do not fit or a negative δ.
 
     DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking.
     """
@@ -126,17 +120,11 @@ def effective_sample_size(log_weight: Tensor, weight: Tensor | None = None) -> T
     Returns:
         0-dim, float32 or better, without gradient; 0 when every weight is 0 or none is present.
 
-    Raises:
-        ValueError: shapes differ.
-
     Kish, Survey Sampling, 1965; Kong, A note on importance sampling, 1992.
     """
     value = float32(log_weight.detach())
     if weight is not None:
-        if weight.shape != value.shape:
-            raise ValueError(
-                f"log_weight {tuple(value.shape)} and weight {tuple(weight.shape)} must have one shape."
-            )
+        check_same(log_weight=value, weight=weight)
         value = torch.where(weight != 0, value, float("-inf"))
     first, second = value.flatten().logsumexp(0), (2 * value).flatten().logsumexp(0)
     return torch.where(second == float("-inf"), 0.0, torch.exp(2 * first - second))

@@ -49,9 +49,6 @@ def ppo_clip(
     Returns:
         Loss per decision, the shape of log_ratio, to be minimised; not weighted, not masked.
 
-    Raises:
-        ValueError: shapes that do not fit or bounds outside their range.
-
     Schulman et al., PPO, arXiv 1707.06347, eq. 7; Yu et al., DAPO, arXiv 2503.14476, eq. 10 (two bounds);
     Ye et al., arXiv 1912.09729 (dual clip); INTELLECT-2, arXiv 2505.07291, section 4.1 (δ); LUSPO, arXiv
     2602.05261.
@@ -74,9 +71,6 @@ def surrogate_inputs(log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tens
 
     Returns:
         (log_ratio in float32 or better, advantage without gradient, of the same shape and dtype).
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
     if log_ratio.ndim not in (1, 2) or advantage.shape not in (log_ratio.shape, log_ratio.shape[:1]):
         raise ValueError(

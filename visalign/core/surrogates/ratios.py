@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes, check_choice, check_same
 from visalign.core.precision import float32
 
 EventNorm = Literal["mean", "sum"]
@@ -43,9 +44,6 @@ def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reductio
     Returns:
         [*N], float32 or better.
 
-    Raises:
-        ValueError: shapes that do not fit, or an unknown log_prob_reduction.
-
     Liu et al., Flow-GRPO, arXiv 2505.05470; the density of its SDE step.
     """
     x, mean, std = float32(x), float32(mean), float32(std)
@@ -65,15 +63,11 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = No
 
     Returns:
         The shape of log_prob, float32 or better.
-
-    Raises:
-        ValueError: shapes differ.
     """
-    _check_same("log_prob", log_prob, "old_log_prob", old_log_prob)
+    check_same(log_prob=log_prob, old_log_prob=old_log_prob, weight=weight)
     difference = float32(log_prob) - float32(old_log_prob).detach()
     if weight is None:
         return difference
-    _check_same("log_prob", log_prob, "weight", weight)
     return torch.where(weight != 0, difference, 0.0)
 
 
@@ -86,9 +80,6 @@ def sequence_log_ratio(log_ratio: Tensor, weight: Tensor) -> Tensor:
 
     Returns:
         [B, T], constant along T and 0 where weight is 0.
-
-    Raises:
-        ValueError: shapes differ or are not [B, T].
 
     Zheng et al., GSPO, arXiv 2507.18071, eq. 7; the level "sequence" of `ratio_level`.
     """
@@ -112,16 +103,10 @@ def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
     Returns:
         [B, T] float32 or better; 0 with exactly zero gradient where weight is 0.
 
-    Raises:
-        ValueError: shapes differ or are not [B, T], or an unknown level.
-
     Zheng et al., GSPO, arXiv 2507.18071, eq. 7 (sequence), eq. 14 (sequence_token).
     """
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}.")
-    _check_same("log_ratio", log_ratio, "weight", weight)
-    if log_ratio.ndim != 2:
-        raise ValueError(f"log_ratio must be [B, T]; got shape {tuple(log_ratio.shape)}.")
+    check_choice("level", level, LEVELS)
+    check_axes(log_ratio=(log_ratio, "B T"), weight=(weight, "B T"))
     inside = weight != 0
     own = torch.where(inside, float32(log_ratio), 0.0)
     if level == "token":
@@ -151,13 +136,9 @@ def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims
     Returns:
         [*N], float32 or better.
 
-    Raises:
-        ValueError: shapes differ, or no event dimension is left.
-
     Wang et al., GRPO-Guard, arXiv 2510.22319.
     """
-    _check_same("mean", mean, "mean_old", mean_old)
-    _check_same("mean", mean, "noise", noise)
+    check_same(mean=mean, mean_old=mean_old, noise=noise)
     if not 1 <= batch_dims < mean.ndim:
         raise ValueError(
             f"batch_dims must leave at least one event dimension; got batch_dims={batch_dims} for shape "
@@ -180,11 +161,7 @@ def guard_step_weight(dt: Tensor) -> Tensor:
 
 
 def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
-    """View std [*N] as [*N, 1, …] for tensors [*N, *event], after checking that they fit.
-
-    Raises:
-        ValueError: the tensors differ in shape, or std is not shaped like their leading dimensions.
-    """
+    """View std [*N] as [*N, 1, …] for tensors [*N, *event], after checking that they fit."""
     shape = tensors[0].shape
     if any(t.shape != shape for t in tensors):
         raise ValueError(
@@ -199,11 +176,7 @@ def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
 
 
 def reduce_event(values: Tensor, batch_dims: int, log_prob_reduction: EventNorm) -> Tensor:
-    """Sum or average over all dimensions after the first batch_dims.
-
-    Raises:
-        ValueError: log_prob_reduction is neither "mean" nor "sum".
-    """
+    """Sum or average over all dimensions after the first batch_dims."""
     if log_prob_reduction not in ("mean", "sum"):
         raise ValueError(
             "log_prob_reduction must be 'mean' (per element, Flow-GRPO) or 'sum' (the density); got "
@@ -211,10 +184,3 @@ def reduce_event(values: Tensor, batch_dims: int, log_prob_reduction: EventNorm)
         )
     flat = values.flatten(batch_dims)
     return flat.mean(-1) if log_prob_reduction == "mean" else flat.sum(-1)
-
-
-def _check_same(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    if value.shape != other.shape:
-        raise ValueError(
-            f"{name} {tuple(value.shape)} and {other_name} {tuple(other.shape)} must have one shape."
-        )

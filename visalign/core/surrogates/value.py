@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_same
 from visalign.core.precision import float32_dtype
 
 
@@ -66,9 +67,6 @@ def value_clip_fraction(
 
     Returns:
         0-dim, in [0, 1], without gradient; 0 when no decision is present.
-
-    Raises:
-        ValueError: shapes that do not fit, or a clip that is not positive.
     """
     value, target, old = _prepare(values.detach(), returns, old_values, clip, weight)
     assert old is not None
@@ -90,9 +88,6 @@ def explained_variance(values: Tensor, returns: Tensor, weight: Tensor | None = 
 
     Returns:
         0-dim float64 without gradient; NaN, no value, when the returns do not vary or none is present.
-
-    Raises:
-        ValueError: shapes differ.
     """
     inside = torch.ones_like(values, dtype=torch.bool) if weight is None else weight != 0
     value, target, _ = _prepare(values.detach().double(), returns.double(), None, None, weight)
@@ -126,11 +121,7 @@ def _prepare(
         raise ValueError(
             f"clip must be positive, in the unit of the reward; got {clip}. None switches it off."
         )
-    for name, other in (("returns", returns), ("old_values", old_values), ("weight", weight)):
-        if other is not None and other.shape != values.shape:
-            raise ValueError(
-                f"{name} must have the shape of values, {tuple(values.shape)}; got {tuple(other.shape)}."
-            )
+    check_same(values=values, returns=returns, old_values=old_values, weight=weight)
     dtype = float32_dtype(values)
     tensors = [values.to(dtype), returns.detach().to(dtype)]
     if old_values is not None:

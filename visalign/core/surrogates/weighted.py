@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_same
 from visalign.core.precision import float32
 
 from .ppo import bounded_ratio, surrogate_inputs
@@ -34,9 +35,6 @@ def reinforce(
 
     Returns:
         The shape of log_prob, float32 or better.
-
-    Raises:
-        ValueError: shapes that do not fit.
 
     Williams, Machine Learning 8, 1992; Chu et al., GPG, arXiv 2504.02546.
     """
@@ -69,9 +67,6 @@ def cispo(
 
     Returns:
         The shape of log_prob, float32 or better. "token_mean" is the paper's aggregation.
-
-    Raises:
-        ValueError: shapes that do not fit, or bounds that are no interval of ratios.
 
     MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; ScaleRL, arXiv 2510.13786 (0 and 5).
     """
@@ -107,9 +102,6 @@ def gamma_weight(
 
     Returns:
         The shape of log_ratio, ≥ 0, without gradient.
-
-    Raises:
-        ValueError: shapes that do not fit or a negative parameter.
 
     Shen et al., VESPO, arXiv 2602.10693; the kernel φ.
     """
@@ -152,9 +144,6 @@ def vespo(
     Returns:
         The shape of log_prob, float32 or better.
 
-    Raises:
-        ValueError: shapes that do not fit or a negative parameter.
-
     Shen et al., VESPO, arXiv 2602.10693.
     """
     kernel = gamma_weight(
@@ -195,20 +184,13 @@ def dppo(
     Returns:
         The shape of log_ratio, float32 or better.
 
-    Raises:
-        ValueError: shapes that do not fit or limits outside their range.
-
     Qi et al., DPPO, arXiv 2602.04879; Flow-DPPO, arXiv 2606.11025 (one limit, no cap).
     """
     if not (limit_low >= 0 and limit_high >= 0 and cap > 0):
         raise ValueError(
             f"limit_low and limit_high must be ≥ 0 and cap > 0; got {limit_low}, {limit_high} and {cap}."
         )
-    if divergence.shape != log_ratio.shape:
-        raise ValueError(
-            f"divergence {tuple(divergence.shape)} and log_ratio {tuple(log_ratio.shape)} must have one "
-            "shape."
-        )
+    check_same(divergence=divergence, log_ratio=log_ratio)
     value, gain = surrogate_inputs(log_ratio.detach(), advantage)
     distance = divergence.detach()
     left = (gain > 0) & (value > 0) & (distance > limit_high)
@@ -234,9 +216,6 @@ def binary_tv(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     Returns:
         The same shape, in [0, 1], without gradient.
 
-    Raises:
-        ValueError: shapes differ.
-
     Qi et al., DPPO, arXiv 2602.04879.
     """
     new, old = _probabilities(log_prob, old_log_prob)
@@ -256,9 +235,6 @@ def binary_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     Returns:
         The same shape, nats, ≥ 0, infinite where π is 1 and π_old is not; without gradient.
 
-    Raises:
-        ValueError: shapes differ.
-
     Qi et al., DPPO, arXiv 2602.04879.
     """
     new, old = _probabilities(log_prob, old_log_prob)
@@ -269,11 +245,7 @@ def binary_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 
 
 def _probabilities(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
-    if log_prob.shape != old_log_prob.shape:
-        raise ValueError(
-            f"log_prob {tuple(log_prob.shape)} and old_log_prob {tuple(old_log_prob.shape)} must have one "
-            "shape."
-        )
+    check_same(log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = torch.promote_types(torch.promote_types(log_prob.dtype, old_log_prob.dtype), torch.float32)
     return log_prob.detach().to(dtype).clamp(max=0), old_log_prob.detach().to(dtype).clamp(max=0)
 
@@ -292,11 +264,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 def _weighted(log_prob: Tensor, advantage: Tensor, factor: Tensor | None, weight: Tensor | None) -> Tensor:
     """−sg[ω] A log π, with both sides of the mask kept from NaN."""
     score, gain = surrogate_inputs(log_prob, advantage)
-    for name, other in (("log_ratio", factor), ("weight", weight)):
-        if other is not None and other.shape != score.shape:
-            raise ValueError(
-                f"log_prob {tuple(score.shape)} and {name} {tuple(other.shape)} must have one shape."
-            )
+    check_same(log_prob=score, log_ratio=factor, weight=weight)
     coefficient = gain if factor is None else factor.detach() * gain
     if weight is None:
         return -coefficient * score

@@ -41,9 +41,6 @@ def token_log_probs(
     Returns:
         [B, T] each, float32 or better, differentiable; 0 with exactly zero gradient at padding and at a row's
         first token, which nothing predicts. Prompts have log-probs too: `Trajectories.weight` is 0 there.
-
-    Raises:
-        ValueError: shapes that do not fit, or no logits.
     """
     if ids.ndim != 2 or (mask is not None and mask.shape != ids.shape):
         given = "" if mask is None else f" with mask {tuple(mask.shape)}"

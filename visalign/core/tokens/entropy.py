@@ -42,9 +42,6 @@ def covariance_statistics(log_prob: Tensor, advantage: Tensor, weight: Tensor) -
     Returns:
         Means and covariance, no gradient; entries of weight 0, or not finite, take no part.
 
-    Raises:
-        ValueError: shapes that do not fit.
-
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (covariance).
     """
     value, gain, inside = token_terms(log_prob, advantage, weight)
@@ -67,9 +64,6 @@ def token_covariance(
 
     Returns:
         The shape of log_prob, float64, no gradient; 0 where absent.
-
-    Raises:
-        ValueError: shapes that do not fit.
 
     Cui et al., arXiv 2505.22617, section 4. Deviation from the released code: its means are a micro-batch's.
     """
@@ -131,9 +125,6 @@ def fit_entropy_curve(entropy: Tensor, reward: Tensor, valid: Tensor | None = No
 
     Returns:
         The fit; NaN values for fewer than two different entropies, NaN errors for fewer than three points.
-
-    Raises:
-        ValueError: shapes that are not one [n].
 
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, eq. 6.
     """
@@ -208,9 +199,6 @@ def adapt_entropy_coefficient(
 
     Returns:
         c', 0-dim float64, no gradient; unchanged when H = H*, NaN when H is.
-
-    Raises:
-        ValueError: step is not positive, or the bounds are not in order.
 
     He et al., Skywork-OR1, arXiv 2505.22312 (adaptive entropy control). The bounds are an addition.
     """

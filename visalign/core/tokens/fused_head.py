@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from visalign.core.checks import is_integer
 from visalign.core.precision import float32
 
 from .fused_tiles import TILES, Rows, Transform, head_gradients, softmax_statistics
@@ -48,9 +49,6 @@ def log_prob_entropy(
 
     Returns:
         [*N] each, float32 or better, with sum_p2.
-
-    Raises:
-        ValueError: shapes that do not fit, ids outside [0, V), or a temperature or soft-cap ≤ 0.
     """
     _check_scales(temperature, soft_cap)
     _check_shape("target", target, logits.shape[:-1], "logits", logits)
@@ -103,9 +101,6 @@ def fused_log_prob_entropy(
 
     Returns:
         [*N] each, float32 or better.
-
-    Raises:
-        ValueError: shapes that do not fit, ids outside [0, V), or a temperature, soft-cap or tile ≤ 0.
 
     Milakov and Gimelshein, arXiv 1805.02867 (log Σ e^z in one sweep); Wijmans et al., Cut Cross-Entropy,
     arXiv 2411.09009, section 4 (no logits in memory, recomputed for the gradient).
@@ -236,7 +231,7 @@ def _check_shape(name: str, value: Tensor, shape: torch.Size, other_name: str, o
 
 
 def _check_target(target: Tensor, weight: Tensor | None, count: int) -> None:
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+    if not is_integer(target):
         raise ValueError(f"target must hold integer ids; got {target.dtype}.")
     outside = (target < 0) | (target >= count)
     if weight is not None:

@@ -19,13 +19,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice, check_same, check_share
 from visalign.core.precision import float32
 from visalign.core.surrogates.ppo import LOG_RATIO_LIMIT
 
 from .entropy import CovarianceStatistics, covariance_statistics, token_covariance
 from .statistics import (
-    check_same,
-    check_share,
     kth_smallest,
     masked_quantile,
     present_decisions,
@@ -56,9 +55,6 @@ def top_entropy_thresholds(entropy: Tensor, weight: Tensor, *, fraction: float =
     Returns:
         The threshold, interpolated linearly between neighbours.
 
-    Raises:
-        ValueError: shapes that differ, a fraction outside (0, 1].
-
     Wang et al., Beyond the 80/20 Rule, arXiv 2506.01939.
     """
     if not 0 < fraction <= 1:
@@ -74,9 +70,6 @@ def top_entropy_keep(entropy: Tensor, weight: Tensor, thresholds: EntropyThresho
 
     Returns:
         bool, the shape of entropy; ties at the threshold are all kept, absent decisions are not.
-
-    Raises:
-        ValueError: shapes that differ.
 
     Wang et al., arXiv 2506.01939.
     """
@@ -129,12 +122,9 @@ def clip_cov_thresholds(
     Returns:
         Thresholds for `clip_cov_keep`.
 
-    Raises:
-        ValueError: shapes, shares or bounds that are not allowed.
-
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (Clip-Cov).
     """
-    check_share("ratio", ratio)
+    check_share(ratio=ratio)
     if unit not in ("nats", "quantile") or not cov_low <= cov_high:
         raise ValueError(
             "unit must be 'nats' or 'quantile' and cov_low ≤ cov_high; got "
@@ -174,9 +164,6 @@ def clip_cov_keep(
     Returns:
         bool, the shape of log_prob; False for drawn and for absent decisions.
 
-    Raises:
-        ValueError: shapes that do not fit.
-
     Cui et al., arXiv 2505.22617, section 4 (Clip-Cov).
     """
     covariance = token_covariance(log_prob, advantage, weight, thresholds.statistics)
@@ -210,12 +197,9 @@ def kl_cov_thresholds(
     Returns:
         Thresholds for `kl_cov_select`.
 
-    Raises:
-        ValueError: shapes or a share that are not allowed.
-
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (KL-Cov).
     """
-    check_share("ratio", ratio)
+    check_share(ratio=ratio)
     statistics = covariance_statistics(log_prob, advantage, weight)
     covariance = token_covariance(log_prob, advantage, weight, statistics)
     inside = token_terms(log_prob, advantage, weight)[2]
@@ -227,9 +211,6 @@ def kl_cov_select(log_prob: Tensor, advantage: Tensor, weight: Tensor, threshold
 
     Returns:
         bool, the shape of log_prob; ties at the threshold are all selected, absent decisions are not.
-
-    Raises:
-        ValueError: shapes that do not fit.
 
     Cui et al., arXiv 2505.22617, section 4 (KL-Cov).
     """
@@ -255,13 +236,9 @@ def kl_cov_penalty(
     Returns:
         The shape of log_ratio, float32 or better; 0 with zero gradient where not selected.
 
-    Raises:
-        ValueError: shapes that differ, or an unknown form.
-
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (KL-Cov).
     """
-    if form not in ("abs", "k3"):
-        raise ValueError(f"form must be 'abs' or 'k3'; got {form!r}.")
+    check_choice("form", form, ("abs", "k3"))
     check_same(selected=selected, log_ratio=log_ratio)
     value = float32(log_ratio)
     value = torch.where(selected, value, 0.0)

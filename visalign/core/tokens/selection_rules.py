@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_same, check_share
+
 from .statistics import (
-    check_same,
-    check_share,
     kth_smallest,
     present_decisions,
     token_terms,
@@ -32,9 +32,6 @@ def entropy_discriminator(log_prob: Tensor, entropy: Tensor) -> Tensor:
 
     Returns:
         The shape of log_prob, float64.
-
-    Raises:
-        ValueError: shapes differ.
 
     On the Entropy Dynamics in Reinforcement Fine-Tuning, arXiv 2602.03392.
     """
@@ -100,9 +97,6 @@ def clip_b_thresholds(score: Tensor, weight: Tensor, *, mu: float = 2.5) -> Clip
     Returns:
         Thresholds for `clip_b_keep`.
 
-    Raises:
-        ValueError: shapes that differ, a negative μ.
-
     On the Entropy Dynamics in Reinforcement Fine-Tuning, arXiv 2602.03392 (Clip_B).
     """
     mean, std = _moments(score, weight, mu)
@@ -120,9 +114,6 @@ def clip_b_keep(score: Tensor, advantage: Tensor, weight: Tensor, thresholds: Cl
 
     Returns:
         bool, the shape of score; absent decisions are not kept.
-
-    Raises:
-        ValueError: shapes that do not fit.
 
     arXiv 2602.03392 (Clip_B).
     """
@@ -164,12 +155,9 @@ def clip_v_thresholds(
     Returns:
         Thresholds for `clip_v_keep`.
 
-    Raises:
-        ValueError: shapes, μ or f that are not allowed.
-
     On the Entropy Dynamics in Reinforcement Fine-Tuning, arXiv 2602.03392 (Clip_V).
     """
-    check_share("max_fraction", max_fraction)
+    check_share(max_fraction=max_fraction)
     check_same(score=score, expected=expected)
     value, gain, inside = token_terms(expected.double() - score.double(), advantage, weight)
     _, std = _moments(value, inside, mu)
@@ -187,9 +175,6 @@ def clip_v_keep(
 
     Returns:
         bool, the shape of score; absent decisions are not kept.
-
-    Raises:
-        ValueError: shapes that do not fit.
 
     arXiv 2602.03392 (Clip_V).
     """

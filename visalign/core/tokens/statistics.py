@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_same, check_share
+
 
 def token_terms(log_prob: Tensor, advantage: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(values, advantages, present) of one shape: float64, float64, bool; no gradient, 0 where absent.
 
     An entry is present when its weight is not 0 and both numbers are finite.
-
-    Raises:
-        ValueError: weight is not shaped like the values, or advantage neither like them nor [B].
     """
     shape = log_prob.shape
     if weight.shape != shape or advantage.shape not in (shape, shape[:1]):
@@ -31,11 +30,7 @@ def token_terms(log_prob: Tensor, advantage: Tensor, weight: Tensor) -> tuple[Te
 
 
 def present_decisions(values: Tensor, weight: Tensor) -> Tensor:
-    """Bool of the shape of values: weight not 0 and value finite.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """Bool of the shape of values: weight not 0 and value finite."""
     check_same(values=values, weight=weight)
     return (weight != 0) & torch.isfinite(values)
 
@@ -70,12 +65,9 @@ def masked_quantile(values: Tensor, weight: Tensor, q: float, *, per_row: bool =
     Returns:
         0-dim float64, or [..., 1] with per_row; NaN where nothing is present.
 
-    Raises:
-        ValueError: shapes differ, or q is outside [0, 1].
-
     Hyndman and Fan, Sample Quantiles in Statistical Packages, 1996, definition 7.
     """
-    check_share("q", q)
+    check_share(q=q)
     inside = present_decisions(values, weight)
     held = torch.where(inside, values.detach().double(), float("inf"))
     if not per_row:
@@ -125,32 +117,8 @@ def ppo_clipped(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_hig
     Returns:
         bool, the shape of log_ratio; False where a number is missing.
 
-    Raises:
-        ValueError: shapes that do not fit.
-
     Schulman et al., PPO, arXiv 1707.06347, eq. 7.
     """
     value, gain, _ = token_terms(log_ratio, advantage, torch.ones_like(log_ratio))
     shift = torch.expm1(value)
     return (gain > 0) & (shift > eps_high) | (gain < 0) & (shift < -eps_low)
-
-
-def check_share(name: str, value: float) -> None:
-    """Refuse a number outside [0, 1].
-
-    Raises:
-        ValueError: with the name and the value.
-    """
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie in [0, 1]; got {value}.")
-
-
-def check_same(**given: Tensor) -> None:
-    """Refuse tensors of different shapes.
-
-    Raises:
-        ValueError: with the names and shapes.
-    """
-    if len({tuple(value.shape) for value in given.values()}) > 1:
-        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items())
-        raise ValueError(f"tensors of one shape are needed; got {shapes}.")

@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice, check_same
 from visalign.core.surrogates.ppo import LOG_RATIO_LIMIT
 
-from .statistics import check_same, present_decisions, token_terms
+from .statistics import present_decisions, token_terms
 
 Decay = Literal["linear", "exponential"]
 
@@ -34,9 +35,6 @@ def steer_change(
 
     Returns:
         The shape of log_prob, float64, no gradient; 0 where absent, NaN where a present number is missing.
-
-    Raises:
-        ValueError: shapes that do not fit.
 
     STEER, Rethinking Entropy Interventions, arXiv 2510.10150. Deviation from the released code: π is not
     clamped away from 0 and 1, the ratio is held at e^20.
@@ -79,9 +77,6 @@ def steer_thresholds(
     Returns:
         Thresholds for `steer_weights`.
 
-    Raises:
-        ValueError: shapes that differ, weights out of range.
-
     STEER, arXiv 2510.10150.
     """
     if not 0 < w_min <= 1 or not w_min <= w_max < float("inf"):
@@ -118,14 +113,10 @@ def steer_weights(
     Returns:
         The shape of change, float64, no gradient; 0 where absent, NaN where Ω is missing.
 
-    Raises:
-        ValueError: shapes that differ, or an unknown decay.
-
     STEER, arXiv 2510.10150. Deviation from the released code: the range is that of the step, not of a
     micro-batch.
     """
-    if decay not in ("linear", "exponential"):
-        raise ValueError(f"decay must be 'linear' or 'exponential'; got {decay!r}.")
+    check_choice("decay", decay, ("linear", "exponential"))
     check_same(change=change, weight=weight)
     size = change.detach().double().abs()
     if decay == "linear":
