@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from visalign.evaluation.statistics.agreement import POLICIES, pickscore, ranking_pairs
+from visalign.evaluation.statistics.agreement import credits_of, ranking_pairs
 from visalign.evaluation.statistics.calibration import brier, nll, reliability
 from visalign.evaluation.statistics.correlations import kendall, plcc, rmse, srcc
 from visalign.evaluation.statistics.selective import BoundedRewards, ensemble_summary
@@ -22,7 +22,7 @@ def _array(case: Any, name: str) -> np.ndarray:
 
 
 def _rate(policy: str, margin: np.ndarray, label: np.ndarray) -> float:
-    credit, count = POLICIES[policy](margin, label)
+    credit, count = credits_of(policy, margin, label)
     return credit.sum() / count.sum()
 
 
@@ -68,7 +68,7 @@ def _ranking(case: Any) -> Outputs:
     prediction, truth = _array(case, "prediction"), _array(case, "ground_truth")
     margin, label = ranking_pairs(prediction, truth)
     as_ranks = ranking_pairs(prediction, -truth)
-    credit, count = POLICIES["calc_ImageReward"](margin, label)
+    credit, count = credits_of("calc_ImageReward", margin, label)
     untied = label != 0.5
     return {
         "inversion_score": _rate("inversion_score", margin, label),
@@ -87,7 +87,7 @@ def _pickscore(case: Any) -> Outputs:
     p0, y = _array(case, "prob0"), _array(case, "label0")
     found = []
     for threshold in case.inputs["thresholds"]:
-        credit, count = pickscore(p0 - (1 - p0), y, float(threshold))
+        credit, count = credits_of("PickScore", p0 - (1 - p0), y, float(threshold))
         found.append(credit.sum() / count.sum())
     return {"accuracy": found}
 

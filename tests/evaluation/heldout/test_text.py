@@ -85,9 +85,9 @@ def test_the_measures_can_be_left_out():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"records": []}, "no records to evaluate on"),
-        ({"seeds": (1, 1)}, r"seeds is \[1, 1\]"),
-        ({"correctness": "vowels"}, "correctness is 'vowels', which is none of the rewards: vowel"),
+        ({"records": []}, "at least one prompt record; got none"),
+        ({"seeds": (1, 1)}, r"different seeds; got \[1, 1\]"),
+        ({"correctness": "vowels"}, "'vowels' is not among the rewards. Did you mean 'vowel'"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(options, message):

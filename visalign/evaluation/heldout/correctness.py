@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from visalign.errors import UserError
+from visalign.errors import UserError, suggestion
 from visalign.interfaces import PointwiseReward, Scores
 
 PART = "correct"
@@ -34,11 +34,7 @@ class Tally:
     values: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
 
     def add(self, name: str, reward: Any, scores: Scores, size: int) -> None:
-        """Store one reward's scores of `size` samples, and the verdicts if it is the judge of correctness.
-
-        Raises:
-            UserError: It returned another number of scores, or cannot say correct or wrong.
-        """
+        """Store one reward's scores of `size` samples, and the verdicts if it is the judge of correctness."""
         check_size(name, scores, size, self.samples)
         valid = valid_of(scores)
         value = scores.value.detach().cpu().to(torch.float32)
@@ -62,12 +58,39 @@ class Tally:
         }
 
 
-def check_size(name: str, scores: Scores, size: int, samples: str) -> None:
-    """Refuse scores that are not one for each sample.
+def check_asked(
+    rewards: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
+    correctness: str | None,
+) -> None:
+    """Refuse an evaluation of no records, no or repeated seeds, or by a judge that is no reward of it."""
+    if not records:
+        raise UserError("Held-out evaluation needs at least one prompt record; got none.")
+    for number, record in enumerate(records):
+        if not str(record.get("prompt", "")).strip():
+            raise UserError(
+                f"Held-out record {number} has no prompt; each record needs a non-empty 'prompt'. "
+                f"Keys: {sorted(record)}."
+            )
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise UserError(
+            f"Held-out evaluation needs one or more different seeds; got {list(seeds)}. Write e.g. [0, 1]."
+        )
+    if correctness is not None and correctness not in rewards:
+        raise UserError(
+            f"The judge of correctness '{correctness}' is not among the rewards. "
+            f"{suggestion(correctness, rewards)}Rewards: {', '.join(rewards) or 'none'}. Add it or give None."
+        )
 
-    Raises:
-        UserError: They are more or fewer.
-    """
+
+def tags_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The category of each record: its tag, else its task."""
+    return tuple(str(record.get("tag", record.get("task", "untagged"))) for record in records)
+
+
+def check_size(name: str, scores: Scores, size: int, samples: str) -> None:
+    """Refuse scores that are not one for each sample."""
     if len(scores) != size:
         raise UserError(
             f"Reward '{name}' returned {len(scores)} scores for {size} {samples}; it must return one each."

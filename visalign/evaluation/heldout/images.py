@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError
 from visalign.flow.rollout import rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.seeds import sample_seed
 
-from .correctness import Tally
+from .correctness import Tally, check_asked, tags_of
 from .result import HeldoutResult
 
 Progress = Callable[[int, int], None]
@@ -56,24 +56,16 @@ def evaluate(
 
     Returns:
         The result, records in the given order, the seeds of a record side by side.
-
-    Raises:
-        UserError: For no records, no or repeated seeds, a batch size below 1, an unknown `correctness`, one
-            whose scores do not tell correct from wrong, or a reward that returns another number of scores.
     """
-    _check(rewards, records, seeds, batch_size, correctness)
-    _check_pictures(max_images, image_side)
+    check_asked(rewards, records, seeds, correctness)
+    _check_sizes(batch_size, max_images, image_side)
     metadata = [record for record in records for _ in seeds]
-    prompts = [str(record["prompt"]) for record in metadata]
-    drawn = np.tile(np.array(seeds, dtype=np.int64), len(records))
+    prompts, drawn = [str(record["prompt"]) for record in metadata], np.tile(seeds, len(records))
     kept, pictures = _evenly(len(prompts), max_images), []
     tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
-        condition = policy.encode(prompts)
-        for start in range(0, len(prompts), batch_size):
-            rows = slice(start, min(start + batch_size, len(prompts)))
-            images = _pictures(policy, condition, rows, prompts, drawn, sigmas)
-            own = kept[(kept >= rows.start) & (kept < rows.stop)] - start
+        for rows, images in _drawn(policy, prompts, drawn, sigmas, batch_size):
+            own = kept[(kept >= rows.start) & (kept < rows.stop)] - rows.start
             pictures.extend(_as_bytes(images[own], image_side))
             for name, reward in rewards.items():
                 tally.add(name, reward, reward.score(images, prompts[rows], metadata[rows]), len(images))
@@ -81,7 +73,7 @@ def evaluate(
                 progress(rows.stop, len(prompts))
     return HeldoutResult(
         prompts=tuple(prompts),
-        tags=tuple(str(record.get("tag", "untagged")) for record in metadata),
+        tags=tags_of(metadata),
         seeds=drawn,
         images=np.stack(pictures),
         image_index=kept,
@@ -89,19 +81,17 @@ def evaluate(
     )
 
 
-def _pictures(
-    policy: DiffusionPolicy,
-    condition: Any,
-    rows: slice,
-    prompts: Sequence[str],
-    drawn: NDArray[np.int64],
-    sigmas: Tensor,
-) -> Tensor:
-    """[B, 3, H, W] float32 in [0, 1] on the CPU, of some rows."""
-    part = condition.select(torch.arange(rows.start, rows.stop))
-    seeds = [sample_seed("heldout", prompts[row], int(drawn[row])) for row in range(rows.start, rows.stop)]
-    latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
-    return policy.decode(latents).detach().to("cpu", torch.float32)
+def _drawn(
+    policy: DiffusionPolicy, prompts: Sequence[str], drawn: NDArray, sigmas: Tensor, batch_size: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Batch by batch the rows and their pictures, [B, 3, H, W] float32 in [0, 1] on the CPU."""
+    condition = policy.encode(prompts)
+    for start in range(0, len(prompts), batch_size):
+        rows = range(start, min(start + batch_size, len(prompts)))
+        seeds = [sample_seed("heldout", prompts[row], int(drawn[row])) for row in rows]
+        part = condition.select(torch.tensor(rows))
+        latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
+        yield slice(rows.start, rows.stop), policy.decode(latents).detach().to("cpu", torch.float32)
 
 
 def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:
@@ -133,36 +123,9 @@ def _inference(policy: DiffusionPolicy) -> Iterator[None]:
         policy.module.train(training)
 
 
-def _check(
-    rewards: Mapping[str, PointwiseReward],
-    records: Sequence[Mapping[str, Any]],
-    seeds: Sequence[int],
-    batch_size: int,
-    correctness: str | None,
-) -> None:
-    if not records:
-        raise UserError("Held-out evaluation needs at least one prompt record; got none.")
-    for number, record in enumerate(records):
-        if not str(record.get("prompt", "")).strip():
-            raise UserError(
-                f"Held-out record {number} has no prompt; each record needs a non-empty 'prompt'. "
-                f"Keys: {sorted(record)}."
-            )
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise UserError(
-            f"Held-out evaluation needs one or more different seeds; got {list(seeds)}. Write e.g. [0, 1]."
-        )
+def _check_sizes(batch_size: int, max_images: int, image_side: int) -> None:
     if batch_size < 1:
         raise UserError(f"batch_size is the number of samples at once, at least 1; got {batch_size}.")
-    if correctness is not None and correctness not in rewards:
-        known = ", ".join(rewards) or "none"
-        raise UserError(
-            f"The judge of correctness '{correctness}' is not among the rewards. "
-            f"{suggestion(correctness, rewards)}Rewards: {known}. Add it, or give None."
-        )
-
-
-def _check_pictures(max_images: int, image_side: int) -> None:
     if max_images < 1 or image_side < 1:
         raise UserError(
             "The report needs at least 1 picture of at least 1 pixel; "

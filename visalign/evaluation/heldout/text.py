@@ -17,7 +17,7 @@ from visalign.interfaces import Scores, TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 
-from .correctness import PART, Tally, check_size, valid_of, verdict
+from .correctness import PART, Tally, check_asked, check_size, tags_of, valid_of, verdict
 from .result import HeldoutResult
 
 GREEDY, ANY, LENGTH, ENTROPY = "greedy", "any_of_samples", "length", "token_entropy"
@@ -57,12 +57,10 @@ def evaluate_text(
 
     Returns:
         The result, records in the given order, the seeds of a record side by side, without pictures.
-
-    Raises:
-        UserError: no records, no or repeated seeds, an unknown `correctness` or one that cannot say right or
-            wrong, or a reward that returns another number of scores.
     """
-    _check(rewards, records, seeds, correctness)
+    check_asked(rewards, records, seeds, correctness)
+    if taken := sorted(set(rewards) & set(_MEASURES)):
+        raise UserError(f"The label {taken[0]!r} is a measure's; give the reward another one.")
     prompts = [record["prompt"] for record in records]
     names = [prompt_text(prompt) for prompt in prompts]
     drawn = [sample_seed("heldout", name, int(s)) for name in names for s in seeds]
@@ -84,7 +82,7 @@ def evaluate_text(
         found["units"][name], found["higher_is_better"][name] = _MEASURES[name]
     return HeldoutResult(
         prompts=tuple(name for name in names for _ in seeds),
-        tags=tuple(str(r.get("tag", r.get("task", "untagged"))) for r in metadata),
+        tags=tags_of(metadata),
         seeds=np.tile(np.array(seeds, dtype=np.int64), len(records)),
         images=np.zeros((0, 1, 1, 3), dtype=np.uint8),
         image_index=np.zeros(0, dtype=np.int64),
@@ -139,24 +137,6 @@ def _greedy(
     scores = _score(judge.name, judge, rollout, records)
     right = verdict(judge.name, judge, scores).float()
     return torch.where(valid_of(scores), right, torch.nan).numpy()
-
-
-def _check(
-    rewards: Mapping[str, TextReward],
-    records: Sequence[Mapping[str, Any]],
-    seeds: Sequence[int],
-    correctness: str | None,
-) -> None:
-    if not records:
-        raise UserError("There are no records to evaluate on; give at least one.")
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise UserError(f"seeds is {list(seeds)}; give different numbers, e.g. [0, 1, 2, 3].")
-    if correctness is not None and correctness not in rewards:
-        raise UserError(
-            f"correctness is {correctness!r}, which is none of the rewards: {', '.join(rewards) or 'none'}."
-        )
-    if taken := sorted(set(rewards) & set(_MEASURES)):
-        raise UserError(f"The label {taken[0]!r} is a measure's; give the reward another one.")
 
 
 def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -> None:

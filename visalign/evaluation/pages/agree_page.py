@@ -15,15 +15,7 @@ REDUNDANT = 0.9
 
 
 def agree_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The whole page.
-
-    Args:
-        result: From `visalign.pipelines.compare.agree_rewards.agree_rewards`.
-        pictures: Image reference -> picture as `embedded` gives it, None where it cannot be read.
-
-    Returns:
-        HTML.
-    """
+    """The page of what `agree_rewards` found; pictures as `embedded` gives them, None where unreadable."""
     labels = [reward["label"] for reward in result["rewards"]]
     return render_page(
         "agree_page.html.j2",

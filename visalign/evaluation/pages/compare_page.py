@@ -20,16 +20,7 @@ WINNERS = {
 
 
 def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Sequence[str]) -> str:
-    """The whole page.
-
-    Args:
-        result: From `visalign.pipelines.compare.compare.compare_images`.
-        images: A and B, [3, H, W] in [0, 1].
-        names: Of their files.
-
-    Returns:
-        HTML.
-    """
+    """The page of what `compare_images` found of A and B, [3, H, W] in [0, 1], named by their files."""
     return render_page(
         "compare_page.html.j2",
         title="A or B",

@@ -27,15 +27,10 @@ def probe_page(
     original: Mapping[str, Any],
     pictures: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> str:
-    """The whole page.
+    """The page of what `probe_reward` found.
 
-    Args:
-        result: From `visalign.pipelines.probe.job.probe_reward`.
-        original: The example picture as `embedded` gives it, with its `prompt`.
-        pictures: Probe's name -> changed pictures as `embedded` gives them, with `label`.
-
-    Returns:
-        HTML.
+    `original` is the example picture as `embedded` gives it, with its `prompt`; `pictures` the changed ones
+    by their probe's name, each with its `label`.
     """
     probes = sorted(result["probes"], key=lambda probe: ORDER.index(probe["verdict"]))
     means = [abs(level["mean"]) for probe in probes for level in probe["levels"] if level["mean"] is not None]

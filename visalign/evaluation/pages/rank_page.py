@@ -25,15 +25,9 @@ LEAST_SCALE = 2e-9
 
 
 def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The whole page.
+    """The page of a `ranking_record`; pictures as `embedded` gives them, None where one cannot be read.
 
-    Args:
-        result: From `visalign.pipelines.compare.rank_images.ranking_record`.
-        pictures: Image -> picture as `embedded` gives it, None where it cannot be read; those that are
-            missing are not shown.
-
-    Returns:
-        HTML.
+    Those that are missing are not shown.
     """
     placed = [row for row in result["images"] if row["place"] is not None]
     failed = [row for row in result["images"] if row["place"] is None]
@@ -127,15 +121,11 @@ def _best(result: Mapping[str, Any], placed: Sequence[Mapping[str, Any]]) -> lis
 
 
 def matrix(result: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Every call in a square table, images in their order; None where there were no pairs or too many.
+    """Every call of a ranking in a square table, images in their order; None without pairs or with too many.
 
-    Args:
-        result: From `ranking_record`.
-
-    Returns:
-        A row for each image on the left: `image`, `place` and `cells`, one for each image on the right:
-        (kind, text), both empty where not asked; kind is "won", "lost", "even", "failed" or "itself", the
-        text how likely the left one is better, in percent.
+    A row for each image on the left: `image`, `place` and `cells`, one for each image on the right: (kind,
+    text), both empty where not asked; kind is "won", "lost", "even", "failed" or "itself", the text how
+    likely the left one is better, in percent.
     """
     rows = result["images"]
     if not result["asked"] or len(rows) > LARGEST_MATRIX:

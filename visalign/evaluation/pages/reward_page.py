@@ -74,15 +74,7 @@ class JudgeTable:
 
 
 def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> str:
-    """The whole page.
-
-    Args:
-        result: What `visalign evaluate` wrote as JSON.
-        title: Of the page; else made from the set's name.
-
-    Returns:
-        HTML.
-    """
+    """The page of what `visalign evaluate` wrote as JSON; without a title it gets one from the set's name."""
     about, judges = result["set"], result["judges"]
     is_pairs = about["kind"] == "preferences"
     names = [judge["judge"]["name"] for judge in judges]

@@ -11,15 +11,7 @@ from .plots import histogram_plot
 
 
 def score_page(summary: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The whole page.
-
-    Args:
-        summary: From `visalign.pipelines.score.report.score_summary`.
-        pictures: Image -> picture as `embedded` gives it, None where it cannot be read.
-
-    Returns:
-        HTML.
-    """
+    """The page of a `score_summary`; pictures as `embedded` gives them, None where one cannot be read."""
     rewards = [dict(reward) | {"plot": _plot(reward)} for reward in summary["rewards"]]
     headlines = [
         (

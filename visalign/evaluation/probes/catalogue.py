@@ -94,12 +94,7 @@ class Probe:
 
 
 def painted(function: Callable[[Tensor, Any, torch.Generator], Tensor], *, by_label: bool = False) -> Change:
-    """A change of the picture alone by a function of (picture, the level's x, generator).
-
-    Args:
-        function: What it does.
-        by_label: Whether it is given the level's label instead of x.
-    """
+    """A change of the picture alone by a function of (picture, the level's x or its label, generator)."""
 
     def apply(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
         strength = level.label if by_label else level.x
@@ -383,15 +378,7 @@ PAIR_PROBES: tuple[Probe, ...] = (
 
 
 def chosen(names: Sequence[str] | None, probes: tuple[Probe, ...] = PROBES) -> tuple[Probe, ...]:
-    """The probes of these names, each once, or all.
-
-    Args:
-        names: Names of `probes`; None or empty takes all.
-        probes: `PROBES`, or `PAIR_PROBES` for judges that compare.
-
-    Raises:
-        ValueError: An unknown name.
-    """
+    """The probes of these names, each once, or all of `PROBES` or `PAIR_PROBES`."""
     known = {probe.name: probe for probe in probes}
     unknown = [name for name in names or () if name not in known]
     if unknown:

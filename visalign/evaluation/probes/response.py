@@ -172,10 +172,8 @@ def reference_counts(reasons: Sequence[str | None], size: int) -> dict[str, Any]
 def probe_report(probe: Probe, table: Sequence[tuple[Array, dict[str, Any]]]) -> dict[str, Any]:
     """One probe as JSON: its levels, each with a verdict, and the worst of them.
 
-    Args:
-        probe: Any.
-        table: Per level, in their order: [N] responses of all samples (NaN where there is none), and the
-            report of the level.
+    `table` has per level, in their order, the responses [N] of all samples (NaN where there is none) and the
+    report of the level.
     """
     levels = []
     for place, (response, report) in enumerate(table):
@@ -201,12 +199,7 @@ def probe_report(probe: Probe, table: Sequence[tuple[Array, dict[str, Any]]]) ->
 
 
 def level_verdict(wanted: str, report: Mapping[str, Any]) -> str:
-    """Whether one level does what is wanted: "holds", "fails", "unclear" where the interval holds the limit.
-
-    Args:
-        wanted: A key of `visalign.evaluation.probes.catalogue.WANTED`.
-        report: From `level_report`.
-    """
+    """Whether a level does what is wanted: "holds", "fails", "unclear" where the interval holds the limit."""
     if wanted == "same" and report["judged"] + report["failed"]:
         return "holds" if not report["failed"] and report["largest"] <= SAME else "fails"
     if report["judged"] < FEWEST:

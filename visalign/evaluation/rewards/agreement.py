@@ -51,9 +51,6 @@ def agreement(
         Per pair: `first`, `second`, `images` (judged by both), `overall` and `within` (Spearman with the ends
         of its interval), `kendall_b`, `same_choice` (share of the pairs of one prompt that both put in the
         same order), `pairs`, `note` where something is not defined.
-
-    Raises:
-        ValueError: Shapes differ, or fewer than two rewards.
     """
     table = np.asarray(values, dtype=np.float64)
     if table.shape != (len(names), len(prompts)):
@@ -192,16 +189,9 @@ def parted(x: ArrayLike, y: ArrayLike, *, most: int = 12) -> list[tuple[int, flo
 def prompts_apart(
     x: ArrayLike, y: ArrayLike, prompts: Sequence[str], *, most: int = 10
 ) -> list[dict[str, Any]]:
-    """Prompts within which two rewards order the images least alike.
+    """Prompts [N] within which two rewards' scores [N] order the images least alike, at most so many.
 
-    Args:
-        x: [N] scores of the first.
-        y: [N] of the second.
-        prompts: [N].
-        most: How many.
-
-    Returns:
-        `prompt`, `same_choice` (share of its pairs in the same order), `pairs`; the least alike first.
+    Returns `prompt`, `same_choice` (share of its pairs in the same order), `pairs`; the least alike first.
     """
     sides = [np.asarray(side, dtype=np.float64) for side in (x, y)]
     known = np.isfinite(sides[0]) & np.isfinite(sides[1])

@@ -39,17 +39,10 @@ def calibration_numbers(
     mean_brier: Interval,
     reading: str,
 ) -> dict[str, Any]:
-    """NLL, Brier, ECE, the reliability diagram, and the same after temperature scaling.
+    """NLL, Brier, ECE, the reliability diagram, and the same after temperature scaling, JSON-able.
 
-    Args:
-        judged: The judged pairs.
-        settings: Of intervals and bins.
-        mean_nll: The mean NLL with its interval.
-        mean_brier: The mean Brier score.
-        reading: How the probability was read from what the judge said.
-
-    Returns:
-        JSON-able. The interval of the ECE lies rather high: sampling noise in the bins only adds to it.
+    `reading` says how the probability was read from what the judge said. The interval of the ECE lies rather
+    high: sampling noise in the bins only adds to it.
     """
     p, y = both_sides(judged.prob, judged.label)
     curve = reliability(p, y, bins=settings.bins)
@@ -109,12 +102,8 @@ def _bins(curve: Reliability) -> list[dict[str, float | None]]:
 def selective_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, Any] | None:
     """Does the judge know when it is wrong: by its std where it gives one, and by the size of its margin.
 
-    Args:
-        judged: The judged pairs; those that people tied are left out.
-        settings: Of intervals.
-
-    Returns:
-        signal -> AUROC of the errors, AURC, risk at some coverages, the curve. None where people tied all.
+    Pairs that people tied are left out. Returns signal -> AUROC of the errors, AURC, risk at some coverages,
+    the curve; None where people tied all.
     """
     known = judged.label != 0.5
     if not known.any():

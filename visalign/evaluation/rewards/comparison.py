@@ -76,9 +76,6 @@ def compare_on_quality(
     Returns:
         JSON-able: `difference` of the SRCC (first − second) with its paired interval, `images`, `agreement`
         (SRCC of the two judges with one another).
-
-    Raises:
-        ValueError: Lengths differ, fewer than two images were judged by both, or a side is constant.
     """
     settings = settings or IntervalSettings()
     known = first.judged & second.judged

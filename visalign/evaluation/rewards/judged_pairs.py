@@ -60,14 +60,7 @@ class JudgedPairs:
 
 
 def judged_pairs(pairs: PreferenceSet, scores: PairScores) -> JudgedPairs:
-    """Leave out what the judge could not judge.
-
-    Args:
-        pairs: The set, N pairs.
-        scores: What the judge said of them, in the same order.
-
-    Returns:
-        The judged pairs; `std` only where all of them have one.
+    """Leave out the pairs of a set that the judge could not judge; `std` stays only where all have one.
 
     Raises:
         ValueError: Lengths differ, or no pair was judged.

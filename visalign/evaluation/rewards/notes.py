@@ -12,14 +12,7 @@ WITHOUT_TIES = "imscore_dropped"
 
 
 def preference_notes(report: dict[str, Any]) -> list[str]:
-    """Warnings that follow from the numbers of one judge on one preference set.
-
-    Args:
-        report: What `evaluate_preferences` found.
-
-    Returns:
-        Sentences; none where nothing is wrong.
-    """
+    """Warnings that follow from the numbers of `evaluate_preferences`; none where nothing is wrong."""
     found = []
     counts, headline = report["counts"], report["agreement"][HEADLINE]["micro"]
     if counts["failed"]:

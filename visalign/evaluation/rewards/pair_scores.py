@@ -159,9 +159,6 @@ def from_probabilities(
 
     Returns:
         Log-odds as margins.
-
-    Raises:
-        ValueError: A probability outside [0, 1].
     """
     straight = _log_odds(prob)
     if swapped is None:

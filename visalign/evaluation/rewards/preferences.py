@@ -29,17 +29,9 @@ def evaluate_preferences(
 ) -> dict[str, Any]:
     """All numbers of one judge on one set; what it could not judge is left out everywhere, and counted.
 
-    Args:
-        pairs: The set, N pairs.
-        scores: What the judge said of them, in the same order.
-        settings: Of intervals and bins.
-
-    Returns:
-        JSON-able: `judge`, `counts`, `agreement` (policy -> micro, macro), `calibration`, `selective`,
-        `slices`, `generators`, `swap`, `people`, `notes`. What the data do not allow is None.
-
-    Raises:
-        ValueError: Lengths differ, or no pair was judged.
+    Scores stand in the order of the pairs. JSON-able: `judge`, `counts`, `agreement` (policy -> micro,
+    macro), `calibration`, `selective`, `slices`, `generators`, `swap`, `people`, `notes`. What the data do
+    not allow is None.
     """
     settings = settings or IntervalSettings()
     judged = judged_pairs(pairs, scores)
@@ -146,7 +138,7 @@ def _counts(pairs: PreferenceSet, scores: PairScores, judged: JudgedPairs) -> di
 
 def _agreement(found: dict[Any, Any], judged: JudgedPairs, thresholds: dict[str, float]) -> dict[str, Any]:
     rows = {}
-    for policy, function in POLICIES.items():
+    for policy, about in POLICIES.items():
         threshold = thresholds.get(policy, 0.0)
         _, count = credits_of(policy, judged.margin, judged.label, threshold)
         rows[policy] = {
@@ -154,7 +146,7 @@ def _agreement(found: dict[Any, Any], judged: JudgedPairs, thresholds: dict[str,
             "macro": found["macro", policy].to_dict(),
             "pairs": int(count.sum()),
             "threshold": threshold,
-            "meaning": (function.__doc__ or "").split("\n")[0].replace("`", ""),
+            "meaning": about.meaning,
         }
     return rows
 

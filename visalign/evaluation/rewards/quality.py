@@ -16,11 +16,11 @@ from visalign.evaluation.statistics.correlations import (
     kendall,
     plcc,
     srcc,
+    weighted_kendall,
     weighted_pearson,
     weighted_srcc,
 )
 from visalign.evaluation.statistics.intervals import cluster_index, interval, resample_samples
-from visalign.evaluation.statistics.kendall import WeightedKendall
 from visalign.evaluation.statistics.selective import risk_coverage
 
 from .certainty import finite
@@ -66,16 +66,7 @@ def from_values(
     reasons: Sequence[str | None] | None = None,
     higher_is_better: bool = True,
 ) -> QualityScores:
-    """A judge's scores of the images of a quality set.
-
-    Args:
-        name: Of the judge.
-        unit: Of its scores.
-        value: [N]; NaN where it failed.
-        std: [N], or None.
-        reasons: [N] why an image was not judged.
-        higher_is_better: Direction of the scores.
-    """
+    """A judge's scores [N] of the images of a quality set, NaN where it failed, with `reasons` [N] why."""
     values = np.asarray(value, dtype=np.float64)
     return QualityScores(
         name=name,
@@ -92,19 +83,9 @@ def evaluate_quality(
 ) -> dict[str, Any]:
     """All numbers of one judge on one quality set; what it could not judge is left out, and counted.
 
-    Scores and opinions are turned so that higher is better on both sides.
-
-    Args:
-        records: The set, N images.
-        scores: What the judge said of them, in the same order.
-        settings: Of intervals.
-
-    Returns:
-        JSON-able: `judge`, `counts`, `correlations`, `fit` (the logistic maps), `certainty`, `slices`,
-        `points` (a sample of score and opinion for a plot), `notes`. What the data do not allow is None.
-
-    Raises:
-        ValueError: Lengths differ, fewer than two images were judged, or one side is constant.
+    Scores stand in the order of the images; they and the opinions are turned so that higher is better.
+    JSON-able: `judge`, `counts`, `correlations`, `fit` (the logistic maps), `certainty`, `slices`, `points`
+    (a sample of score and opinion for a plot), `notes`. What the data do not allow is None.
     """
     settings = settings or IntervalSettings()
     if len(scores.value) != len(records):
@@ -181,7 +162,9 @@ def _correlations(
     for number, values in fitted.items():
         estimates[f"plcc_logistic{number}"] = plcc(values, y)
         statistics[f"plcc_logistic{number}"] = lambda weights, v=values: weighted_pearson(v, y, weights)
-    draws = _draws(statistics | {"kendall": WeightedKendall(x, y).taus}, index, clusters, settings)
+    draws = _draws(
+        statistics | {"kendall": lambda weights: weighted_kendall(x, y, weights)}, index, clusters, settings
+    )
     for place, variant in enumerate("bc"):
         estimates[f"kendall_{variant}"] = kendall(x, y, variant)
         draws[f"kendall_{variant}"] = draws["kendall"][:, place]

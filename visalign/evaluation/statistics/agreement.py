@@ -9,110 +9,91 @@ every policy and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
-Credit = tuple[Array, Array]
-"""Credit [N] and count [N]: the accuracy is Σ credit / Σ count."""
 
 
-def _sides(margin: Array, label: Array) -> tuple[Array, Array]:
-    return np.sign(margin), np.sign(label - 0.5)
+@dataclass(frozen=True)
+class Policy:
+    """What a pair earns where somebody ties; where nobody does, 1 for the right side and 0 for the wrong."""
+
+    meaning: str
+    predicted: float | None = 0.0
+    """Credit where the judge ties and people do not; None leaves the pair out."""
+    label: float | None = None
+    """Credit where people tie and the judge does not; None leaves pairs that people tied out."""
+    both: float = 0.0
+    """Credit where both tie, if such pairs are counted."""
+    left: bool = False
+    """A tied label adds to the numerator where the left scores higher, though it is not counted."""
+    has_threshold: bool = False
+    """|d| ≤ a threshold, in the unit of the margin, predicts a tie."""
 
 
-def inversion_score(margin: Array, label: Array) -> Credit:
-    """HPSv2: one minus the share of inverted pairs; a tie on either side counts as right."""
-    d, y = _sides(margin, label)
-    return (d * y >= 0).astype(float), np.ones_like(d)
-
-
-def image_reward(margin: Array, label: Array) -> Credit:
-    """ImageReward's `calc_ImageReward` in HPSv2: tied labels are skipped, predicted ties are wrong."""
-    d, y = _sides(margin, label)
-    return (d * y > 0).astype(float), (y != 0).astype(float)
-
-
-def pickscore(margin: Array, label: Array, threshold: float = 0.0) -> Credit:
-    """PickScore: |d| ≤ threshold predicts a tie; 1 for the right class of three, ½ where one of two ties.
-
-    The published evaluation takes d = p_left − p_right of a softmax and tunes the threshold on its
-    validation split; `threshold` is in the unit of the margin.
-    """
-    d, y = _sides(np.where(np.abs(margin) <= threshold, 0.0, margin), label)
-    return np.where(d == y, 1.0, np.where((d == 0) | (y == 0), 0.5, 0.0)), np.ones_like(d)
-
-
-def hpsv3(margin: Array, label: Array) -> Credit:
-    """HPSv3 as coded: strict >, predicted ties wrong; a tied label adds to the numerator, not to the count.
-
-    The winner of a pair stands on the left there, so a tied label is right where the left scores higher; the
-    share can exceed 1 when many labels tie.
-    """
-    d, y = _sides(margin, label)
-    return np.where(y == 0, d > 0, d * y > 0).astype(float), (y != 0).astype(float)
-
-
-def ties_wrong(margin: Array, label: Array) -> Credit:
-    """UnifiedReward's GenAI-Bench script: every pair counts, and a tie on either side is wrong."""
-    d, y = _sides(margin, label)
-    return (d * y > 0).astype(float), np.ones_like(d)
-
-
-def dropped(margin: Array, label: Array) -> Credit:
-    """imscore: pairs with a tie on either side are left out."""
-    d, y = _sides(margin, label)
-    return (d * y > 0).astype(float), (d * y != 0).astype(float)
-
-
-def half_credit(margin: Array, label: Array) -> Credit:
-    """Tied labels are skipped, a predicted tie earns ½: the expected accuracy of breaking ties by a coin."""
-    d, y = _sides(margin, label)
-    return np.where(d == 0, 0.5, d * y > 0) * (y != 0), (y != 0).astype(float)
-
-
-def visionreward_tau(margin: Array, label: Array, threshold: float = 0.0) -> Credit:
-    """VisionReward's τ: three classes, |d| ≤ threshold predicts a tie, right only for the right class.
-
-    With the threshold that maximises it (`best_tie_threshold`) this is acc*_eq.
-
-    Source: Xu et al., arXiv 2412.21059; Deutsch, Foster and Freitag, arXiv 2305.14324.
-    """
-    d, y = _sides(np.where(np.abs(margin) <= threshold, 0.0, margin), label)
-    return (d == y).astype(float), np.ones_like(d)
-
-
-def visionreward_diff(margin: Array, label: Array) -> Credit:
-    """VisionReward's "diff": pairs with a tied label are dropped, predicted ties are wrong."""
-    return image_reward(margin, label)
-
-
-POLICIES: Mapping[str, Callable[[Array, Array], Credit]] = {
-    "half_credit": half_credit,
-    "inversion_score": inversion_score,
-    "calc_ImageReward": image_reward,
-    "PickScore": pickscore,
-    "HPSv3_strict": hpsv3,
-    "UnifiedReward_ties_wrong": ties_wrong,
-    "imscore_dropped": dropped,
-    "VisionReward_tau": visionreward_tau,
-    "VisionReward_diff": visionreward_diff,
+POLICIES: Mapping[str, Policy] = {
+    "half_credit": Policy(
+        "Tied labels are skipped, a predicted tie earns ½: the expected accuracy of breaking ties by a coin.",
+        predicted=0.5,
+    ),
+    "inversion_score": Policy(
+        "HPSv2: one minus the share of inverted pairs; a tie on either side counts as right.",
+        predicted=1.0,
+        label=1.0,
+        both=1.0,
+    ),
+    "calc_ImageReward": Policy(
+        "ImageReward's calc_ImageReward in HPSv2: tied labels are skipped, predicted ties are wrong."
+    ),
+    # As published: d = p_left − p_right of a softmax, the threshold tuned on the validation split.
+    "PickScore": Policy(
+        "PickScore: |d| ≤ threshold predicts a tie; 1 for the right class of three, ½ where one of two ties.",
+        predicted=0.5,
+        label=0.5,
+        both=1.0,
+        has_threshold=True,
+    ),
+    # The winner of a pair stands on the left there; the share can exceed 1 when many labels tie.
+    "HPSv3_strict": Policy(
+        "HPSv3 as coded: strict >, predicted ties wrong; a tied label adds to the numerator alone.",
+        left=True,
+    ),
+    "UnifiedReward_ties_wrong": Policy(
+        "UnifiedReward's GenAI-Bench script: every pair counts, and a tie on either side is wrong.", label=0.0
+    ),
+    "imscore_dropped": Policy("imscore: pairs with a tie on either side are left out.", predicted=None),
+    # acc*_eq with `best_tie_threshold`: Xu et al., arXiv 2412.21059; Deutsch et al., arXiv 2305.14324.
+    "VisionReward_tau": Policy(
+        "VisionReward's τ: three classes, |d| ≤ threshold predicts a tie, right only for the right class.",
+        label=0.0,
+        both=1.0,
+        has_threshold=True,
+    ),
+    "VisionReward_diff": Policy(
+        'VisionReward\'s "diff": pairs with a tied label are dropped, predicted ties are wrong.'
+    ),
 }
-"""name -> policy, at threshold 0; the first is the one that headlines use."""
+"""name -> policy; the first is the one that headlines use."""
 
 HEADLINE = "half_credit"
 """Neither rewards nor punishes a coarse score, and needs no threshold."""
 
 
-def credits_of(policy: str, margin: Array, label: Array, threshold: float = 0.0) -> Credit:
-    """Credit and count [N] of a policy by its name; only PickScore and VisionReward_tau have a threshold."""
-    if policy == "PickScore":
-        return pickscore(margin, label, threshold)
-    if policy == "VisionReward_tau":
-        return visionreward_tau(margin, label, threshold)
-    return POLICIES[policy](margin, label)
+def credits_of(name: str, margin: Array, label: Array, threshold: float = 0.0) -> tuple[Array, Array]:
+    """Credit and count [N] under a policy: the accuracy is Σ credit / Σ count."""
+    policy = POLICIES[name]
+    tied = np.abs(margin) <= (threshold if policy.has_threshold else 0.0)
+    d, y = np.where(tied, 0.0, np.sign(margin)), np.sign(label - 0.5)
+    of_ties = (
+        np.where(d == 0, policy.both, policy.label) if policy.label is not None else policy.left * (d > 0)
+    )
+    decided = np.where(d == 0, policy.predicted or 0.0, d * y > 0)
+    counts = np.where(y == 0, policy.label is not None, (d != 0) | (policy.predicted is not None))
+    return np.where(y == 0, of_ties, decided).astype(float), counts.astype(float)
 
 
 def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = False) -> float:
@@ -145,14 +126,9 @@ def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = Fals
 
 
 def ranking_pairs(prediction: ArrayLike, truth: ArrayLike) -> tuple[Array, Array]:
-    """Every pair of one ranked list as margin and label.
+    """Every pair of a ranked list: margins of n scores, labels (0, ½, 1) of what people said, [n(n−1)/2].
 
-    Args:
-        prediction: [n] scores of n images.
-        truth: [n] what people said of them, higher is better (negate ranks).
-
-    Returns:
-        Margins and labels (0, ½, 1) [n(n−1)/2].
+    Higher is better on both sides: negate ranks.
     """
     scores, said = np.asarray(prediction, dtype=np.float64), np.asarray(truth, dtype=np.float64)
     i, j = np.triu_indices(len(scores), k=1)

@@ -64,16 +64,7 @@ class Reliability:
 def reliability(prob: ArrayLike, outcome: ArrayLike, *, bins: int = 10) -> Reliability:
     """Sort probabilities into equal-width bins; one that stands on an edge goes into the upper bin.
 
-    Args:
-        prob: [N] in [0, 1].
-        outcome: [N] in [0, 1]: 0 or 1, or the share of votes.
-        bins: How many.
-
-    Returns:
-        The diagram; its properties are the calibration errors.
-
-    Raises:
-        ValueError: Lengths differ, no samples, values outside [0, 1], or fewer than one bin.
+    Outcomes are 0 or 1, or shares of votes. The diagram's properties are the calibration errors.
 
     Source: Guo et al., arXiv 1706.04599, eq. 3 and 5.
     """
@@ -89,25 +80,16 @@ def reliability(prob: ArrayLike, outcome: ArrayLike, *, bins: int = 10) -> Relia
 
 
 def bin_index(prob: Array, bins: int) -> NDArray[np.int64]:
-    """[N] number of the equal-width bin of each probability.
-
-    Raises:
-        ValueError: Fewer than one bin.
-    """
+    """[N] number of the equal-width bin of each probability."""
     if bins < 1:
         raise ValueError(f"bins is {bins}; at least 1 is needed.")
     return np.digitize(prob, np.linspace(0.0, 1.0, bins + 1)[1:-1])
 
 
 def both_sides(prob: ArrayLike, outcome: ArrayLike) -> tuple[Array, Array]:
-    """Every pair and its mirror image, so that no result depends on which image stands on the left.
+    """Every pair and its mirror image, [2N] each, so that no result depends on the order.
 
-    Args:
-        prob: [N] probability that the left image is better.
-        outcome: [N] share of the people who say so.
-
-    Returns:
-        [2N] probabilities and outcomes.
+    Probabilities [N] that the left image is better, and shares [N] of the people who say so.
     """
     p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     return np.concatenate([p, 1 - p]), np.concatenate([y, 1 - y])
@@ -151,9 +133,6 @@ def win_probability(
     Returns:
         [N].
 
-    Raises:
-        ValueError: Another link, or probit without std.
-
     Source: HPSv3, arXiv 2508.03789, and PURM, arXiv 2503.22480, for the integral.
     """
     m = np.asarray(margin, dtype=np.float64)
@@ -189,20 +168,10 @@ class Temperature:
 
 
 def fit_temperature(logit: ArrayLike, outcome: ArrayLike) -> Temperature:
-    """Temperature scaling of a judge of pairs.
+    """Temperature scaling of a judge of pairs, from its log-odds or score differences [N] and outcomes [N].
 
     The NLL is convex in 1/T and the search runs over ln T. Logits whose best inverse temperature is not
     positive get T = infinity: ½ for everything is better than what they say.
-
-    Args:
-        logit: [N] log-odds or score differences.
-        outcome: [N] in [0, 1].
-
-    Returns:
-        The temperature.
-
-    Raises:
-        ValueError: Lengths differ, no samples, or logits that are not finite.
 
     Source: Guo et al., arXiv 1706.04599, section 4.2.
     """
@@ -227,18 +196,9 @@ def fit_temperature(logit: ArrayLike, outcome: ArrayLike) -> Temperature:
 
 
 def cross_fitted_temperature(logit: ArrayLike, outcome: ArrayLike, fold: NDArray[np.int64]) -> Array:
-    """Scaled probabilities where each fold gets the temperature of the others: no pair judges itself.
+    """Scaled probabilities [N] where each fold gets the temperature of the others: no pair judges itself.
 
-    Args:
-        logit: [N].
-        outcome: [N].
-        fold: [N] numbers; give all pairs of a prompt one fold.
-
-    Returns:
-        [N] probabilities.
-
-    Raises:
-        ValueError: Fewer than two folds.
+    Give all pairs of a prompt one fold.
     """
     z, y = np.asarray(logit, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     folds = np.unique(fold)

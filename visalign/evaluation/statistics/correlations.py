@@ -29,21 +29,13 @@ class LogisticFit:
 
 
 def srcc(x: ArrayLike, y: ArrayLike) -> float:
-    """Spearman's ρ of scores and opinions [N]: Pearson's r of average ranks.
-
-    Raises:
-        ValueError: Lengths differ, fewer than 2 values, NaN, or one side is constant.
-    """
+    """Spearman's ρ of scores and opinions [N]: Pearson's r of average ranks."""
     first, second = check_sides(x, y)
     return _pearson(stats.rankdata(first), stats.rankdata(second))
 
 
 def plcc(x: ArrayLike, y: ArrayLike) -> float:
-    """Pearson's r of scores and opinions [N], without a fit.
-
-    Raises:
-        ValueError: As `srcc`.
-    """
+    """Pearson's r of scores and opinions [N], without a fit."""
     return _pearson(*check_sides(x, y))
 
 
@@ -86,17 +78,6 @@ def fit_logistic(x: ArrayLike, y: ArrayLike, parameters: int = 5) -> LogisticFit
 
     Scores are standardised first, several starts are tried, and the straight line is among them for five
     parameters; so the result is never worse than it.
-
-    Args:
-        x: [N] scores.
-        y: [N] opinions.
-        parameters: 4 or 5.
-
-    Returns:
-        The best fit found.
-
-    Raises:
-        ValueError: As `srcc`; another number of parameters; too few samples.
     """
     if parameters not in (4, 5):
         raise ValueError(f"parameters is {parameters}; the usual fits have 4 or 5.")
@@ -161,6 +142,28 @@ def weighted_pearson(x: Array, y: Array, weights: Array) -> Array:
     return found
 
 
+def weighted_kendall(x: Array, y: Array, weights: Array) -> Array:
+    """Kendall's τ-b and τ-c of x, y [N] under whole weights [R, N]: sample n stands weights[r, n] times.
+
+    τ_c = 2 (C − D) m / (W² (m − 1)), C − D = τ_b √(P_x P_y), with W the weight of all, P the pairs of
+    different values of a side, m the smaller number of distinct values.
+
+    Returns:
+        [R, 2]; NaN where a side does not vary among what has weight.
+    """
+    places = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
+    found = np.full((len(weights), 2), np.nan)
+    for row, taus in zip(weights.astype(np.int64), found, strict=True):
+        counts = [np.bincount(place, weights=row) for place in places]
+        distinct = min(np.count_nonzero(count) for count in counts)
+        if distinct > 1:
+            taus[0] = stats.kendalltau(np.repeat(x, row), np.repeat(y, row))[0]
+            total = row.sum() ** 2
+            balance = taus[0] * math.sqrt(math.prod((total - count @ count) / 2 for count in counts))
+            taus[1] = 2 * balance * distinct / (total * (distinct - 1))
+    return found
+
+
 def _weighted_ranks(values: Array, weights: Array) -> Array:
     """[R, N] average rank of each sample when sample n stands weights[r, n] times in the data."""
     _, place = np.unique(values, return_inverse=True)
@@ -172,11 +175,7 @@ def _weighted_ranks(values: Array, weights: Array) -> Array:
 
 
 def check_sides(x: ArrayLike, y: ArrayLike, *, constant: bool = False) -> tuple[Array, Array]:
-    """Two sides of a correlation as float64 [N]; a `constant` side may have one value alone.
-
-    Raises:
-        ValueError: Lengths differ, fewer than 2 values, NaN, or one side is constant and must not be.
-    """
+    """Two sides of a correlation as float64 [N]; a `constant` side may have one value alone."""
     first, second = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if first.ndim != 1 or first.shape != second.shape:
         raise ValueError(f"needed are two vectors of one length; got {first.shape} and {second.shape}.")

@@ -23,9 +23,6 @@ def effective_rank(embedding: Tensor) -> Tensor:
     Returns:
         [...] float64; 0 for a set that does not vary at all.
 
-    Raises:
-        ValueError: no set, or entries that are not finite.
-
     Roy and Vetterli, The effective rank, EUSIPCO 2007; used by VERL, arXiv 2509.23808.
     """
     value = _rows(embedding)
@@ -47,9 +44,6 @@ def vendi_score(embedding: Tensor) -> Tensor:
     Returns:
         [...] float64.
 
-    Raises:
-        ValueError: no set, entries that are not finite, or a row of zeros.
-
     Friedman and Dieng, The Vendi score, arXiv 2210.02410.
     """
     value = _unit(_rows(embedding))
@@ -68,9 +62,6 @@ def vendi_gains(embedding: Tensor) -> Tensor:
 
     Returns:
         [..., n] float64; 1 for a single sample, the empty set having score 0.
-
-    Raises:
-        ValueError: as in `vendi_score`.
     """
     value = _unit(_rows(embedding))
     whole = vendi_score(value)[..., None]
@@ -96,9 +87,6 @@ def starc_distance(first: Tensor, second: Tensor) -> Tensor:
 
     Returns:
         [...] float64 in [0, 2]; 1 between a constant reward and another, 0 between two constant ones.
-
-    Raises:
-        ValueError: shapes that differ, no samples, or entries that are not finite.
 
     Skalse et al., STARC, arXiv 2309.15257.
     """
@@ -134,9 +122,6 @@ def support_metrics(*, preserved: int, expanded: int, shrunk: int) -> SupportMet
 
     Returns:
         The four ratios.
-
-    Raises:
-        ValueError: a negative count.
 
     The invisible leash: why RLVR may or may not escape its origin, arXiv 2507.14843.
     """

@@ -70,9 +70,6 @@ def generator_control(
 
     Returns:
         The control.
-
-    Raises:
-        ValueError: Lengths differ or fewer than two folds.
     """
     y = np.asarray(label, dtype=np.float64)
     if not len(left) == len(right) == len(y) == len(cluster):
@@ -109,19 +106,10 @@ def generator_control(
 def bradley_terry(
     left: NDArray[np.int64], right: NDArray[np.int64], label: Array, count: int, *, ridge: float = 0.5
 ) -> Array:
-    """Strengths s that maximise Σ y ln σ(s_l − s_r) + (1 − y) ln σ(s_r − s_l) − ½ ridge Σ s².
+    """Strengths s [K] that maximise Σ y ln σ(s_l − s_r) + (1 − y) ln σ(s_r − s_l) − ½ ridge Σ s², mean 0.
 
-    The ridge keeps strengths finite where one player always wins.
-
-    Args:
-        left: [N] player on the left.
-        right: [N] player on the right.
-        label: [N] share for the left.
-        count: How many players there are, K.
-        ridge: At least 0.
-
-    Returns:
-        [K] strengths in log-odds, mean 0; all 0 without games.
+    Players [N] on the left and right, shares [N] for the left, K = `count`. The ridge keeps strengths finite
+    where one player always wins; without games all are 0.
 
     Source: Bradley and Terry, Biometrika 39 (1952) 324.
     """

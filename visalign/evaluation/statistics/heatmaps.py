@@ -43,9 +43,6 @@ def heatmap_quality(heat: ArrayLike, truth: ArrayLike) -> HeatmapQuality:
     Args:
         heat: [N, h, w] in [0, 1].
         truth: [N, h, w] in [0, 1], 1 where it is wrong.
-
-    Raises:
-        ValueError: shapes that differ or are not [N, h, w], or NaN.
     """
     maps, target = _maps(heat, truth)
     hot, wrong = maps >= THRESHOLD, target >= THRESHOLD
@@ -77,9 +74,6 @@ def laplace_coverage(
         std: [*] standard deviations s.
         truth: [*].
         levels: p of each interval, in (0, 1).
-
-    Raises:
-        ValueError: shapes that differ, no cells, NaN, or levels outside (0, 1).
     """
     centre, deviation, target = (np.asarray(part, dtype=np.float64) for part in (heat, std, truth))
     if centre.shape != target.shape or deviation.shape != target.shape or not target.size:

@@ -50,15 +50,7 @@ class Interval:
 def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Interval:
     """Wilson's score interval of a proportion; it stays inside [0, 1] and is usable at 0 and 1.
 
-    centre = (p + z²/2n) / (1 + z²/n),  half = z/(1 + z²/n) · √(p(1-p)/n + z²/4n²)
-
-    Args:
-        successes: How many of the trials succeeded.
-        trials: How many there were; 0 gives NaN throughout.
-        level: Nominal coverage in (0, 1).
-
-    Raises:
-        ValueError: If successes lie outside 0..trials or the level outside (0, 1).
+    centre = (p + z²/2n) / (1 + z²/n),  half = z/(1 + z²/n) · √(p(1-p)/n + z²/4n²); NaN without trials.
 
     Source: Wilson, J. Am. Stat. Assoc. 22 (1927) 209. It takes the trials as independent: with several seeds
     per prompt it is somewhat too narrow, which `paired_bootstrap` is not.
@@ -94,9 +86,6 @@ def paired_bootstrap(
     Returns:
         The change and its interval, in the unit of the input. The estimate is NaN without a complete pair;
         the ends are NaN with fewer than two clusters.
-
-    Raises:
-        ValueError: If the lengths differ, the level is outside (0, 1), or there are fewer than 100 resamples.
     """
     _check_level(level)
     _check_resamples(resamples)
@@ -124,16 +113,7 @@ def cluster_index(labels: Sequence[Hashable] | NDArray) -> tuple[NDArray[np.int6
 
 
 def cluster_sums(values: ArrayLike, index: NDArray[np.int64], count: int) -> Array:
-    """Sum rows by cluster.
-
-    Args:
-        values: [N] or [N, M], finite.
-        index: [N] cluster of each row.
-        count: How many clusters there are, C.
-
-    Returns:
-        [C, M] (M = 1 for a vector).
-    """
+    """Sums [C, M] of rows [N] or [N, M] by the number [N] of their cluster, 0 to `count` − 1."""
     table = np.asarray(values, dtype=np.float64)
     columns = (table[:, None] if table.ndim == 1 else table).T
     sums = [np.bincount(index, weights=column, minlength=count) for column in columns]
@@ -143,13 +123,7 @@ def cluster_sums(values: ArrayLike, index: NDArray[np.int64], count: int) -> Arr
 def resample_weights(count: int, *, generator: torch.Generator, resamples: int = 1_000) -> Iterator[Array]:
     """How often each of C clusters is drawn in each of R resamples: blocks [r, C] whose rows sum to C.
 
-    Args:
-        count: Clusters, C.
-        generator: A CPU generator; the same state gives the same weights.
-        resamples: R in all, in blocks of bounded memory.
-
-    Raises:
-        ValueError: Fewer than 100 resamples.
+    The same state of the CPU generator gives the same weights; memory is bounded.
     """
     _check_resamples(resamples)
     rows = max(1, _CHUNK // max(count, 1))
@@ -163,17 +137,7 @@ def resample_weights(count: int, *, generator: torch.Generator, resamples: int =
 def resample_samples(
     index: NDArray[np.int64], count: int, *, generator: torch.Generator, resamples: int = 1_000
 ) -> Iterator[Array]:
-    """How often each sample is drawn when clusters are drawn whole, for numbers that are no ratios of sums.
-
-    Args:
-        index: [N] cluster of each sample.
-        count: Clusters.
-        generator: A CPU generator.
-        resamples: R in all.
-
-    Returns:
-        Blocks [r, N].
-    """
+    """Blocks [r, N]: how often each sample is drawn when its cluster `index` [N] is drawn whole."""
     rows = max(1, _CHUNK // max(len(index), 1))
     for block in resample_weights(count, generator=generator, resamples=resamples):
         for start in range(0, len(block), rows):
@@ -187,32 +151,19 @@ def bootstrap(
     generator: torch.Generator,
     resamples: int = 1_000,
 ) -> Array:
-    """Draws of any numbers that are functions of sums over the samples.
+    """Draws [R, K] of numbers that are functions of sums over the samples; NaN where undefined.
 
-    Args:
-        sums: [C, M] sums of M columns within each cluster.
-        statistic: [r, M] column sums of r resamples -> [r, K] numbers.
-        generator: A CPU generator.
-        resamples: R.
-
-    Returns:
-        [R, K] draws; NaN where a resample does not define the number.
+    `sums` [C, M] are those of M columns within each cluster; `statistic` takes the column sums [r, M] of r
+    resamples.
     """
     blocks = resample_weights(len(sums), generator=generator, resamples=resamples)
     return np.concatenate([statistic(weights @ sums) for weights in blocks])
 
 
 def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
-    """Percentile interval of one number, widened for few clusters.
+    """Percentile interval of one number from its draws [R], widened for few clusters; NaN draws are left out.
 
-    Args:
-        estimate: The number on the whole sample.
-        draws: [R]; NaN are left out.
-        clusters: How many clusters were resampled.
-        level: Nominal coverage in (0, 1).
-
-    Returns:
-        The interval; NaN ends with fewer than two clusters or when more than half of the draws are undefined.
+    The ends are NaN with fewer than two clusters, or where more than half of the draws are undefined.
     """
     known = draws[np.isfinite(draws)]
     if clusters < 2 or not math.isfinite(estimate) or 2 * len(known) < len(draws) or not len(known):
@@ -229,12 +180,7 @@ def expanded_tail(clusters: int, *, level: float = 0.95) -> float:
 
 
 class RatioTable:
-    """Many ratios Σ a / Σ b over one set of samples, whose intervals come from the same resamples.
-
-    Args:
-        index: [N] cluster of each sample.
-        count: Clusters, C.
-    """
+    """Many ratios Σ a / Σ b over samples in `count` clusters, whose intervals share the resamples."""
 
     def __init__(self, index: NDArray[np.int64], count: int) -> None:
         self._index, self._count = index, count
@@ -261,12 +207,8 @@ class RatioTable:
     ) -> dict[Hashable, Interval]:
         """key -> ratio with its interval; a few hundred of them cost one matrix product.
 
-        Args:
-            generator: A CPU generator.
-            resamples: R.
-            level: Nominal coverage in (0, 1).
-            wilson: Whether a share of exactly 0 or 1, which no resample can move, gets Wilson's interval over
-                clusters.
+        With `wilson`, a share of exactly 0 or 1, which no resample can move, gets Wilson's interval over
+        clusters.
         """
         if not self._sums:
             return {}
@@ -300,21 +242,11 @@ def ratio(numerator: Array, denominator: Array) -> Array:
 
 
 def mcnemar(first: ArrayLike, second: ArrayLike) -> dict[str, int | float]:
-    """Exact test of whether two judges are right equally often.
+    """Exact test of whether two judges, right [N] or not, are right equally often.
 
     It takes pairs as independent; where many pairs share a prompt, trust the clustered interval of the
-    difference (`paired_bootstrap`) rather than this p-value.
-
-    Args:
-        first: [N] bool, whether the first judge is right.
-        second: [N] bool of the same pairs.
-
-    Returns:
-        `pairs`, N; `first_only` and `second_only` right alone, `both`, `neither`; `p_value`, two-sided, 1
-        where they never part.
-
-    Raises:
-        ValueError: Lengths differ.
+    difference (`paired_bootstrap`) rather than this p-value. Returns `pairs`, N; `first_only` and
+    `second_only` right alone, `both`, `neither`; `p_value`, two-sided, 1 where they never part.
 
     Source: McNemar, Psychometrika 12 (1947) 153, in its exact form.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,9 +27,6 @@ def auroc(score: ArrayLike, positive: ArrayLike) -> float:
     Returns:
         The area under the ROC curve; NaN where one class is absent.
 
-    Raises:
-        ValueError: Lengths differ, or a score is NaN.
-
     Source: Mann and Whitney, Ann. Math. Statist. 18 (1947) 50: U / (n₁ n₀).
     """
     values, is_positive = np.asarray(score, dtype=np.float64), np.asarray(positive, dtype=bool)
@@ -40,8 +38,8 @@ def auroc(score: ArrayLike, positive: ArrayLike) -> float:
     zeros = len(values) - ones
     if not ones or not zeros:
         return math.nan
-    ranks = stats.rankdata(values)
-    return float((ranks[is_positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))
+    found: Any = stats.mannwhitneyu(values[is_positive], values[~is_positive], method="asymptotic")
+    return float(found.statistic / (ones * zeros))
 
 
 def weighted_auroc(score: Array, positive: NDArray[np.bool_], weights: Array) -> Array:
@@ -85,9 +83,6 @@ def risk_coverage(uncertainty: ArrayLike, error: ArrayLike) -> RiskCoverage:
 
     Returns:
         The curve.
-
-    Raises:
-        ValueError: Lengths differ, nothing given, or NaN.
 
     Source: El-Yaniv and Wiener, JMLR 11 (2010) 1605.
     """
@@ -181,9 +176,6 @@ def ensemble_summary(members: ArrayLike, *, beta: float = 2.0) -> dict[str, Arra
 
     Returns:
         mean, std (over M − 1), lower and upper (mean ∓ beta·std), min, max, and the lower median, each [N].
-
-    Raises:
-        ValueError: Not two dimensions, or fewer than two members.
     """
     table = np.asarray(members, dtype=np.float64)
     if table.ndim != 2 or table.shape[1] < 2:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from visalign.core.preference.uncertainty import pair_deviation
@@ -178,13 +179,11 @@ def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> flo
     above, compared = 0.0, 0
     for label in [None] if stratum is None else stratum.unique().tolist():
         kept = slice(None) if stratum is None else stratum == label
-        own, mine = score[kept], positive[kept]
-        count = int(mine.sum())
-        _, inverse, sizes = own.unique(return_inverse=True, return_counts=True)
-        rank = (sizes.cumsum(0).double() - (sizes.double() - 1) / 2)[inverse]
-        above += float(rank[mine].sum()) - count * (count + 1) / 2
-        compared += count * (len(own) - count)
-    return above / compared if compared else math.nan
+        own, mine = score[kept].double().numpy(), positive[kept].numpy()
+        if 0 < mine.sum() < len(mine):
+            above += stats.mannwhitneyu(own[mine], own[~mine], method="asymptotic")[0]
+            compared += mine.sum() * (~mine).sum()
+    return float(above / compared) if compared else math.nan
 
 
 def lead_stratum(difference: Tensor, *, strata: int = 10) -> Tensor:
