@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
-import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 import shlex
@@ -231,18 +231,14 @@ def test_an_issue_asks_for_the_doctor() -> None:
     assert asked["doctor"]["validations"]["required"]
 
 
-def _hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("visalign_site_hooks", SITE / "hooks.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SITE))  # as MkDocs does
+    return importlib.import_module("hooks")
 
 
-def test_the_keys_and_metrics_that_pages_name_exist() -> None:
-    hooks = _hooks()
-    tables = "".join(hooks.settings(pipeline) for pipeline in PIPELINES)
+def test_the_keys_and_metrics_that_pages_name_exist(hooks: ModuleType) -> None:
+    tables = "".join(hooks.MACROS["settings"](pipeline) for pipeline in PIPELINES)
     keys = set(re.findall(r"^\| `([\w.]+)` \|", tables, re.MULTILINE))
     sections = {key.split(".")[0] for key in keys if "." in key}
     bad = []
@@ -277,17 +273,45 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert [name for name in names if f".{name}" not in html] == [], face
 
 
-def test_a_macro_says_what_it_does_not_know() -> None:
-    hooks = _hooks()
+def test_a_macro_says_what_it_does_not_know(hooks: ModuleType) -> None:
     for text, message in (
         ("{{ tables }}", "no macro 'tables'"),
         ("{{ metrics reward_men }}", "no metric matches 'reward_men'"),
         ("{{ configs flow_grop }}", "no configuration of flow_grop"),
-        ("{{ expected text_sample }}", "BEFORE -> AFTER"),
+        ("{{ curves text_sample }}", "BEFORE -> AFTER"),
         ("{{ include README.md Nothing }}", "no heading '## Nothing'"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             hooks.expand(text)
+
+
+def test_a_curve_is_of_kept_runs_else_of_the_header(
+    hooks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = importlib.import_module("macros.curves")
+    monkeypatch.setattr(drawn, "FOLDER", tmp_path)
+    told = hooks.expand("{{ curves text_ppo }}")
+    assert 'class="change"' in told and 'class="band"' not in told and "visalign train text_ppo<" in told
+    folders = []
+    for seed, rewards in enumerate(([0.1, 0.3, 0.5], [0.3, 0.3])):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        rows = [{"iteration": k, "reward_mean": reward} for k, reward in enumerate(rewards, 1)]
+        (folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        sides = {"before": {"accuracy": 0.2}, "after": {"accuracy": 0.5 + seed / 10}}
+        (folder / "summary.json").write_text(json.dumps({**sides, "config": {"seed": seed}}))
+        folders.append(folder)
+    drawn.keep("text_ppo", folders)
+    kept = drawn.curve_of("text_ppo")
+    assert kept.points == [[1, 0.2, 0.1, 0.3], [2, 0.3, 0.3, 0.3]], "iterations that both runs have"
+    assert (kept.before, kept.after, kept.seeds) == ([0.2, 0.2], [0.5, 0.6], [0, 1])
+    html = hooks.expand("{{ curves text_ppo }}")
+    assert 'class="band"' in html and html.count("<circle") == 4 and "mean of seeds 0, 1" in html
+
+
+def test_kept_curves_are_of_packaged_configurations() -> None:
+    kept = {path.stem for path in (SITE / "curves").glob("*.json")}
+    assert kept and kept <= set(list_configs())
 
 
 @pytest.mark.parametrize("name", list_configs())

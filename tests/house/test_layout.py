@@ -89,7 +89,9 @@ def packages_on_disk() -> set[str]:
     mapping = {folder: package for package, folder in SETUPTOOLS["package-dir"].items()}
     found = set()
     for path in tracked():
-        if path.name == "__init__.py" and (parts := path.parent.relative_to(ROOT).parts)[0] != "tests":
+        if path.name == "__init__.py" and (
+            (parts := path.parent.relative_to(ROOT).parts)[0] not in {"tests", "docs"}
+        ):
             found.add(".".join([mapping.get(parts[0], parts[0]), *parts[1:]]))
     return found
 

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the site that the code writes itself, one file for each subject.
+
+It needs the package installed; no sentence that only a person can write comes in.
+"""
+
+from collections.abc import Callable
+
+from .catalogues import algorithms, cards, judges, refusals, text_rewards
+from .curves import curves
+from .reference import api, commands, face, include, python
+from .runs import configs, metrics
+from .settings import settings
+
+_GROUPS = (
+    (algorithms, cards, judges, refusals, text_rewards),
+    (configs, curves, metrics, settings),
+    (api, commands, face, include, python),
+)
+MACROS: dict[str, Callable[..., str]] = {macro.__name__: macro for group in _GROUPS for macro in group}
+"""name on a page -> function."""

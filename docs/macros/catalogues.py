@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges, rewards for text, rows of the objective and packaged models, as the code has them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from visalign.data.assets import PACKAGED, assets_folder
+from visalign.errors import UserError
+
+from .markdown import ROOT, code, first_sentence, prose, table
+
+
+def _class_at(path: str) -> type:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def entries(name: str) -> Iterator[tuple[str, type, Mapping[str, Any], str]]:
+    """(name, class, preset options, file) of a catalogue of `visalign.rewards`."""
+    for key, entry in getattr(importlib.import_module("visalign.rewards"), name).items():
+        path, options = entry if isinstance(entry, tuple) else (entry, {})
+        kind = _class_at(path)
+        file = Path(typing.cast("str", inspect.getsourcefile(kind))).resolve().relative_to(ROOT / "rewards")
+        yield key, kind, options, file.as_posix()
+
+
+def judges() -> str:
+    """Every judge of pictures by name."""
+    units = importlib.import_module("visalign.rewards.scorers.units").JUDGE_UNITS
+    rows = []
+    for name, kind, options, file in entries("CATALOGUE"):
+        unit = (
+            units[name].unit if name in units else getattr(kind(**options) if options else kind, "unit", "")
+        )
+        has = [word for word in ("score", "compare") if callable(getattr(kind, word, None))]
+        starts = [option.default for option in inspect.signature(kind).parameters.values()]
+        packaged = [code(value) for value in starts if isinstance(value, str) and value in PACKAGED]
+        rows.append(
+            (
+                code(name),
+                first_sentence(kind),
+                unit if isinstance(unit, str) and unit else "its own",
+                ", ".join(code(word) for word in has),
+                ", ".join(packaged),
+                code(file),
+            )
+        )
+    return table(("name", "what it is", "unit", "offers", "packaged model", "file in rewards/"), rows)
+
+
+def text_rewards() -> str:
+    """Every reward for text by name."""
+    rows = []
+    for name, kind, options, _ in entries("TEXT_CATALOGUE"):
+        given = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
+        rows.append((code(name), first_sentence(kind), code(given) if given else ""))
+    return table(("name", "what it is", "preset"), rows)
+
+
+def algorithms() -> str:
+    """The rows of the objective: on what each works, what it takes at each stage, its paper."""
+    core = importlib.import_module("visalign.core")
+    rows = []
+    for name, row in core.NAMED.items():
+        stages = [row.advantage, row.level, row.surrogate, row.aggregation]
+        terms = {"kl": row.kl, "kl in reward": row.kl_in_reward, "value": row.value, "ptx": row.ptx}
+        also = [f"{key} {value:g}" for key, value in terms.items() if value]
+        also += [row.selection] if row.selection else []
+        fits = ["–" if _refusal(name, kind) else "✓" for kind in TRAINED]
+        shown = " · ".join(code(stage) for stage in stages)
+        rows.append((code(name), *fits, shown, ", ".join(also), prose(row.source)))
+    return table(("row", *TRAINED, "advantage · ratio · surrogate · mean", "also", "source"), rows)
+
+
+def refusals() -> str:
+    """Rows that a trainer refuses, with what it says."""
+    names = importlib.import_module("visalign.core").NAMED
+    said: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        for kind in TRAINED:
+            if why := _refusal(name, kind):
+                why = why.rpartition("): ")[2].removeprefix(f"objective.algorithm={name} ")
+                said.setdefault((kind, why), []).append(code(name))
+    rows = [(", ".join(found), kind, prose(why)) for (kind, why), found in said.items()]
+    return table(("row", "refused for", "because, and what to take"), rows)
+
+
+TRAINED = {"pictures": "DiffusionObjectiveSettings", "text": "TextObjectiveSettings"}
+"""What is trained -> its settings in `visalign.training`, which know what they refuse."""
+
+
+def _refusal(row: str, kind: str) -> str:
+    try:
+        getattr(importlib.import_module("visalign.training"), TRAINED[kind])(algorithm=row)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def cards() -> str:
+    """The packaged models with the first paragraph of their cards."""
+    rows = []
+    for name in PACKAGED:
+        card = (assets_folder() / name / "README.md").read_text(encoding="utf-8")
+        first = next(part for part in card.split("\n\n") if part and not part.startswith("#"))
+        rows.append((f"[`{name}`](cards/{name}.md)", prose(first)))
+    return table(("model", "what it is"), rows)

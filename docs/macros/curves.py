@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to expect of a configuration, drawn: runs that were made and kept, else what its header states.
+
+Kept runs of several seeds stand in `docs/curves/NAME.json`, made from their folders by
+
+    PYTHONPATH=docs python -m macros NAME FOLDER FOLDER ...
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from visalign.evaluation.pages.curves import running_mean
+from visalign.evaluation.pages.plots import Frame
+
+from .markdown import ROOT
+from .runs import header
+
+FOLDER = ROOT / "docs/curves"
+NEAREST = 5
+"""Iterations over which a drawn curve is averaged, where it has so many."""
+NAMES = {"reward_mean": "training reward", "heldout/accuracy": "held-out accuracy"}
+CHANGE = re.compile(r"(?P<measure>[\w -]+?) (?P<before>0?\.\d+) -> (?P<after>0?\.\d+)")
+SEEDS = re.compile(r"mean of seeds [\d, ]+: (?P<values>[\d., ]+\d)")
+INTERVAL = re.compile(r"95 % interval \+?(?P<low>[\d.]+) to \+?(?P<high>[\d.]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What one figure shows."""
+
+    command: str
+    measure: str
+    """What `before` and `after` are."""
+    before: list[float]
+    after: list[float]
+    """Of each run; of a header the number, then its seeds or the ends of its interval."""
+    metric: str = ""
+    seeds: list[int] | None = None
+    points: list[list[float]] | None = None
+    """(iteration, mean, smallest, largest) of the metric over the seeds."""
+
+
+def keep(name: str, folders: list[Path]) -> Path:
+    """Write the curve of a configuration from the folders of its runs, one for each seed.
+
+    The metric is the held-out accuracy where it was measured on the way, else the training reward; iterations
+    that not every run has are left out.
+    """
+    runs = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    metric = "heldout/accuracy" if any("heldout/accuracy" in row for row in runs[0]) else "reward_mean"
+    columns = [{row["iteration"]: row[metric] for row in rows if metric in row} for rows in runs]
+    shared = sorted(set.intersection(*(set(column) for column in columns)))
+    values = np.array([[column[iteration] for column in columns] for iteration in shared])
+    table = np.stack([shared, values.mean(1), values.min(1), values.max(1)], axis=1)
+    found = Curve(
+        command=f"{_command(name)} seed=SEED",
+        measure="held-out accuracy",
+        before=[round(summary["before"]["accuracy"], 4) for summary in summaries],
+        after=[round(summary["after"]["accuracy"], 4) for summary in summaries],
+        metric=metric,
+        seeds=[summary["config"]["seed"] for summary in summaries],
+        points=[[int(row[0]), *(round(value, 4) for value in row[1:])] for row in table.tolist()],
+    )
+    lines = [f'  "{key}": {json.dumps(value)}' for key, value in asdict(found).items()]
+    path = FOLDER / f"{name}.json"
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return path
+
+
+def curve_of(name: str) -> Curve:
+    """The kept runs of a configuration, else before and after as its header states them.
+
+    Raises:
+        ValueError: no run is kept, and the header has no "MEASURE BEFORE -> AFTER".
+    """
+    path = FOLDER / f"{name}.json"
+    if path.is_file():
+        return Curve(**json.loads(path.read_text(encoding="utf-8")))
+    told = header(name)
+    change = CHANGE.search(told["Expected"])
+    if change is None:
+        raise ValueError(f"the header of {name!r} has no 'MEASURE BEFORE -> AFTER': {told['Expected']!r}")
+    before, after = float(change["before"]), [float(change["after"])]
+    if seeds := SEEDS.search(told["Expected"]):
+        after += [float(value) for value in seeds["values"].split(",")]
+    elif interval := INTERVAL.search(told["Expected"]):
+        gains = [float(interval["low"]), float(interval["high"])]
+        after += [before + (gain / 100 if max(gains) > 1 else gain) for gain in gains]
+    measure = change["measure"].strip()
+    return Curve(command=_command(name), measure=measure, before=[before], after=after)
+
+
+def curves(*names: str) -> str:
+    """A figure for each configuration."""
+    return f'<div class="curves">{"".join(_figure(name, curve_of(name)) for name in names)}</div>'
+
+
+def _figure(name: str, curve: Curve) -> str:
+    table = np.array(curve.points or [[0.0, *[curve.before[0]] * 3], [1.0, *[curve.after[0]] * 3]])
+    window = NEAREST if curve.points and len(table) >= 4 * NEAREST else 1
+    x, (mean, low, high) = table[:, 0], (running_mean(column, window) for column in table.T[1:])
+    shown = np.concatenate([low, high, curve.before, curve.after])
+    pad = float(np.ptp(shown)) / 12
+    title = NAMES.get(curve.metric, curve.measure)
+    frame = Frame(
+        x=(0.0, float(x[-1])),
+        y=(float(shown.min()) - pad, float(shown.max()) + pad),
+        x_name="iteration" if curve.points else "0: before, 1: after training",
+        y_name=title,
+        width=440.0,
+        height=250.0,
+        whole=True,
+    )
+    band = [*zip(x, low, strict=True), *zip(x[::-1], high[::-1], strict=True)]
+    after = curve.after if curve.points else curve.after[1:] or curve.after
+    ends = [(0.0, value) for value in curve.before] + [(float(x[-1]), value) for value in after]
+    parts = [frame.path("band", band)] if curve.points else []
+    parts += [frame.path("line" if curve.points else "change", zip(x, mean, strict=True)), frame.dots(ends)]
+    said = f"dots: {curve.measure} before and after training"
+    if curve.points:
+        seeds = ", ".join(str(seed) for seed in curve.seeds or [])
+        near = f", mean of the nearest {window} iterations" if window > 1 else ""
+        said = f"line: {title}, mean of seeds {seeds}{near}; band: lowest to highest seed; {said}, each seed"
+    else:
+        said += ", with seeds or a 95 % interval where the header of the configuration states them"
+    drawn = frame.svg(parts, f"{name}: {said}")
+    caption = f"<code>{html.escape(curve.command)}</code><br>{html.escape(said.capitalize())}."
+    return f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>"
+
+
+def _command(name: str) -> str:
+    """The one that a configuration is run by; a header with several ends with it."""
+    return header(name)["Command"].splitlines()[-1]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs log, the packaged configurations with what they promise, and curves of runs that were made."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import re
+
+from visalign.config import config_folder, list_configs, read_config
+from visalign.pipelines.cli.show import config_header
+
+from .markdown import code, prose, table
+
+
+def metrics(*patterns: str) -> str:
+    """Keys and meanings of the metrics that match any pattern; all without one.
+
+    Raises:
+        ValueError: a pattern that matches no key.
+    """
+    known = importlib.import_module("visalign.training.loop.metrics").METRICS
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern) and pattern not in known:
+            raise ValueError(f"no metric matches {pattern!r}")
+    chosen = [
+        key for key in known if not patterns or any(key == p or fnmatch.fnmatch(key, p) for p in patterns)
+    ]
+    return table(("metric", "meaning"), [(code(key), prose(known[key])) for key in chosen])
+
+
+def header(name: str) -> dict[str, str]:
+    """The header of a packaged configuration: "what", then Command, Hardware, Duration, Expected and others.
+
+    Raises:
+        ValueError: there is no configuration of that name.
+    """
+    if name not in list_configs():
+        raise ValueError(f"no configuration {name!r}")
+    lines = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+    found, last = {"what": lines[0]}, "what"
+    for line in lines[1:]:
+        word, colon, rest = line.partition(": ")
+        if colon and re.fullmatch(r"[A-Z][\w ]+", word):
+            found[word], last = f"{found[word]}\n{rest}" if word in found else rest, word
+        else:
+            found[last] += f" {line}"
+    return found
+
+
+def configs(*pipelines: str) -> str:
+    """The packaged configurations of some pipelines, or all: what each is, how long, what to expect."""
+    rows = []
+    for name in list_configs():
+        if not pipelines or read_config(name).get("pipeline") in pipelines:
+            told = header(name)
+            rows.append(
+                (code(name), *(prose(told.get(word, "")) for word in ("what", "Duration", "Expected")))
+            )
+    if not rows:
+        raise ValueError(f"no configuration of {', '.join(pipelines)}")
+    return table(("configuration", "what", "duration", "expected"), rows)

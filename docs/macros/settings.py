@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a job, from its dataclasses and the texts below their fields."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from visalign.pipelines.jobs import PIPELINES
+
+from .markdown import code, prose, table
+
+
+def field_texts(schema: type) -> dict[str, str]:
+    """field -> the docstring below it, inherited fields included."""
+    found: dict[str, str] = {}
+    for kind in reversed(schema.__mro__):
+        if not dataclasses.is_dataclass(kind):
+            continue
+        body = typing.cast("ast.ClassDef", ast.parse(inspect.getsource(kind)).body[0]).body
+        for field, below in zip(body, [*body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                found[field.target.id] = ""
+                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                    found[field.target.id] = str(below.value.value)
+    return found
+
+
+def sections(hint: Any) -> Iterator[type]:
+    """The dataclasses in an annotation."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from sections(part)
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """The default of a plain field, as YAML writes it; "" where it must be given."""
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return ""
+    if dataclasses.is_dataclass(value) or (isinstance(value, Mapping) and value):
+        return ""
+    if value is None or isinstance(value, bool):
+        return code({None: "null", True: "true", False: "false"}[value])
+    return code(value if value != "" else '""')
+
+
+def settings(name: str) -> str:
+    """Every key of a job with its default and meaning, section by section.
+
+    Args:
+        name: a pipeline of `visalign.pipelines.jobs.PIPELINES`, or `module:Dataclass`.
+    """
+    module, _, attribute = PIPELINES.get(name, name).partition(":")
+    schema = getattr(importlib.import_module(module), attribute)
+    return "\n\n".join(_section(schema, "", shown={schema}))
+
+
+def _section(schema: type, prefix: str, shown: set[type]) -> Iterator[str]:
+    hints, texts = typing.get_type_hints(schema), field_texts(schema)
+    rows, deeper = [], []
+    for field in dataclasses.fields(schema):
+        key, inner = f"{prefix}{field.name}", list(sections(hints[field.name]))
+        is_free = typing.get_origin(hints[field.name]) is dict
+        new = [kind for kind in inner if kind not in shown]
+        deeper += [(kind, f"{key}.NAME." if is_free else f"{key}.") for kind in new]
+        shown.update(new)
+        rows.append((code(key), default_of(field), prose(texts.get(field.name, ""))))
+    title = f"**{prefix[:-1]}**" if prefix else "**the run**"
+    yield f"{title}: {prose((schema.__doc__ or '').splitlines()[0])}\n\n" + table(
+        ("key", "default", "meaning"), rows
+    )
+    for kind, below in deeper:
+        yield from _section(kind, below, shown)

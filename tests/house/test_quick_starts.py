@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quick start of every trainer's page runs, word for word but for a budget of one small iteration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.house.test_docs import BLOCKS, PAGES, SITE, Block, commands_of
+from visalign.config import read_config
+from visalign.data.shapes.prompts import heldout_prompts
+from visalign.pipelines.cli.app import app
+
+PICTURES = (
+    "run.iterations=1",
+    "rollout.prompts_per_iteration=2",
+    "rollout.group_size=3",
+    "rollout.batch_size=6",
+    "optimizer.micro_batch=8",
+    "data.heldout=few.jsonl",
+    "evaluation.seeds=[0]",
+    "evaluation.steps=2",
+)
+TEXT = ("run.iterations=1", "data.tasks=[add]", "data.heldout_per_task=2", "evaluation.seeds=[0]")
+COMPLETIONS = (
+    "data.size=8",
+    "rollout.prompts_per_iteration=2",
+    "rollout.group_size=2",
+    "rollout.max_new_tokens=8",
+)
+BUDGETS = {
+    "flow_grpo": PICTURES,
+    "pref_grpo": PICTURES,
+    "text_grpo": (*TEXT, *COMPLETIONS),
+    "text_ppo": (*TEXT, *COMPLETIONS),
+    "text_sft": (*TEXT, "data.batch=4"),
+    "text_sample": ("data.tasks=[add]", "data.size=4", "rollout.samples=2"),
+    "train_reward": (
+        "run.iterations=1",
+        "data.size=16",
+        "data.heldout_size=8",
+        "optimizer.updates_per_iteration=2",
+    ),
+}
+"""Pipeline -> what makes a run of it small."""
+OF_THE_READER = ("FOLDER", "NAME", "pairs.jsonl")
+"""Words in whose place a reader puts something that is not here; such commands are parsed in `test_docs`."""
+
+STARTS = [block for block in BLOCKS if block.language == "bash" and block.page.parent == SITE / "trainers"]
+
+
+def runnable(block: Block) -> list[list[str]]:
+    """The training commands of a block that need nothing of the reader's."""
+    found = [words for words in commands_of(block.code) if words[0] in ("train", "train-reward")]
+    return [w for w in found if not any(own in part for own in OF_THE_READER for part in w)]
+
+
+def test_every_trainer_page_has_the_five_parts_and_a_start_that_runs() -> None:
+    parts = ["What", "Quick start", "What to expect", "Metrics to watch", "Settings"]
+    pages = [page for page in PAGES if page.parent == SITE / "trainers"]
+    tables = {"index.md", "metrics.md", "configs.md"}
+    for page in pages:
+        heads = [line.removeprefix("## ") for line in PAGES[page].splitlines() if line.startswith("## ")]
+        assert heads == ([] if page.name in tables else parts), page.name
+    started = {block.page.name for block in STARTS if runnable(block)}
+    assert started == {page.name for page in pages} - tables - {"process_reward.md"}, "that one is Python"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", STARTS, ids=str)
+def test_the_quick_start_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = "".join(f"{json.dumps(record)}\n" for record in heldout_prompts()[::60])
+    Path("few.jsonl").write_text(few, encoding="utf-8")
+    for number, words in enumerate(runnable(block)):
+        budget = [key for key in BUDGETS[str(read_config(words[1])["pipeline"])] if key not in words]
+        output = Path(words[words.index("--output") + 1]) if "--output" in words else Path(f"run{number}")
+        given = [*words, *budget, *(() if "--output" in words else ("--output", str(output)))]
+        done = CliRunner().invoke(app, given)
+        assert done.exit_code == 0, f"{words}: {done.output[-2000:]} {done.exception!r}"
+        if "--dry-run" not in words:
+            assert json.loads((output / "summary.json").read_text(encoding="utf-8"))
