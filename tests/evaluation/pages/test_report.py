@@ -223,17 +223,23 @@ def test_pictures_are_the_ones_evaluated(tmp_path: Path) -> None:
 def test_verdicts_and_reasons_stand_beside_the_pictures() -> None:
     before, after = make_result(0.25), make_result(0.75)
     fixed, improved, worse = galleries(before, after, compare(before, after))
-    assert len(fixed.pairs) == 12 and worse.pairs == ()
-    assert "12 of 24" in fixed.rule and "of 12:" in improved.rule
-    assert all(p.before.verdict == "wrong" and p.after.verdict == "correct" for p in improved.pairs)
-    assert all(p.before.reason.startswith("found") and p.after.reason == "" for p in improved.pairs)
+    assert len(fixed["pairs"]) == 12 and worse["pairs"] == []
+    assert "12 of 24" in fixed["rule"] and "of 12:" in improved["rule"]
+    assert all(
+        p["before"]["verdict"] == "wrong" and p["after"]["verdict"] == "correct" for p in improved["pairs"]
+    )
+    assert all(
+        p["before"]["reason"].startswith("found") and p["after"]["reason"] == "" for p in improved["pairs"]
+    )
     shown = failures(after)
-    assert sum(group.total for group in shown) == 6
-    assert all(shot.verdict == "wrong" and shot.reason for group in shown for _, _, shot in group.shots)
-    for pair in (*fixed.pairs, *improved.pairs):
-        row = before.prompts.index(pair.prompt) + pair.seed
-        assert pair.before.source == data_uri(before.images[row])
-        assert pair.after.source == data_uri(after.images[row])
+    assert sum(group["total"] for group in shown) == 6
+    assert all(
+        shot["verdict"] == "wrong" and shot["reason"] for group in shown for _, _, shot in group["shots"]
+    )
+    for pair in (*fixed["pairs"], *improved["pairs"]):
+        row = before.prompts.index(pair["prompt"]) + pair["seed"]
+        assert pair["before"]["source"] == data_uri(before.images[row])
+        assert pair["after"]["source"] == data_uri(after.images[row])
 
 
 def test_a_text_run_has_the_same_page_with_completions(tmp_path: Path) -> None:
@@ -243,13 +249,16 @@ def test_a_text_run_has_the_same_page_with_completions(tmp_path: Path) -> None:
     assert "each completed twice with the same seeds" in page.text and "+50.0 points" in page.text
     assert "picture" not in page.text.lower() and "noise" not in page.text and page.all("img") == []
     assert "<script" not in page.source and "<think>" not in page.source, "completions are escaped"
-    improved = galleries(before, after, compare(before, after))[1].pairs
+    improved = galleries(before, after, compare(before, after))[1]["pairs"]
     assert len(improved) == 10, "each prompt once"
     for pair in improved:
-        row = before.prompts.index(pair.prompt) + pair.seed
-        assert (pair.before.text, pair.after.text) == (before.completions[row], after.completions[row])
-        assert pair.before.text.endswith("wrong") and pair.after.text.endswith("right")
-        assert pair.after.scores == (("checker", 1.0), ("length", float(after.scores["length"][row])))
+        row = before.prompts.index(pair["prompt"]) + pair["seed"]
+        assert (pair["before"]["text"], pair["after"]["text"]) == (
+            before.completions[row],
+            after.completions[row],
+        )
+        assert pair["before"]["text"].endswith("wrong") and pair["after"]["text"].endswith("right")
+        assert pair["after"]["scores"] == [("checker", 1.0), ("length", float(after.scores["length"][row]))]
     assert "<think> 7 </think> wrong" in page.text and "<think> 7 </think> right" in page.text
     assert "prompt 3: what is 1 + 1?" in page.text
 
@@ -269,7 +278,7 @@ def test_worse_pictures_are_shown_too(tmp_path: Path) -> None:
         and "The whole interval lies below zero: the model became worse" in page.text
     )
     assert "got worse 12" in page.text
-    assert galleries(before, after, compare(before, after))[2].pairs
+    assert galleries(before, after, compare(before, after))[2]["pairs"]
     assert 'class="gain down"' in page.source
 
 
@@ -286,7 +295,7 @@ def test_only_samples_with_a_picture_on_both_sides_are_shown() -> None:
     before = make_result(0.25)
     few = make_result(0.75, images=before.images[[2, 5]], image_index=np.array([2, 5]))
     fixed = galleries(before, few, compare(before, few))[0]
-    assert {(pair.prompt, pair.seed) for pair in fixed.pairs} == {("prompt 1", 0), ("prompt 2", 1)}
+    assert {(pair["prompt"], pair["seed"]) for pair in fixed["pairs"]} == {("prompt 1", 0), ("prompt 2", 1)}
 
 
 def test_before_equals_after(tmp_path: Path) -> None:

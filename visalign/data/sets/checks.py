@@ -29,15 +29,12 @@ def check_preferences(
 ) -> list[Finding]:
     """Refuse sets on which a number would mean nothing; report what else is odd.
 
-    Args:
-        pairs: The set.
-        files: Whether the images will be opened, so that missing ones are refused now.
-        judge_sees_sides: Whether the judge gets both images at once and so may prefer a side.
+    With `files` the images will be opened, so missing ones are refused now; `judge_sees_sides` says that the
+    judge gets both at once and so may prefer a side.
 
-    Returns:
-        Findings that are no reason to stop: repeated pairs, pairs judged differently in different rows,
-        images compared with themselves, all winners on one side, ties; and that not all pictures of several
-        splits could be compared in time.
+    Returns what is no reason to stop: repeated pairs, pairs judged differently in different rows, images
+    compared with themselves, all winners on one side, ties; and that not all pictures of several splits could
+    be compared in time.
 
     Raises:
         UserError: Missing files; a prompt or a picture in more than one split; all labels tie; or all winners
@@ -63,14 +60,7 @@ def check_preferences(
 
 
 def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
-    """The same for a quality set.
-
-    Args:
-        records: The set.
-        files: Whether the images will be opened.
-
-    Returns:
-        Repeated images; and that not all pictures of several splits could be compared in time.
+    """The same for a quality set: repeated images, and that not all pictures could be compared in time.
 
     Raises:
         UserError: Missing files, one image with two scores, a picture or images of one reference in more than
@@ -102,11 +92,7 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
 def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
     """The set without rows that say again what an earlier row says, mirrored or not.
 
-    Args:
-        pairs: The set.
-
-    Returns:
-        The first row of each; pairs that people judged differently in different rows are all kept.
+    Pairs that people judged differently in different rows are all kept.
     """
     seen, kept = set(), []
     for place, pair in enumerate(pairs.pairs):
@@ -119,14 +105,7 @@ def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
 
 
 def leaks(items: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
-    """Keys that stand in more than one split.
-
-    Args:
-        items: (key, split) of each row; rows without a split are ignored.
-
-    Returns:
-        key -> its splits, sorted.
-    """
+    """Keys that stand in more than one split, with its splits, from (key, split or None) of each row."""
     splits: dict[str, set[str]] = {}
     for key, split in items:
         if split is not None:

@@ -17,12 +17,9 @@ SHAPES = "shapes://"
 
 
 def parquet_reference(path: str | Path, column: str, row: int) -> str:
-    """The reference of a picture that stands as bytes in a Parquet file.
+    """The reference of a picture that stands as bytes in row 0, 1, ... of a Parquet file.
 
-    Args:
-        path: The file.
-        column: Its column; values are bytes, or {"bytes": ..., "path": ...} as the datasets library has them.
-        row: 0-based number over the whole file.
+    Values of the column are bytes, or {"bytes": ..., "path": ...} as the datasets library has them.
     """
     return f"{PARQUET}{path}#{column}#{row}"
 
@@ -30,24 +27,13 @@ def parquet_reference(path: str | Path, column: str, row: int) -> str:
 def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = "") -> str:
     """The reference of a picture of `ShapesPreferences(seed, split=split)`.
 
-    Args:
-        split: "train" or "heldout".
-        seed: Of the draws.
-        kind: "pair" or "quality".
-        number: Of the pair or of the rated picture.
-        side: "left" or "right" for a pair.
+    The kind is "pair", with the side "left" or "right", or "quality".
     """
     return f"{SHAPES}{split}/{seed}/{kind}/{number}/{side}".rstrip("/")
 
 
 def resolve_image(reference: str) -> Any:
-    """What a reward takes for a reference: the path itself, or the picture.
-
-    Args:
-        reference: A path, or what `parquet_reference` or `shapes_reference` made.
-
-    Returns:
-        A path (not opened: an unreadable file is the reward's to report), a PIL image, or uint8 [H, W, 3].
+    """What a reward takes for a reference: a path (not opened), a PIL or uint8 [H, W, 3] picture.
 
     Raises:
         UserError: The reference is broken, or the Parquet file has no such column, row or picture.

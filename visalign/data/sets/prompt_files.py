@@ -123,16 +123,7 @@ def load_demonstrations(path: str | Path, field: str | None = None) -> list[Reco
 
 
 def with_completion(record: Mapping[str, Any], where: str, field: str | None = None) -> Record:
-    """The record with what stands in its field as "completion".
-
-    Args:
-        record: has the completion.
-        where: the record's name in messages.
-        field: see `load_demonstrations`.
-
-    Raises:
-        UserError: there is no text in the field.
-    """
+    """The record with its field (see `load_demonstrations`) as "completion"; `where` names it."""
     name = field or (COMPLETION if COMPLETION in record or SOLUTION not in record else SOLUTION)
     if not isinstance(record.get(name), str):
         raise UserError(
@@ -143,11 +134,7 @@ def with_completion(record: Mapping[str, Any], where: str, field: str | None = N
 
 
 def demonstrations_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """The content of a file that `load_demonstrations` reads.
-
-    Args:
-        records: JSON values.
-    """
+    """The content of a file that `load_demonstrations` reads, from records of JSON values."""
     lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records)
     return "".join(f"{line}\n" for line in lines).encode("utf-8")
 

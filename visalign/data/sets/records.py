@@ -157,11 +157,9 @@ _VOTE_COLUMNS = ("votes_left", "votes_right", "votes_tie")
 
 
 def pair_from_row(row: Row, *, folder: Path | None = None) -> PreferencePair:
-    """One pair from the columns that `load_preferences` names.
+    """One pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
 
-    Args:
-        row: Column -> value; numbers may be strings, as CSV has them.
-        folder: Where relative image paths start; None leaves them as they are.
+    Relative image paths start at the folder; None leaves them as they are.
 
     Raises:
         UserError: A column is missing or cannot be read, or label and votes contradict one another.
@@ -192,15 +190,7 @@ def pair_from_row(row: Row, *, folder: Path | None = None) -> PreferencePair:
 
 
 def quality_from_row(row: Row, *, folder: Path | None = None) -> QualityRecord:
-    """One scored image from the columns that `load_quality` names.
-
-    Args:
-        row: Column -> value; numbers may be strings.
-        folder: Where relative image paths start; None leaves them as they are.
-
-    Raises:
-        UserError: A column is missing or cannot be read.
-    """
+    """One scored image from the columns that `load_quality` names, as `pair_from_row` reads a pair."""
     return QualityRecord(
         image=_place(_text(row, "image"), folder),
         mos=_number(row, "mos"),
@@ -211,11 +201,7 @@ def quality_from_row(row: Row, *, folder: Path | None = None) -> QualityRecord:
 
 
 def mixed_side(pair: PreferencePair) -> PreferencePair:
-    """The pair, or its mirror image, by a hash of its prompt and images: half of a set, the same half always.
-
-    Args:
-        pair: Any pair.
-    """
+    """The pair, or its mirror image, by a hash of prompt and images: half of a set, always the same."""
     images = sorted((pair.image_left, pair.image_right))
     names = (Path(image).name for image in images)  # so that a set that was moved keeps its sides
     digest = zlib.crc32("\n".join((pair.prompt, *names)).encode())

@@ -32,21 +32,12 @@ SHAPES_PAIRS = 400
 def load_source(
     source: str, *, split: str | None = None, limit: int | None = None
 ) -> PreferenceSet | QualitySet:
-    """A preference or quality set.
+    """A preference or quality set, at most `limit` records, unchecked (`visalign.data.sets.checks`).
 
-    Args:
-        source: A JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set, `mos` a
-            quality set); LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or "shapes:pairs",
-            "shapes:quality".
-        split: Which split; None means "test" for a layout of pairs, "heldout" for a generated set, and all of
-            a file.
-        limit: Read at most so many records.
-
-    Returns:
-        The set, unchecked (`visalign.data.sets.checks`).
-
-    Raises:
-        UserError: There is no such set, or it cannot be read.
+    Args:     source: A JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set,
+    `mos` a         quality set); LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or
+    "shapes:pairs",         "shapes:quality".     split: Which split; None means "test" for a layout of pairs,
+    "heldout" for a generated set, and all of         a file.     limit: Of the records.
     """
     if source in GENERATED:
         number = SHAPES_PAIRS if limit is None else limit
@@ -85,20 +76,14 @@ def _from_file(source: str, split: str | None, limit: int | None) -> PreferenceS
 def load_preferences(
     path: str | Path, *, split: str | None = None, limit: int | None = None
 ) -> PreferenceSet:
-    """Read a preference set.
+    """Read a preference set from a JSONL, JSON, CSV, TSV or Parquet file: one split or all, at most `limit`
+    pairs.
 
     Columns: `prompt`, `image_left`, `image_right`, and what was said: `label` (left, right, tie, or a number
     0 to 1, the share for the left image), or `votes` [left, right, tie], or `votes_left`, `votes_right` and
     perhaps `votes_tie`. Optional: `generator_left`, `generator_right`, `resolution`, `category`, `split`,
     `prompt_id`. All others are kept in `extra`. Relative image paths are taken from the file's folder.
-
-    Args:
-        path: A JSONL, JSON, CSV, TSV or Parquet file.
-        split: Keep this split alone.
-        limit: Read at most so many pairs.
-
-    Returns:
-        At least one pair, in the order of the file; `visalign.data.sets.checks` says what is odd.
+    `visalign.data.sets.checks` says what is odd.
 
     Raises:
         UserError: Missing file or columns, a row that cannot be read (named by its number), a label that
@@ -110,22 +95,11 @@ def load_preferences(
 
 
 def load_quality(path: str | Path, *, split: str | None = None, limit: int | None = None) -> QualitySet:
-    """Read a quality set.
+    """Read a quality set, as `load_preferences` reads pairs; rows with different directions are refused.
 
     Columns: `image`, `mos`; optional `std`, `prompt`, `generator`, `resolution`, `category`, `split`,
     `reference`, and `higher_is_better` (equal in all rows; true where it is absent). Others are kept in
-    `extra`. Relative image paths are taken from the file's folder.
-
-    Args:
-        path: A JSONL, JSON, CSV, TSV or Parquet file.
-        split: Keep this split alone.
-        limit: Read at most so many images.
-
-    Returns:
-        At least one record, in the order of the file.
-
-    Raises:
-        UserError: As in `load_preferences`; or rows with different directions.
+    `extra`.
     """
     folder = Path(path).parent
     better: list[bool] = []
@@ -180,18 +154,7 @@ def _load(
 
 
 def write_rows(path: str | Path, records: Iterable[PreferencePair | QualityRecord]) -> Path:
-    """Write a set as JSONL, one record per line.
-
-    Args:
-        path: A new file; missing folders are made.
-        records: Pairs or scored images.
-
-    Returns:
-        The path.
-
-    Raises:
-        UserError: The file exists.
-    """
+    """Write a set as JSONL, one record per line; a file that exists is refused, missing folders are made."""
     place = Path(path)
     if place.exists():
         raise UserError(f"'{place}' exists, and nothing is overwritten. Give another name or remove it.")
@@ -202,15 +165,10 @@ def write_rows(path: str | Path, records: Iterable[PreferencePair | QualityRecor
 
 
 def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> PreferenceSet:
-    """Pairs of the shapes world with votes; nothing is drawn before a picture is asked for.
+    """Pairs of the shapes world ("train" or "heldout") with votes; a picture is drawn when it is asked for.
 
     The generators are the styles in which the scenes are drawn; `extra` has the true utilities, what the pair
     differs in, and GenEval's record for verifiers.
-
-    Args:
-        count: How many.
-        seed: Of the draws.
-        split: "train" or "heldout".
     """
     source = ShapesPreferences(seed, split=split)
     pairs = []
@@ -241,13 +199,7 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
 
 
 def shapes_quality(count: int, *, seed: int = 0, split: str = "heldout") -> QualitySet:
-    """Rated pictures of the shapes world.
-
-    Args:
-        count: How many.
-        seed: Of the draws.
-        split: "train" or "heldout".
-    """
+    """Rated pictures of the shapes world, "train" or "heldout"."""
     source = ShapesPreferences(seed, split=split)
     records = []
     for number in range(count):

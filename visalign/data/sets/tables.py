@@ -26,18 +26,12 @@ def read_rows(
 ) -> Iterator[tuple[int, Row]]:
     """The rows of a table with their numbers, read as they are asked for: a huge file is never held whole.
 
-    Args:
-        path: A `.jsonl`, `.json` (a list of objects), `.csv`, `.tsv` or `.parquet` file, text in UTF-8.
-        columns: Of a Parquet file, the columns to read; None reads all. Other files ignore it.
-        ending: What the file is, where its own ending says something else.
+    Args:     path: A `.jsonl`, `.json` (a list of objects), `.csv`, `.tsv` or `.parquet` file, text in UTF-8.
+    columns: Of a Parquet file, the columns to read; None reads all. Other files ignore it.     ending: What
+    the file is, where its own ending says something else.
 
-    Returns:
-        (number, row) pairs. The number is the line in a text file (CSV: of the row's last line), and
-        the 1-based row elsewhere. Values of CSV are strings, empty ones are left out.
-
-    Raises:
-        UserError: The file is missing, of another kind, not UTF-8, or holds a row that is no record: the
-            message names its number.
+    Returns:     (number, row) pairs. The number is the line in a text file (CSV: of the row's last line), and
+    the 1-based row elsewhere. Values of CSV are strings, empty ones are left out.
     """
     place = Path(path)
     if not place.is_file():
@@ -54,17 +48,7 @@ def read_rows(
 
 
 def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpose: str) -> None:
-    """Refuse a table whose rows lack columns, naming those that lack and those that are there.
-
-    Args:
-        path: Of the table, for the message.
-        row: One of its rows.
-        needed: Names of columns.
-        purpose: What they are needed for, e.g. "a preference set".
-
-    Raises:
-        UserError: Some are missing.
-    """
+    """Refuse a row without all columns needed for a purpose, e.g. "a preference set"; names what there is."""
     missing = [name for name in needed if name not in row]
     if missing:
         hint = suggestion(missing[0], row)
@@ -161,21 +145,15 @@ def _delimited_rows(path: Path, file: TextIO, delimiter: str) -> Iterator[tuple[
         names = next(lines, None)
         if not names:
             raise UserError(f"'{path}' is empty; its first line must name the columns.")
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"'{path}' names the column '{twice[0]}' twice in its first line.")
-        for values in lines:
-            if not values:
-                continue
+        for values in filter(None, lines):
             if len(values) != len(names):
                 raise UserError(
                     f"Line {lines.line_num} of '{path}' has {len(values)} fields, the first line names "
                     f"{len(names)} columns. Quote fields that hold '{delimiter}'."
                 )
-            yield (
-                lines.line_num,
-                {name: value for name, value in zip(names, values, strict=True) if value != ""},
-            )
+            yield lines.line_num, {name: value for name, value in zip(names, values, strict=True) if value}
     except csv.Error as error:
         raise UserError(f"Line {lines.line_num} of '{path}' cannot be read as CSV: {error}.") from error
 

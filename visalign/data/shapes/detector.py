@@ -67,14 +67,7 @@ class Detection:
 
 
 def detect(images: Tensor | np.ndarray) -> list[list[Detection]]:
-    """Detections of each picture.
-
-    Args:
-        images: [B, 3, 64, 64] float in [0, 1], or uint8 [B, 64, 64, 3].
-
-    Raises:
-        ValueError: another shape or type.
-    """
+    """Detections of each picture, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3]."""
     return [
         found for part in as_pictures(images).cpu().split(_AT_ONCE) for found in _objects(label_map(part))
     ]
@@ -110,11 +103,7 @@ def _hue_vector(rgb: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def label_map(pictures: Tensor) -> np.ndarray:
-    """Color label of each pixel, uint8 [B, 64, 64]: 0 is ground, i is COLORS[i − 1].
-
-    Args:
-        pictures: [B, 3, 64, 64] float in [0, 255], on the CPU.
-    """
+    """Color of each pixel of [B, 3, 64, 64] in [0, 255]: uint8 [B, 64, 64], 0 ground, i COLORS[i − 1]."""
     # A light 3×3 smoothing: takes the noise of single pixels, leaves edges within half a pixel.
     kernel = torch.tensor([1.0, 4.0, 1.0])
     kernel = (kernel[:, None] * kernel[None, :] / 36.0).expand(3, 1, 3, 3)
@@ -137,11 +126,7 @@ _VOTE = np.array([0, *(1 << 8 * i for i in range(len(COLORS)))], dtype=np.int64)
 
 
 def majority(labels: np.ndarray) -> np.ndarray:
-    """Relabel object pixels by the most frequent color within 5×5: edge pixels take the body's color.
-
-    Args:
-        labels: uint8 [B, 64, 64], changed in place and returned.
-    """
+    """Relabel object pixels, in place, by the most frequent color within 5×5: edges take the body's color."""
     votes = np.pad(_VOTE[labels], ((0, 0), (2, 2), (2, 2)))
     rows = votes[:, :-1] + votes[:, 1:]
     rows = rows[:, :-3] + rows[:, 2:-1] + votes[:, 4:]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -187,20 +187,3 @@ def degraded(scene: Scene, rng: np.random.Generator) -> Scene:
     """The scene with a distortion of random kind and severity; every fifth keeps none."""
     kind = str(rng.choice(DISTORTIONS))
     return scene.distorted(kind, 0.0 if kind == "none" else float(rng.uniform(0.1, 1.0)))
-
-
-def pair_row(pair: ShapesPair) -> dict[str, Any]:
-    """A pair without its pictures as plain values, for files and tables."""
-    return {
-        "prompt": pair.prompt,
-        "category": pair.record["tag"],
-        "kind": pair.kind,
-        "votes_left": pair.votes[0],
-        "votes_right": pair.votes[1],
-        "utility_left": pair.utility[0],
-        "utility_right": pair.utility[1],
-        "style_left": pair.left.style,
-        "style_right": pair.right.style,
-        "distortion_left": pair.left.distortion.kind,
-        "distortion_right": pair.right.distortion.kind,
-    }

@@ -170,11 +170,7 @@ _COUNTED = rf"({'|'.join(COUNT_WORDS.values())})\s+(?:({'|'.join(COLORS)})\s+)?(
 
 
 def parse_prompt(prompt: str) -> Record:
-    """The record of a prompt written in the world's language.
-
-    Raises:
-        ValueError: the prompt is not in that language.
-    """
+    """The record of a prompt written in the world's language; others are refused."""
     text = " ".join(prompt.lower().strip().rstrip(".").split())
     if match := re.fullmatch(_NOUN, text):
         size, color, shape = match.groups()

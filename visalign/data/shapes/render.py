@@ -29,14 +29,7 @@ _GRID = (np.arange(SIZE, dtype=np.float32) + 0.5).astype(np.float32)
 
 
 def inside_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    """Distance in pixels from a point to the shape's edge, positive inside.
-
-    Args:
-        shape: one of SHAPES.
-        dx: x offsets from the centre, broadcastable against dy.
-        dy: y offsets from the centre.
-        radius: half of the extent.
-    """
+    """Distance in pixels from a point at (dx, dy) from the centre to the shape's edge, positive inside."""
     if shape == "circle":
         return radius - np.sqrt(dx * dx + dy * dy)
     if shape == "square":

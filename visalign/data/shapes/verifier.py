@@ -42,15 +42,7 @@ def scene_detections(scene: Scene) -> list[Detection]:
 
 
 def verify(images: Tensor | np.ndarray, metadata: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """Judge pictures against prompt records.
-
-    Args:
-        images: [B, 3, 64, 64] float in [0, 1], or uint8 [B, 64, 64, 3].
-        metadata: B prompt records.
-
-    Raises:
-        ValueError: the numbers of pictures and records differ, or the pictures have another shape.
-    """
+    """Judge pictures, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3], against B prompt records."""
     if len(images) != len(metadata):
         raise ValueError(
             f"{len(images)} pictures but {len(metadata)} prompt records; give one record a picture."

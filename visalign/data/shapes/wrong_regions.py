@@ -24,12 +24,7 @@ _FAR = 1000.0
 
 
 def blamed(scene: Scene, record: Record) -> list[bool]:
-    """For each object of the scene whether it breaks the prompt.
-
-    Args:
-        scene: the picture.
-        record: what it should show.
-    """
+    """For each object of the scene whether it breaks the prompt."""
     verdict = verify_scene(scene, record)
     if verdict.correct:
         return [False] * len(scene.objects)
@@ -41,22 +36,12 @@ def blamed(scene: Scene, record: Record) -> list[bool]:
 
 
 def wrong_pixels(scene: Scene, record: Record) -> np.ndarray:
-    """[64, 64] float32, 1 on the objects that are to blame, edges graded, 0 elsewhere.
-
-    Args:
-        scene: the picture.
-        record: what it should show.
-    """
+    """[64, 64] float32, 1 on the objects that are to blame, edges graded, 0 elsewhere."""
     return _pixels_of(item for item, is_wrong in _judged(scene, record) if is_wrong)
 
 
 def right_pixels(scene: Scene, record: Record) -> np.ndarray:
-    """[64, 64] float32, 1 on the objects that are not to blame, edges graded, 0 elsewhere.
-
-    Args:
-        scene: the picture.
-        record: what it should show.
-    """
+    """[64, 64] float32, 1 on the objects that are not to blame, edges graded, 0 elsewhere."""
     return _pixels_of(item for item, is_wrong in _judged(scene, record) if not is_wrong)
 
 

@@ -100,15 +100,7 @@ def task_record(
 ) -> Record:
     """Record `number` of an endless feed: a function of its arguments alone; the kinds take turns.
 
-    Args:
-        number: 0, 1, 2, …
-        seed: of the feed.
-        split: "train" or "heldout".
-        tasks: kinds to draw from, all by default.
-        levels: difficulties to draw from.
-
-    Raises:
-        UserError: an unknown kind, level or split, or a negative number or seed.
+    Of the split "train" or "heldout", of these kinds and difficulties alone.
     """
     _check(split, tasks, levels)
     if number < 0 or seed < 0:
@@ -131,17 +123,8 @@ def text_tasks(
     tasks: Sequence[str] = TASKS,
     levels: Sequence[int] = LEVELS,
 ) -> list[Record]:
-    """`count` records with `count` different problems, the kinds in turn.
-
-    Args:
-        count: number of records.
-        seed: of the feed that they are taken from.
-        split: "train" or "heldout"; no problem is in both.
-        tasks: kinds to draw from.
-        levels: difficulties to draw from.
-
-    Returns:
-        The records in a fixed order.
+    """The first `count` records of a feed with different problems, the kinds in turn; no problem is in both
+    splits.
 
     Raises:
         UserError: as `task_record`, or a kind has too few different problems.
@@ -204,13 +187,6 @@ def canonical_answer(completion: str, record: Mapping[str, Any]) -> str | None:
     "5, 7" and "7,5" split 12 into the same two numbers; two orders of a list are two answers to "shuffle".
     Counting the different values over many completions measures the diversity of right answers (as FlowRL,
     arXiv 2509.15207, claims to keep it).
-
-    Args:
-        completion: what the model wrote.
-        record: of this module.
-
-    Raises:
-        UserError: the record is none of this module.
     """
     return _judge(completion, record)[0]
 

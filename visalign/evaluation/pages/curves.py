@@ -20,7 +20,7 @@ SMOOTH_FROM = 24
 """Curves of fewer points are drawn as they are; longer ones get a running mean over a tenth of the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Curve:
     """What one panel shows: the sum of the metrics `keys` over the iterations."""
 
@@ -35,74 +35,53 @@ class Curve:
 
 
 CURVES = (
-    Curve(keys=("reward_mean",), title="Training reward", unit="reward", meaning="mean over valid samples"),
+    Curve(("reward_mean",), "Training reward", "reward", "mean over valid samples"),
     Curve(
-        keys=("heldout/accuracy",),
-        title="Held-out accuracy",
-        unit="%",
-        meaning="held-out prompts, the same seeds each time",
+        ("heldout/accuracy",),
+        "Held-out accuracy",
+        "%",
+        "held-out prompts, the same seeds each time",
         percent=True,
     ),
-    Curve(keys=("loss",), title="Loss", unit="nats or reward", meaning="mean over updates"),
+    Curve(("loss",), "Loss", "nats or reward", "mean over updates"),
     Curve(
-        keys=("perplexity",),
-        title="Perplexity",
-        unit="exp of nats per token",
-        meaning="of the demonstrations, before each update",
+        ("perplexity",), "Perplexity", "exp of nats per token", "of the demonstrations, before each update"
     ),
     Curve(
-        keys=("ratio_std",),
-        title="Ratio spread",
-        unit="root mean square of r − 1",
-        meaning="how far one iteration moves the policy",
+        ("ratio_std",),
+        "Ratio spread",
+        "root mean square of r − 1",
+        "how far one iteration moves the policy",
         from_zero=True,
     ),
     Curve(
-        keys=("clip_low", "clip_high"),
-        title="Clip fraction",
-        unit="%",
-        meaning="denoising steps or tokens cut at either bound",
+        ("clip_low", "clip_high"),
+        "Clip fraction",
+        "%",
+        "denoising steps or tokens cut at either bound",
         percent=True,
         from_zero=True,
     ),
+    Curve(("kl",), "KL to the reference", "nats", "distance from the starting model", from_zero=True),
     Curve(
-        keys=("kl",),
-        title="KL to the reference",
-        unit="nats",
-        meaning="distance from the starting model",
-        from_zero=True,
-    ),
-    Curve(
-        keys=("frac_reward_zero_std",),
-        title="Samples without a signal",
-        unit="%",
-        meaning="advantage zero: their group has one reward",
+        ("frac_reward_zero_std",),
+        "Samples without a signal",
+        "%",
+        "advantage zero: their group has one reward",
         percent=True,
         from_zero=True,
     ),
-    Curve(keys=("entropy",), title="Entropy", unit="nats", meaning="per token, mean", from_zero=True),
+    Curve(("entropy",), "Entropy", "nats", "per token, mean", from_zero=True),
+    Curve(("length_mean",), "Length", "tokens", "mean of the completions", from_zero=True),
     Curve(
-        keys=("length_mean",),
-        title="Length",
-        unit="tokens",
-        meaning="mean of the completions",
-        from_zero=True,
-    ),
-    Curve(
-        keys=("truncated_share",),
-        title="Cut off",
-        unit="%",
-        meaning="completions that met the length limit",
+        ("truncated_share",),
+        "Cut off",
+        "%",
+        "completions that met the length limit",
         percent=True,
         from_zero=True,
     ),
-    Curve(
-        keys=("grad_norm",),
-        title="Gradient norm",
-        unit="L2",
-        meaning="before clipping, mean over updates",
-        from_zero=True,
-    ),
+    Curve(("grad_norm",), "Gradient norm", "L2", "before clipping, mean over updates", from_zero=True),
 )
 """The panels of a run, each drawn where the run recorded it."""
 

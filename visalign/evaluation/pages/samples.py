@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,58 +17,10 @@ from .base import data_uri
 from .wording import kind_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shot:
-    """One picture or completion with what the judge said."""
-
-    source: str
-    """data: URI of a picture; empty for a completion."""
-    text: str
-    """The completion; empty for a picture."""
-    scores: tuple[tuple[str, float], ...]
-    """Reward -> score of a completion; empty for a picture."""
-    verdict: str
-    """"correct", "wrong" or "no verdict"."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """One prompt and seed before and after."""
-
-    prompt: str
-    tag: str
-    seed: int
-    before: Shot
-    after: Shot
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gallery:
-    """A heading's worth of pairs."""
-
-    anchor: str
-    title: str
-    rule: str
-    """How these were chosen, and from how many."""
-    pairs: tuple[Pair, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failures:
-    """Samples of one category that are wrong after training."""
-
-    tag: str
-    total: int
-    judged: int
-    shots: tuple[tuple[str, int, Shot], ...]
-    """(prompt, seed, sample)."""
-
-
 def galleries(
     before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, each: int = 12
-) -> tuple[Gallery, ...]:
-    """Fixed, improved and worsened pairs, at most `each` of a kind.
+) -> list[dict[str, Any]]:
+    """Fixed, improved and worsened pairs, at most `each` of a kind: `anchor`, `title`, `rule`, `pairs`.
 
     The rule is the same for all: in the order of evaluation, one of each category in turn, a prompt once.
     """
@@ -86,23 +38,35 @@ def galleries(
     for anchor, title, rule, candidates in kinds:
         rows = take_in_turn(_shown(candidates, before, after), before, each)
         said = f"{len(rows)} of {len(candidates)}: {rule}, one category after the other, each prompt once."
-        pairs = tuple(_pair(row, before, after) for row in rows)
-        found.append(Gallery(anchor=anchor, title=title, rule=said, pairs=pairs))
-    return tuple(found)
+        pairs = [
+            {
+                "prompt": before.prompts[row],
+                "tag": before.tags[row],
+                "seed": int(before.seeds[row]),
+                "before": shot(row, before),
+                "after": shot(row, after),
+            }
+            for row in rows
+        ]
+        found.append({"anchor": anchor, "title": title, "rule": said, "pairs": pairs})
+    return found
 
 
-def failures(after: HeldoutResult, *, each: int = 6) -> tuple[Failures, ...]:
-    """Per category the first wrong samples after training, each prompt once; none where all are right."""
+def failures(after: HeldoutResult, *, each: int = 6) -> list[dict[str, Any]]:
+    """Per category the first wrong samples after training, each prompt once; none where all are right.
+
+    `tag`, how many of the `judged` are wrong (`total`), and `shots`: (prompt, seed, shot).
+    """
     found = []
     for tag in dict.fromkeys(after.tags):
         wrong = np.flatnonzero(after.rows(tag) & after.judged & ~after.correct)
         if len(wrong) == 0:
             continue
         rows = take_in_turn(_shown(wrong, after), after, each)
-        shots = tuple((after.prompts[row], int(after.seeds[row]), shot(row, after)) for row in rows)
+        shots = [(after.prompts[row], int(after.seeds[row]), shot(row, after)) for row in rows]
         judged = int((after.rows(tag) & after.judged).sum())
-        found.append(Failures(tag=tag, total=len(wrong), judged=judged, shots=shots))
-    return tuple(found)
+        found.append({"tag": tag, "total": len(wrong), "judged": judged, "shots": shots})
+    return found
 
 
 def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) -> list[int]:
@@ -119,27 +83,20 @@ def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) ->
     return sorted(taken[:most], key=lambda row: list(queues).index(result.tags[row]))
 
 
-def shot(row: int, result: HeldoutResult) -> Shot:
-    """One sample; where they are pictures `row` must be among `image_index`."""
+def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
+    """One sample with what the judge said; where they are pictures `row` must be among `image_index`.
+
+    `source` is the data: URI of a picture, `text` a completion with its `scores`; each is empty for the other.
+    """
     verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
-    reason = "" if verdict == "correct" else result.reasons[row]
+    said = {"verdict": verdict, "reason": "" if verdict == "correct" else result.reasons[row]}
     if result.completions:
-        scores = tuple((name, float(values[row])) for name, values in result.scores.items())
-        said = tuple(pair for pair in scores if pair[0] not in (GREEDY, ANY))
-        return Shot(source="", text=result.completions[row], scores=said, verdict=verdict, reason=reason)
+        scores = {
+            name: float(values[row]) for name, values in result.scores.items() if name not in (GREEDY, ANY)
+        }
+        return said | {"source": "", "text": result.completions[row], "scores": list(scores.items())}
     place = int(np.searchsorted(result.image_index, row))
-    source = data_uri(result.images[place])
-    return Shot(source=source, text="", scores=(), verdict=verdict, reason=reason)
-
-
-def _pair(row: int, before: HeldoutResult, after: HeldoutResult) -> Pair:
-    return Pair(
-        prompt=before.prompts[row],
-        tag=before.tags[row],
-        seed=int(before.seeds[row]),
-        before=shot(row, before),
-        after=shot(row, after),
-    )
+    return said | {"source": data_uri(result.images[place]), "text": "", "scores": []}
 
 
 def _shown(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:
