@@ -86,15 +86,14 @@ def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) ->
 def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
     """One sample with what the judge said; where they are pictures `row` must be among `image_index`.
 
-    `source` is the data: URI of a picture, `text` a completion with its `scores`; each is empty for the other.
+    `source` is the data: URI of a picture, `text` a completion with its `scores`; each empty for the other.
     """
     verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
     said = {"verdict": verdict, "reason": "" if verdict == "correct" else result.reasons[row]}
     if result.completions:
-        scores = {
-            name: float(values[row]) for name, values in result.scores.items() if name not in (GREEDY, ANY)
-        }
-        return said | {"source": "", "text": result.completions[row], "scores": list(scores.items())}
+        kept = (key for key in result.scores if key not in (GREEDY, ANY))
+        scores = [(key, float(result.scores[key][row])) for key in kept]
+        return said | {"source": "", "text": result.completions[row], "scores": scores}
     place = int(np.searchsorted(result.image_index, row))
     return said | {"source": data_uri(result.images[place]), "text": "", "scores": []}
 
