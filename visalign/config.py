@@ -137,26 +137,12 @@ def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequ
 
 
 def config_to_yaml(config: Any) -> str:
-    """The configuration as YAML with every field; `load_config` reads it back to an equal instance.
-
-    Args:
-        config: an instance of a configuration dataclass.
-
-    Returns:
-        YAML text, keys in the order of the fields.
-    """
+    """The configuration as YAML with every field; `load_config` reads it back to an equal instance."""
     return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """The configuration as nested dicts of what JSON has: tuples are lists, paths strings.
-
-    Args:
-        config: an instance of a configuration dataclass.
-
-    Returns:
-        Every field, sections as dicts.
-    """
+    """The configuration as nested dicts of what JSON has: tuples are lists, paths strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 

@@ -16,15 +16,7 @@ class ConfigError(UserError):
 
 
 def nearest(given: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
-    """The allowed names most like the given one, best first; empty when nothing is alike.
-
-    Args:
-        given: what the user wrote.
-        allowed: the names that exist.
-        limit: the largest number of names returned.
-
-    Returns:
-        At most `limit` names.
+    """The allowed names most like the given one, best first, at most `limit`; empty when nothing is alike.
 
     >>> nearest("grup_size", ["group_size", "steps", "seed"])
     ['group_size']
@@ -35,12 +27,6 @@ def nearest(given: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
 def did_you_mean(names: Iterable[str]) -> str:
     """A question that offers these names and ends in a blank, or nothing when there are none.
 
-    Args:
-        names: the names to offer.
-
-    Returns:
-        A sentence, or the empty string.
-
     >>> did_you_mean(["steps", "step_weights"])
     "Did you mean 'steps' or 'step_weights'? "
     """
@@ -49,14 +35,7 @@ def did_you_mean(names: Iterable[str]) -> str:
 
 
 def suggestion(given: str, allowed: Iterable[str]) -> str:
-    """`did_you_mean` for the allowed names most like the given one.
-
-    Args:
-        given: what the user wrote.
-        allowed: the names that exist.
-
-    Returns:
-        A sentence that ends in a blank, or the empty string.
+    """`did_you_mean` for the allowed names most like the given one, or nothing.
 
     >>> suggestion("qickstart", ["quickstart", "score"])
     "Did you mean 'quickstart'? "

@@ -51,17 +51,7 @@ _UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
 
 
 def field_types(schema: Any) -> dict[str, Any]:
-    """The fields of a dataclass with their resolved types.
-
-    Args:
-        schema: a dataclass (the class).
-
-    Returns:
-        name -> type, in the order of the fields.
-
-    Raises:
-        TypeError: `schema` is no dataclass.
-    """
+    """The fields of a dataclass, name -> resolved type, in their order; a TypeError for what is none."""
     if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
         raise TypeError(f"A configuration schema is a dataclass; got {schema!r}.")
     hints = typing.get_type_hints(schema, include_extras=True)
@@ -91,15 +81,7 @@ def entry_schema(hint: Any) -> Any:
 
 
 def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that a schema allows; `*` stands for a free name.
-
-    Args:
-        schema: a dataclass.
-        prefix: what stands before each key.
-
-    Yields:
-        The keys, sections before what they hold.
-    """
+    """Every dotted key below `prefix` that a schema allows, sections first; `*` stands for a free name."""
     for name, hint in field_types(schema).items():
         yield f"{prefix}{name}"
         variants = [*_union(hint)[1].values()] or [section_schema(hint)]

@@ -28,11 +28,7 @@ NEEDED = (
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed.
-
-    Args:
-        name: as in `pip install NAME`.
-    """
+    """The version of a distribution, named as in `pip install NAME`; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

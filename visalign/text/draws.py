@@ -10,18 +10,7 @@ from torch import Tensor
 
 
 def draw_seeds(seed: int, count: int) -> list[int]:
-    """Seeds of `count` samples from the seed of the run; the first n do not depend on `count`.
-
-    Args:
-        seed: integer in [0, 2⁶³).
-        count: how many.
-
-    Returns:
-        Integers in [0, 2⁶²).
-
-    Raises:
-        ValueError: for a seed that is negative, too large or not an integer.
-    """
+    """Seeds in [0, 2⁶²) of `count` samples from the seed of the run; the first n do not depend on `count`."""
     generator = torch.Generator().manual_seed(check_seeds([seed])[0])
     return torch.randint(2**62, (count,), generator=generator).tolist()
 
@@ -46,14 +35,7 @@ def sample_uniforms(seeds: Sequence[int], length: int) -> Tensor:
 
 
 def check_seeds(seeds: Sequence[int]) -> list[int]:
-    """The seeds as a list.
-
-    Args:
-        seeds: one per sample.
-
-    Raises:
-        ValueError: for a seed that is negative, too large or not an integer.
-    """
+    """The seeds as a list; refused are negative ones, from 2⁶³ on, and what is no integer."""
     for seed in seeds:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(

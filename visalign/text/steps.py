@@ -70,11 +70,7 @@ class StepReading:
         return found
 
     def split(self, text: str) -> list[str]:
-        """The steps as texts.
-
-        Args:
-            text: what the policy wrote.
-        """
+        """The steps of what the policy wrote as texts."""
         return [text[start:end] for start, end in self.spans(text)]
 
 

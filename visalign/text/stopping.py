@@ -53,11 +53,7 @@ class StopStrings:
         self._window = 4 * max((len(string) for string in strings), default=0) + 2
 
     def found(self, ids: Sequence[int]) -> bool:
-        """Whether the newest token completed a stop string.
-
-        Args:
-            ids: the completion so far; it held no stop string before its last token.
-        """
+        """Whether the newest token completed a stop string; `ids` held none before its last one."""
         if not self.strings:
             return False
         tail = self._decode(list(ids[-self._window :]))

@@ -31,12 +31,7 @@ class TokenSets:
 
     @classmethod
     def from_lists(cls, sets: Sequence[Sequence[Tensor]], length: int) -> TokenSets:
-        """From B lists of at most `length` 1-D id tensors each.
-
-        Args:
-            sets: sample by sample, decision by decision.
-            length: T.
-        """
+        """From B lists of at most `length` 1-D id tensors, one for each decision."""
         count = torch.zeros(len(sets), length, dtype=torch.int64)
         for row, of_sample in enumerate(sets):
             count[row, : len(of_sample)] = torch.tensor([len(ids) for ids in of_sample], dtype=torch.int64)
@@ -54,16 +49,7 @@ class TokenSets:
         return TokenSets(self.ids, torch.nn.functional.pad(self.count, (0, length - self.count.shape[1])))
 
     def mask(self, row: Tensor, column: Tensor, vocabulary: int) -> Tensor:
-        """The sets of some decisions as masks.
-
-        Args:
-            row: [n] samples.
-            column: [n] decisions.
-            vocabulary: V.
-
-        Returns:
-            bool [n, V].
-        """
+        """The sets of decisions `column` [n] of samples `row` [n] as bool masks [n, V]."""
         ends = self.count.flatten().cumsum(0).view_as(self.count)[row, column]
         sizes = self.count[row, column]
         number = torch.repeat_interleave(torch.arange(len(sizes)), sizes)

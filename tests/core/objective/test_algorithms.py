@@ -59,7 +59,7 @@ def test_changes_are_merged_into_the_options_of_the_same_choice() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("dappo", {}, r"no algorithm 'dappo'\. Did you mean 'dapo'\?"),
+        ("dappo", {}, r"no algorithm 'dappo'\. Did you mean 'dapo'"),
         ("grpo", {"beta": 0.1}, r"no field 'beta'.*Its fields: advantage"),
         ("grpo", {"correction": {}}, r"no field 'correction'\. It is called 'importance_sampling' now"),
         ("grpo", {"agregation": "token_mean"}, r"no field 'agregation'\. Did you mean 'aggregation'"),

@@ -261,7 +261,7 @@ def test_half_precision_is_computed_in_float32() -> None:
     ("changes", "message"),
     [
         ({"advantage": "grpo"}, r"no advantage 'grpo'.*Choose one of: group, gdpo"),
-        ({"surrogate": "ppo_klip"}, r"no surrogate 'ppo_klip'\. Did you mean 'ppo_clip'\?"),
+        ({"surrogate": "ppo_klip"}, r"no surrogate 'ppo_klip'\. Did you mean 'ppo_clip'"),
         (
             {"surrogate_options": {"eps_hi": 1}},
             r"'ppo_clip' has no option 'eps_hi'\. Did you mean 'eps_high'",

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from visalign.errors import suggestion
+
 from .objective import Objective
-from .options import nearest
 
 _CLIP = {"eps_low": 0.2, "eps_high": 0.2}
 _PPO = Objective(
@@ -278,13 +279,13 @@ def named_objective(name: str, **changes: Any) -> Objective:
     """
     if name not in NAMED:
         raise ValueError(
-            f"there is no algorithm {name!r}. {nearest(name, NAMED)}Choose one of: {', '.join(NAMED)}."
+            f"there is no algorithm {name!r}. {suggestion(name, NAMED)}Choose one of: {', '.join(NAMED)}."
         )
     row = NAMED[name]
     known = {item.name for item in fields(Objective)}
     for key in changes:
         if key not in known:
-            now = f"It is called {_RENAMED[key]!r} now. " if key in _RENAMED else nearest(key, known)
+            now = f"It is called {_RENAMED[key]!r} now. " if key in _RENAMED else suggestion(key, known)
             raise ValueError(
                 f"an objective has no field {key!r}. {now}Its fields: {', '.join(sorted(known))}."
             )

@@ -26,12 +26,13 @@ from visalign.core.surrogates.off_policy import importance_weights, off_policy_m
 from visalign.core.surrogates.ratios import LEVELS, Level, log_ratio, ratio_level
 from visalign.core.surrogates.value import value_loss
 from visalign.core.tokens.entropy import entropy_bonus
+from visalign.errors import suggestion
 
 from . import stages
 from .data import Decisions, Loss, PolicyOutput, Prepared, Trajectories, check_finite
 from .decisions import EXTRA, check_decisions
 from .loss_statistics import loss_statistics
-from .options import nearest, pick
+from .options import pick
 
 Ratio = Literal["log_prob", "guard"]
 StepWeight = Literal["uniform", "inverse_dt"]
@@ -127,7 +128,7 @@ class Objective:
         ):
             if chosen not in allowed:
                 raise ValueError(
-                    f"{name} is {chosen!r}. {nearest(str(chosen), allowed)}Choose one of: "
+                    f"{name} is {chosen!r}. {suggestion(str(chosen), allowed)}Choose one of: "
                     f"{', '.join(allowed)}."
                 )
         for name in ("kl_in_reward", "kl", "value", "entropy", "ptx"):

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from visalign.errors import suggestion
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,6 @@ TENSORS = {
 """Keyword arguments that are no options: the objective fills them."""
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """ "Did you mean …? " for a name that does not exist, or nothing."""
-    close = difflib.get_close_matches(name, list(allowed), n=1)
-    return f"Did you mean {close[0]!r}? " if close else ""
-
-
 def pick(
     stage: str, name: str, table: Mapping[str, Stage], options: Mapping[str, Any], *, complete: bool = False
 ) -> Stage:
@@ -58,7 +53,7 @@ def pick(
     """
     if name not in table:
         raise ValueError(
-            f"there is no {stage} {name!r}. {nearest(name, table)}Choose one of: {', '.join(table)}."
+            f"there is no {stage} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}."
         )
     chosen = table[name]
     allowed: set[str] = set()
@@ -69,7 +64,7 @@ def pick(
     for option in options:
         if option not in allowed:
             raise ValueError(
-                f"{stage} {name!r} has no option {option!r}. {nearest(option, allowed)}Its options: "
+                f"{stage} {name!r} has no option {option!r}. {suggestion(option, allowed)}Its options: "
                 f"{', '.join(sorted(allowed)) or 'none'}."
             )
     kinds = inspect.signature(chosen.function).parameters.values()

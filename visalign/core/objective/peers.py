@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from visalign.errors import suggestion
+
 from .algorithms import NAMED, named_objective
 from .objective import Objective
-from .options import nearest
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def _preset(name: str) -> Preset:
     if name not in PEERS:
         known = [*NAMED, *PEERS]
         raise ValueError(
-            f"there is no preset {name!r}. {nearest(name, known)}Choose one of: {', '.join(known)}."
+            f"there is no preset {name!r}. {suggestion(name, known)}Choose one of: {', '.join(known)}."
         )
     return PEERS[name]
 
