@@ -22,8 +22,8 @@ from visalign.core import (
     log_ratio,
     normalise_then_sum,
     ppo_clip,
+    ratio_level,
     row_tokens,
-    sequence_log_ratio,
     weighted_sum,
     whiten,
 )
@@ -113,7 +113,7 @@ def _ppo_mode(case: Any, mode: Any, empty: Any) -> Outputs:
     new, weight = case.tensor("log_prob").requires_grad_(), case.tensor("mask")
     ratio = log_ratio(new, case.tensor("old_log_prob"), weight)
     if case.variant.startswith(("gspo", "luspo")):
-        ratio = sequence_log_ratio(ratio, weight)
+        ratio = ratio_level(ratio, weight, "sequence")
     bounds = {"eps_low": case.params["eps_low"], "eps_high": case.params["eps_high"]}
     losses = ppo_clip(ratio, case.tensor("advantages"), **bounds)
     loss = aggregate(losses, weight, mode, count_step(weight, empty=empty))

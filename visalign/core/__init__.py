@@ -103,7 +103,7 @@ ROOMS = {
     "surrogates.forms": "gmpo gradient_keeping_clip ppo_kl sapo",
     "surrogates.kl": "categorical_kl kl_estimate",
     "surrogates.off_policy": "ImportanceWeights effective_sample_size off_policy_mask",
-    "surrogates.ratios": "LEVELS guard_step_weight sequence_log_ratio",
+    "surrogates.ratios": "LEVELS guard_step_weight",
     "surrogates.value": "explained_variance value_clip_fraction",
     "surrogates.weighted": "binary_kl binary_tv cispo dppo gamma_weight reinforce vespo",
     "tokens.entropy": (

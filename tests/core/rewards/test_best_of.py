@@ -202,7 +202,7 @@ ONE = torch.tensor([True, False])
         (lambda: expected_best_of_k(torch.ones(2, 0), 1), r"n ≥ 1 samples last; got shape \(2, 0\)"),
         (
             lambda: expected_best_of_k(torch.ones(3), 1, valid=ONE),
-            r"valid must be bool .* \(3,\); got .* \(2,\)",
+            r"valid must be a bool .* \(3,\), .* got .* \(2,\)",
         ),
         (
             lambda: majority_at_k(torch.ones(3), ONE, 1),

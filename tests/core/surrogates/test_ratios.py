@@ -19,7 +19,6 @@ from visalign.core import (
     guard_step_weight,
     log_ratio,
     ppo_clip,
-    sequence_log_ratio,
 )
 from visalign.core.surrogates.ratios import LEVELS, ratio_level
 
@@ -75,7 +74,7 @@ def test_gradients() -> None:
     new = torch.randn(3, 4, requires_grad=True, **DOUBLE)
     weight = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]], **DOUBLE)
     assert torch.autograd.gradcheck(
-        lambda n: sequence_log_ratio(log_ratio(n, weight, weight), weight), (new,)
+        lambda n: ratio_level(log_ratio(n, weight, weight), weight, "sequence"), (new,)
     )
 
 
@@ -140,7 +139,7 @@ def test_sequence_log_ratio_by_hand() -> None:
     ratio = torch.tensor([[1.0, 2.0, 9.0], [NAN, NAN, NAN], [4.0, 9.0, 8.0]])
     weight = torch.tensor([[1.0, 1, 0], [0, 0, 0], [3, 0, 1]])
     expected = torch.tensor([[1.5, 1.5, 0], [0, 0, 0], [5, 0, 5]])
-    assert torch.equal(sequence_log_ratio(ratio, weight), expected)
+    assert torch.equal(ratio_level(ratio, weight, "sequence"), expected)
 
 
 ROWS = torch.tensor([[1.0, 2.0, NAN], [NAN, NAN, NAN], [4.0, NAN, 8.0], [NAN, 0.5, -0.25]], **DOUBLE)
@@ -274,11 +273,11 @@ def test_levels_of_half_precision_are_summed_in_float32() -> None:
             r"log_prob \(2, 3\), old_log_prob \(2, 3\), weight \(2,\) must have one shape",
         ),
         (
-            lambda x, s: sequence_log_ratio(x, s),
+            lambda x, s: ratio_level(x, s, "sequence"),
             r"log_ratio must be .* and weight .*; got \(2, 3\) and \(2,\)",
         ),
         (
-            lambda x, s: sequence_log_ratio(s, s),
+            lambda x, s: ratio_level(s, s, "sequence"),
             r"log_ratio must be .* and weight .*; got \(2,\) and \(2,\)",
         ),
         (lambda x, s: ratio_level(x, x, WRONG), "level must be one of token, sequence, .* got 'wrong'"),

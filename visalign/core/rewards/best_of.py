@@ -13,6 +13,7 @@ from torch import Tensor
 
 from visalign.core.checks import check_same
 from visalign.core.groups.labels import Labels, group_index
+from visalign.core.groups.moments import present_entries
 
 STIRLING_FROM = 16
 """Where the four-term Stirling series is exact to 1e-14."""
@@ -70,7 +71,9 @@ def expected_best_of_k(reward: Tensor, k: int, *, valid: Tensor | None = None) -
     David and Nagaraja, Order Statistics; the estimator of pass@k (arXiv 2107.03374) for real-valued rewards.
     """
     _check_k(k)
-    present = _present(reward, valid)
+    if reward.ndim == 0 or not reward.shape[-1]:
+        raise ValueError(f"reward must be [*, n] with n ≥ 1 samples last; got shape {tuple(reward.shape)}.")
+    present = present_entries(reward, valid)
     values = torch.where(present, reward.detach().double(), float("inf")).sort(-1).values
     n = present.sum(-1, keepdim=True).double()
     rank = torch.arange(1, values.shape[-1] + 1, dtype=torch.float64, device=values.device)
@@ -251,20 +254,6 @@ def _wins(pmf: Tensor, correct: Tensor, j: int) -> Tensor:
         )
     shared = torch.arange(1, leaders + 1, dtype=pmf.dtype, device=pmf.device)
     return (marked[..., 0, 1:, k] / shared).sum(-1)
-
-
-def _present(reward: Tensor, valid: Tensor | None) -> Tensor:
-    if reward.ndim == 0 or not reward.shape[-1]:
-        raise ValueError(f"reward must be [*, n] with n ≥ 1 samples last; got shape {tuple(reward.shape)}.")
-    present = torch.isfinite(reward)
-    if valid is None:
-        return present
-    if valid.dtype != torch.bool or valid.shape != reward.shape:
-        raise ValueError(
-            f"valid must be bool with the shape of reward, {tuple(reward.shape)}; got {valid.dtype} "
-            f"{tuple(valid.shape)}."
-        )
-    return present & valid
 
 
 def _check_k(k: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from visalign.core.checks import check_same
 
 from .ppo import LOG_RATIO_LIMIT, bounded_ratio, ppo_clip, surrogate_inputs
-from .ratios import sequence_log_ratio
+from .ratios import ratio_level
 
 
 def ppo_kl(log_ratio: Tensor, advantage: Tensor, *, beta: float, kl: Tensor | None = None) -> Tensor:
@@ -126,5 +126,5 @@ def gmpo(
     clipped = torch.where(gain > 0, value.clamp(max=eps_high), value)
     clipped = torch.where(gain < 0, value.clamp(min=-eps_low), clipped)
     # s = exp(Σ_t w c_t / Σ_t w), ℓ = −s A
-    ratio = bounded_ratio(sequence_log_ratio(clipped, weight))
+    ratio = bounded_ratio(ratio_level(clipped, weight, "sequence"))
     return torch.where(weight != 0, -ratio * gain, 0.0)

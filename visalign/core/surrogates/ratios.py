@@ -71,21 +71,6 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = No
     return torch.where(weight != 0, difference, 0.0)
 
 
-def sequence_log_ratio(log_ratio: Tensor, weight: Tensor) -> Tensor:
-    """Replace each log-ratio by the weighted mean over its sequence: log s_i = Σ_t w log r_it / Σ_t w.
-
-    Args:
-        log_ratio: [B, T], differentiable.
-        weight: [B, T], 0 for absent decisions.
-
-    Returns:
-        [B, T], constant along T and 0 where weight is 0.
-
-    Zheng et al., GSPO, arXiv 2507.18071, eq. 7; the level "sequence" of `ratio_level`.
-    """
-    return ratio_level(log_ratio, weight, "sequence")
-
-
 def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
     """Take the log-ratio of each decision at the level of a token, a sequence, or both.
 
