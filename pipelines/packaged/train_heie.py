@@ -14,25 +14,103 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import Parameter
 
 from visalign.data.shapes.scenes import SIZE
 from visalign.rewards.heie.heads import HeieHeads, HeieSettings
 from visalign.rewards.heie.judge import HEADS, Heie
-from visalign.rewards.heie.training import train_heads
+from visalign.rewards.heie.training import HeieData, heie_loss
 from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
+from visalign.training import AdamWSettings, Algorithm, RunSettings, Trainer
+from visalign.training.loop.trainer import Collected, Context
 
 from .heie import heie_card, heie_measures
 from .heie_data import HeiePlan, faults_data, shapes_faults
 
 NAME = "shapes-heie"
 """Folder of the packaged heads in `assets/`."""
+
+
+class HeadTraining(Algorithm):
+    """Trains HEIE's heads on drawn batches; an `Algorithm` for `Trainer`.
+
+    Args:
+        heads: to train.
+        data: pictures with truth.
+        batch: pictures per update.
+        seed: of the batches.
+        wrong_weight: see `heie_loss`.
+    """
+
+    def __init__(
+        self, heads: HeieHeads, data: HeieData, *, batch: int, seed: int = 0, wrong_weight: float = 4.0
+    ) -> None:
+        self.heads, self.data, self.batch, self.wrong_weight = heads, data, batch, wrong_weight
+        self.accelerator = Accelerator(cpu=data.heat.device.type == "cpu", mixed_precision="no")
+        self.draw = torch.Generator().manual_seed(seed)
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        """All of the heads."""
+        return list(self.heads.named_parameters())
+
+    def collect(self, run: Context) -> Collected:
+        """Places of the pictures of one update."""
+        index = torch.randint(len(self.data.seen), (self.batch,), generator=self.draw)
+        return Collected(experience=[index], samples=self.batch)
+
+    def backward(self, experience: Any, step: Tensor, run: Context) -> dict[str, float]:
+        """`heie_loss` of a batch."""
+        data, seen = self.data, [self.data.seen[place] for place in step.tolist()]
+        loss = heie_loss(self.heads, seen, data.heat[step], data.score[step], wrong_weight=self.wrong_weight)
+        (loss * run.counters.loss_scale).backward()
+        return {"loss": loss.item()}
+
+    def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+        """The loss of the update."""
+        return {"loss": sums[0]["loss"]}
+
+
+def train_heads(
+    heads: HeieHeads,
+    data: HeieData,
+    *,
+    steps: int,
+    batch: int = 32,
+    lr: float = 2e-3,
+    seed: int = 0,
+    wrong_weight: float = 4.0,
+) -> list[float]:
+    """Train the heads in place, AdamW with a cosine to zero; returns the loss of each step.
+
+    Raises:
+        ValueError: no steps or no data.
+    """
+    if steps < 1 or batch < 1 or not len(data.seen):
+        raise ValueError(
+            f"steps is {steps}, batch {batch}, pictures {len(data.seen)}; each must be at least 1."
+        )
+    trainer = Trainer(
+        HeadTraining(heads, data, batch=batch, seed=seed, wrong_weight=wrong_weight),
+        run=RunSettings(folder=Path(), iterations=steps),  # nothing is written
+        optimizer=AdamWSettings(
+            lr=lr, weight_decay=0.01, eps=1e-8, decay="cosine", decay_updates=steps, lr_end=0.0
+        ),
+    )
+    heads.train()
+    losses = [trainer.iterate()["loss"] for _ in range(steps)]
+    heads.eval()
+    return losses
 
 
 def train_on_shapes(engine: VisionLanguageEngine, plan: HeiePlan) -> HeieHeads:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training HEIE's heads on a frozen model: views are made once, then only the heads run.
+"""What HEIE's heads learn on a frozen model: views are made once, then only the heads run.
 
 The loss sums the Laplace likelihoods of both maps, the absolute error of their fusion, and the cross-entropy
 of the score; cells that are wrong are rare and count more (HEIE uses a focal weight for that).
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -87,56 +86,6 @@ def heie_loss(
         loss = loss + (weight * nll).mean() / 2
     target = pooled(heat, found.heat)
     return loss + ((1 + wrong_weight * target) * (found.heat - target).abs()).mean()
-
-
-def train_heads(
-    heads: HeieHeads,
-    data: HeieData,
-    *,
-    steps: int,
-    batch: int = 32,
-    lr: float = 2e-3,
-    seed: int = 0,
-    wrong_weight: float = 4.0,
-) -> list[float]:
-    """Train the heads in place, AdamW with a cosine to zero.
-
-    Args:
-        heads: to train.
-        data: pictures with truth.
-        steps: batches.
-        batch: pictures per step.
-        lr: largest learning rate.
-        seed: of the batches.
-        wrong_weight: see `heie_loss`.
-
-    Returns:
-        Loss of each step.
-
-    Raises:
-        ValueError: no steps or no data.
-    """
-    if steps < 1 or batch < 1 or not len(data.seen):
-        raise ValueError(
-            f"steps is {steps}, batch {batch}, pictures {len(data.seen)}; each must be at least 1."
-        )
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    losses = []
-    heads.train()
-    for _ in range(steps):
-        index = torch.randint(len(data.seen), (batch,), generator=generator)
-        seen = [data.seen[place] for place in index.tolist()]
-        loss = heie_loss(heads, seen, data.heat[index], data.score[index], wrong_weight=wrong_weight)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-    heads.eval()
-    return losses
 
 
 def pooled(truth: Tensor, like: Tensor) -> Tensor:

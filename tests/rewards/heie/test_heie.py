@@ -15,6 +15,7 @@ from visalign.data.shapes.scenes import Scene, SceneObject
 from visalign.data.shapes.wrong_regions import blamed, right_pixels, wrong_pixels
 from visalign.evaluation.statistics.heatmaps import heatmap_quality
 from visalign.evaluation.statistics.selective import auroc
+from visalign.pipelines.packaged.train_heie import train_heads
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.base.explanation import HeatmapExplanation
 from visalign.rewards.heie.heads import (
@@ -27,7 +28,7 @@ from visalign.rewards.heie.heads import (
     views,
 )
 from visalign.rewards.heie.judge import Heie
-from visalign.rewards.heie.training import HeieData, heie_data, pooled, train_heads
+from visalign.rewards.heie.training import HeieData, heie_data, pooled
 from visalign.rewards.vlm.engine import Query
 
 ASK = ask_text("wrong {prompt}?")

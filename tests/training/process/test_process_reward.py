@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,17 @@ from visalign.errors import UserError
 from visalign.rewards import ImplicitProcessReward, ProcessRewardModel
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.steps import StepReading
+from visalign.training.loop.optimizer import AdamWSettings
+from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.process.implicit import train_implicit_process_reward
-from visalign.training.process.label_fit import FitSettings, Judged, fit_labels, report_labels
+from visalign.training.process.label_fit import (
+    FitSettings,
+    Judged,
+    LabelFit,
+    fit_labels,
+    label_trainer,
+    report_labels,
+)
 from visalign.training.process.trainer import evaluate_process_reward, step_label_loss, train_process_reward
 
 TOKENIZER = tiny_tokenizer()
@@ -152,10 +162,35 @@ def test_one_update_by_hand() -> None:
         logits = [model(torch.tensor([TOKENIZER(text)["input_ids"]])).logits[0, list(e)] for text, e in texts]
     odds = torch.cat([pair[:, 1] - pair[:, 0] for pair in logits])
     mean = (torch.tensor([1, 0, 1, 0.25, 1]) - torch.sigmoid(odds)).mean()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = FitSettings(max_grad_norm=1e6)
-    train_process_reward(model, TOKENIZER, RECORDS, settings=settings, optimizer=optimizer)
+    train_process_reward(model, TOKENIZER, RECORDS, trainer=plain_descent(model.named_parameters(), lr=0.1))
     assert torch.allclose(model.score.bias - before, 0.1 * mean * torch.tensor([-1.0, 1.0]), atol=1e-6)
+
+
+def plain_descent(parameters: Any, lr: float) -> Trainer[LabelFit]:
+    """With an ε far above every gradient, AdamW's first step is rate · gradient."""
+    huge = 1e7
+    return Trainer(
+        LabelFit(parameters, FitSettings()),
+        run=RunSettings(folder=Path(), iterations=1),
+        optimizer=AdamWSettings(lr=lr * huge, eps=huge, weight_decay=0.0, max_grad_norm=math.inf),
+    )
+
+
+def test_a_trainer_goes_on_where_it_is_and_two_passes_are_one_run_of_two() -> None:
+    """PRIME's way: the moments and the order go on; without the trainer they start anew."""
+
+    def weights(*epochs: int, goes_on: bool) -> list[torch.Tensor]:
+        model = classifier(classifier_dropout=0.0)
+        trainer = None
+        for count in epochs:
+            settings = FitSettings(epochs=count, batch_size=2, learning_rate=1e-2)
+            if trainer is None or not goes_on:
+                trainer = label_trainer(model.named_parameters(), settings)
+            train_process_reward(model, TOKENIZER, RECORDS, trainer=trainer)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, weights(2, goes_on=True), weights(1, 1, goes_on=True)))
+    assert not all(map(torch.equal, weights(2, goes_on=True), weights(1, 1, goes_on=False)))
 
 
 def test_dropout_acts_in_training_alone() -> None:
@@ -167,12 +202,11 @@ def test_dropout_acts_in_training_alone() -> None:
     assert abs(report.loss - still) > 1e-3
 
 
-def test_frozen_parameters_stay_and_an_optimizer_goes_on() -> None:
+def test_frozen_parameters_stay() -> None:
     model = classifier()
     model.model.requires_grad_(False)
     before = [parameter.clone() for parameter in model.parameters()]
-    optimizer = torch.optim.SGD(model.score.parameters(), lr=0.1)
-    train_process_reward(model, TOKENIZER, RECORDS, optimizer=optimizer)
+    train_process_reward(model, TOKENIZER, RECORDS)
     moved = {
         name
         for (name, parameter), old in zip(model.named_parameters(), before, strict=True)
@@ -225,7 +259,7 @@ def test_a_loss_that_is_no_number_moves_nothing() -> None:
         return Judged(odds=odds, label=torch.ones(1), loss=odds)
 
     with pytest.raises(ValueError, match=r"The loss of the texts \[4\] is nan"):
-        fit_labels(judge, [4], [parameter], FitSettings())
+        fit_labels(judge, [4], label_trainer([("one", parameter)]))
     assert parameter.item() == 1
 
 
@@ -279,9 +313,8 @@ def test_one_implicit_update_by_hand() -> None:
     assert isinstance(score, torch.Tensor)
     gradient = torch.autograd.grad(score, parameters)
     before = [parameter.detach().clone() for parameter in parameters]
-    optimizer = torch.optim.SGD(parameters, lr=1e-2)
-    settings = FitSettings(max_grad_norm=1e6)
-    train_implicit_process_reward(policy, rollout, label, settings=settings, beta=0.1, optimizer=optimizer)
+    trainer = plain_descent(policy.trainable_parameters(), lr=1e-2)
+    train_implicit_process_reward(policy, rollout, label, beta=0.1, trainer=trainer)
     for old, new, slope in zip(before, parameters, gradient, strict=True):
         assert torch.allclose(new.detach() - old, 1e-2 * slope, atol=2e-6)
 

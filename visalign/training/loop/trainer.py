@@ -98,13 +98,14 @@ class Context:
 
 
 class Algorithm(Protocol):
-    """What differs between trainings."""
+    """What differs between trainings. A class that inherits it has the plain case: one rate, float32, one
+    update for each entry of the experience, no ratio, nothing to count or to hand on."""
 
     accelerator: Accelerator
     """Device, processes, trackers; without mixed precision, which is the model's own matter."""
-    ratio_bound: float | None
+    ratio_bound: float | None = None
     """Largest |log r| of a run's first update; None where there is no ratio."""
-    together: bool
+    together: bool = False
     """Whether all processes share the evaluation on the way; else the first does it alone."""
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -113,15 +114,15 @@ class Algorithm(Protocol):
 
     def rates(self, lr: float) -> Mapping[str, float]:
         """Beginning of a parameter's name -> factor of the learning rate `lr`; the others have 1."""
-        ...
+        return {}
 
     def compute_dtype(self) -> torch.dtype:
         """In which the network's products run; float16 gets its loss scaled."""
-        ...
+        return torch.float32
 
     def forward_equivalents(self) -> int:
         """Passes of the network so far in this process; 0 where nobody counts."""
-        ...
+        return 0
 
     def collect(self, run: Context) -> Collected:
         """Samples made and judged, or read, for one iteration."""
@@ -129,7 +130,7 @@ class Algorithm(Protocol):
 
     def prepare(self, experience: Any, run: Context) -> Sequence[Any]:
         """One entry per optimizer update; statistics are those of the whole update, over all processes."""
-        ...
+        return experience
 
     def backward(self, experience: Any, step: Any, run: Context) -> Mapping[str, float]:
         """Add the gradient of an update's loss, times `counters.loss_scale`, in any micro-batches.
@@ -147,11 +148,9 @@ class Algorithm(Protocol):
     def finish(self, run: Context) -> None:
         """End an iteration, of which the counters count already: hand the weights to whoever else has to have
         them, put into `counters.own` what a resume needs."""
-        ...
 
     def restore(self, run: Context) -> None:
         """Go on from the counters of a checkpoint; the weights are in place."""
-        ...
 
 
 A = TypeVar("A", bound=Algorithm)

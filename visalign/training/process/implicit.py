@@ -4,7 +4,7 @@
 q = β Σ_t (log π_φ − log π_ref)(y_t) is the log-odds that a completion is right; cross-entropy on it moves
 π_φ, and the terms of the sum become rewards of tokens (`visalign.rewards.text.implicit_process_reward`).
 PRIME does so once per RL step on the rollout of the policy, with the same optimizer throughout: give
-`optimizer`, epochs=1.
+`trainer=label_trainer(policy.trainable_parameters(), FitSettings(epochs=1))` each time.
 
 Sources: Yuan et al., "Free process rewards without process labels", arXiv 2412.01981, section 3; Cui et al.,
     PRIME, arXiv 2502.01456.
@@ -22,8 +22,9 @@ from visalign.errors import UserError
 from visalign.text.log_ratio import model_log_prob, reference_log_prob
 from visalign.text.policy_protocol import TextPolicy
 from visalign.text.rollout import TextRollout
+from visalign.training.loop.trainer import Trainer
 
-from .label_fit import FitSettings, Judged, LabelReport, fit_labels
+from .label_fit import FitSettings, Judged, LabelFit, LabelReport, fit_labels, label_trainer
 
 
 def train_implicit_process_reward(
@@ -34,7 +35,7 @@ def train_implicit_process_reward(
     settings: FitSettings | None = None,
     beta: float = 0.05,
     reference: TextPolicy | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    trainer: Trainer[LabelFit] | None = None,
 ) -> list[LabelReport]:
     """Fit a language model to outcomes; it is changed in place.
 
@@ -49,7 +50,7 @@ def train_implicit_process_reward(
         settings: epochs, batches, learning rate, seed.
         beta: β > 0, reward per nat.
         reference: π_ref; `policy.reference()` when None.
-        optimizer: one to go on with, in place of a new AdamW.
+        trainer: one to go on with, in place of a new one by the settings.
 
     Returns:
         Loss and accuracy of each epoch: a completion is judged right where q > 0.
@@ -82,7 +83,5 @@ def train_implicit_process_reward(
     return fit_labels(
         judge,
         torch.nonzero(with_tokens)[:, 0].tolist(),
-        [parameter for _, parameter in policy.trainable_parameters()],
-        settings or FitSettings(),
-        optimizer=optimizer,
+        trainer or label_trainer(policy.trainable_parameters(), settings),
     )

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fitting a judge to right and wrong: AdamW over shuffled batches, and what each pass over the data did."""
+"""Fitting a judge to right and wrong: shuffled batches for `Trainer`, and what each pass over them did."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from visalign.errors import UserError
+from visalign.training.loop.optimizer import AdamWSettings
+from visalign.training.loop.trainer import Algorithm, Collected, Context, RunSettings, Trainer
+from visalign.training.text.rl import one_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,73 +78,116 @@ class Judged:
     """Differentiable; 0 where there is no label."""
 
 
+class LabelFit(Algorithm):
+    """Fits a judge to right and wrong; an iteration is a pass over the rows, an `Algorithm` for `Trainer`.
+
+    The loss of an update is the mean over the labels of its batch. What is judged may change between passes,
+    as in PRIME: set `judge` and `rows`.
+
+    Args:
+        parameters: names and parameters that move.
+        settings: order, length and rate.
+
+    Raises:
+        UserError: several processes.
+    """
+
+    judge: Callable[[list[int]], Judged]
+    """Rows to losses, with gradient."""
+    rows: Sequence[int]
+    """What there is to learn from."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: FitSettings) -> None:
+        self.named, self.settings = list(parameters), settings
+        self.accelerator = one_process(None, next((p for _, p in self.named), torch.zeros(0)))
+        self.order = torch.Generator().manual_seed(settings.seed)
+        self.seen: list[Judged] = []
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """What moves."""
+        return self.named
+
+    def collect(self, run: Context) -> Collected:
+        """The rows in a new order, in batches."""
+        order = [self.rows[place] for place in torch.randperm(len(self.rows), generator=self.order).tolist()]
+        size, self.seen = self.settings.batch_size, []
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        return Collected(experience=batches, samples=len(order))
+
+    def backward(self, experience: Any, step: list[int], run: Context) -> dict[str, float]:
+        """The mean loss over the labels of a batch."""
+        judged = self.judge(step)
+        loss = judged.loss.sum() / torch.isfinite(judged.label).sum().clamp(min=1)
+        if not torch.isfinite(loss):
+            raise ValueError(
+                f"The loss of the texts {sorted(step)[:8]} is {loss.item()}; a log-odds or log-prob is not "
+                "finite. Lower the learning rate, or look at these texts. The weights are as before them."
+            )
+        (loss * run.counters.loss_scale).backward()
+        self.seen.append(replace(judged, odds=judged.odds.detach(), loss=judged.loss.detach()))
+        return {"loss": loss.item()}
+
+    def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """The mean loss over the labels."""
+        return {"loss": report_labels(self.seen).loss}
+
+
+def label_trainer(
+    parameters: Iterable[tuple[str, nn.Parameter]], settings: FitSettings | None = None
+) -> Trainer[LabelFit]:
+    """A trainer of a judge, which several calls of `fit_labels` can go on with.
+
+    Args:
+        parameters: names and parameters that move.
+        settings: order, length and rate.
+
+    Raises:
+        UserError: nothing is trainable, or there are several processes.
+    """
+    given = settings or FitSettings()
+    return Trainer(
+        LabelFit(parameters, given),
+        run=RunSettings(folder=Path(), iterations=given.epochs),  # nothing written
+        optimizer=AdamWSettings(
+            lr=given.learning_rate,
+            weight_decay=given.weight_decay,
+            max_grad_norm=given.max_grad_norm,
+            eps=1e-8,
+        ),
+    )
+
+
 def fit_labels(
-    judge: Callable[[list[int]], Judged],
-    rows: Sequence[int],
-    parameters: Sequence[nn.Parameter],
-    settings: FitSettings,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
+    judge: Callable[[list[int]], Judged], rows: Sequence[int], trainer: Trainer[LabelFit]
 ) -> list[LabelReport]:
     """Minimise the mean loss over the labels of each batch.
 
     Args:
         judge: rows to losses, with gradient.
         rows: what there is to learn from.
-        parameters: that move.
-        settings: order, length and rate.
-        optimizer: one to go on with, in place of a new AdamW; its rate and decay are its own.
+        trainer: of `label_trainer`; its optimizer and order go on where they are.
 
     Returns:
         One report per epoch.
 
     Raises:
-        UserError: no rows or parameters.
+        UserError: no rows.
         ValueError: a loss that is not finite, before it moves anything.
     """
-    if not rows or not parameters:
+    fit = trainer.algorithm
+    if not rows:
         raise UserError(
-            f"There are {len(rows)} labelled texts and {len(parameters)} parameters to train; both must be "
-            "there. Give labelled texts and a model with requires_grad."
+            f"There are 0 labelled texts and {len(fit.named)} parameters to train; both must be there. Give "
+            "labelled texts and a model with requires_grad."
         )
-    generator = torch.Generator().manual_seed(settings.seed)
-    moved = optimizer or torch.optim.AdamW(
-        parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
-    )
-    devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
-    reports = []
+    fit.judge, fit.rows, reports = judge, rows, []
+    devices = sorted({p.device.index or 0 for _, p in fit.named if p.device.type == "cuda"})
     with torch.random.fork_rng(devices):
-        torch.manual_seed(settings.seed)
-        for _ in range(settings.epochs):
-            order = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
-            seen = []
-            for start in range(0, len(order), settings.batch_size):
-                batch = order[start : start + settings.batch_size]
-                seen.append(_update(judge(batch), batch, parameters, moved, settings.max_grad_norm))
-            reports.append(report_labels(seen))
+        torch.manual_seed(fit.settings.seed + trainer.counters.iteration)
+        for _ in range(fit.settings.epochs):
+            trainer.iterate()
+            reports.append(report_labels(fit.seen))
     return reports
-
-
-def _update(
-    judged: Judged,
-    batch: list[int],
-    parameters: Sequence[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float,
-) -> Judged:
-    """One step of the optimizer."""
-    loss = judged.loss.sum() / torch.isfinite(judged.label).sum().clamp(min=1)
-    if not torch.isfinite(loss):
-        raise ValueError(
-            f"The loss of the texts {sorted(batch)[:8]} is {loss.item()}; a log-odds or log-prob is not "
-            "finite. Lower the learning rate, or look at these texts. The weights are as before them."
-        )
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return Judged(odds=judged.odds.detach(), label=judged.label, loss=judged.loss.detach())
 
 
 def report_labels(judged: Sequence[Judged]) -> LabelReport:

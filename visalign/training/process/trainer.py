@@ -24,8 +24,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from visalign.errors import UserError
 from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import StepReading
+from visalign.training.loop.trainer import Trainer
 
-from .label_fit import FitSettings, Judged, LabelReport, fit_labels, report_labels
+from .label_fit import FitSettings, Judged, LabelFit, LabelReport, fit_labels, label_trainer, report_labels
 
 StepRecord = Mapping[str, Any]
 """{"prompt", "steps", "labels"}, as above."""
@@ -59,7 +60,7 @@ def train_process_reward(
     reading: StepReading | None = None,
     max_length: int | None = None,
     right_label: int = 1,
-    optimizer: torch.optim.Optimizer | None = None,
+    trainer: Trainer[LabelFit] | None = None,
 ) -> list[LabelReport]:
     """Fit a token classifier to labels of steps; it is changed in place.
 
@@ -75,7 +76,7 @@ def train_process_reward(
         reading: separator, and marker if the model reads another.
         max_length: longest text in tokens; the model's own limit when None.
         right_label: which of the two labels means right.
-        optimizer: one to go on with, in place of a new AdamW.
+        trainer: one to go on with, in place of a new one by the settings.
 
     Returns:
         Loss and accuracy of each epoch.
@@ -84,16 +85,14 @@ def train_process_reward(
         UserError: a record that cannot be used, by its number.
     """
     texts = _encode_records(model, tokenizer, records, reading, max_length)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    moving = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     was_training = model.training
     model.train()
     try:
         return fit_labels(
             lambda rows: _judge(model, [texts[row] for row in rows], right_label),
             [row for row, (_, label) in enumerate(texts) if torch.isfinite(label).any()],
-            parameters,
-            settings or FitSettings(),
-            optimizer=optimizer,
+            trainer or label_trainer(moving, settings),
         )
     finally:
         model.train(was_training)

@@ -18,14 +18,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.errors import UserError
-from visalign.training.loop.trainer import LEAST_LOSS_SCALE, Collected, Context
+from visalign.training.loop.trainer import LEAST_LOSS_SCALE, Algorithm, Collected, Context
 
 from .batch import RewardData, TrainableJudge
 from .settings import RewardObjectiveSettings
 from .tasks import TASKS
 
 
-class RewardModeling:
+class RewardModeling(Algorithm):
     """Trains a judge on labelled pairs, triples or pictures; an `Algorithm` for `Trainer`.
 
     Args:
@@ -38,7 +38,6 @@ class RewardModeling:
     """
 
     together = True
-    ratio_bound: float | None = None
 
     def __init__(
         self,
@@ -58,26 +57,14 @@ class RewardModeling:
         """What of the judge is trained."""
         return self.judge.trainable_parameters()
 
-    def rates(self, lr: float) -> Mapping[str, float]:
-        """One rate for all."""
-        return {}
-
     def compute_dtype(self) -> torch.dtype:
         """Of the judge's network."""
         return self._compute_dtype
-
-    def forward_equivalents(self) -> int:
-        """Not counted for judges."""
-        return 0
 
     def collect(self, run: Context) -> Collected:
         """The numbers of the iteration's batches; they are read when their update comes."""
         first, count = run.counters.updates, run.optimizer.updates_per_iteration
         return Collected(experience=list(range(first, first + count)))
-
-    def prepare(self, experience: list[int], run: Context) -> list[int]:
-        """One update for each batch."""
-        return experience
 
     def backward(self, experience: list[int], step: int, run: Context) -> dict[str, float]:
         """The gradient of Σ w ℓ / Σ w over batch `step`, summed over the processes."""
@@ -107,12 +94,6 @@ class RewardModeling:
                 "or model.dtype is float16, in bfloat16 or float32."
             )
         return {"loss": loss}
-
-    def finish(self, run: Context) -> None:
-        """Nobody else has the weights."""
-
-    def restore(self, run: Context) -> None:
-        """Batch n belongs to update n."""
 
     def _accumulate(self, number: int, scale: float) -> Tensor:
         """Add this process's gradient of Σ w ℓ; returns [Σ w ℓ, Σ w, examples] in float64."""

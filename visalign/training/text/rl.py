@@ -28,7 +28,7 @@ from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
 from visalign.training.loop.judging import oriented
 from visalign.training.loop.sampler import PromptSampler
-from visalign.training.loop.trainer import Collected, Context
+from visalign.training.loop.trainer import Algorithm, Collected, Context
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
 
 from .collect import TextExperience, collect
@@ -49,7 +49,7 @@ HEADS = ("value_head.", "value_model.", "log_partition.")
 """Beginnings of the names of what is not the policy itself."""
 
 
-class TextRL:
+class TextRL(Algorithm):
     """Trains a text policy on a reward, in one process; an `Algorithm` for `Trainer`.
 
     Args:
@@ -73,8 +73,6 @@ class TextRL:
     Raises:
         UserError: settings that do not fit each other, an algorithm that lacks a part, or several processes.
     """
-
-    together = False
 
     def __init__(
         self,
@@ -150,10 +148,6 @@ class TextRL:
     def compute_dtype(self) -> torch.dtype:
         """Of the policy's network."""
         return getattr(self.parts.policy, "compute_dtype", torch.float32)
-
-    def forward_equivalents(self) -> int:
-        """Not counted for texts."""
-        return 0
 
     def collect(self, run: Context) -> Collected:
         """Completions made, judged and, with dynamic sampling, chosen."""
@@ -266,8 +260,8 @@ class TextRL:
         return PolicyOutput(log_prob=out.log_prob, entropy=out.entropy, **more)
 
 
-def one_process(accelerator: Accelerator | None, policy: TextPolicy) -> Accelerator:
-    """The accelerator, or one on the policy's device.
+def one_process(accelerator: Accelerator | None, policy: TextPolicy | torch.Tensor) -> Accelerator:
+    """The accelerator, or one on the device of the policy (or of a parameter).
 
     Raises:
         UserError: it has several processes.

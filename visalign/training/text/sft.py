@@ -21,13 +21,13 @@ from torch import nn
 from visalign.core import aggregate, count_step
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
-from visalign.training.loop.trainer import Collected, Context
+from visalign.training.loop.trainer import Algorithm, Collected, Context
 
 from .parts import Demonstrations
 from .rl import one_process
 
 
-class SFT:
+class SFT(Algorithm):
     """Trains a text policy on demonstrations, in one process; an `Algorithm` for `Trainer`.
 
     Args:
@@ -40,9 +40,6 @@ class SFT:
         UserError: several processes.
     """
 
-    together = False
-    ratio_bound: float | None = None
-
     def __init__(
         self, policy: TextPolicy, demonstrations: Demonstrations, *, accelerator: Accelerator | None = None
     ) -> None:
@@ -53,17 +50,9 @@ class SFT:
         """What of the policy is trained."""
         return self.policy.trainable_parameters()
 
-    def rates(self, lr: float) -> Mapping[str, float]:
-        """One rate for all."""
-        return {}
-
     def compute_dtype(self) -> torch.dtype:
         """Of the policy's network."""
         return getattr(self.policy, "compute_dtype", torch.float32)
-
-    def forward_equivalents(self) -> int:
-        """Not counted for texts."""
-        return 0
 
     def collect(self, run: Context) -> Collected:
         """The next batches of the stream."""
@@ -74,10 +63,6 @@ class SFT:
             samples=sum(len(batch) for batch in batches),
             tokens=sum(int((batch.weight != 0).sum()) for batch in batches),
         )
-
-    def prepare(self, experience: list[TextRollout], run: Context) -> list[TextRollout]:
-        """One update for each batch."""
-        return experience
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
         """The mean of −log π over a batch's tokens."""
@@ -93,12 +78,6 @@ class SFT:
             "perplexity": math.exp(min(nll, 700.0)),
             "length_mean": tokens / sum(each["samples"] for each in sums),
         }
-
-    def finish(self, run: Context) -> None:
-        """Nobody else has the weights."""
-
-    def restore(self, run: Context) -> None:
-        """Batch n belongs to update n."""
 
 
 def backward_nll(policy: TextPolicy, batch: TextRollout, *, micro_batch: int, scale: float = 1.0) -> float:
