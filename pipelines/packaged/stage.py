@@ -114,55 +114,50 @@ def train(
     save_every: int = 500,
     check: Callable[[Any], dict[str, float]] | None = None,
 ) -> Any:
-    """Train a module and give it the exponential moving average of its weights.
+    """Train a module in place and give it the exponential moving average of its weights.
 
     Args:
-        module: is trained in place.
+        module: what is trained.
         optimizers: of its parameters.
-        loss_of: the loss of step n, a scalar.
+        loss_of: the loss of step n.
         file: of the state; its name is that of the stage.
         steps: last step.
         resume: go on from the saved state if there is one; the result is that of an uninterrupted run.
         decay: of the average, with the usual warm-up.
         warmup: steps over which the learning rate rises.
-        cooldown: share of the steps at the end over which the learning rate falls linearly to zero.
+        cooldown: share of the steps, at the end, over which it falls linearly to 0.
         save_every: steps between two saved states.
         check: numbers of a module with the averaged weights, printed with each saved state.
-
-    Returns:
-        The module in evaluation mode.
     """
 
     def average(old: Any, now: Any, number: Any) -> None:
         torch._foreach_lerp_(old, now, 1.0 - min(decay, float((1 + number) / (10 + number))))
 
     averaged = AveragedModel(module, multi_avg_fn=average).eval()
-    averaged.n_averaged += 1  # the start counts: the first update is an average, too
-    parts: dict[str, Any] = {"module": module, "average": averaged}
-    parts |= {f"optimizer {n}": optimizer for n, optimizer in enumerate(optimizers)}
-    first, name = _load(file, parts) if resume and file.exists() else 0, file.stem
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    averaged.n_averaged += 1  # the first update is an average, too
+    named = {f"optimizer {n}": optimizer for n, optimizer in enumerate(optimizers)}
+    parts = {"module": module, "average": averaged, **named}
+    first = _load(file, parts) if resume and file.exists() else 0
     started, running = time.monotonic(), 0.0
     for step in range(first, steps):
-        for group in groups:
-            rise, fall = (step + 1) / warmup, (steps - step) / max(1.0, cooldown * steps)
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * min(1.0, rise, fall)
+        share = min(1.0, (step + 1) / warmup, (steps - step) / max(1.0, cooldown * steps))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
         loss = loss_of(step)
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
         averaged.update_parameters(module)
         running = loss.item() if step == first else 0.98 * running + 0.02 * loss.item()
-        done = step + 1
-        if done % save_every == 0 or done in (first + 100, steps):
+        if (done := step + 1) % save_every == 0 or done in (first + 100, steps):
             _save(file, done, parts)
             pace = (done - first) / (time.monotonic() - started)
-            found = {"loss": running, **({} if check is None else check(averaged.module))}
-            shown = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
-            left = (steps - done) / pace / 60
-            _console.print(f"{name}: step {done}/{steps}, {shown}, {pace:.2f} steps/s, {left:.0f} min left")
+            found = {"loss": running} | (check(averaged.module) if check else {})
+            shown = [f"step {done}/{steps}", *(f"{key} {value:.3f}" for key, value in found.items())]
+            shown += [f"{pace:.2f} steps/s", f"{(steps - done) / pace / 60:.0f} min left"]
+            _console.print(f"{file.stem}: {', '.join(shown)}")
     module.load_state_dict(averaged.module.state_dict())
     return module.eval()
 

@@ -30,7 +30,6 @@ WINGS = ("rewards", "pipelines")
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
-    "pipelines/packaged/stage.py:train": "one loop; its settings are its arguments",
     "visalign/flow/replay.py:ratio_check": "half of it says what its arguments are",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and what its arguments are",
 }

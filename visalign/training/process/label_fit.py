@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from visalign.errors import UserError
 from visalign.training.loop.optimizer import AdamWSettings
+from visalign.training.loop.runtime import one_process
 from visalign.training.loop.trainer import Algorithm, Collected, Context, RunSettings, Trainer
-from visalign.training.text.rl import one_process
 
 
 @dataclass(frozen=True, kw_only=True)

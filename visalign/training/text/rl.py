@@ -23,10 +23,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty_kl_coefficient
-from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
 from visalign.training.loop.judging import oriented
+from visalign.training.loop.runtime import one_process
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
@@ -258,19 +258,3 @@ class TextRL(Algorithm):
             more["ptx_log_prob"] = parts.policy.log_probs(given, share).log_prob
             more["ptx_weight"] = given.weight[share].to(out.log_prob.device)
         return PolicyOutput(log_prob=out.log_prob, entropy=out.entropy, **more)
-
-
-def one_process(accelerator: Accelerator | None, policy: TextPolicy | torch.Tensor) -> Accelerator:
-    """The accelerator, or one on the device of the policy (or of a parameter).
-
-    Raises:
-        UserError: it has several processes.
-    """
-    if accelerator is None:
-        accelerator = Accelerator(cpu=torch.device(policy.device).type == "cpu", mixed_precision="no")
-    if accelerator.num_processes > 1:
-        raise UserError(
-            f"Text policies train in one process, and {accelerator.num_processes} were started. Start the "
-            "command without accelerate launch or torchrun."
-        )
-    return accelerator

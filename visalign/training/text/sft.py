@@ -21,10 +21,10 @@ from torch import nn
 from visalign.core import aggregate, count_step
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
+from visalign.training.loop.runtime import one_process
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 
 from .parts import Demonstrations
-from .rl import one_process
 
 
 class SFT(Algorithm):
