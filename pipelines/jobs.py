@@ -13,9 +13,9 @@ from visalign.errors import ConfigError, suggestion
 
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo.job:FlowGRPOConfig",
-    "pref_grpo": "visalign.pipelines.flow_grpo.pref_grpo:PrefGRPOConfig",
-    "text_grpo": "visalign.pipelines.text.grpo:TextGRPOConfig",
-    "text_ppo": "visalign.pipelines.text.ppo:TextPPOConfig",
+    "pref_grpo": "visalign.pipelines.flow_grpo.job:PrefGRPOConfig",
+    "text_grpo": "visalign.pipelines.text.job:TextGRPOConfig",
+    "text_ppo": "visalign.pipelines.text.job:TextPPOConfig",
     "text_sample": "visalign.pipelines.text.sample:TextSampleConfig",
     "text_sft": "visalign.pipelines.text.sft:TextSFTConfig",
     "train_reward": "visalign.pipelines.train_reward.job:TrainRewardConfig",

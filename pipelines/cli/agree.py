@@ -55,9 +55,8 @@ def agree(
             read_set,
             write_agreement,
         )
-        from visalign.pipelines.shared.json_values import pretty
         from visalign.pipelines.shared.reward_options import load_each, with_cache
-        from visalign.pipelines.shared.run_folder import check_run_folder
+        from visalign.pipelines.shared.run_folder import check_run_folder, pretty
         from visalign.rewards.catalogue import load_reward
 
         if output is not None:

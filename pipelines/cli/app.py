@@ -123,7 +123,7 @@ def _show_plan(config: str, overrides: list[str]) -> None:
 def _train(config: str, overrides: list[str], output: Path | None, *, resume: bool, then: str) -> None:
     with user_messages():
         from visalign.pipelines.jobs import load_job
-        from visalign.pipelines.shared.resume import resume_command
+        from visalign.pipelines.shared.job import resume_command
         from visalign.pipelines.shared.run_folder import output_folder
         from visalign.rewards.weights.quiet_loading import quiet_loading
 

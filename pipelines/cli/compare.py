@@ -41,7 +41,8 @@ def compare(
     with user_messages():
         from visalign.evaluation.pages.compare_page import compare_page
         from visalign.pipelines.compare.compare import compare_images, read_two
-        from visalign.pipelines.shared.reward_options import load_each, new_file, with_cache
+        from visalign.pipelines.shared.reward_options import load_each, with_cache
+        from visalign.pipelines.shared.run_folder import new_file
         from visalign.rewards.catalogue import load_judge
 
         new_file(output, endings=(".html", ".json"))
@@ -64,7 +65,7 @@ def _tell(
 ) -> None:
     """The result on the screen, and as a page or JSON in a file where one is asked for."""
     from visalign.atomic import write_atomic
-    from visalign.pipelines.shared.json_values import pretty
+    from visalign.pipelines.shared.run_folder import pretty
 
     if as_json:
         typer.echo(pretty(result), nl=False)
@@ -125,7 +126,8 @@ def rank(
     with user_messages():
         from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
         from visalign.pipelines.score.image_rows import find_images
-        from visalign.pipelines.shared.reward_options import load_each, new_file, with_cache
+        from visalign.pipelines.shared.reward_options import load_each, with_cache
+        from visalign.pipelines.shared.run_folder import new_file
         from visalign.rewards.catalogue import load_judge
         from visalign.rewards.pairs.ranking import rank as order
 

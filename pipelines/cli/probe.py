@@ -47,9 +47,8 @@ def probe_reward(
         from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen
         from visalign.pipelines.probe.job import PAGE, probes_for, write_probe
         from visalign.pipelines.probe.job import probe_reward as run
-        from visalign.pipelines.shared.json_values import pretty
-        from visalign.pipelines.shared.option_items import parse_options
-        from visalign.pipelines.shared.run_folder import check_run_folder
+        from visalign.pipelines.shared.reward_options import parse_options
+        from visalign.pipelines.shared.run_folder import check_run_folder, pretty
         from visalign.rewards.catalogue import load_judge
 
         if output is not None:

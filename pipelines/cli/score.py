@@ -94,7 +94,7 @@ def score(
 
 def _check_files(output: Path | None, page: Path | None, resume: bool) -> None:
     """Refuse files that cannot be written as they are named, before anything is scored."""
-    from visalign.pipelines.shared.reward_options import new_file
+    from visalign.pipelines.shared.run_folder import new_file
 
     new_file(output)
     new_file(page, endings=(".html",))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from visalign.pipelines.shared.option_items import parse_options
+from visalign.pipelines.shared.reward_options import parse_options
 
 from .messages import user_messages
 

@@ -24,7 +24,7 @@ from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.log import judge_identity
 from visalign.pipelines.score.report import shown_pictures
 from visalign.pipelines.score.score import ScoreRow, score_rows
-from visalign.pipelines.shared.json_values import pretty
+from visalign.pipelines.shared.run_folder import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
 SHOWN = 8

@@ -21,9 +21,8 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
-from visalign.pipelines.shared.json_values import pretty
 from visalign.pipelines.shared.reward_options import with_cache
-from visalign.pipelines.shared.run_folder import check_run_folder
+from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 
 from .columns import column_scores, quality_column_scores
 from .scores import Asking, OnBatch, judge_pairs, judge_quality

@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a Flow-GRPO job. YAML files hold only what differs from these defaults."""
+"""The configurations of Flow-GRPO and Pref-GRPO jobs. YAML files hold only what differs from these."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
+    Count,
+    Dtype,
+    HeldoutConfig,
     LoraConfig,
+    Natural,
     RewardsConfig,
     RewardTerm,
     RunConfig,
-    at_least,
-    check_correctness,
-    check_dtype,
 )
+from visalign.schema import STRICT
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 
-from .win_rates import ComparisonConfig
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     """The text-to-image model."""
 
@@ -34,13 +37,13 @@ class ModelConfig:
     its model_index.json."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """null trains the whole transformer."""
-    guidance: float | None = None
+    guidance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Guidance scale of training and evaluation, as the pipeline counts it; null: none, or what a model that
     takes the scale as an input is used with. Published Flow-GRPO: 4.5."""
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     """Of the frozen weights: float32, bfloat16 or float16. What is trained is float32 always; the whole
     transformer is then computed in this dtype."""
-    autocast: str | None = None
+    autocast: Dtype | None = None
     """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it."""
     use_t5: bool = True
     """false leaves the third text encoder out where the model has one."""
@@ -52,14 +55,8 @@ class ModelConfig:
     """What else the adapter takes: negative_prompt, lora_path, num_frames, gradient_checkpointing,
     decoder_dtype, call={...} of pipelines."""
 
-    def __post_init__(self) -> None:
-        check_dtype("model.dtype", self.dtype)
-        check_dtype("model.autocast", self.autocast)
-        if self.guidance is not None:
-            at_least("model.guidance", self.guidance, 0.0)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """The prompts."""
 
@@ -77,20 +74,14 @@ class DataConfig:
             raise UserError("data.cycle orders the tags of a balanced set; set data.balance=true with it.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluationConfig(HeldoutConfig):
     """Held-out evaluation: fixed seeds, ODE sampling, averaged weights."""
 
-    seeds: list[int] = field(default_factory=lambda: [0, 1])
-    """Pictures per prompt, one for each seed."""
-    steps: int | None = None
+    steps: Count | None = None
     """Denoising steps; null: as many as in training."""
-    batch_size: int = 128
+    batch_size: Count = 128
     """Samples at once; memory only."""
-    every: int = 0
-    """Iterations between two evaluations on the way; 0: only before and after."""
-    prompts_on_the_way: int | None = 96
-    """Held-out prompts of those, evenly spaced, with the first seed; null: all."""
     rewards: dict[str, RewardTerm] = field(
         default_factory=lambda: {
             name: RewardTerm() for name in ("shapes_verifier", "clip_score", "sharpness")
@@ -100,20 +91,35 @@ class EvaluationConfig:
     correctness: str | None = "shapes_verifier"
     """The reward that says correct or wrong; null where none does."""
 
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ComparisonConfig:
+    """How images of one group are compared; each term of rewards.terms gives win rates of its own."""
+
+    both_orders: bool = True
+    """Ask each pair in both orders and average the log-odds. Published Pref-GRPO: false."""
+    hard: bool = False
+    """Count a pair as won or lost; false takes the judge's probability. Published Pref-GRPO: true."""
+    budget: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a group's pairs that may be asked, in (0, 1]; null: all of them, each once."""
+    scores: list[str] = field(default_factory=list)
+    """Labels of terms that stay plain scores beside the win rates, e.g. a CLIP score that is only added."""
+
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
+        if self.budget is not None and self.hard:
             raise UserError(
-                f"evaluation.seeds is {self.seeds}; give different numbers from 0 up, e.g. [0, 1]."
+                "comparison.budget and comparison.hard are both set; a budget estimates the win rates by a "
+                "fit, which has no hard wins. Leave one of them out."
             )
-        for name, least in (("steps", 1), ("batch_size", 1), ("every", 0), ("prompts_on_the_way", 1)):
-            at_least(f"evaluation.{name}", getattr(self, name), least)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class FlowGRPOConfig:
     """A Flow-GRPO job: model, prompts, rewards, and how to train."""
 
-    seed: int = 0
+    pipeline: ClassVar[str] = "flow_grpo"
+
+    seed: Natural = 0
     """Of the run: prompts, noise, LoRA start."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The text-to-image model."""
@@ -136,5 +142,24 @@ class FlowGRPOConfig:
 
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
-        at_least("seed", self.seed, 0)
-        check_correctness(self.evaluation.correctness, self.rewards, self.evaluation.rewards)
+        self.evaluation.check_correctness(*self.rewards.terms)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PrefGRPOConfig(FlowGRPOConfig):
+    """A Pref-GRPO job (arXiv 2508.20751): Flow-GRPO on win rates inside each group instead of scores.
+
+    Differs from the published code, on purpose: each pair is asked in both orders and the log-odds are
+    averaged; a judge's probability counts as it is, neither rounded nor cut at one half; a failed comparison
+    is left out and is no tie; an image without a valid comparison leaves its group's statistics and the loss.
+    `comparison.hard` and `comparison.both_orders=false` give the published rule.
+    """
+
+    pipeline: ClassVar[str] = "pref_grpo"
+
+    rewards: RewardsConfig = field(
+        default_factory=lambda: RewardsConfig(terms={"reward_dance_pairs": RewardTerm()})
+    )
+    """The judges, pairwise or pointwise; the sum is over their win rates."""
+    comparison: ComparisonConfig = field(default_factory=ComparisonConfig)
+    """How the images of a group are compared."""

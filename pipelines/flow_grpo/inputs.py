@@ -7,19 +7,20 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from visalign.errors import UserError
+from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
-from visalign.interfaces import PointwiseReward
+from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.shared.parts import Records, build_judges, build_records, build_reward, pointwise_only
-from visalign.pipelines.shared.run_inputs import fingerprint
+from visalign.pipelines.shared.run_folder import fingerprint
+from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.training.diffusion.flow_grpo import step_weights
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
 
-from .config import FlowGRPOConfig
-from .win_rates import build_win_rates, check_whole_groups
+from .config import ComparisonConfig, FlowGRPOConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,6 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         config: the configuration.
         world: number of processes.
         device: the run's, where its judges compute too.
-
-    Returns:
-        Prompts and rewards; nothing is written.
 
     Raises:
         UserError, ValueError: something cannot be used, or does not fit the rest.
@@ -109,3 +107,56 @@ def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) ->
         if file.suffix == ".py":
             found[f"reward {label}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found
+
+
+def build_win_rates(
+    config: ComparisonConfig, rewards: RewardsConfig, judges: Mapping[str, PointwiseReward | PairwiseReward]
+) -> dict[str, PointwiseReward]:
+    """The terms of the sum: a win rate for each judge, the score itself for those in `config.scores`.
+
+    A pointwise judge compares by its mean and standard deviation, a pairwise one directly.
+
+    Raises:
+        UserError: `scores` names no term, all of them, or a judge that only compares.
+    """
+    from visalign.rewards.pairs.as_pairwise import as_pairwise
+    from visalign.rewards.pairs.as_pointwise import GroupWinRate
+
+    for label in config.scores:
+        if label not in rewards.terms:
+            raise UserError(
+                f"comparison.scores names {label!r}, which is no term. {suggestion(label, rewards.terms)}"
+                f"Terms: {', '.join(rewards.terms)}."
+            )
+    if set(config.scores) >= set(rewards.terms):
+        raise UserError(
+            "comparison.scores names every term, so nothing is compared. Take one out, or write "
+            "'pipeline: flow_grpo' to train on scores."
+        )
+    built: dict[str, PointwiseReward] = {}
+    for label in rewards.terms:
+        judge: Any = judges[label]
+        if label not in config.scores:
+            pairwise = judge if isinstance(judge, PairwiseReward) else as_pairwise(judge)
+            built[label] = GroupWinRate(
+                pairwise, both_orders=config.both_orders, hard=config.hard, budget=config.budget
+            )
+        elif isinstance(judge, PointwiseReward):
+            built[label] = judge
+        else:
+            raise UserError(f"comparison.scores names {label!r}, a judge that only compares; take it out.")
+    return built
+
+
+def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
+    """Refuse processes that would share a group: its images could not be compared.
+
+    Raises:
+        UserError: the groups cannot be divided among the processes.
+    """
+    if prompts_per_iteration % world:
+        raise UserError(
+            f"rollout.prompts_per_iteration is {prompts_per_iteration} and there are {world} processes: some "
+            "group would be spread over two, and its images could not be compared. Use a multiple of "
+            f"{world}."
+        )

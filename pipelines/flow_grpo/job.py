@@ -7,29 +7,32 @@ import json
 from pathlib import Path
 from typing import Any
 
-from visalign.pipelines.shared.interrupted import TrainingInterrupted
-from visalign.pipelines.shared.job import Job, PolicyRun, result_folder, run_job, run_settings
-from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced, heldout_metrics
+from visalign.pipelines.shared.job import (
+    PolicyRun,
+    TrainingInterrupted,
+    build_trainer,
+    on_the_way,
+    result_folder,
+    run_job,
+)
+from visalign.pipelines.shared.parts import build_accelerator
 
-from .config import FlowGRPOConfig
+from .config import FlowGRPOConfig, PrefGRPOConfig
 from .inputs import prepare
 from .parts import build_evaluator, build_policy
 from .plan import plan
 
-__all__ = ["FlowGRPOConfig", "TrainingInterrupted", "plan", "run"]
+__all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "plan", "run"]
 
 
-def run(
-    config: FlowGRPOConfig, output: Path, resume: bool = False, *, pipeline: str = "flow_grpo"
-) -> dict[str, Any]:
+def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str, Any]:
     """Run the job; see `visalign.pipelines.shared.job.run_job`."""
-    return run_job(config, output, resume, pipeline=pipeline, build=_build)
+    return run_job(config, output, resume, _build)
 
 
-def _build(config: FlowGRPOConfig, output: Path) -> Job:
+def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     """Everything a run needs; reads, writes nothing."""
-    from visalign.training import FlowGRPO, Trainer
-    from visalign.training.loop.progress import TrainingProgress
+    from visalign.training import FlowGRPO
 
     accelerator = build_accelerator(config.run, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
@@ -41,34 +44,24 @@ def _build(config: FlowGRPOConfig, output: Path) -> Job:
         steps=config.rollout.steps,
         timestep_schedule=config.rollout.timestep_schedule,
     )
-    some = evenly_spaced(inputs.heldout, config.evaluation.prompts_on_the_way)
-    trainer = Trainer(
-        FlowGRPO(
-            policy,
-            inputs.reward,
-            inputs.records,
-            rollout=config.rollout,
-            objective=config.objective,
-            seed=config.seed,
-            accelerator=accelerator,
-            strata=inputs.strata,
-            cycle=config.data.cycle,
-        ),
-        optimizer=config.optimizer,
-        run=run_settings(config, output),
-        evaluate=lambda _: heldout_metrics(measure(some, config.evaluation.seeds[:1])),
-        progress=TrainingProgress(
-            config.run.iterations,
-            max_seconds=config.run.max_seconds,
-            enabled=accelerator.is_main_process,
-        ),
+    algorithm = FlowGRPO(
+        policy,
+        inputs.reward,
+        inputs.records,
+        rollout=config.rollout,
+        objective=config.objective,
+        seed=config.seed,
+        accelerator=accelerator,
+        strata=inputs.strata,
+        cycle=config.data.cycle,
     )
-    ends = PolicyRun(
+    return PolicyRun(
         config=config,
         output=output,
+        trainer=build_trainer(config, output, algorithm, on_the_way(config, measure, inputs.heldout)),
+        fingerprints=inputs.fingerprints,
         title=f"Flow-GRPO on {config.model.path}",
         policy=policy,
-        trainer=trainer,
         measure=measure,
         heldout=inputs.heldout,
         samples="pictures",
@@ -79,16 +72,10 @@ def _build(config: FlowGRPOConfig, output: Path) -> Job:
         },
         seen=inputs.seen,
     )
-    return Job(trainer=trainer, fingerprints=inputs.fingerprints, before=ends.before, after=ends.after)
 
 
 def load_code(config: FlowGRPOConfig, output: Path) -> str:
-    """Python that loads the result into diffusers, run from where the job was.
-
-    Args:
-        config: of the run.
-        output: the run's folder.
-    """
+    """Python that loads the result into diffusers, run from where the job was."""
     folder = json.dumps(str(result_folder(config, output)))
     path, adapter = (json.dumps(name) for name in (config.model.path, config.model.adapter))
     if ":" in adapter:

@@ -11,12 +11,12 @@ import torch
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
+from visalign.pipelines.shared.parts import Records, no_loading_bars
 
 from .config import EvaluationConfig, ModelConfig
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
-from visalign.pipelines.shared.parts import Records, no_loading_bars
 
 
 def build_policy(model: ModelConfig, device: torch.device, seed: int) -> DiffusionPolicy:

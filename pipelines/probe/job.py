@@ -20,7 +20,7 @@ from visalign.evaluation.probes import response as answer
 from visalign.evaluation.probes.catalogue import Probe, chosen, examples
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import judge_identity
-from visalign.pipelines.shared.json_values import pretty
+from visalign.pipelines.shared.run_folder import pretty
 
 from .reference import Reference
 from .subjects import Comparer, Scorer

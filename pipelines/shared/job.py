@@ -1,54 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of every job that trains: measure, train, measure again, save, summarise."""
+"""The frame of every job that trains: measure, train, measure again, save, write summary and report."""
 
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visalign.config import config_to_yaml, flatten
+from visalign.config import flatten
+from visalign.training.loop.metrics import read_metrics
+from visalign.training.loop.runtime import peak_memory_bytes
+from visalign.versions import versions
 
-from .interrupted import TrainingInterrupted
-from .parts import Records, evenly_spaced, no_loading_bars
-from .results import costs_of, write_results
-from .run_folder import check_same_run
-from .run_inputs import FINGERPRINTS, check_unchanged, write_once
+from .parts import Records, evenly_spaced, heldout_metrics, no_loading_bars
+from .run_folder import check_same_run, check_unchanged, write_beginning
 from .sections import FREE_KEYS
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
-    from visalign.training import RunSettings, Trainer, TrainResult
+    from visalign.training import Trainer, TrainResult
     from visalign.training.loop.trainer import Counters
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The objects of a run."""
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C: the iteration was finished and saved; the command line says how to go on and exits with 130."""
 
+
+def resume_command(config: str, overrides: Sequence[str], folder: Path) -> str:
+    """The command line that continues a run, quoted for a shell.
+
+    >>> resume_command("shapes_quickstart", ["seed=1"], Path("my runs"))
+    "visalign train shapes_quickstart seed=1 --output 'my runs' --resume"
+    """
+    return shlex.join(["visalign", "train", config, *overrides, "--output", str(folder), "--resume"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(ABC):
+    """The objects of a run; all processes call `before` and `after`."""
+
+    config: Any
+    output: Path
     trainer: Trainer
     fingerprints: Mapping[str, str]
     """What was read -> SHA-256 of its content: a resume on other content is refused."""
-    before: Callable[[], Any]
-    """Measures the model before training, or reads what was measured; called in all processes."""
-    after: Callable[[Any, TrainResult, float], dict[str, Any]]
-    """(what `before` returned, result, seconds of `before`) -> summary; saves the model, measures it again,
-    writes the results; called in all processes."""
+
+    @abstractmethod
+    def before(self) -> Any:
+        """Measure the model before training, or read what was measured."""
+
+    @abstractmethod
+    def after(self, before: Any, result: TrainResult, measuring: float) -> dict[str, Any]:
+        """Save the model, measure it again, write the results; `measuring` are the seconds of `before`."""
+
+    def costs(self, result: TrainResult, measuring: float) -> dict[str, Any]:
+        """What every run spent, for its summary; memory is the GPU's if there is one."""
+        state, peak = result.counters, peak_memory_bytes()
+        return {
+            "iterations": state.iteration,
+            "updates": state.updates,
+            "updates_skipped": state.skipped,
+            "stopped": result.stopped,
+            "seconds": state.seconds + measuring,
+            "training_seconds": state.seconds,
+            "peak_memory_bytes": peak.get("cuda", peak.get("host")),
+        }
 
 
-def run_job(
-    config: Any, output: Path, resume: bool, *, pipeline: str, build: Callable[[Any, Path], Job]
-) -> dict[str, Any]:
+def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path], Job]) -> dict[str, Any]:
     """Run a job; nothing is written before everything that can be checked has been.
 
     Args:
-        config: the configuration, with a section `run`.
+        config: the configuration, with a section `run` and the name of its `pipeline`.
         output: run folder; new or empty, or with `resume` that of the run to continue.
         resume: continue from the newest whole checkpoint. The result is that of an uninterrupted run.
-        pipeline: name under which the run's own copy of the configuration can be run again.
         build: makes the objects; reads, writes nothing.
 
     Returns:
@@ -69,9 +100,7 @@ def run_job(
     if resume:
         check_unchanged(output, job.fingerprints)
     if accelerator.is_main_process:
-        write_once(output / "config.yaml", f"pipeline: {pipeline}\n" + config_to_yaml(config))
-        prints = json.dumps(dict(job.fingerprints), indent=1, sort_keys=True)
-        write_once(output / FINGERPRINTS, prints + "\n")
+        write_beginning(output, config, config.pipeline, job.fingerprints)
     accelerator.wait_for_everyone()
     if not config.run.trackers:
         return _work(job, resume)
@@ -97,19 +126,41 @@ def _work(job: Job, resume: bool) -> dict[str, Any]:
     return summary
 
 
-def run_settings(config: Any, output: Path) -> RunSettings:
-    """Length, checkpoints and evaluations of a run, from its sections run and evaluation."""
-    from visalign.training import RunSettings
+def build_trainer(
+    config: Any, output: Path, algorithm: Any, evaluate: Callable[[], Mapping[str, float]], **progress: Any
+) -> Trainer:
+    """The trainer of an algorithm by the sections optimizer, evaluation and run of a configuration.
 
-    return RunSettings(
-        folder=output,
-        iterations=config.run.iterations,
-        checkpoint_every=config.run.checkpoint_every,
-        keep_checkpoints=config.run.keep_checkpoints,
-        evaluate_every=config.evaluation.every,
-        max_seconds=config.run.max_seconds,
-        config=asdict(config),
-        free_keys=FREE_KEYS,
+    Args:
+        config: of the job.
+        output: the run's folder.
+        algorithm: what is trained.
+        evaluate: measures on the way.
+        **progress: more for `TrainingProgress`.
+    """
+    from visalign.training import RunSettings, Trainer, TrainingProgress
+
+    length = config.run
+    return Trainer(
+        algorithm,
+        optimizer=config.optimizer,
+        run=RunSettings(
+            folder=output,
+            iterations=length.iterations,
+            checkpoint_every=length.checkpoint_every,
+            keep_checkpoints=length.keep_checkpoints,
+            evaluate_every=config.evaluation.every,
+            max_seconds=length.max_seconds,
+            config=asdict(config),
+            free_keys=FREE_KEYS,
+        ),
+        evaluate=lambda _: evaluate(),
+        progress=TrainingProgress(
+            length.iterations,
+            max_seconds=length.max_seconds,
+            enabled=algorithm.accelerator.is_main_process,
+            **progress,
+        ),
     )
 
 
@@ -118,17 +169,17 @@ def result_folder(config: Any, output: Path) -> Path:
     return output / ("model" if config.model.lora is None else "lora")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyRun:
-    """A policy that is evaluated on held-out prompts before and after; makes the ends of a `Job`."""
+Measure = Callable[[Records, Sequence[int]], "HeldoutResult"]
+"""(records, seeds) -> the evaluation of the weights that the policy has."""
 
-    config: Any
-    output: Path
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRun(Job):
+    """A policy that is evaluated on held-out prompts before and after."""
+
     title: str
     policy: Any
-    trainer: Trainer
-    measure: Callable[[Records, Sequence[int]], HeldoutResult]
-    """Evaluates the weights that the policy has."""
+    measure: Measure
     heldout: Records
     samples: str
     """What is made of a prompt, in messages: pictures, completions."""
@@ -164,23 +215,56 @@ class PolicyRun:
         """Save the averaged weights, evaluate them, write summary and report."""
         if before is None:
             return {}
-        config, output, begin = self.config, self.output, time.perf_counter()
+        begin = time.perf_counter()
         with self.trainer.averaged():
             with no_loading_bars():
-                self.policy.save(result_folder(config, output))
-            after = self.measure(self.heldout, config.evaluation.seeds)
-        after.save(output / "after.npz")
-        way = config.evaluation
-        some = [self.prompt_text(r["prompt"]) for r in evenly_spaced(self.heldout, way.prompts_on_the_way)]
-        spent = measuring + time.perf_counter() - begin
-        return write_results(
+                self.policy.save(result_folder(self.config, self.output))
+            after = self.measure(self.heldout, self.config.evaluation.seeds)
+        after.save(self.output / "after.npz")
+        return self._write(before, after, result, measuring + time.perf_counter() - begin)
+
+    def _write(
+        self, before: HeldoutResult, after: HeldoutResult, result: TrainResult, evaluating: float
+    ) -> dict[str, Any]:
+        """summary.json and report.html, whose curve starts with the accuracy before on the same prompts."""
+        from visalign.evaluation import write_report, write_summary
+
+        output, found, way = self.output, versions(), self.config.evaluation
+        metrics, phases = read_metrics(output / "metrics.jsonl"), {"evaluation": 0.0}
+        for key, value in (entry for record in metrics for entry in record.items()):
+            if key.startswith("seconds/") and value is not None:
+                name = key.removeprefix("seconds/")
+                phases[name] = phases.get(name, 0.0) + value
+        phases["evaluation"] += evaluating
+        costs = {
+            **self.costs(result, evaluating),
+            "phases": phases,
+            **self.counts(result.counters),
+        }
+        spent = costs if self.seen is None else {**costs, "heldout_prompts_trained_on": self.seen}
+        shared: dict[str, Any] = {"config": asdict(self.config), "versions": found}
+        path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
+        accuracy = math.nan
+        if way.every:
+            some = evenly_spaced(self.heldout, way.prompts_on_the_way)
+            accuracy = before.accuracy_of([self.prompt_text(r["prompt"]) for r in some], way.seeds[:1])
+        write_report(
             output,
-            before,
-            after,
+            before=before,
+            after=after,
+            metrics=metrics,
+            costs=costs,
             title=self.title,
-            config=asdict(config),
-            costs=costs_of(output, result, spent, self.counts(result.counters)),
             load_code=self.load_code,
-            on_the_way=(some, way.seeds[:1]) if way.every else None,
+            resume_command=resume_command(str(output / "config.yaml"), [], output),
+            start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
             seen=self.seen,
+            **shared,
         )
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def on_the_way(config: Any, measure: Measure, heldout: Records) -> Callable[[], dict[str, float]]:
+    """The evaluation while a policy is trained: some held-out prompts, the first seed."""
+    some = evenly_spaced(heldout, config.evaluation.prompts_on_the_way)
+    return lambda: heldout_metrics(measure(some, config.evaluation.seeds[:1]))

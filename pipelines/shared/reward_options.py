@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--option` of commands that take several rewards: which options go to which."""
+"""Rewards of a command: their `--option` items, loading, the cache around them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,39 @@ from typing import Any
 
 from visalign.errors import UserError, suggestion
 
-from .option_items import parse_options
+
+def parse_options(items: list[str]) -> dict[str, Any]:
+    """`NAME=VALUE` items as options, the value read as YAML.
+
+    Raises:
+        UserError: an item without a name or "=", or a value that is no YAML.
+
+    >>> parse_options(["quality=90", "prefer=smaller"])
+    {'quality': 90, 'prefer': 'smaller'}
+    """
+    import yaml
+
+    found: dict[str, Any] = {}
+    for item in items:
+        name, sign, value = item.partition("=")
+        if not sign or not name.isidentifier():
+            raise UserError(f"--option is {item!r}; write NAME=VALUE, e.g. --option quality=90.")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--option {item!r}: the value cannot be read ({error}). Quote it.") from error
+    return found
 
 
 def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options by reward.
+    """Name of a reward, which is its label, -> its options.
 
     Args:
         items: `LABEL.NAME=VALUE` as typed; `NAME=VALUE` where there is one reward alone. Values are YAML.
-        names: The rewards' names as given, which are their labels.
-
-    Returns:
-        name -> options, for every name.
+        names: the rewards'.
 
     Raises:
-        UserError: An item names none of the rewards, or is no NAME=VALUE.
+        UserError: an item names none of the rewards, or is no NAME=VALUE.
 
     >>> reward_options(["jpeg_size.quality=90"], ["jpeg_size", "sharpness"])
     {'jpeg_size': {'quality': 90}, 'sharpness': {}}
@@ -47,15 +65,12 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
 
 
 def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., Any]) -> dict[str, Any]:
-    """Load rewards by name with their options.
+    """Name -> reward, each loaded once with its options (as `reward_options` takes them).
 
     Args:
-        names: As given.
-        options: As `reward_options` takes them.
+        names: as given.
+        options: as given.
         load: `visalign.rewards.catalogue.load_reward` or `load_judge`.
-
-    Returns:
-        name -> reward, each name once.
     """
     unique = list(dict.fromkeys(names))
     chosen = reward_options(options, unique)
@@ -63,14 +78,10 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., 
 
 
 def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """The same rewards, asked only for what the cache in that folder does not know.
-
-    Args:
-        rewards: label -> reward or pairwise judge.
-        folder: Of the cache; None changes nothing.
+    """The same rewards or judges, asked only for what the cache in that folder does not know; None: no cache.
 
     Raises:
-        RewardError: A reward has no identity, or scores images against their group.
+        RewardError: a reward has no identity, or scores images against their group.
     """
     if folder is None:
         return rewards
@@ -85,23 +96,3 @@ def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:
         else CachedJudge(reward, cache)
         for label, reward in rewards.items()
     }
-
-
-def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
-    """Refuse an output that exists, or that ends in none of the allowed endings.
-
-    Args:
-        path: As given; None is the screen.
-        endings: Allowed endings; none allows all.
-
-    Raises:
-        UserError: It cannot be used.
-    """
-    if path is None:
-        return
-    if endings and path.suffix.lower() not in endings:
-        raise UserError(
-            f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}."
-        )
-    if path.exists():
-        raise UserError(f"'{path}' exists, and nothing is overwritten. Give another name or remove it.")

@@ -1,35 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's results go: a folder that nothing is lost in."""
+"""What jobs and commands leave: folders and files in which nothing is lost, fingerprints, JSON."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from visalign.config import load_config
+from visalign.atomic import write_atomic
+from visalign.config import config_to_yaml, load_config
 from visalign.errors import UserError
+
+FINGERPRINTS = "inputs.json"
+"""File of a run folder: what was read -> SHA-256 of its content."""
 
 
 def dated_folder(name: str) -> Path:
-    """`runs/NAME-YYYYmmdd-HHMMSS` under the current folder; not created.
-
-    Args:
-        name: what the run is called.
-    """
+    """`runs/NAME-YYYYmmdd-HHMMSS` under the current folder; not created."""
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
-    """What the user gave, or a dated folder; checked by `check_run_folder`.
-
-    Args:
-        output: what the user gave.
-        name: name of the run, for a dated folder where nothing was given.
-        resume: whether the folder's run is to be continued.
+    """What the user gave, or a dated folder of that name; checked by `check_run_folder`.
 
     Raises:
         UserError: nothing is given although a run is to be resumed or several processes have to share the
@@ -49,11 +47,7 @@ def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
 
 
 def check_run_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse whatever would overwrite or lose results.
-
-    Args:
-        folder: where the run is to write; nothing is created.
-        resume: whether the folder's run is to be continued.
+    """Refuse whatever would overwrite or lose results; nothing is created.
 
     Raises:
         UserError: the folder is a file, holds something (without `resume`), or is absent (with it).
@@ -95,3 +89,73 @@ def check_same_run(config: Any, output: Path, *, resume: bool, free: Collection[
             )
         saved = load_config(type(config), output / "config.yaml")
         check_same_config(asdict(saved), asdict(config), free=free, where=f"the run in '{output}'")
+
+
+def fingerprint(records: Sequence[Mapping[str, Any]]) -> str:
+    """SHA-256 of records of JSON values."""
+    return hashlib.sha256(json.dumps(list(records), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
+    """Refuse to continue a run whose prompts or rewards have another content than when it began.
+
+    Args:
+        output: the run's folder; one without the file is of an earlier version, and is not checked.
+        fingerprints: of the present content.
+
+    Raises:
+        CheckpointError: listing what has changed.
+    """
+    from visalign.training.loop.checkpoint import check_same_config
+
+    path = output / FINGERPRINTS
+    if path.is_file():
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        check_same_config(saved, fingerprints, where=f"the run in '{output}' (SHA-256 of its inputs)")
+
+
+def write_beginning(output: Path, config: Any, pipeline: str, fingerprints: Mapping[str, str]) -> None:
+    """The run's own copy of its configuration, which can be run again, and what it has read."""
+    write_once(output / "config.yaml", f"pipeline: {pipeline}\n" + config_to_yaml(config))
+    prints = json.dumps(dict(fingerprints), indent=1, sort_keys=True)
+    write_once(output / FINGERPRINTS, prints + "\n")
+
+
+def write_once(path: Path, text: str) -> None:
+    """Write a file whole, and leave one that holds this text already as it is."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_atomic(path, text.encode("utf-8"))
+
+
+def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
+    """Refuse an output that exists, or that ends in none of the allowed endings (none allows all).
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    if path is None:
+        return
+    if endings and path.suffix.lower() not in endings:
+        raise UserError(
+            f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}."
+        )
+    if path.exists():
+        raise UserError(f"'{path}' exists, and nothing is overwritten. Give another name or remove it.")
+
+
+def pretty(result: Any) -> str:
+    """A result as indented JSON with a line feed; a number that is not finite is an error."""
+    return json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def summary_json(summary: Any) -> str:
+    """A summary as indented JSON; what is not a finite number is null."""
+    return json.dumps(_finite(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,28 +3,22 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError, suggestion
+from visalign.schema import STRICT
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def check_dtype(name: str, given: str | None) -> None:
-    """Refuse a dtype that is none of `DTYPES`; None passes."""
-    if given is not None and given not in DTYPES:
-        raise UserError(f"{name} is {given!r}. {suggestion(given, DTYPES)}Allowed: {', '.join(DTYPES)}.")
+Dtype = Literal["float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
-def at_least(name: str, given: float | None, least: float) -> None:
-    """Refuse a number below the least, or one that is not finite; None passes."""
-    if given is not None and not (math.isfinite(given) and given >= least):
-        raise UserError(f"{name} is {given}; it must be at least {least} and finite.")
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoraConfig:
     """The adapters that are trained."""
 
@@ -36,7 +30,7 @@ class LoraConfig:
     """Ends of the names of the layers that get an adapter; null: the attention projections."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardTerm:
     """One reward of the sum."""
 
@@ -52,65 +46,81 @@ class RewardTerm:
     """... and what divides."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardsConfig:
     """The sum that is optimized."""
 
     terms: dict[str, RewardTerm] = field(default_factory=lambda: {"shapes_verifier": RewardTerm()})
     """label -> term."""
-    normalise: str = "none"
+    normalise: Literal["none", "fixed", "batch"] = "none"
     """none, fixed (each term's mean and std) or batch (z-scores over the batch; one process only)."""
     allow_mixed_units: bool = False
     """Sum raw scores of different units all the same."""
 
     def __post_init__(self) -> None:
-        if self.normalise not in ("none", "fixed", "batch"):
-            raise UserError(f"rewards.normalise is {self.normalise!r}; it must be none, fixed or batch.")
         if not self.terms:
             raise UserError(
                 "rewards.terms is empty; name at least one reward, e.g. shapes_verifier: {weight: 1}."
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Length, checkpoints, machine."""
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class HeldoutConfig:
+    """Held-out evaluation: fixed seeds, averaged weights."""
 
-    iterations: int = 100
-    """Iterations: each samples, judges and updates."""
-    max_seconds: float | None = None
-    """Stop training at the end of the iteration that reaches this; makes the length depend on the machine.
-    A run that has used it up trains on only when it is resumed with more."""
-    checkpoint_every: int = 10
-    """Iterations between two checkpoints."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
-    device: str = "auto"
-    """auto (an accelerator where there is one) or cpu."""
-    threads: int | None = None
-    """CPU threads; null: as torch chooses. Another number may change the last bits."""
-    trackers: list[str] = field(default_factory=list)
-    """Trackers of accelerate besides metrics.jsonl: tensorboard, wandb, ..."""
+    seeds: Annotated[list[Natural], Field(min_length=1)] = field(default_factory=lambda: [0, 1])
+    """Samples per prompt, one for each seed."""
+    every: Natural = 0
+    """Iterations between two evaluations on the way; 0: only before and after."""
+    prompts_on_the_way: Count | None = 96
+    """Held-out prompts of those, evenly spaced, with the first seed; null: all."""
+    rewards: dict[str, RewardTerm] = field(default_factory=dict)
+    """label -> reward to report besides those trained on; weights play no part."""
+    correctness: str | None = None
+    """The reward that says right or wrong; null where none does."""
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "checkpoint_every", "keep_checkpoints", "threads"):
-            at_least(f"run.{name}", getattr(self, name), 1)
-        if self.device not in ("auto", "cpu"):
-            raise UserError(f"run.device is {self.device!r}; it must be auto or cpu.")
-        if self.max_seconds is not None and not self.max_seconds > 0:
+        if len(set(self.seeds)) != len(self.seeds):
             raise UserError(
-                f"run.max_seconds is {self.max_seconds}; it must be above 0, or null for no limit."
+                f"evaluation.seeds is {self.seeds}; give different numbers from 0 up, e.g. [0, 1]."
+            )
+
+    def check_correctness(self, *others: str) -> None:
+        """Refuse a judge of correctness that is none of the rewards here or of the `others`, trained on."""
+        known, judge = {**dict.fromkeys(others), **self.rewards}, self.correctness
+        if judge is not None and judge not in known:
+            where = "rewards.terms or evaluation.rewards" if others else "evaluation.rewards"
+            raise UserError(
+                f"evaluation.correctness is {judge!r}, which is no label of {where}. "
+                f"{suggestion(judge, known)}Labels: {', '.join(known)}; or null."
             )
 
 
-def check_correctness(judge: str | None, trained: RewardsConfig, reported: dict[str, RewardTerm]) -> None:
-    """Refuse a judge of correctness that is no label of the rewards; None passes."""
-    known = {**trained.terms, **reported}
-    if judge is not None and judge not in known:
-        raise UserError(
-            f"evaluation.correctness is {judge!r}, which is no label of rewards.terms or "
-            f"evaluation.rewards. {suggestion(judge, known)}Labels: {', '.join(known)}; or null."
-        )
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MachineConfig:
+    """Where it runs."""
+
+    device: Literal["auto", "cpu"] = "auto"
+    """auto (an accelerator where there is one) or cpu."""
+    threads: Count | None = None
+    """CPU threads; null: as torch chooses. Another number may change the last bits."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig(MachineConfig):
+    """Length, checkpoints, machine."""
+
+    iterations: Count = 100
+    """Iterations: each samples, judges and updates."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Stop training at the end of the iteration that reaches this; makes the length depend on the machine.
+    A run that has used it up trains on only when it is resumed with more."""
+    checkpoint_every: Count = 10
+    """Iterations between two checkpoints."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints that are kept."""
+    trackers: list[str] = field(default_factory=list)
+    """Trackers of accelerate besides metrics.jsonl: tensorboard, wandb, ..."""
 
 
 FREE_KEYS = (

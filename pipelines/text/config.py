@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a job that trains a text policy. YAML files hold only what differs from these."""
+"""The configuration of jobs that train a text policy. YAML files hold only what differs from these."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal
 
-from visalign.errors import UserError, suggestion
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
+    Count,
+    Dtype,
+    HeldoutConfig,
     LoraConfig,
+    Natural,
     RewardsConfig,
     RewardTerm,
     RunConfig,
-    at_least,
-    check_correctness,
-    check_dtype,
 )
+from visalign.schema import STRICT
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 
-CHATS = ("auto", "plain", "chat")
-VALUES = ("none", "shared", "separate")
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextModelConfig:
     """The language model."""
 
@@ -32,95 +34,82 @@ class TextModelConfig:
     """A packaged model, a transformers folder, or a hub id."""
     lora: LoraConfig | None = None
     """null trains the whole model; {} trains adapters on all linear layers."""
-    value: str = "none"
-    """Value function of PPO: none, shared (a head on the policy's hidden states) or separate (a network of
-    its own that starts from the same weights)."""
-    chat: str = "auto"
+    chat: Literal["auto", "plain", "chat"] = "auto"
     """How plain prompts are read: auto (by the chat template where there is one), plain, or chat."""
     system: str | None = None
     """System message of every chat."""
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     """Of the weights: float32, bfloat16 or float16. Adapters are float32 always."""
-    autocast: str | None = None
+    autocast: Dtype | None = None
     """Run the model under autocast in this dtype; raise objective.ratio_bound with it."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, for memory."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Count | None = None
     """Longest prompt; null: what the context leaves."""
-    long_prompts: str = "refuse"
+    long_prompts: Literal["refuse", "mask"] = "refuse"
     """A longer prompt is an error (refuse), or its completions have weight 0 (mask)."""
-    generate_batch: int = 128
+    generate_batch: Count = 128
     """Completions that grow together; memory and speed only."""
-    score_batch: int = 64
+    score_batch: Count = 64
     """Completions per forward pass without gradient; memory and speed only."""
 
-    def __post_init__(self) -> None:
-        check_dtype("model.dtype", self.dtype)
-        check_dtype("model.autocast", self.autocast)
-        for name, given, allowed in (
-            ("value", self.value, VALUES),
-            ("chat", self.chat, CHATS),
-            ("long_prompts", self.long_prompts, ("refuse", "mask")),
-        ):
-            if given not in allowed:
-                raise UserError(
-                    f"model.{name} is {given!r}. {suggestion(given, allowed)}Allowed: {', '.join(allowed)}."
-                )
-        for name in ("generate_batch", "score_batch", "max_prompt_tokens"):
-            at_least(f"model.{name}", getattr(self, name), 1)
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActorCriticConfig(TextModelConfig):
+    """The language model and its value function."""
+
+    value: Literal["none", "shared", "separate"] = "none"
+    """Value function of PPO: none, shared (a head on the policy's hidden states) or separate (a network of
+    its own that starts from the same weights)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextDataConfig:
-    """The prompts."""
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PromptsConfig:
+    """The prompts that are completed."""
 
     train: str = "tasks:train"
-    """tasks:train, or a .jsonl file of records with "prompt" and what the rewards read."""
-    heldout: str = "tasks:heldout"
-    """tasks:heldout, or a file."""
+    """tasks:train, tasks:heldout, or a .jsonl file of records with "prompt" and what the rewards read."""
     tasks: list[str] | None = None
     """Kinds of the packaged tasks; null: all."""
     levels: list[int] | None = None
     """Difficulties of the packaged tasks, 1 to 3; null: all."""
-    size: int = 1900
+    size: Count = 1900
     """Records of tasks:train."""
-    heldout_per_task: int = 15
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class HeldoutPromptsConfig(PromptsConfig):
+    """Prompts to train on and prompts to measure on."""
+
+    heldout: str = "tasks:heldout"
+    """tasks:heldout, or a .jsonl file of prompts with what the rewards read."""
+    heldout_per_task: Count = 15
     """Records of each kind in tasks:heldout."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextDataConfig(HeldoutPromptsConfig):
+    """The prompts."""
+
     demonstrations: str | None = None
     """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
-    demonstrations_batch: int = 32
+    demonstrations_batch: Count = 32
     """Demonstrations per update."""
 
-    def __post_init__(self) -> None:
-        for name in ("size", "heldout_per_task", "demonstrations_batch"):
-            at_least(f"data.{name}", getattr(self, name), 1)
 
-
-@dataclass(frozen=True, kw_only=True)
-class TextEvaluationConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextEvaluationConfig(HeldoutConfig):
     """Held-out evaluation: fixed seeds, the rollout's distribution, averaged weights."""
 
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
+    seeds: Annotated[list[Natural], Field(min_length=1)] = field(default_factory=lambda: [0, 1, 2, 3])
     """Completions per prompt, one for each seed; one more is greedy."""
-    every: int = 0
-    """Iterations between two evaluations on the way; 0: only before and after."""
-    prompts_on_the_way: int | None = 96
-    """Held-out prompts of those, evenly spaced, with the first seed; null: all."""
     rewards: dict[str, RewardTerm] = field(default_factory=lambda: {"task_answer": RewardTerm()})
     """label -> reward to report besides those trained on; weights play no part."""
     correctness: str | None = "task_answer"
     """The reward that says right or wrong; null where none does."""
 
-    def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
-            raise UserError(
-                f"evaluation.seeds is {self.seeds}; give different numbers from 0 up, e.g. [0, 1]."
-            )
-        for name, least in (("every", 0), ("prompts_on_the_way", 1)):
-            at_least(f"evaluation.{name}", getattr(self, name), least)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProcessConfig:
     """A process reward model that judges a completion's steps (`visalign.rewards.text.process_reward`)."""
 
@@ -132,7 +121,7 @@ class ProcessConfig:
     """Other arguments of `ProcessRewardModel`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ServerConfig:
     """A vLLM (or other OpenAI-compatible) server that writes the completions; see
     `visalign.adapters.server.generator`."""
@@ -143,31 +132,31 @@ class ServerConfig:
     """The model's name on the server."""
     logprobs_mode: str = "raw_logprobs"
     """As the server was started; processed_logprobs is needed for any temperature but 1, top-k and top-p."""
-    max_logprobs: int = 20
+    max_logprobs: Count = 20
     """As the server was started."""
     api_key_env: str | None = None
     """Environment variable with the key; a key has no place in a file."""
-    parallel: int = 64
+    parallel: Count = 64
     """Requests at a time."""
     timeout: float = 600.0
     """Seconds for one completion."""
-    sync_every: int = 1
+    sync_every: Count = 1
     """Iterations between two loads of the adapters into the server; above 1 is off-policy on purpose."""
     server_folder: str | None = None
     """The run's folder `server_adapter` as the server sees it; null: the same path."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_logprobs", "parallel", "sync_every"):
-            at_least(f"server.{name}", getattr(self, name), 1)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextConfig:
-    """What the text jobs share."""
+    """What the jobs of reinforcement learning share."""
 
-    seed: int = 0
+    pipeline: ClassVar[str]
+    method: ClassVar[str]
+    """In the title of the report."""
+
+    seed: Natural = 0
     """Of the run: prompts, completions, new weights."""
-    model: TextModelConfig = field(default_factory=TextModelConfig)
+    model: ActorCriticConfig = field(default_factory=ActorCriticConfig)
     """The language model."""
     data: TextDataConfig = field(default_factory=TextDataConfig)
     """The prompts."""
@@ -196,8 +185,7 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
-        at_least("seed", self.seed, 0)
-        check_correctness(self.evaluation.correctness, self.rewards, self.evaluation.rewards)
+        self.evaluation.check_correctness(*self.rewards.terms)
         objective = self.objective.build(length=self.rollout.max_new_tokens)
         if objective.value and self.model.value == "none":
             raise UserError(
@@ -220,4 +208,41 @@ class TextConfig:
                 f"objective.algorithm={self.objective.algorithm} has a ptx term, and data.demonstrations is "
                 "null. Set data.demonstrations to a file of records with prompt and completion, or to "
                 "tasks:train."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextGRPOConfig(TextConfig):
+    """GRPO, Dr.GRPO, GSPO, DAPO and kin: completions are compared within the group of their prompt."""
+
+    pipeline: ClassVar[str] = "text_grpo"
+    method: ClassVar[str] = "GRPO"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextPPOConfig(TextConfig):
+    """PPO-clip, PPO-KL, PPO-ptx: completions are compared with what a value function expected."""
+
+    pipeline: ClassVar[str] = "text_ppo"
+    method: ClassVar[str] = "PPO"
+
+    model: ActorCriticConfig = field(default_factory=lambda: ActorCriticConfig(value="separate"))
+    """The language model and its value function."""
+    rollout: TextRolloutSettings = field(
+        default_factory=lambda: TextRolloutSettings(prompts_per_iteration=64, group_size=2)
+    )
+    """How completions are made; groups serve dynamic sampling and statistics alone."""
+    objective: TextObjectiveSettings = field(
+        default_factory=lambda: TextObjectiveSettings(algorithm="ppo", epochs=2)
+    )
+    """The loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        built = self.objective.build(length=self.rollout.max_new_tokens)
+        if built.advantage != "gae":
+            raise UserError(
+                f"objective.algorithm={self.objective.algorithm} has no value function (advantage "
+                f"{built.advantage}), and this is the pipeline text_ppo. Use ppo, ppo_kl or ppo_ptx here, or "
+                "write 'pipeline: text_grpo' in the file."
             )

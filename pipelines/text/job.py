@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reinforcement learning of a text policy as a job: what `text_grpo` and `text_ppo` share."""
+"""The reinforcement learning of a text policy as a job, and what it shares with supervised fine-tuning."""
 
 from __future__ import annotations
 
-from functools import partial
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from visalign.pipelines.shared.job import Job, run_job, run_settings
-from visalign.pipelines.shared.parts import build_accelerator, heldout_metrics
+from visalign.evaluation.heldout.text import evaluate_text, prompt_text
+from visalign.pipelines.shared.job import (
+    Measure,
+    PolicyRun,
+    TrainingInterrupted,
+    build_trainer,
+    on_the_way,
+    result_folder,
+    run_job,
+)
+from visalign.pipelines.shared.parts import Records, build_accelerator, evenly_spaced
+from visalign.pipelines.shared.run_folder import fingerprint
 
-from .config import TextConfig
+from .config import TextConfig, TextGRPOConfig, TextPPOConfig
 from .parts import (
     build_demonstrations,
     build_log_partition,
@@ -21,20 +32,18 @@ from .parts import (
     prepare,
     syncing,
 )
-from .run import evaluator, text_job
 
-_NAMES = {"text_grpo": "GRPO", "text_ppo": "PPO"}
+__all__ = ["TextGRPOConfig", "TextPPOConfig", "TrainingInterrupted", "plan", "run"]
 
 
-def run(config: TextConfig, output: Path, resume: bool, *, pipeline: str) -> dict[str, Any]:
+def run(config: TextConfig, output: Path, resume: bool = False) -> dict[str, Any]:
     """Run the job; see `visalign.pipelines.shared.job.run_job`."""
-    return run_job(config, output, resume, pipeline=pipeline, build=partial(_build, _NAMES[pipeline]))
+    return run_job(config, output, resume, _build)
 
 
-def _build(name: str, config: TextConfig, output: Path) -> Job:
+def _build(config: TextConfig, output: Path) -> PolicyRun:
     """Everything a run needs; reads, writes nothing."""
-    from visalign.training import TextRL, Trainer
-    from visalign.training.loop.progress import TrainingProgress
+    from visalign.training import TextRL
     from visalign.training.text.trajectories import needs_reference
 
     accelerator = build_accelerator(config.run, output)
@@ -43,8 +52,6 @@ def _build(name: str, config: TextConfig, output: Path) -> Job:
     policy = build_text_policy(
         config.model, accelerator.device, config.seed, reference=needs_reference(objective)
     )
-    rollout, judge = config.rollout, config.evaluation.correctness
-    measure = evaluator(policy, inputs.rewards, rollout.sampling, rollout.stopping(), judge)
     generator = build_server(config, policy)
     algorithm = TextRL(
         policy,
@@ -62,36 +69,104 @@ def _build(name: str, config: TextConfig, output: Path) -> Job:
         process=build_process(config, policy),
         demonstrations=build_demonstrations(config, policy, inputs.demonstrations),
     )
-    trainer = Trainer(
-        algorithm,
-        optimizer=config.optimizer,
-        run=run_settings(config, output),
-        evaluate=lambda _: heldout_metrics(measure(inputs.some, config.evaluation.seeds[:1])),
-        progress=TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds),
-    )
     read = {"data.train": inputs.records, "data.heldout": inputs.heldout}
     if inputs.demonstrations is not None:
         read["data.demonstrations"] = inputs.demonstrations
-    return text_job(
-        config,
-        output,
-        name=name,
-        policy=policy,
-        trainer=trainer,
-        measure=measure,
-        heldout=inputs.heldout,
-        read=read,
+    return text_run(
+        config, output, config.method, policy, algorithm, inputs.rewards, inputs.heldout, config.rollout, read
     )
 
 
-def plan(config: TextConfig) -> dict[str, Any]:
-    """Batch arithmetic of a job.
+def text_run(
+    config: Any,
+    output: Path,
+    method: str,
+    policy: Any,
+    algorithm: Any,
+    rewards: Mapping[str, Any],
+    heldout: Records,
+    generation: Any,
+    read: Mapping[str, Records],
+    *,
+    said: Callable[[Any], Mapping[str, Any]] = lambda _: {},
+    seen: int | None = None,
+) -> PolicyRun:
+    """The run of a text policy.
 
     Args:
-        config: the configuration.
+        config: with model, optimizer, evaluation and run.
+        output: the run's folder.
+        method: for the title.
+        policy: that is trained.
+        algorithm: that trains it.
+        rewards: label -> reward of the evaluation.
+        heldout: held-out records.
+        generation: how held-out completions are made.
+        read: what was read, by its key in the configuration.
+        said: more entries of the summary, from the counters.
+        seen: held-out prompts that are trained on as well, where that is known.
+    """
 
-    Returns:
-        Groups of entries: batch, objective, evaluation.
+    def measure(records: Records, seeds: Any) -> Any:
+        return evaluate_text(
+            policy,
+            rewards,
+            records,
+            seeds=seeds,
+            sampling=generation.sampling,
+            stopping=generation.stopping(),
+            correctness=config.evaluation.correctness,
+        )
+
+    asked: Measure = measure
+    return PolicyRun(
+        config=config,
+        output=output,
+        trainer=build_trainer(config, output, algorithm, on_the_way(config, asked, heldout)),
+        fingerprints={key: fingerprint(records) for key, records in read.items()},
+        title=f"{method} on {config.model.path}",
+        policy=policy,
+        measure=asked,
+        heldout=heldout,
+        samples="completions",
+        load_code=load_code(config, output, sees=policy.processor is not None),
+        counts=lambda c: {**said(c), "samples": c.samples, "tokens": c.tokens},
+        prompt_text=prompt_text,
+        seen=seen,
+    )
+
+
+def load_code(config: Any, output: Path, *, sees: bool = False) -> str:
+    """Python that loads the result into transformers, run from where the job was; a model that sees pictures
+    has a processor."""
+    folder, base = (json.dumps(str(name)) for name in (result_folder(config, output), config.model.path))
+    kind, reader = "AutoModelForCausalLM", "AutoTokenizer"
+    if sees:
+        kind, reader = "AutoModelForImageTextToText", "AutoProcessor"
+    lines = [f"from transformers import {kind}, {reader}", ""]
+    if config.model.lora is None:
+        lines.append(f"model = {kind}.from_pretrained({folder})")
+    else:
+        lines = ["from peft import PeftModel", lines[0], "from visalign.data.assets import resolve_model", ""]
+        lines.append(f"base = {kind}.from_pretrained(resolve_model({base}))")
+        lines.append(f"model = PeftModel.from_pretrained(base, {folder})")
+    return "\n".join([*lines, f"{reader.removeprefix('Auto').lower()} = {reader}.from_pretrained({folder})"])
+
+
+def planned_evaluation(config: Any, heldout: Records, *, greedy: bool = True) -> dict[str, int]:
+    """How much is completed and judged before, on the way, and after; a greedy completion more per prompt."""
+    way, some = config.evaluation, len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
+    visits = config.run.iterations // way.every if way.every else 0
+    whole = 2 * len(heldout) * (len(way.seeds) + greedy)
+    return {
+        "heldout_prompts": len(heldout),
+        "evaluations_on_the_way": visits,
+        "completions": whole + visits * some * (1 + greedy),
+    }
+
+
+def plan(config: TextConfig) -> dict[str, Any]:
+    """Batch arithmetic of a job, in groups of entries.
 
     Raises:
         UserError: something in the configuration cannot be used.
@@ -100,9 +175,6 @@ def plan(config: TextConfig) -> dict[str, Any]:
     completions = rollout.prompts_per_iteration * rollout.group_size
     updates = config.objective.epochs * pace.updates_per_iteration
     objective = config.objective.build(length=rollout.max_new_tokens)
-    visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
-    greedy = int(config.evaluation.correctness is not None)
-    whole = 2 * len(inputs.heldout) * (len(config.evaluation.seeds) + greedy)
     return {
         "batch": {
             "training_prompts": len(inputs.records),
@@ -114,9 +186,7 @@ def plan(config: TextConfig) -> dict[str, Any]:
             "completions": completions * config.run.iterations,
         },
         "objective": {"algorithm": config.objective.algorithm, "source": objective.source},
-        "evaluation": {
-            "heldout_prompts": len(inputs.heldout),
-            "evaluations_on_the_way": visits,
-            "completions": whole + visits * len(inputs.some) * (1 + greedy),
-        },
+        "evaluation": planned_evaluation(
+            config, inputs.heldout, greedy=config.evaluation.correctness is not None
+        ),
     }

@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,17 +18,26 @@ from visalign.data.sets.prompt_files import load_demonstrations, with_completion
 from visalign.data.text_tasks.tasks import TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_text_judge
-from visalign.pipelines.shared.parts import Records, build_records, evenly_spaced, no_loading_bars
+from visalign.pipelines.shared.parts import Records, build_records, no_loading_bars
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.training.loop.sampler import PromptSampler
 
-from .config import TextConfig, TextDataConfig, TextModelConfig
+from .config import (
+    ActorCriticConfig,
+    HeldoutPromptsConfig,
+    PromptsConfig,
+    TextConfig,
+    TextEvaluationConfig,
+    TextModelConfig,
+)
 
 if TYPE_CHECKING:
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
 
 TASKS_TRAIN, TASKS_HELDOUT = "tasks:train", "tasks:heldout"
 """Names of the packaged records."""
+HELDOUT_PER_TASK = 15
+"""Packaged held-out records of each kind, where nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +46,6 @@ class TextInputs:
 
     records: Records
     heldout: Records
-    some: Records
-    """The held-out records of the evaluations on the way."""
     rewards: Mapping[str, Any]
     """label -> reward, those that are trained on and those that are only reported."""
     reward: Any
@@ -52,66 +61,84 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
         config: the configuration.
         device: the run's, where its judges compute too.
 
-    Returns:
-        Records and rewards; nothing is written.
-
     Raises:
         UserError, ValueError: something cannot be used, or does not fit the rest.
         RewardError: a reward that cannot be loaded.
     """
-    data = config.data
-    records = _records(data.train, "data.train", data, config.seed)
-    heldout = _records(data.heldout, "data.heldout", data, config.seed)
-    rewards = _terms({**config.evaluation.rewards, **config.rewards.terms}, device)
-    judge = config.evaluation.correctness
-    if judge is not None:
-        check_text_judge(judge, rewards[judge], heldout[0])
-    PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, config.seed)
+    data, seed = config.data, config.seed
+    records = text_records("train", data, seed)
+    heldout, rewards = heldout_inputs(data, config.evaluation, seed, device, trained=config.rewards.terms)
+    PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, seed)
     demonstrations = None
     if data.demonstrations is not None:
-        demonstrations = _demonstrations(data.demonstrations, data, config.seed)
+        demonstrations = text_demonstrations("demonstrations", data, seed, "solution", "completion")
     return TextInputs(
         records=records,
         heldout=heldout,
-        some=evenly_spaced(heldout, config.evaluation.prompts_on_the_way),
         rewards=rewards,
-        reward=_sum(config.rewards, rewards),
+        reward=text_sum(config.rewards, rewards),
         demonstrations=demonstrations,
     )
 
 
-def _records(source: str, field: str, data: TextDataConfig, seed: int) -> Records:
-    tasks = TASKS if data.tasks is None else tuple(data.tasks)
+def heldout_inputs(
+    data: HeldoutPromptsConfig,
+    evaluation: TextEvaluationConfig,
+    seed: int,
+    device: str | None,
+    trained: Mapping[str, RewardTerm] | None = None,
+) -> tuple[Records, dict[str, Any]]:
+    """Held-out records and the rewards that judge them, those that are trained on among them."""
+    heldout, judge = text_records("heldout", data, seed), evaluation.correctness
+    rewards = text_rewards({**evaluation.rewards, **(trained or {})}, device)
+    if judge is not None:
+        check_text_judge(judge, rewards[judge], heldout[0])
+    return heldout, rewards
+
+
+def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
+    """Prompt records of a source, packaged ones or those of a file; `key` is that of the source in `data`."""
+    source, tasks = getattr(data, key), TASKS if data.tasks is None else tuple(data.tasks)
     chosen: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
     try:
         if source == TASKS_TRAIN:
             return text_tasks(data.size, seed=seed, split="train", tasks=tasks, **chosen)
         if source == TASKS_HELDOUT:
-            return heldout_tasks(data.heldout_per_task, tasks=tasks, **chosen)
+            return heldout_tasks(getattr(data, "heldout_per_task", HELDOUT_PER_TASK), tasks=tasks, **chosen)
     except UserError as error:
-        raise UserError(f"{field}: {error}") from error
+        raise UserError(f"data.{key}: {error}") from error
     if source.startswith("tasks:"):
         raise UserError(
-            f"{field} is {source!r}; the packaged records are {TASKS_TRAIN} and {TASKS_HELDOUT}, anything "
+            f"data.{key} is {source!r}; the packaged records are {TASKS_TRAIN} and {TASKS_HELDOUT}, anything "
             "else is a .jsonl file."
         )
-    return build_records(source, field)
+    return build_records(source, f"data.{key}")
 
 
-def _demonstrations(source: str, data: TextDataConfig, seed: int) -> Records:
-    """Demonstrations; a file may hold several for a prompt."""
+def text_demonstrations(
+    key: str, data: PromptsConfig, seed: int, packaged: str | None, written: str | None
+) -> Records:
+    """Records with prompt and completion; a file may hold several for a prompt.
+
+    Args:
+        key: of the source in `data`.
+        data: the section.
+        seed: of the packaged records.
+        packaged: field of their completions; None: completion, or solution.
+        written: the same for a file.
+    """
+    source = getattr(data, key)
     if source.startswith("tasks:"):
-        records = _records(source, "data.demonstrations", data, seed)
-        return [
-            with_completion(r, f"data.demonstrations: record {i}", "solution") for i, r in enumerate(records)
-        ]
+        records = text_records(key, data, seed)
+        return [with_completion(r, f"data.{key}: record {i}", packaged) for i, r in enumerate(records)]
     try:
-        return load_demonstrations(source, "completion")
+        return load_demonstrations(source, written)
     except UserError as error:
-        raise UserError(f"data.demonstrations: {error}") from error
+        raise UserError(f"data.{key}: {error}") from error
 
 
-def _terms(terms: Mapping[str, RewardTerm], device: str | None) -> dict[str, Any]:
+def text_rewards(terms: Mapping[str, RewardTerm], device: str | None = None) -> dict[str, Any]:
+    """Label -> loaded reward."""
     from visalign.rewards.catalogue import load_text_reward
 
     return {
@@ -120,7 +147,8 @@ def _terms(terms: Mapping[str, RewardTerm], device: str | None) -> dict[str, Any
     }
 
 
-def _sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
+def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
+    """The weighted sum of the loaded rewards."""
     from visalign.rewards.text.weighted_sum import WeightedTextSum
 
     fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
@@ -159,7 +187,7 @@ def build_text_policy(
         chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
         lora = text_lora(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
     head = None
-    if model.value == "shared":
+    if getattr(model, "value", "none") == "shared":
         head = ValueHead(network.config.get_text_config().hidden_size)
     moved: Any = network
     return CausalLMPolicy(
@@ -169,7 +197,7 @@ def build_text_policy(
         prompts=_encoder(model, tokenizer),
         value_head=head,
         max_prompt_tokens=model.max_prompt_tokens,
-        long_prompts=model.long_prompts,  # type: ignore[arg-type]  # checked by TextModelConfig
+        long_prompts=model.long_prompts,
         autocast=None if model.autocast is None else getattr(torch, model.autocast),
         gradient_checkpointing=model.gradient_checkpointing,
         reference=reference,
@@ -185,7 +213,7 @@ def _encoder(model: TextModelConfig, tokenizer: Any) -> Any:
     return PromptEncoder(tokenizer, plain_as_chat=as_chat, system=model.system)
 
 
-def build_value_model(model: TextModelConfig, device: torch.device) -> Any:
+def build_value_model(model: ActorCriticConfig, device: torch.device) -> Any:
     """The value network of its own, or None."""
     if model.value != "separate":
         return None
@@ -224,26 +252,15 @@ def build_demonstrations(
     )
 
 
-class _Process:
-    """A process reward model that reads rollouts of the policy's tokenizer."""
-
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self._model, self._tokenizer = model, tokenizer
-
-    def score_rollout(self, rollout: Any) -> Any:
-        """Judge the steps of every completion."""
-        return self._model.score_rollout(rollout, tokenizer=self._tokenizer)
-
-
 def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
-    """The judge of steps, or None."""
+    """The judge of steps, which reads rollouts of the policy's tokenizer, or None."""
     process = config.process
     if process is None:
         return None
     from visalign.rewards.text.process_reward import ProcessRewardModel
 
     model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
-    return _Process(model, policy.tokenizer)
+    return SimpleNamespace(score_rollout=partial(model.score_rollout, tokenizer=policy.tokenizer))
 
 
 def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:

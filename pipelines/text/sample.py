@@ -4,46 +4,152 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
+from pydantic.dataclasses import dataclass
 from rich.console import Console
+from torch import Tensor
 
 from visalign.atomic import write_atomic
-from visalign.config import config_to_yaml
 from visalign.data.sets.prompt_files import demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.shared.json_values import finite
 from visalign.pipelines.shared.parts import Records
-from visalign.pipelines.shared.run_folder import check_same_run
-from visalign.pipelines.shared.run_inputs import FINGERPRINTS, check_unchanged, fingerprint, write_once
+from visalign.pipelines.shared.run_folder import (
+    check_same_run,
+    check_unchanged,
+    fingerprint,
+    summary_json,
+    write_beginning,
+)
+from visalign.pipelines.shared.sections import (
+    Count,
+    MachineConfig,
+    Natural,
+    RewardsConfig,
+    RewardTerm,
+    Share,
+)
+from visalign.schema import STRICT
+from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
-from visalign.training.text.sampling_grid import Completions, join_completions, sample_point
-from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen
+from visalign.training.text.sampling_grid import (
+    Completions,
+    GridPoint,
+    grid_points,
+    join_completions,
+    sample_point,
+)
+from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen, statistics
+from visalign.training.text.selection import accepted_completions, best_of_group, every_valid
+from visalign.versions import versions
 
-from .config import TextConfig, TextDataConfig, TextEvaluationConfig
-from .parts import build_text_policy, prepare
-from .sample_config import TextSampleConfig
-from .sample_points import load_point, point_file, save_point
-from .sample_selection import OWN_FIELDS, chosen_completions, dataset_record, nothing_chosen, table
+from .config import PromptsConfig, TextModelConfig
+from .parts import build_text_policy, text_records, text_rewards, text_sum
 
 __all__ = ["TextSampleConfig", "plan", "run"]
 
 DATASET = "dataset.jsonl"
+POINTS = "points"
+"""Folder of a run: judged completions, a file per grid point, which a stopped run need not sample again."""
 FREE_KEYS = (
     *(f"selection.{name}" for name in ("rule", "threshold", "per_prompt", "truncated", "seed")),
     "rollout.prompts_per_call",
     "rollout.max_failure_rate",
 )
 """Keys that may differ when a run is resumed: they do not change the completions."""
+OWN_FIELDS = ("completion", "reward", "temperature", "top_p", "seed", "sample", "group")
+"""What the dataset adds to a prompt's record; `sample` counts the completions of one point to one prompt,
+`group` is the number of the prompt."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Inputs:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GridConfig:
+    """How completions are made: every combination of temperature, nucleus and seed is a point of the grid."""
+
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    """τ."""
+    top_p: list[float] = field(default_factory=lambda: [1.0])
+    """Nuclei; 1: all tokens."""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """More seeds give more completions of the same distributions, without changing those that there are."""
+    samples: Count = 8
+    """n, completions to each prompt at each point."""
+    max_new_tokens: int = 256
+    """Tokens of a completion at most, its end token included."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion."""
+    prompts_per_call: Count = 64
+    """Prompts that are completed and judged together; memory only."""
+    max_failure_rate: Share = 0.1
+    """Share of a point's completions that may go unjudged before the run stops."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.points()
+        except UserError as error:
+            raise UserError(f"rollout.{error}") from error
+        self.stopping()
+
+    def points(self) -> list[GridPoint]:
+        """The points of the grid, the seeds of one distribution next to each other."""
+        return grid_points(self.temperatures, self.top_p, self.seeds)
+
+    def stopping(self) -> StoppingCriteria:
+        """What ends a completion."""
+        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SelectionConfig:
+    """Which completions become the dataset. Completions that could not be judged never do."""
+
+    rule: Literal["all", "best_of_n", "rejection"] = "rejection"
+    """all; best_of_n (the highest reward of each prompt over the whole grid, ties by lot); or rejection
+    (those of at least the threshold)."""
+    threshold: float = 1.0
+    """Reward from which a completion is accepted; under every rule it is also what pass@k counts."""
+    per_prompt: Count | None = 4
+    """With rejection, completions of one prompt at most, completions that differ first; null: no limit."""
+    truncated: bool = False
+    """Whether completions that met the length limit may be chosen. A dataset takes them for whole."""
+    seed: Natural = 0
+    """Of the lots."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.threshold):
+            raise UserError("selection.threshold is not a number; give the smallest reward to accept.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextSampleConfig:
+    """Sample completions over a grid, judge them, and keep the good ones as a dataset."""
+
+    pipeline: ClassVar[str] = "text_sample"
+
+    seed: Natural = 0
+    """Of the run: the packaged prompts and all completions."""
+    model: TextModelConfig = field(default_factory=TextModelConfig)
+    """The language model."""
+    data: PromptsConfig = field(default_factory=PromptsConfig)
+    """The prompts."""
+    rewards: RewardsConfig = field(default_factory=lambda: RewardsConfig(terms={"task_answer": RewardTerm()}))
+    """What judges the completions."""
+    rollout: GridConfig = field(default_factory=GridConfig)
+    """How completions are made."""
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    """Which completions become the dataset; may change when a finished run is resumed."""
+    run: MachineConfig = field(default_factory=MachineConfig)
+    """Where it runs."""
+
+
+class _Inputs(NamedTuple):
     records: Records
     reward: Any
 
@@ -63,8 +169,6 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> dict[st
         UserError: something in the configuration or the folder cannot be used, or nothing was selected.
         RewardFailure: too many completions of a point could not be judged.
     """
-    import torch
-
     begin, output = time.perf_counter(), Path(output)
     check_same_run(config, output, resume=resume, free=FREE_KEYS)
     inputs = _prepare(config)
@@ -79,30 +183,21 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> dict[st
 
 def _prepare(config: TextSampleConfig) -> _Inputs:
     """Prompts and reward, checked."""
-    data = config.data
-    found = prepare(
-        TextConfig(
-            seed=config.seed,
-            data=TextDataConfig(
-                train=data.train, heldout=data.train, tasks=data.tasks, levels=data.levels, size=data.size
-            ),
-            rewards=config.rewards,
-            evaluation=TextEvaluationConfig(rewards={}, correctness=None),
-        )
-    )
-    for place, record in enumerate(found.records):
+    records = text_records("train", config.data, config.seed)
+    reward = text_sum(config.rewards, text_rewards(config.rewards.terms))
+    for place, record in enumerate(records):
         if taken := [name for name in OWN_FIELDS if name in record]:
             raise UserError(
                 f"data.train: record {place} has the field {taken[0]!r}, which the dataset writes itself "
                 f"({', '.join(OWN_FIELDS)}). Rename it."
             )
-    most = float(found.reward.range[1])
+    most = float(reward.range[1])
     if config.selection.threshold > most:
         raise UserError(
             f"selection.threshold is {config.selection.threshold:g}, and the rewards reach {most:g} at most: "
             "no completion could be accepted. Lower the threshold, or change rewards.terms."
         )
-    return _Inputs(records=found.records, reward=found.reward)
+    return _Inputs(records=records, reward=reward)
 
 
 def _sample(
@@ -112,16 +207,13 @@ def _sample(
     points = config.rollout.points()
     missing = [i for i in range(len(points)) if not point_file(output, i).is_file()]
     policy = _policy(config) if missing else None
-    write_once(output / "config.yaml", "pipeline: text_sample\n" + config_to_yaml(config))
-    write_once(output / FINGERPRINTS, json.dumps(dict(prints), indent=1, sort_keys=True) + "\n")
+    write_beginning(output, config, config.pipeline, prints)
     for place in missing:
         _sample_point(config, inputs, policy, place, point_file(output, place))
     return join_completions([load_point(point_file(output, i)) for i in range(len(points))])
 
 
 def _policy(config: TextSampleConfig) -> Any:
-    import torch
-
     cuda = config.run.device == "auto" and torch.cuda.is_available()
     return build_text_policy(
         config.model, torch.device("cuda" if cuda else "cpu"), config.seed, reference=False
@@ -168,8 +260,6 @@ def _select(
     config: TextSampleConfig, inputs: _Inputs, completions: Completions, output: Path, begin: float
 ) -> dict[str, Any]:
     """Choose, write the dataset and the summary."""
-    from visalign.versions import versions
-
     rule = config.selection
     free = may_be_chosen(completions, truncated=rule.truncated)
     chosen = sorted(chosen_completions(rule, completions, free), key=lambda i: (completions.prompt[i], i))
@@ -197,19 +287,13 @@ def _select(
         "config": asdict(config),
         "versions": versions(),
     }
-    text = json.dumps(finite(summary), indent=2, allow_nan=False, ensure_ascii=False)
-    write_atomic(output / "summary.json", (text + "\n").encode("utf-8"))
+    text = summary_json(summary)
+    write_atomic(output / "summary.json", text.encode("utf-8"))
     return json.loads(text)
 
 
 def plan(config: TextSampleConfig) -> dict[str, Any]:
-    """What a job would sample.
-
-    Args:
-        config: the configuration.
-
-    Returns:
-        Groups of entries: sampling, selection.
+    """What a job would sample, in groups of entries.
 
     Raises:
         UserError: something in the configuration cannot be used.
@@ -227,3 +311,123 @@ def plan(config: TextSampleConfig) -> dict[str, Any]:
         },
         "selection": {"rule": rule.rule, "records_at_most": each * len(inputs.records)},
     }
+
+
+def point_file(output: Path, place: int) -> Path:
+    """Where the completions of point `place` of the grid stand."""
+    return output / POINTS / f"{place:03d}.json"
+
+
+def save_point(path: Path, completions: Completions) -> None:
+    """Write the completions of one grid point, whole or not at all."""
+    rewards = [value if math.isfinite(value) else None for value in completions.reward.tolist()]
+    point = completions.point[0]
+    content = {
+        "point": {"temperature": point.temperature, "top_p": point.top_p, "seed": point.seed},
+        "prompt": list(completions.prompt),
+        "number": list(completions.number),
+        "text": list(completions.text),
+        "reward": rewards,
+        "tokens": list(completions.tokens),
+        "truncated": completions.truncated.tolist(),
+        "reason": list(completions.reason),
+    }
+    write_atomic(path, json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8"))
+
+
+def load_point(path: Path) -> Completions:
+    """Read what `save_point` wrote.
+
+    Raises:
+        UserError: the file was changed.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        size = len(content["text"])
+        reward = [math.nan if value is None else value for value in content["reward"]]
+        return Completions(
+            prompt=content["prompt"],
+            number=content["number"],
+            point=[GridPoint(**content["point"])] * size,
+            text=content["text"],
+            reward=torch.tensor(reward, dtype=torch.float32),
+            tokens=content["tokens"],
+            truncated=torch.tensor(content["truncated"], dtype=torch.bool),
+            reason=content["reason"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"The completions in '{path}' cannot be read ({error}). Delete the file and resume: they are "
+            "sampled again."
+        ) from error
+
+
+def chosen_completions(rule: SelectionConfig, completions: Completions, free: Tensor) -> list[int]:
+    """Places of the completions that become the dataset; `free`, bool [B], are those that may be."""
+    if rule.rule == "all":
+        return every_valid(free)
+    if rule.rule == "best_of_n":
+        return best_of_group(completions.reward, completions.prompt, seed=rule.seed, valid=free)
+    return accepted_completions(
+        completions.reward,
+        completions.prompt,
+        completions.text,
+        threshold=rule.threshold,
+        per_group=rule.per_prompt,
+        seed=rule.seed,
+        valid=free,
+    )
+
+
+def nothing_chosen(rule: SelectionConfig, completions: Completions, free: Tensor, output: Path) -> UserError:
+    """What to say where no completion was chosen."""
+    if not bool(free.any()):
+        cut = int(completions.truncated.sum())
+        return UserError(
+            f"None of the {len(completions)} completions may be chosen: {cut} of them met the length limit. "
+            "No dataset was written. Raise rollout.max_new_tokens in a new run, or set "
+            "selection.truncated=true and go on with --resume."
+        )
+    best = float(completions.reward[free].max())
+    return UserError(
+        f"None of the {len(completions)} completions was accepted: the highest reward is {best:g}, and "
+        f"selection.threshold is {rule.threshold:g}. No dataset was written; the completions are kept in "
+        f"'{output}'. Lower the threshold and go on with --resume, or sample more."
+    )
+
+
+def dataset_record(records: Records, completions: Completions, place: int) -> dict[str, Any]:
+    """A line of the dataset: prompt, completion, how it came about, and the rest of the prompt's record."""
+    point, record = completions.point[place], records[completions.prompt[place]]
+    own = {
+        "completion": completions.text[place],
+        "reward": float(completions.reward[place]),
+        "temperature": point.temperature,
+        "top_p": point.top_p,
+        "seed": point.seed,
+        "sample": completions.number[place],
+        "group": completions.prompt[place],
+    }
+    return {"prompt": record["prompt"], **own, **{k: v for k, v in record.items() if k != "prompt"}}
+
+
+def table(
+    completions: Completions, free: Tensor, chosen: Sequence[int], threshold: float, by: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Statistics of the completions that agree in some fields of their points.
+
+    Args:
+        completions: B completions.
+        free: bool [B], which may be chosen.
+        chosen: places of those that were.
+        threshold: smallest reward that is accepted.
+        by: names of the fields.
+    """
+    keys = [tuple(getattr(point, name) for name in by) for point in completions.point]
+    rows = []
+    for key in dict.fromkeys(keys):
+        places = [i for i, own in enumerate(keys) if own == key]
+        found = statistics(completions.rows(places), free[places], threshold=threshold)
+        picked = sum(keys[i] == key for i in chosen)
+        rows.append({**dict(zip(by, key, strict=True)), **found, "selected": picked})
+    return rows

@@ -3,31 +3,155 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
+
+from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError
-from visalign.pipelines.shared.job import Job, run_job, run_settings
-from visalign.pipelines.shared.parts import build_accelerator, heldout_metrics
+from visalign.pipelines.shared.job import PolicyRun, run_job
+from visalign.pipelines.shared.parts import Records, build_accelerator
+from visalign.pipelines.shared.sections import Count, Natural, RunConfig
+from visalign.schema import STRICT
+from visalign.text import Sampling, StoppingCriteria
+from visalign.training.loop.optimizer import OptimizerSettings
 
-from .parts import build_text_policy
-from .run import evaluator, text_job
-from .sft_config import TextSFTConfig
-from .sft_inputs import prepare_sft, prompt_keys
+from .config import HeldoutPromptsConfig, TextEvaluationConfig, TextModelConfig
+from .job import planned_evaluation, text_run
+from .parts import build_text_policy, heldout_inputs, text_demonstrations
 
 __all__ = ["TextSFTConfig", "plan", "run"]
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DemonstrationsDataConfig(HeldoutPromptsConfig):
+    """The demonstrations, and the prompts of the evaluation."""
+
+    train: str = "tasks:train"
+    """tasks:train, or a .jsonl file of records with "prompt" and a completion, such as the dataset.jsonl of
+    the job text_sample; a prompt may have several."""
+    field: str | None = None
+    """Where the completion stands in a record; null: completion, or solution where there is none."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """A record that is longer than the model's context is an error (refuse), or left out (drop)."""
+    batch: Count = 32
+    """Demonstrations per update; each epoch reads every record once, in a new order."""
+
+    def __post_init__(self) -> None:
+        if self.field == "":
+            raise UserError("data.field is empty; name the field of the completions, or null.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GenerationConfig:
+    """How the held-out completions are made."""
+
+    temperature: float = 1.0
+    """τ of the sampled completions; the greedy ones need none."""
+    top_p: float = 1.0
+    """Nucleus; 1: all."""
+    max_new_tokens: int = 256
+    """Tokens of a completion at most, its end token included."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.greedy:
+            raise UserError(
+                "generation.temperature is 0; greedy completions are measured besides the sampled ones. Give "
+                "a temperature above 0, for example 1."
+            )
+        self.stopping()
+
+    @property
+    def sampling(self) -> Sampling:
+        """The distribution that tokens are drawn from."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p)
+
+    def stopping(self) -> StoppingCriteria:
+        """What ends a completion."""
+        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextSFTConfig:
+    """Learn demonstrations: a cold start, or one round of rejection sampling."""
+
+    pipeline: ClassVar[str] = "text_sft"
+
+    seed: Natural = 0
+    """Of the run: order of the demonstrations, new weights of adapters."""
+    model: TextModelConfig = field(default_factory=TextModelConfig)
+    """The language model."""
+    data: DemonstrationsDataConfig = field(default_factory=DemonstrationsDataConfig)
+    """The demonstrations."""
+    optimizer: OptimizerSettings = field(
+        default_factory=lambda: OptimizerSettings(
+            lr=1e-4, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
+        )
+    )
+    """How the weights move; micro_batch counts demonstrations, ema_decay 0 leaves averaging out."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """How the held-out completions are made."""
+    evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
+    """What is measured before, on the way, and after."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Length, checkpoints, machine."""
+
+    def __post_init__(self) -> None:
+        if not self.evaluation.rewards:
+            raise UserError(
+                "evaluation.rewards is empty; name at least one reward that judges the held-out completions, "
+                "e.g. {exact_answer: {}}."
+            )
+        self.evaluation.check_correctness()
+
+
+@plain_dataclass(frozen=True, kw_only=True)
+class SFTInputs:
+    """Demonstrations, held-out records and rewards of a job."""
+
+    demonstrations: Records
+    """Each with prompt and completion."""
+    heldout: Records
+    rewards: Mapping[str, Any]
+    """label -> reward of the evaluation."""
+    seen: int
+    """Held-out prompts that are learnt as well."""
+
+
+def prepare_sft(config: TextSFTConfig, device: str | None = None) -> SFTInputs:
+    """Read what the configuration names and check it: all that can be known without the model.
+
+    Raises:
+        UserError: something cannot be used, or does not fit the rest.
+        RewardError: a reward that cannot be loaded.
+    """
+    data = config.data
+    heldout, rewards = heldout_inputs(data, config.evaluation, config.seed, device)
+    demonstrations = text_demonstrations("train", data, config.seed, data.field, data.field)
+    seen = len(prompt_keys(demonstrations) & prompt_keys(heldout))
+    return SFTInputs(demonstrations=demonstrations, heldout=heldout, rewards=rewards, seen=seen)
+
+
+def prompt_keys(records: Records) -> set[str]:
+    """The different prompts of some records, as text."""
+    return {json.dumps(record["prompt"], sort_keys=True) for record in records}
+
+
 def run(config: TextSFTConfig, output: Path, resume: bool = False) -> dict[str, Any]:
     """Run the job; see `visalign.pipelines.shared.job.run_job`."""
-    return run_job(config, output, resume, pipeline="text_sft", build=_build)
+    return run_job(config, output, resume, _build)
 
 
-def _build(config: TextSFTConfig, output: Path) -> Job:
+def _build(config: TextSFTConfig, output: Path) -> PolicyRun:
     """Everything a run needs; reads, writes nothing."""
     from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
-    from visalign.training import SFT, Trainer
-    from visalign.training.loop.progress import TrainingProgress
+    from visalign.training import SFT
 
     accelerator = build_accelerator(config.run, output)
     inputs = prepare_sft(config, str(accelerator.device))
@@ -36,25 +160,17 @@ def _build(config: TextSFTConfig, output: Path) -> Job:
         fitting = fitting_demonstrations(policy, inputs.demonstrations, too_long=config.data.too_long)
     except UserError as error:
         raise UserError(f"data.train: {error}") from error
-    generation, judge = config.generation, config.evaluation.correctness
-    measure = evaluator(policy, inputs.rewards, generation.sampling, generation.stopping(), judge)
     batches = DemonstrationBatches(policy, fitting, size=config.data.batch, seed=config.seed)
-    trainer = Trainer(
-        SFT(policy, batches, accelerator=accelerator),
-        optimizer=config.optimizer,
-        run=run_settings(config, output),
-        evaluate=lambda _: heldout_metrics(measure(inputs.some, config.evaluation.seeds[:1])),
-        progress=TrainingProgress(config.run.iterations, max_seconds=config.run.max_seconds),
-    )
-    return text_job(
+    return text_run(
         config,
         output,
-        name="Supervised fine-tuning",
-        policy=policy,
-        trainer=trainer,
-        measure=measure,
-        heldout=inputs.heldout,
-        read={"data.train": inputs.demonstrations, "data.heldout": inputs.heldout},
+        "Supervised fine-tuning",
+        policy,
+        SFT(policy, batches, accelerator=accelerator),
+        inputs.rewards,
+        inputs.heldout,
+        config.generation,
+        {"data.train": inputs.demonstrations, "data.heldout": inputs.heldout},
         said=lambda counters: {
             "demonstrations": len(fitting),
             "demonstrations_left_out": len(inputs.demonstrations) - len(fitting),
@@ -65,21 +181,13 @@ def _build(config: TextSFTConfig, output: Path) -> Job:
 
 
 def plan(config: TextSFTConfig) -> dict[str, Any]:
-    """Batch arithmetic of a job.
-
-    Args:
-        config: the configuration.
-
-    Returns:
-        Groups of entries: batch, evaluation.
+    """Batch arithmetic of a job, in groups of entries.
 
     Raises:
         UserError: something in the configuration cannot be used.
     """
-    inputs, pace, length = prepare_sft(config), config.optimizer, config.run.iterations
-    updates = length * pace.updates_per_iteration
-    visits = length // config.evaluation.every if config.evaluation.every else 0
-    first = len(config.evaluation.seeds) + 1  # one more is greedy
+    inputs, length = prepare_sft(config), config.run.iterations
+    updates = length * config.optimizer.updates_per_iteration
     return {
         "batch": {
             "demonstrations": len(inputs.demonstrations),
@@ -90,9 +198,5 @@ def plan(config: TextSFTConfig) -> dict[str, Any]:
             "epochs": updates * config.data.batch / len(inputs.demonstrations),
             "iterations": length,
         },
-        "evaluation": {
-            "heldout_prompts": len(inputs.heldout),
-            "evaluations_on_the_way": visits,
-            "completions": 2 * len(inputs.heldout) * first + 2 * visits * len(inputs.some),
-        },
+        "evaluation": planned_evaluation(config, inputs.heldout),
     }

@@ -93,18 +93,5 @@ def _moved(model: TrainedModel) -> str:
     return model.train + "".join(f" but `{name}`" for name in model.frozen)
 
 
-def first_notes(judge: Any) -> list[str]:
-    """What is to be said of a judge before it is trained."""
-    if not hasattr(judge, "remember") or not judge.frozen:
-        return []
-    return ["Each picture is asked about once, when it is first read: the first iterations take the longest."]
-
-
-def card_notes(judge: Any) -> list[str]:
-    """What a judge has to say of itself as it is now; most have nothing."""
-    say = getattr(judge, "card_notes", None)
-    return [] if say is None else say()
-
-
 def _number(value: Any) -> str:
     return "–" if value is None or value != value else f"{value:.4f}"

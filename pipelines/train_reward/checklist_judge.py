@@ -19,20 +19,17 @@ from visalign.rewards.questions.checklist import Checklist
 from visalign.rewards.questions.reward_dance import YES_NO
 from visalign.rewards.questions.vision_reward import CHECKLIST, VisionReward, checklist_of
 from visalign.rewards.vlm.engine import Query
-from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.requests import check_fields
-from visalign.rewards.vlm.template import JudgeSettings, Template
-from visalign.rewards.vlm.yes_no import NO, YES, token_set
+from visalign.rewards.vlm.template import Template
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .batches import pair_batch, pair_images
 from .config import ChecklistModel
-from .examples import Example, Examples
-from .vlm_judges import refuse
-from .weights import add_lora, base_name, load_engine, moving, precision, shrink
+from .examples import Example, Examples, pair_batch, pair_images
+from .judges import SeeingJudge, moving, refuse
+from .vlm_judges import yes_and_no
 
 
-class ChecklistJudge:
+class ChecklistJudge(SeeingJudge):
     """Weights w ≥ 0 of a checklist, with signs that stay; with train=lora also what the model answers.
 
     A question whose given weight is negative speaks of a fault and keeps its sign, so that w ≥ 0 says that no
@@ -51,9 +48,9 @@ class ChecklistJudge:
     """
 
     def __init__(self, model: ChecklistModel, seed: int, device: torch.device) -> None:
-        self.settings, self.engine = model, load_engine(model, device)
+        super().__init__(model, device)
         self.checklist: Checklist = checklist_of(model.checklist, self.engine)
-        self.asked = Questions(self.engine, self.checklist)
+        self.asked = Questions(self, self.checklist)
         given = torch.tensor(list(self.checklist.rule.weights), device=device)
         self.sign = torch.where(given < 0, -1.0, 1.0)
         self.weights = nn.Parameter(given.abs())
@@ -61,7 +58,7 @@ class ChecklistJudge:
         if not self.frozen:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                add_lora(self.engine.model, model)
+                self.add_lora()
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("weights", self.weights), *moving(self.engine.model)]
@@ -104,7 +101,7 @@ class ChecklistJudge:
         if self.frozen:
             features = inputs.to(self.weights)
         else:
-            with precision(self.engine.network.device, self.settings.autocast):
+            with self.precision():
                 found, said["log_mass"] = self.asked.live(*inputs)
             features = found.to(self.weights)
         value = features @ (self.sign * self.weights) + self.checklist.rule.intercept
@@ -114,6 +111,11 @@ class ChecklistJudge:
         """The checklist with the weights as they are."""
         weights = tuple((self.sign * self.weights.detach().clamp(min=0.0)).cpu().tolist())
         return replace(self.checklist, rule=replace(self.checklist.rule, weights=weights))
+
+    def first_notes(self) -> list[str]:
+        """Why the first iterations take longer."""
+        once = "Each picture is asked about once, when it is first read"
+        return [f"{once}: the first iterations take the longest."] if self.frozen else []
 
     def card_notes(self) -> list[str]:
         """Lines for the card: what each answer weighs."""
@@ -127,36 +129,19 @@ class ChecklistJudge:
     def save(self, folder: Path) -> None:
         """What `VisionReward` reads: `judge.json` with checklist and base, and the adapters if there are
         any."""
-        settings, model = self.engine.settings, self.engine.model.eval()
-        folder.mkdir(parents=True, exist_ok=True)
-        base = base_name(self.settings.path, folder)
-        if not self.frozen:
-            model.save_pretrained(folder)
-            name_base(folder, base)
-        templates = {**settings.templates, **{t.name: t for t in self.asked.templates}}
-        rest = {**settings.rest, "base": base, "checklist": self.learnt().to_dict()}
-        JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
-        shrink(folder, getattr(torch, self.settings.save_dtype))
+        self.write(folder, self.asked.templates, {"checklist": self.learnt().to_dict()})
 
 
 class Questions:
-    """A checklist's questions to one model, and what its answers count.
+    """A checklist's questions to one judge's model, and what its answers count."""
 
-    Args:
-        engine: that answers.
-        checklist: what is asked.
-    """
-
-    def __init__(self, engine: Any, checklist: Checklist) -> None:
-        self.engine, self.checklist = engine, checklist
+    def __init__(self, judge: SeeingJudge, checklist: Checklist) -> None:
+        self.judge, self.checklist, engine = judge, checklist, judge.engine
         self.templates: list[Template] = [engine.template("checklist", CHECKLIST)]
         if checklist.rule.has_alignment:
             self.templates.append(engine.template("yes_no", YES_NO))
-        self._words = [
-            [token_set(engine, t.words.get(key), usual) for key, usual in (("yes", YES), ("no", NO))]  # type: ignore[arg-type]
-            for t in self.templates
-        ]
-        self._judge = VisionReward(engine, checklist=checklist)
+        self._words = [yes_and_no(engine, template) for template in self.templates]
+        self._scorer = VisionReward(engine, checklist=checklist)
         texts = [t.text for t in self.templates[1:]] + list(checklist.questions)
         self._of_prompt = any("{prompt}" in text for text in texts)
         self._known: dict[bytes, Tensor] = {}
@@ -184,7 +169,7 @@ class Questions:
         return torch.stack(found)
 
     def _ask(self, image: Tensor, prompt: str) -> Tensor:
-        scores = self._judge.score([image], [prompt])
+        scores = self._scorer.score([image], [prompt])
         refuse(failure_reasons(scores), [prompt])
         parts, rule = scores.parts or {}, self.checklist.rule
         said = torch.stack([parts[question] for question in self.checklist.questions], 1).double()
@@ -203,10 +188,10 @@ class Questions:
             for image, prompt in both
             for question in self.checklist.questions
         ]
-        rows, reasons = self.engine.encode(self.templates[0], asks)
+        rows, reasons = self.judge.engine.encode(self.templates[0], asks)
         if len(self.templates) > 1:
             given = check_fields(self.templates[1])
-            more, why = self.engine.encode(
+            more, why = self.judge.engine.encode(
                 self.templates[1],
                 [Query(images=[image], prompt=prompt, fields=given) for image, prompt in both],
             )
@@ -217,20 +202,13 @@ class Questions:
     def live(self, rows: list[Any], count: int) -> tuple[Tensor, Tensor]:
         """(features [count, F], ln P(yes or no) [count], its mean over the questions) of `rows`, with
         gradient where it is enabled."""
-        states = self.engine.states(rows)
+        states = self.judge.engine.states(rows)
         asked = count * len(self.checklist.questions)
-        odds, log_mass = self._odds(states[:asked], 0)
+        odds, log_mass = self.judge.odds(states[:asked], *self._words[0])
         masses, aligned = [log_mass.view(count, -1)], None
         if self.checklist.rule.has_alignment:
-            more, log_mass = self._odds(states[asked:], 1)
+            more, log_mass = self.judge.odds(states[asked:], *self._words[1])
             aligned = more.sigmoid()
             masses.append(log_mass[:, None])
         features = self.checklist.rule.features(odds.sigmoid().view(count, -1), aligned)
         return features, torch.cat(masses, 1).mean(1)
-
-    def _odds(self, states: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-        """Log-odds of yes over no, and the logarithm of what both have of all words."""
-        yes, no = self._words[kind]
-        logits = self.engine.head_logits(states, [*yes, *no])
-        log_mass = (logits.logsumexp(-1) - self.engine.log_total(states)).clamp(max=0.0)
-        return logits[:, : len(yes)].logsumexp(-1) - logits[:, len(yes) :].logsumexp(-1), log_mass

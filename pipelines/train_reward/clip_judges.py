@@ -17,13 +17,12 @@ from visalign.rewards.scorers.hp import Hp
 from visalign.rewards.scorers.ict import Ict
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .batches import pair_batch, pair_images
 from .config import HpModel, IctModel
-from .examples import Example
-from .weights import base_name, freeze, moving, precision
+from .examples import Example, pair_batch, pair_images
+from .judges import TrainedJudge, base_name, freeze
 
 
-class IctJudge:
+class IctJudge(TrainedJudge):
     """Two towers that learn the truncated cosines of what they were before.
 
     Args:
@@ -33,19 +32,12 @@ class IctJudge:
     """
 
     def __init__(self, model: IctModel, theta: float, device: torch.device) -> None:
-        self.judge = Ict.from_pretrained(model.path, device=device, cache_bytes=0)
-        self.module = self.judge.module
+        self.judge, self.theta = Ict.from_pretrained(model.path, device=device, cache_bytes=0), theta
+        super().__init__(model, self.judge.module, device)
         self.teacher = copy.deepcopy(self.module).eval().requires_grad_(False)
-        self.theta, self.settings = theta, model
         self.module.requires_grad_(True)
         freeze(self.module.encoder.model, model.frozen)
         self.module.encoder.logit_scale.requires_grad_(False)  # the cosine has none
-
-    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return moving(self.module)
-
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         """Triples, with the labels that the teacher gives them; or pairs, to be measured on."""
@@ -65,7 +57,7 @@ class IctJudge:
     @torch.no_grad()
     def _labels(self, pixels: Tensor, easy: Tensor, refined: Tensor) -> Any:
         count = len(easy)
-        with self._precision():
+        with self.precision():
             pictures = self.teacher.image_features(pixels[: 2 * count])
             texts = self.teacher.text_features(easy)
             between = (
@@ -77,7 +69,7 @@ class IctJudge:
         return ict_labels(scores[:count], scores[count:], between, theta=self.theta)
 
     def __call__(self, inputs: Any) -> Outputs:
-        with self._precision():
+        with self.precision():
             image = self.module.image_features(inputs["pixels"]).float()
             easy = self.module.text_features(inputs["easy"]).float()
             refined = inputs.get("refined", inputs["easy"])
@@ -89,13 +81,10 @@ class IctJudge:
     def save(self, folder: Path) -> None:
         """What `Ict.from_pretrained` reads."""
         self.module.eval()
-        self.judge.save(folder, dtype=getattr(torch, self.settings.save_dtype))
-
-    def _precision(self) -> Any:
-        return precision(self.module.encoder.device, self.settings.autocast)
+        self.judge.save(folder, dtype=self.save_dtype)
 
 
-class HpJudge:
+class HpJudge(TrainedJudge):
     """A tower and a new head that score the picture alone.
 
     Args:
@@ -109,7 +98,7 @@ class HpJudge:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.judge = Hp.untrained(model.path, widths=widths, device=device, cache_bytes=0)
-        self.module, self.settings = self.judge.module, model
+        super().__init__(model, self.judge.module, device)
         self.module.requires_grad_(False)
         self.module.head.requires_grad_(True)
         if model.train == "full":
@@ -123,22 +112,15 @@ class HpJudge:
             return model.visual
         return nn.ModuleList([model.vision_model, model.visual_projection])
 
-    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return moving(self.module)
-
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
-
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         """Pairs."""
         return pair_batch(self.judge.towers.pixels(pair_images(examples)), examples, heldout=heldout)
 
     def __call__(self, inputs: Any) -> Outputs:
-        with precision(self.module.encoder.device, self.settings.autocast):
+        with self.precision():
             return {"value": self.module(inputs)}
 
     def save(self, folder: Path) -> None:
         """What `Hp.from_pretrained` reads."""
         self.module.eval()
-        dtype = getattr(torch, self.settings.save_dtype)
-        self.judge.save(folder, dtype=dtype, base=base_name(self.settings.path, folder))
+        self.judge.save(folder, dtype=self.save_dtype, base=base_name(self.settings.path, folder))

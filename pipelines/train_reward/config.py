@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -17,13 +17,10 @@ from pydantic.dataclasses import dataclass
 from visalign.data.sets.sources import GENERATED
 from visalign.data.shapes.preferences import KINDS, Kind
 from visalign.errors import UserError
-from visalign.pipelines.shared.sections import LoraConfig, RunConfig
+from visalign.pipelines.shared.sections import Count, Dtype, LoraConfig, Natural, RunConfig
 from visalign.schema import STRICT
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-Count = Annotated[int, Field(ge=1)]
 
 JUDGE_TASKS = {
     "hpsv3": ("uncertainty", "uncertainty_upstream", "upstream_monte_carlo", "bradley_terry"),
@@ -182,7 +179,7 @@ class RewardDataConfig:
 class RewardEvaluationConfig:
     """What is measured on held-out examples while the judge trains."""
 
-    every: Annotated[int, Field(ge=0)] = 5
+    every: Natural = 5
     """Iterations between two evaluations; 0: only before and after."""
     batch: Count = 100
     """Examples that go through the network together."""
@@ -192,7 +189,9 @@ class RewardEvaluationConfig:
 class TrainRewardConfig:
     """Train a judge on pairs, votes or quality scores."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    pipeline: ClassVar[str] = "train_reward"
+
+    seed: Natural = 0
     """Of the run: generated data, order, new weights, dropout."""
     model: Annotated[
         Hpsv3Model | AnswerModel | ChecklistModel | IctModel | HpModel, Field(discriminator="kind")

@@ -16,7 +16,7 @@ from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
-from visalign.pipelines.shared.run_inputs import fingerprint
+from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.reward.tasks import TASKS
 
 from .config import ChecklistModel, TrainRewardConfig

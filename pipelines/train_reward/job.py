@@ -6,22 +6,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visalign.pipelines.shared.job import Job, run_job, run_settings
+from visalign.atomic import write_atomic
+from visalign.pipelines.shared.job import Job, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator
-from visalign.pipelines.shared.run_inputs import check_unchanged, write_once
+from visalign.pipelines.shared.run_folder import check_unchanged, summary_json, write_once
+from visalign.versions import versions
 
-from .card import card_notes, first_notes, reward_card
-from .config import TrainRewardConfig
-from .inputs import RewardInputs, prepare_reward
+from .card import reward_card
+from .config import ChecklistModel, HpModel, Hpsv3Model, IctModel, TrainRewardConfig
+from .inputs import prepare_reward
 from .measure import Measure
 
 if TYPE_CHECKING:
-    from visalign.training import Trainer, TrainResult
+    import torch
+
+    from visalign.training import TrainResult
+
+    from .judges import TrainedJudge
 
 __all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
 
@@ -30,162 +35,124 @@ JUDGE = "judge"
 
 
 def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[str, Any]:
-    """Run the job; nothing is written before everything that can be checked has been.
+    """Run the job; see `visalign.pipelines.shared.job.run_job`."""
 
-    Args:
-        config: the configuration.
-        output: run folder; new or empty, or with `resume` that of the run to continue.
-        resume: continue from the newest whole checkpoint. The result is that of an uninterrupted run.
+    def build(config: TrainRewardConfig, output: Path) -> RewardRun:
+        return _build(config, output, resume)
 
-    Returns:
-        The content of summary.json.
-
-    Raises:
-        UserError: something in the configuration, the data or the folder cannot be used.
-        TrainingInterrupted: after Ctrl-C.
-    """
-    return run_job(config, output, resume, pipeline="train_reward", build=partial(_build, resume))
+    return run_job(config, output, resume, build)
 
 
-def _build(resume: bool, config: TrainRewardConfig, output: Path) -> Job:
+def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
     """Everything a run needs; reads, writes nothing."""
-    from .judges import build_judge, remembered
+    from visalign.training import RewardModeling
+    from visalign.training.loop.progress import SHOWN_OF_A_JUDGE
+
+    from .examples import ExampleBatches
+    from .judges import compute_dtype
 
     inputs = prepare_reward(config)
     if resume:
-        check_unchanged(output, inputs.fingerprints)
+        check_unchanged(output, inputs.fingerprints)  # before the judge is loaded
     accelerator = build_accelerator(config.run, output)
-    judge = build_judge(config, accelerator.device)
-    inputs = replace(inputs, train=remembered(judge, inputs.train))
-    heldout = None if inputs.heldout is None else remembered(judge, inputs.heldout)
-    processes = (accelerator.process_index, accelerator.num_processes)
-    measure = Measure(config, judge, heldout, processes)
-    trainer = _trainer(config, inputs, judge, measure, accelerator, output)
-    for note in (*inputs.notes, *first_notes(judge)):
+    judge, data = build_judge(config, accelerator.device), config.data
+    train = judge.remember(inputs.train)
+    heldout = None if inputs.heldout is None else judge.remember(inputs.heldout)
+    measure = Measure(config, judge, heldout, (accelerator.process_index, accelerator.num_processes))
+    algorithm = RewardModeling(
+        judge,
+        ExampleBatches(train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed),
+        objective=config.objective,
+        accelerator=accelerator,
+        seed=config.seed,
+        compute_dtype=compute_dtype(config.model),
+    )
+    trainer = build_trainer(config, output, algorithm, measure, shown=SHOWN_OF_A_JUDGE)
+    for note in (*inputs.notes, *judge.first_notes()):
         trainer.progress.note(note)
-    return Job(
+    return RewardRun(
+        config=config,
+        output=output,
         trainer=trainer,
         fingerprints=inputs.fingerprints,
-        before=lambda: _before(trainer, measure, output / "before.json"),
-        after=partial(_after, config, inputs, judge, trainer, measure, output),
+        judge=judge,
+        measure=measure,
+        examples=len(inputs.train),
     )
 
 
-def _trainer(
-    config: TrainRewardConfig,
-    inputs: RewardInputs,
-    judge: Any,
-    measure: Measure,
-    accelerator: Any,
-    output: Path,
-) -> Trainer:
-    from visalign.training import RewardModeling, Trainer
-    from visalign.training.loop.progress import SHOWN_OF_A_JUDGE, TrainingProgress
+def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge:
+    """The judge on its device, ready to train.
 
-    from .batches import ExampleBatches
-    from .weights import compute_dtype
+    Raises:
+        UserError, FileNotFoundError, RewardError: the model cannot be loaded or is of another kind.
+    """
+    model, seed = config.model, config.seed
+    if isinstance(model, IctModel | HpModel):
+        from .clip_judges import HpJudge, IctJudge
 
-    data, length = config.data, config.run
-    batches = ExampleBatches(
-        inputs.train, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
-    )
-    return Trainer(
-        RewardModeling(
-            judge,
-            batches,
-            objective=config.objective,
-            accelerator=accelerator,
-            seed=config.seed,
-            compute_dtype=compute_dtype(config.model),
-        ),
-        optimizer=config.optimizer,
-        run=run_settings(config, output),
-        evaluate=lambda _: measure(),
-        progress=TrainingProgress(
-            length.iterations,
-            max_seconds=length.max_seconds,
-            enabled=accelerator.is_main_process,
-            shown=SHOWN_OF_A_JUDGE,
-        ),
-    )
+        is_ict = isinstance(model, IctModel)
+        return IctJudge(model, config.data.theta, device) if is_ict else HpJudge(model, seed, device)
+    if isinstance(model, ChecklistModel):
+        from .checklist_judge import ChecklistJudge
+
+        return ChecklistJudge(model, seed, device)
+    from .vlm_judges import AnswerJudge, Hpsv3Judge
+
+    judge = Hpsv3Judge if isinstance(model, Hpsv3Model) else AnswerJudge
+    return judge(model, seed, device)  # type: ignore[arg-type]  # of its own kind
 
 
-def _after(
-    config: TrainRewardConfig,
-    inputs: RewardInputs,
-    judge: Any,
-    trainer: Trainer,
-    measure: Measure,
-    output: Path,
-    before: dict[str, Any],
-    result: TrainResult,
-    measuring: float,
-) -> dict[str, Any]:
-    """Measure, save the judge with its card, write the summary."""
-    from visalign.training import peak_memory_bytes
-    from visalign.versions import versions
+@dataclass(frozen=True, kw_only=True)
+class RewardRun(Job):
+    """A judge that is measured on held-out labels before and after."""
 
-    begin = time.perf_counter()
-    with trainer.averaged():
-        after = measure(final=True)
-        measuring += time.perf_counter() - begin
-        if trainer.accelerator.is_main_process:
-            judge.save(output / JUDGE)
-        notes = card_notes(judge)
-    done, peak = result.counters, peak_memory_bytes()
-    summary = {
-        "before": before,
-        "after": after,
-        "examples": done.samples,
-        "epochs": done.samples / len(inputs.train),
-        "iterations": done.iteration,
-        "updates": done.updates,
-        "updates_skipped": done.skipped,
-        "stopped": result.stopped,
-        "seconds": done.seconds + measuring,
-        "training_seconds": done.seconds,
-        "trainable_parameters": sum(p.numel() for _, p in trainer.weights.named),
-        "peak_memory_bytes": peak.get("cuda", peak.get("host")),
-        "config": asdict(config),
-        "versions": versions(),
-    }
-    if trainer.accelerator.is_main_process:
-        from visalign.atomic import write_atomic
+    judge: TrainedJudge
+    measure: Measure
+    examples: int
+    """To learn from."""
 
-        card = reward_card(config, summary, len(inputs.train), notes)
-        write_atomic(output / JUDGE / "README.md", card.encode())
-        write_atomic(output / "summary.json", _json(summary).encode())
-    return json.loads(_json(summary))
+    def before(self) -> dict[str, Any]:
+        """The numbers before training: those of the file, or measured and written there."""
+        path, accelerator = self.output / "before.json", self.trainer.accelerator
+        is_known = path.is_file()
+        accelerator.wait_for_everyone()  # all have looked before one writes
+        if is_known:
+            return json.loads(path.read_text(encoding="utf-8"))
+        self.trainer.progress.note(f"Measuring on {self.measure.size} held-out examples before training.")
+        before = self.measure()
+        if accelerator.is_main_process:
+            write_once(path, summary_json(before))
+        return before
 
-
-def _before(trainer: Any, measure: Measure, path: Path) -> dict[str, Any]:
-    """The numbers before training: those of the file, or measured and written there."""
-    is_known = path.is_file()
-    trainer.accelerator.wait_for_everyone()  # all have looked before one writes
-    if is_known:
-        return json.loads(path.read_text(encoding="utf-8"))
-    trainer.progress.note(f"Measuring on {measure.size} held-out examples before training.")
-    before = measure()
-    if trainer.accelerator.is_main_process:
-        write_once(path, _json(before))
-    return before
-
-
-def _json(value: Any) -> str:
-    """As JSON text; what is not a finite number is null."""
-    from visalign.pipelines.shared.json_values import finite
-
-    return json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
+        """Measure, save the judge with its card, write the summary."""
+        begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
+        with self.trainer.averaged():
+            after = self.measure(final=True)
+            measuring += time.perf_counter() - begin
+            if is_first:
+                self.judge.save(self.output / JUDGE)
+            notes = self.judge.card_notes()
+        summary = {
+            "before": before,
+            "after": after,
+            "examples": result.counters.samples,
+            "epochs": result.counters.samples / self.examples,
+            **self.costs(result, measuring),
+            "trainable_parameters": sum(p.numel() for _, p in self.trainer.weights.named),
+            "config": asdict(self.config),
+            "versions": versions(),
+        }
+        if is_first:
+            card = reward_card(self.config, summary, self.examples, notes)
+            write_atomic(self.output / JUDGE / "README.md", card.encode())
+            write_atomic(self.output / "summary.json", summary_json(summary).encode())
+        return json.loads(summary_json(summary))
 
 
 def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
-    """What a job would learn from.
-
-    Args:
-        config: the configuration.
-
-    Returns:
-        Groups of entries: examples, length.
+    """What a job would learn from, in groups of entries.
 
     Raises:
         UserError: something in the configuration or the data cannot be used.

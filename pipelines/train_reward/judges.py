@@ -1,59 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the configuration to a judge that the reward trainer can train."""
+"""A judge that is trained: its weights loaded, partly frozen, given adapters, computed with, saved."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from visalign.training.reward.batch import RewardBatch, TrainableJudge
+from visalign.atomic import umask_permissions
+from visalign.errors import UserError, suggestion
+from visalign.rewards.vlm.engine import VisionLanguageEngine
+from visalign.rewards.vlm.loading import name_base
+from visalign.rewards.vlm.template import JudgeSettings, Template
+from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .config import ChecklistModel, HpModel, Hpsv3Model, IctModel, TrainRewardConfig
+from .config import (
+    SeeingModel,
+    TrainedModel,
+)
 from .examples import Example, Examples
 
-
-class TrainedJudge(TrainableJudge, Protocol):
-    """A judge with its reading of examples and its folder."""
-
-    def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Rows and labels; with `heldout` the labels are the truth."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """What the judge's `from_pretrained` reads."""
-        ...
+LANGUAGE = r"(.*\.)?language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+"""Where adapters go when none are named: the language part; the tower's features are then computed once."""
+_TOKENS = 1 << 16
+"""Tokens of one pass while training; data.micro_batch is what limits memory."""
 
 
-def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge:
-    """The judge on its device, ready to train.
+class TrainedJudge(ABC):
+    """A judge with its reading of examples and its folder; a `TrainableJudge`.
 
     Args:
-        config: of the job.
+        model: settings.
+        module: what is switched between training and evaluation.
         device: where it is trained.
+    """
+
+    def __init__(self, model: TrainedModel, module: Any, device: torch.device) -> None:
+        self.settings, self.module, self.device = model, module, device
+
+    def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Names and parameters that are trained."""
+        return moving(self.module)
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout on or off."""
+        self.module.train(mode)
+
+    @abstractmethod
+    def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
+        """Rows and labels; with `heldout` the labels are the truth."""
+
+    @abstractmethod
+    def __call__(self, inputs: Any) -> Outputs:
+        """What the judge says of the rows of a batch."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """What the judge's `from_pretrained` reads."""
+
+    def remember(self, examples: Examples) -> Examples:
+        """The examples as the judge keeps them: one whose model is frozen reads each picture once."""
+        return examples
+
+    def first_notes(self) -> list[str]:
+        """What is to be said before it is trained."""
+        return []
+
+    def card_notes(self) -> list[str]:
+        """What it has to say of itself as it is now."""
+        return []
+
+    def precision(self) -> Any:
+        """Autocast as model.autocast says."""
+        name = self.settings.autocast
+        dtype = torch.float32 if name is None else getattr(torch, name)
+        return torch.autocast(self.device.type, dtype, enabled=name is not None)
+
+    @property
+    def save_dtype(self) -> torch.dtype:
+        """Of the saved weights."""
+        return getattr(torch, self.settings.save_dtype)
+
+
+class SeeingJudge(TrainedJudge):
+    """A judge on a vision-language model, nothing of it trainable yet."""
+
+    settings: SeeingModel
+
+    def __init__(self, model: SeeingModel, device: torch.device) -> None:
+        self.engine = VisionLanguageEngine.from_pretrained(
+            model.path, device=device, dtype=getattr(torch, model.dtype), max_tokens_per_batch=_TOKENS
+        )
+        super().__init__(model, self.engine.model, device)
+
+    def add_lora(self) -> None:
+        """Put new adapters into the model; their start comes from torch's global generator.
+
+        Raises:
+            UserError: model.lora does not fit the model.
+        """
+        from peft import LoraConfig
+
+        lora = self.settings.lora
+        targets = LANGUAGE if lora.target_modules is None else list(lora.target_modules)
+        alpha: Any = lora.alpha  # peft divides by the rank; fractions are fine
+        given = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+        try:
+            self.engine.model.add_adapter(given)
+        except ValueError as error:
+            raise UserError(
+                f"model.lora cannot be added to {self.settings.path!r}: {error} Name linear layers of this "
+                "model in model.lora.target_modules, or leave it out."
+            ) from error
+
+    def odds(self, states: Tensor, yes: Sequence[int], no: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Log-odds of yes over no where an answer begins, and the log of what both have of all words."""
+        logits, log_mass = self.answers(states, [*yes, *no])
+        return logits[:, : len(yes)].logsumexp(-1) - logits[:, len(yes) :].logsumexp(-1), log_mass
+
+    def answers(self, states: Tensor, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Logits of some words where an answer begins, and the logarithm of what they have of all words."""
+        logits = self.engine.head_logits(states, list(ids))
+        return logits, (logits.logsumexp(-1) - self.engine.log_total(states)).clamp(max=0.0)
+
+    def write(self, folder: Path, asked: Sequence[Template], more: Mapping[str, Any] | None = None) -> None:
+        """`judge.json` with the questions asked and more entries, beside the adapters, the whole model, or
+        nothing but the base's name."""
+        model, settings, train = self.engine.model.eval(), self.engine.settings, self.settings.train
+        folder.mkdir(parents=True, exist_ok=True)
+        rest = {**settings.rest, "base": base_name(self.settings.path, folder), **(more or {})}
+        if train == "full":
+            del rest["base"]
+            model.to(self.save_dtype).save_pretrained(folder)
+            self.engine.processor.save_pretrained(folder)
+        elif train == "lora":
+            model.save_pretrained(folder)
+            name_base(folder, rest["base"])
+        templates = {**settings.templates, **{template.name: template for template in asked}}
+        JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
+        shrink(folder, self.save_dtype)
+
+
+def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
+    """Keep the parameters whose names begin so as they are.
 
     Raises:
-        UserError, FileNotFoundError, RewardError: the model cannot be loaded or is of another kind.
+        UserError: no name of a parameter that would move begins so.
     """
-    model, seed = config.model, config.seed
-    if isinstance(model, IctModel | HpModel):
-        from .clip_judges import HpJudge, IctJudge
-
-        is_ict = isinstance(model, IctModel)
-        return IctJudge(model, config.data.theta, device) if is_ict else HpJudge(model, seed, device)
-    if isinstance(model, ChecklistModel):
-        from .checklist_judge import ChecklistJudge
-
-        return ChecklistJudge(model, seed, device)
-    from .vlm_judges import AnswerJudge, Hpsv3Judge
-
-    judge = Hpsv3Judge if isinstance(model, Hpsv3Model) else AnswerJudge
-    return judge(model, seed, device)  # type: ignore[arg-type]  # of its own kind
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for beginning in beginnings:
+        if not any(name.startswith(beginning) for name in names):
+            first = sorted({".".join(name.split(".")[:2]) for name in names})
+            raise UserError(
+                f"model.frozen has {beginning!r}, and no name of a parameter that would move begins so. "
+                f"{suggestion(beginning, first)}They begin with {', '.join(first)}."
+            )
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(beginnings)):
+            parameter.requires_grad_(False)
 
 
-def remembered(judge: TrainedJudge, examples: Examples) -> Examples:
-    """The examples as the judge keeps them: one whose model is frozen reads each picture once."""
-    keep = getattr(judge, "remember", None)
-    return examples if keep is None else keep(examples)
+def moving(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that are trained."""
+    return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
+
+
+def compute_dtype(model: TrainedModel) -> torch.dtype:
+    """Of the network's products while training: that of autocast, else of the weights."""
+    name: str = model.autocast or getattr(model, "dtype", "float32")
+    return getattr(torch, name)
+
+
+def base_name(path: str, folder: Path) -> str:
+    """What a folder calls the model it was trained from: a packaged name or hub id as it is, another folder
+    or file by the way to it."""
+    return os.path.relpath(path, folder) if Path(path).exists() else path
+
+
+def refuse(reasons: Sequence[str | None], prompts: Sequence[str]) -> None:
+    """Refuse examples that the model cannot read, by UserError."""
+    for prompt, reason in zip(prompts, reasons, strict=True):
+        if reason is not None:
+            shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}… ({len(prompt):,} characters)"
+            raise UserError(
+                f"An example with the prompt {shown!r} cannot be learnt: {reason}. Take it out of the set."
+            )
+
+
+def shrink(folder: Path, dtype: torch.dtype) -> None:
+    """Rewrite the adapters and the head of a folder in another dtype, for others to read."""
+    from safetensors.torch import load_file, save_file
+
+    for name in ("adapter_model.safetensors", "reward_head.safetensors"):
+        file = folder / name
+        if file.is_file():
+            save_file({key: value.to(dtype) for key, value in load_file(file).items()}, file)
+    umask_permissions(folder)

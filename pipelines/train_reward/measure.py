@@ -12,9 +12,8 @@ from visalign.training.reward.batch import RewardBatch
 from visalign.training.reward.heldout import LOW, join_pairs, judge_pairs, pair_measures
 from visalign.training.reward.tasks import TASKS
 
-from .batches import in_order
 from .config import TrainRewardConfig
-from .examples import Example, Examples
+from .examples import Example, Examples, in_order
 
 ON_THE_WAY = 400
 """Held-out examples of the evaluations on the way; the last one takes all."""

@@ -11,25 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visalign.errors import UserError
 from visalign.rewards.hpsv3.head import HIDDEN, RanknetHead
 from visalign.rewards.hpsv3.model import REWARD_TOKEN, HPSv3Model
 from visalign.rewards.questions.reward_dance import PAIR, YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
 from visalign.rewards.vlm.engine import Query
-from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.requests import check_fields
-from visalign.rewards.vlm.template import JudgeSettings, Template
+from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import NO, YES, token_set
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .batches import pair_batch, pair_images
 from .config import AnswerModel, Hpsv3Model
-from .examples import Example
-from .weights import add_lora, base_name, freeze, load_engine, moving, precision, shrink
+from .examples import Example, pair_batch, pair_images
+from .judges import SeeingJudge, base_name, freeze, moving, refuse, shrink
 
 
-class Hpsv3Judge:
+class Hpsv3Judge(SeeingJudge):
     """Mean and log-deviation, read at the reward token by a new head.
 
     The token's embedding is trained with every setting but head; it is a parameter of its own, put in place
@@ -42,21 +39,21 @@ class Hpsv3Judge:
     """
 
     def __init__(self, model: Hpsv3Model, seed: int, device: torch.device) -> None:
-        self.settings, self.engine = model, load_engine(model, device)
+        super().__init__(model, device)
         network = self.engine.model
         size = network.config.get_text_config().hidden_size
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             widths = model.head or HIDDEN
             head = RanknetHead(size, hidden=(widths[0], widths[1]))
-            self.module = HPSv3Model(self.engine, head.to(device))
-            self.module.add_token()
+            self.judge = HPSv3Model(self.engine, head.to(device))
+            self.judge.add_token()
             if model.train == "lora":
-                add_lora(network, model)
+                self.add_lora()
             elif model.train == "full":
                 network.requires_grad_(True)
                 freeze(network, model.frozen)
-        self.module.head.requires_grad_(True)
+        self.judge.head.requires_grad_(True)
         self.token = self._own_token() if model.train == "lora" else None
 
     def _own_token(self) -> nn.Parameter:
@@ -72,41 +69,40 @@ class Hpsv3Judge:
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         own = [(f"backbone.{name}", p) for name, p in moving(self.engine.model)]
-        own += [(f"head.{name}", p) for name, p in self.module.head.named_parameters()]
+        own += [(f"head.{name}", p) for name, p in self.judge.head.named_parameters()]
         return own if self.token is None else [*own, ("reward_token", self.token)]
 
     def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
+        self.judge.train(mode)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         """Pairs: all left pictures, then all right ones."""
         prompts = [example.prompt for example in examples]
-        batch = self.module.encode(pair_images(examples), [*prompts, *prompts])
+        batch = self.judge.encode(pair_images(examples), [*prompts, *prompts])
         refuse(batch.reasons, [*prompts, *prompts])
         return pair_batch(batch, examples, heldout=heldout)
 
     def __call__(self, inputs: Any) -> Outputs:
-        with precision(self.engine.network.device, self.settings.autocast):
-            mean, log_std = self.module(inputs)
+        with self.precision():
+            mean, log_std = self.judge(inputs)
         return {"value": mean, "log_std": log_std}
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
         """What `HPSv3.from_pretrained` reads: adapters and head beside the base, or the whole model."""
-        self.module.eval()
+        self.judge.eval()
         model, path = self.engine.model, self.settings.path
-        dtype = getattr(torch, self.settings.save_dtype)
         if self.token is not None:
             place = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
             model.get_input_embeddings().weight[place] = self.token.to(model.dtype)
         full = self.settings.train == "full"
         if full:
-            model.to(dtype)
-        self.module.save_pretrained(folder, base=None if full else base_name(path, folder))
-        shrink(folder, dtype)
+            model.to(self.save_dtype)
+        self.judge.save_pretrained(folder, base=None if full else base_name(path, folder))
+        shrink(folder, self.save_dtype)
 
 
-class AnswerJudge:
+class AnswerJudge(SeeingJudge):
     """A judge that is read where its answer begins: yes/no on one picture or on two, or a rating.
 
     Args:
@@ -116,7 +112,7 @@ class AnswerJudge:
     """
 
     def __init__(self, model: AnswerModel, seed: int, device: torch.device) -> None:
-        self.settings, self.engine = model, load_engine(model, device)
+        super().__init__(model, device)
         self.kind = model.kind
         name, default = {"yes_no": ("yes_no", YES_NO), "pair": ("pair", PAIR), "rating": ("rating", RATING)}[
             self.kind
@@ -131,24 +127,14 @@ class AnswerJudge:
             self.scores = torch.tensor([float(str(word)) for word in words])
             self.ids = self.engine.token_ids([str(word) for word in words])
         else:
-            yes, no = (
-                token_set(self.engine, self.template.words.get(key), usual)  # type: ignore[arg-type]
-                for key, usual in (("yes", YES), ("no", NO))
-            )
-            self.split, self.ids = len(yes), [*yes, *no]
+            self.yes, self.no = yes_and_no(self.engine, self.template)
         if model.train == "lora":
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                add_lora(self.engine.model, model)
+                self.add_lora()
         else:
             self.engine.model.requires_grad_(True)
             freeze(self.engine.model, model.frozen)
-
-    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return moving(self.engine.model)
-
-    def train(self, mode: bool = True) -> None:
-        self.engine.model.train(mode)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         """Pictures of pairs one by one, pairs in both orders, or rated pictures."""
@@ -177,13 +163,12 @@ class AnswerJudge:
 
     def __call__(self, inputs: Any) -> Outputs:
         rows, scale = inputs
-        with precision(self.engine.network.device, self.settings.autocast):
+        with self.precision():
             states = self.engine.states(rows)
-        logits = self.engine.head_logits(states, self.ids)
-        log_mass = (logits.logsumexp(-1) - self.engine.log_total(states)).clamp(max=0.0)
         if self.kind != "rating":
-            odds = logits[:, : self.split].logsumexp(-1) - logits[:, self.split :].logsumexp(-1)
+            odds, log_mass = self.odds(states, self.yes, self.no)
             return {"value": scale * odds, "log_mass": log_mass}
+        logits, log_mass = self.answers(states, self.ids)
         prob = logits.softmax(-1)
         scores = self.scores.to(prob)
         mean = prob @ scores
@@ -193,28 +178,13 @@ class AnswerJudge:
     @torch.no_grad()
     def save(self, folder: Path) -> None:
         """What the judges' `from_pretrained` reads: `judge.json` with the LoRA, or with the whole model."""
-        model = self.engine.model.eval()
-        dtype = getattr(torch, self.settings.save_dtype)
-        settings = self.engine.settings
-        rest = dict(settings.rest)
-        if self.settings.train == "lora":
-            rest["base"] = base_name(self.settings.path, folder)
-            model.save_pretrained(folder)
-            name_base(folder, rest["base"])
-        else:
-            rest.pop("base", None)
-            model.to(dtype).save_pretrained(folder)
-            self.engine.processor.save_pretrained(folder)
-        templates = {**settings.templates, self.template.name: self.template}
-        JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
-        shrink(folder, dtype)
+        self.write(folder, [self.template])
 
 
-def refuse(reasons: Sequence[str | None], prompts: Sequence[str]) -> None:
-    """Refuse examples that the model cannot read, by UserError."""
-    for prompt, reason in zip(prompts, reasons, strict=True):
-        if reason is not None:
-            shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}… ({len(prompt):,} characters)"
-            raise UserError(
-                f"An example with the prompt {shown!r} cannot be learnt: {reason}. Take it out of the set."
-            )
+def yes_and_no(engine: Any, template: Template) -> tuple[list[int], list[int]]:
+    """Ids of the first tokens of both answers."""
+    yes, no = (
+        token_set(engine, template.words.get(key), usual)  # type: ignore[arg-type]
+        for key, usual in (("yes", YES), ("no", NO))
+    )
+    return yes, no

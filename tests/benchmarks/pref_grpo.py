@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from visalign.config import load_config, read_config, resolve_config
 from visalign.pipelines.flow_grpo import job as flow_grpo
-from visalign.pipelines.flow_grpo import pref_grpo
+from visalign.pipelines.flow_grpo import job as pref_grpo
 from visalign.training.loop.metrics import read_metrics
 
 WATCHED = ("clip_score", "sharpness", "saturation", "edge_density", "contrast")

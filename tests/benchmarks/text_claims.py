@@ -33,9 +33,9 @@ from visalign.data.text_tasks.tasks import (
     heldout_tasks,
     text_tasks,
 )
-from visalign.pipelines.text import grpo as text_grpo
+from visalign.pipelines.text import job as text_grpo
 from visalign.pipelines.text.config import TextModelConfig
-from visalign.pipelines.text.grpo import TextGRPOConfig
+from visalign.pipelines.text.job import TextGRPOConfig
 from visalign.pipelines.text.parts import build_text_policy
 from visalign.seeds import sample_seed
 from visalign.text import StoppingCriteria

@@ -24,8 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from visalign.core.preference.uncertainty import soft_clamp
-from visalign.pipelines.train_reward.batches import pair_batch, pair_images
-from visalign.pipelines.train_reward.examples import Examples, shapes_pairs
+from visalign.pipelines.train_reward.examples import Examples, pair_batch, pair_images, shapes_pairs
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance import YES_NO

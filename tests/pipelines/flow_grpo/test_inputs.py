@@ -18,7 +18,7 @@ from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
 from visalign.pipelines.shared.job import PolicyRun
-from visalign.pipelines.shared.run_inputs import FINGERPRINTS, check_unchanged, write_once
+from visalign.pipelines.shared.run_folder import FINGERPRINTS, check_unchanged, write_once
 from visalign.rewards import RewardError
 from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.trainer import Counters, TrainResult
@@ -60,7 +60,7 @@ def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, me
         ("rollout.timestep_schedule=nope", r"rollout\.timestep_schedule is 'nope'"),
         ("rollout={steps: 4, schedule: cps, noise_level: 1.5}", r"rollout\.noise_level is 1\.5"),
         ("optimizer.lr=.inf", r"optimizer\.lr is inf"),
-        ("model.guidance=.inf", r"model\.guidance is inf"),
+        ("model.guidance=.inf", r"Key 'model\.guidance' .*got inf .*finite"),
     ],
 )
 def test_settings_are_refused_when_they_are_read(override: str, message: str) -> None:
@@ -167,6 +167,7 @@ def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -
         ends = PolicyRun(
             config=asked,
             output=tmp_path,
+            fingerprints={},
             title="a run",
             policy=SimpleNamespace(save=lambda _: None),
             trainer=cast(Any, SimpleNamespace(averaged=nullcontext)),

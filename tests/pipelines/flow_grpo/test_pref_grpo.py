@@ -15,10 +15,9 @@ from tests.support.tiny_models import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.interfaces import Preferences
-from visalign.pipelines.flow_grpo.inputs import prepare
-from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
-from visalign.pipelines.flow_grpo.pref_grpo import PrefGRPOConfig, run
-from visalign.pipelines.flow_grpo.win_rates import ComparisonConfig, build_win_rates, check_whole_groups
+from visalign.pipelines.flow_grpo.config import ComparisonConfig
+from visalign.pipelines.flow_grpo.inputs import build_win_rates, check_whole_groups, prepare
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, PrefGRPOConfig, run
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.rewards import load_judge, load_reward
@@ -153,7 +152,7 @@ def test_scores_beside_win_rates(files):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["comparison.budget=0"], "comparison.budget is 0.0; it must be above 0 and at most 1"),
+        (["comparison.budget=0"], "Key 'comparison.budget' .*got 0 .*greater than 0"),
         (["comparison={budget: 0.5, hard: true}"], "comparison.budget and comparison.hard are both set"),
         (
             ["rewards.terms={sharpness: {}}", "comparison.scores=[sharp]"],

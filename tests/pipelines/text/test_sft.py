@@ -204,9 +204,9 @@ def test_resume_notices_other_demonstrations_under_the_same_name(finished, input
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.value=shared", "fits no value function"),
-        ("data.batch=0", "data.batch is 0"),
-        ("data.too_long=cut", "data.too_long is 'cut'"),
+        ("model.value=shared", "Unknown key 'model.value' .*Allowed under 'model': path, lora"),
+        ("data.batch=0", "Key 'data.batch' .*got 0 "),
+        ("data.too_long=cut", "Key 'data.too_long' .*got 'cut' .*one of 'refuse', 'drop'"),
         ("data.field=''", "data.field is empty"),
         ("generation.temperature=0", "generation.temperature is 0; greedy completions are measured besides"),
         ("generation.max_new_tokens=0", "max_new_tokens is 0"),

@@ -20,13 +20,11 @@ from visalign.errors import ConfigError, UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import result_files
 from visalign.pipelines.jobs import load_job
-from visalign.pipelines.shared.interrupted import TrainingInterrupted
-from visalign.pipelines.text import grpo as text_grpo
-from visalign.pipelines.text import ppo as text_ppo
-from visalign.pipelines.text.grpo import TextGRPOConfig
+from visalign.pipelines.shared.job import TrainingInterrupted
+from visalign.pipelines.text import job as text_grpo
+from visalign.pipelines.text import job as text_ppo
+from visalign.pipelines.text.job import TextGRPOConfig, TextPPOConfig, load_code
 from visalign.pipelines.text.parts import prepare
-from visalign.pipelines.text.ppo import TextPPOConfig
-from visalign.pipelines.text.run import load_code
 from visalign.rewards.base.contract import RewardError
 from visalign.seeds import sample_seed
 from visalign.training.loop.metrics import read_metrics, without_times
@@ -215,8 +213,8 @@ def test_packaged_configurations_are_whole(name):
         ("objective.algorithm=grop", "Did you mean 'grpo'"),
         ("objective.algorithm=ppo", r"fits a value function, and model\.value is none"),
         ("model.value=seperate", "Did you mean 'separate'"),
-        ("model.chat=templated", "model.chat is 'templated'"),
-        ("model.dtype=float8", "model.dtype is 'float8'"),
+        ("model.chat=templated", "Key 'model.chat' .*got 'templated' .*one of 'auto', 'plain', 'chat'"),
+        ("model.dtype=float8", "Key 'model.dtype' .*got 'float8' .*one of 'float32', 'bfloat16', 'float16'"),
         ("data.train=tasks:test", "the packaged records are tasks:train and tasks:heldout"),
         ("data.tasks=[adds]", "adds"),
         ("data.levels=[9]", "level"),

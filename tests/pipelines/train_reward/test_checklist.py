@@ -19,8 +19,7 @@ from visalign.errors import UserError
 from visalign.pipelines.train_reward.checklist_judge import ChecklistJudge, Questions
 from visalign.pipelines.train_reward.examples import Examples, shapes_pairs
 from visalign.pipelines.train_reward.inputs import prepare_reward
-from visalign.pipelines.train_reward.job import TrainRewardConfig, run
-from visalign.pipelines.train_reward.judges import build_judge, remembered
+from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
 from visalign.rewards import load_judge
 from visalign.rewards.questions.checklist import Checklist, fit_weights
 from visalign.training.loop.checkpoint import CheckpointError
@@ -184,7 +183,7 @@ def test_a_picture_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
     source = shapes_pairs(0, 4)
     pairs = [source[n] for n in range(3)]
     listed = Examples(count=4, example=[*pairs, pairs[0]].__getitem__, prompts=source.prompts)
-    again = remembered(judge, listed)
+    again = judge.remember(listed)
     rows = [again[n] for n in (0, 1, 2, 3, 0)]
     assert len(asked) == len({image.numpy().tobytes() for pair in pairs for image in pair.images})
     assert all(row.images == () for row in rows) and rows[0].features is rows[4].features

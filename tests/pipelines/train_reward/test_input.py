@@ -19,9 +19,8 @@ from tests.support.rewards_tiny_clip import tiny_config, tiny_tokenizer
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.inputs import prepare_reward
-from visalign.pipelines.train_reward.job import TrainRewardConfig, run
-from visalign.pipelines.train_reward.judges import build_judge
-from visalign.pipelines.train_reward.vlm_judges import refuse
+from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
+from visalign.pipelines.train_reward.judges import refuse
 from visalign.rewards.clip.open_clip_folder import save_open_clip
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.loop.trainer import RunSettings, Trainer

@@ -16,8 +16,7 @@ from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.cli.show import show_summary
 from visalign.pipelines.train_reward.inputs import prepare_reward
-from visalign.pipelines.train_reward.job import TrainRewardConfig
-from visalign.pipelines.train_reward.judges import build_judge
+from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge
 from visalign.rewards import load_judge
 
 NAMES = {

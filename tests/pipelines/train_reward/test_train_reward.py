@@ -19,11 +19,14 @@ from visalign.config import load_config, resolve_config
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.train_reward.batches import ExampleBatches
-from visalign.pipelines.train_reward.examples import shapes_pairs, shapes_ratings, shapes_triples
+from visalign.pipelines.train_reward.examples import (
+    ExampleBatches,
+    shapes_pairs,
+    shapes_ratings,
+    shapes_triples,
+)
 from visalign.pipelines.train_reward.inputs import prepare_reward
-from visalign.pipelines.train_reward.job import TrainRewardConfig, plan, run
-from visalign.pipelines.train_reward.judges import build_judge
+from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, plan, run
 from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
 from visalign.rewards.questions.vision_reward import VisionReward

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.rewards_tiny_clip import save_tiny_clip
 from visalign.errors import UserError
-from visalign.pipelines.train_reward.weights import base_name, freeze
+from visalign.pipelines.train_reward.judges import base_name, freeze
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.clip.delta import BASE, CHANGES
 from visalign.rewards.clip.loading import load_fine_tuned_clip

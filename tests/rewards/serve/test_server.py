@@ -21,7 +21,7 @@ from tests.support.reward_servers import Habits, Inline, Pairs, serving
 from visalign.errors import UserError
 from visalign.interfaces import Preferences, Scores
 from visalign.pipelines.serve_reward import serve_reward
-from visalign.pipelines.shared.option_items import parse_options
+from visalign.pipelines.shared.reward_options import parse_options
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.serve.client import RemoteReward
