@@ -33,14 +33,8 @@ class Job:
 
 
 def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
-    """Read a configuration file and find the pipeline that it is for.
-
-    Args:
-        name_or_path: what `visalign.config.resolve_config` takes.
-        overrides: items `key.sub=value`.
-
-    Returns:
-        The job, nothing of it run yet.
+    """Read a configuration file, `key.sub=value` items over it, and find the pipeline that it is
+    for; nothing of the job is run yet.
 
     Raises:
         ConfigError: the file names no pipeline or an unknown one, or `load_config` refuses it.
@@ -61,10 +55,6 @@ def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
 
 def require_pipeline(name_or_path: str, pipeline: str) -> None:
     """Refuse a configuration of another job than a command's own.
-
-    Args:
-        name_or_path: what `visalign.config.resolve_config` takes.
-        pipeline: the command's job.
 
     Raises:
         ConfigError: it is of another job.

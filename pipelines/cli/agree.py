@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
+from .options import AsJson, Batch, Cache, LabelOptions, NewFolder, Prompt, Resume, Seed, tell
 from .score import scoring
 
 
@@ -28,35 +28,26 @@ def agree(
     reward: Annotated[
         list[str], typer.Option("--reward", "-r", help="A reward's name; at least two, repeat the option.")
     ],
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="For images without one.")] = None,
-    options: Annotated[
-        list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")
-    ] = None,
+    prompt: Prompt = None,
+    options: LabelOptions = None,
     limit: Annotated[int | None, typer.Option(help="Use at most so many images.", min=3)] = None,
-    cache: Annotated[
-        Path | None, typer.Option("--cache", help="Folder in which scores are kept for all later commands.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the scoring of --output that was stopped.")
-    ] = False,
-    batch_size: Annotated[int, typer.Option(help="Images scored at once.", min=1)] = 32,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    cache: Cache = None,
+    output: NewFolder = None,
+    resume: Resume = False,
+    batch_size: Batch = 32,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Show how far rewards agree on a set: rank correlations, where they part company, which images."""
     with user_messages():
         from visalign.pipelines.compare.agree_rewards import (
-            PAGE,
             ROWS,
             agree_rewards,
             read_set,
             write_agreement,
         )
         from visalign.pipelines.shared.reward_options import load_each, with_cache
-        from visalign.pipelines.shared.run_folder import check_run_folder, pretty
+        from visalign.pipelines.shared.run_folder import check_run_folder
         from visalign.rewards.catalogue import load_reward
 
         if output is not None:
@@ -66,13 +57,8 @@ def agree(
         log = None if output is None else output / ROWS
         with scoring(log, rewards, len(rows), resume=resume) as keeping:
             result = agree_rewards(rows, rewards, source=source, seed=seed, batch_size=batch_size, **keeping)
-        if as_json:
-            typer.echo(pretty(result), nl=False)
-        else:
-            show_agreement(Console(), result)
-        if output is not None:
-            write_agreement(output, result)
-            typer.echo(f"Page: {output / PAGE}", err=as_json)
+        write = None if output is None else lambda: ("Page", write_agreement(output, result))
+        tell(result, show_agreement, as_json, write)
 
 
 def show_agreement(console: Console, result: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from .agree import agree
 from .compare import compare, rank
 from .evaluate import evaluate
 from .messages import user_messages
+from .options import DryRun
 from .probe import probe_reward
 from .sample import sample
 from .score import score
@@ -75,9 +76,7 @@ def train(
     overrides: Overrides = None,
     output: Output = None,
     resume: Resume = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Run the job of a configuration file."""
     if dry_run:
@@ -92,9 +91,7 @@ def train_reward(
     overrides: Overrides = None,
     output: Output = None,
     resume: Resume = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a judge on pairs, votes or quality scores."""
     with user_messages():

@@ -14,25 +14,18 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .messages import user_messages
+from .options import AsJson, Cache, LabelOptions, Rewards, tell
 
-Judges = Annotated[list[str], typer.Option("--reward", "-r", help="A judge's name; repeat for several.")]
 Prompt = Annotated[str, typer.Option("--prompt", "-p", help="What the images should show.")]
-Options = Annotated[
-    list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a judge; repeat for several.")
-]
-Cache = Annotated[
-    Path | None, typer.Option("--cache", help="Folder in which judgements are kept for all later commands.")
-]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="An image.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
     prompt: Prompt,
-    reward: Judges,
-    options: Options = None,
+    reward: Rewards,
+    options: LabelOptions = None,
     output: Output = None,
     cache: Cache = None,
     as_json: AsJson = False,
@@ -51,30 +44,28 @@ def compare(
         result = compare_images(images, prompt, judges)
         result["images"] = {"A": str(first), "B": str(second)}
         page = partial(compare_page, result, images, [first.name, second.name])
-        _tell(result, show_comparison, page, output, as_json)
+        tell(result, show_comparison, as_json, _writer(result, page, output))
     if result["votes"].get("failed"):
         raise typer.Exit(1)
 
 
-def _tell(
-    result: Mapping[str, Any],
-    show: Callable[[Console, Mapping[str, Any]], None],
-    page: Callable[[], str],
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """The result on the screen, and as a page or JSON in a file where one is asked for."""
-    from visalign.atomic import write_atomic
-    from visalign.pipelines.shared.run_folder import pretty
+def _writer(
+    result: Any, page: Callable[[], str], output: Path | None
+) -> Callable[[], tuple[str, Path]] | None:
+    """Writes a result as a page or as JSON, where a file is asked for."""
+    if output is None:
+        return None
 
-    if as_json:
-        typer.echo(pretty(result), nl=False)
-    else:
-        show(Console(), result)
-    if output is not None:
+    def write() -> tuple[str, Path]:
+        from visalign.atomic import write_atomic
+        from visalign.pipelines.shared.run_folder import pretty
+
         is_page = output.suffix.lower() == ".html"
-        write_atomic(output, (page() if is_page else pretty(result)).encode())
-        typer.echo(f"{'Page' if is_page else 'JSON'}: {output}", err=as_json)
+        return "Page" if is_page else "JSON", write_atomic(
+            output, (page() if is_page else pretty(result)).encode()
+        )
+
+    return write
 
 
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
@@ -113,7 +104,7 @@ def rank(
     ],
     prompt: Prompt,
     reward: Annotated[str, typer.Option("--reward", "-r", help="A judge's name.")],
-    options: Options = None,
+    options: LabelOptions = None,
     budget: Annotated[
         float, typer.Option(help="Calls of a pairwise judge, as a share of all pairs; above 0, at most 2.")
     ] = 0.3,
@@ -136,7 +127,7 @@ def rank(
         judge = with_cache(load_each([reward], options or [], load_judge), cache)[reward]
         found = order([str(path) for path in paths], prompt, judge, budget=budget, level=level)
         result = ranking_record(found, [str(path) for path in paths], prompt, reward, judge)
-        _tell(result, show_ranking, partial(ranking_page, result), output, as_json)
+        tell(result, show_ranking, as_json, _writer(result, partial(ranking_page, result), output))
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
         typer.echo(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
+from .options import Batch, Cache, NewFolder, Resume
 
 if TYPE_CHECKING:
     from visalign.pipelines.evaluate.job import EvaluateOptions
@@ -42,16 +42,14 @@ def evaluate(
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of the set.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use at most so many records.", min=1)] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for page, JSON and scores; else the screen.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the scoring in --output.")] = False,
+    output: NewFolder = None,
+    resume: Resume = False,
     swap_sides: Annotated[bool, typer.Option("--swap-sides", help="Mix the sides of the pairs.")] = False,
     keep_duplicates: Annotated[
         bool, typer.Option("--keep-duplicates", help="Count rows that repeat an earlier row.")
     ] = False,
-    cache: Annotated[Path | None, typer.Option(help="Folder of the cache of judgements.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images or pairs asked at once.", min=1)] = 32,
+    cache: Cache = None,
+    batch_size: Batch = 32,
     max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failures.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
     resamples: Annotated[int, typer.Option(help="Bootstrap draws.", min=100)] = 1_000,

@@ -73,9 +73,6 @@ def is_deliberate(error: BaseException) -> bool:
 
     A ValueError that torch raises three calls below us, or a KeyError of a slip of ours, is not; full disks
     and missing permissions are, for they are the user's to mend.
-
-    Returns:
-        True where the message alone is enough.
     """
     if type(error).__module__.split(".")[0] == "visalign":
         return True
@@ -91,11 +88,7 @@ def is_deliberate(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The message of an error, with its type where the message alone says little.
-
-    Returns:
-        One or more lines.
-    """
+    """The message of an error, with its type where the message alone says little."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or type(error).__name__

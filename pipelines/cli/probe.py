@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
+from .options import AsJson, Batch, NewFolder, Options, Prompt, Seed, tell
 
 if TYPE_CHECKING:
     from visalign.pipelines.probe.reference import Reference
@@ -25,30 +26,24 @@ def probe_reward(
         list[Path] | None,
         typer.Option("--reference", "-i", help="Table, folder or image to probe on; else the shapes world."),
     ] = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="For reference pictures without one.")
-    ] = None,
-    options: Annotated[
-        list[str] | None, typer.Option("--option", help="NAME=VALUE for the judge; repeat for several.")
-    ] = None,
+    prompt: Prompt = None,
+    options: Options = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Try this probe; repeat for several.")
     ] = None,
     count: Annotated[int, typer.Option(help="Use at most so many reference pictures.", min=2)] = 64,
-    batch_size: Annotated[int, typer.Option(help="Pictures or pairs judged at once.", min=1)] = 32,
-    seed: Annotated[int, typer.Option(help="Of noise and of the shapes world.", min=0)] = 0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    batch_size: Batch = 32,
+    seed: Seed = 0,
+    output: NewFolder = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find what moves a judge that should not. Exit code 1 when some probe fails."""
     with user_messages():
         from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen
-        from visalign.pipelines.probe.job import PAGE, probes_for, write_probe
         from visalign.pipelines.probe.job import probe_reward as run
+        from visalign.pipelines.probe.job import probes_for, write_probe
         from visalign.pipelines.shared.reward_options import parse_options
-        from visalign.pipelines.shared.run_folder import check_run_folder, pretty
+        from visalign.pipelines.shared.run_folder import check_run_folder
         from visalign.rewards.catalogue import load_judge
 
         if output is not None:
@@ -67,13 +62,8 @@ def probe_reward(
                 batch_size=batch_size,
                 on_probe=lambda done, total, title: progress.update(task, completed=done, description=title),
             )
-        if as_json:
-            typer.echo(pretty(result), nl=False)
-        else:
-            show_probe(Console(), result)
-        if output is not None:
-            write_probe(output, result, found, seed=seed)
-            typer.echo(f"Page: {output / PAGE}", err=as_json)
+        write = None if output is None else lambda: ("Page", write_probe(output, result, found, seed=seed))
+        tell(result, show_probe, as_json, write)
     if result["summary"].get("fails"):
         raise typer.Exit(1)
 

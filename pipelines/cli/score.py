@@ -19,6 +19,7 @@ from rich.progress import Progress
 from visalign.errors import UserError
 
 from .messages import user_messages
+from .options import Batch, Cache, LabelOptions, Prompt, Resume, Rewards
 
 
 class Format(enum.StrEnum):
@@ -37,10 +38,8 @@ def score(
             help="Image files, folders of images, tables with the columns image, prompt.", show_default=False
         ),
     ],
-    reward: Annotated[list[str], typer.Option("--reward", "-r", help="A reward's name; repeat for several.")],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="What the images should show; tables have their own.")
-    ] = None,
+    reward: Rewards,
+    prompt: Prompt = None,
     form: Annotated[Format, typer.Option("--format", "-f", help="How to write the scores.")] = Format.table,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A new file; else the screen.")
@@ -49,16 +48,10 @@ def score(
         Path | None,
         typer.Option("--page", help="Also write a page (.html): spread, best, worst, failures."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the scoring of --output that was stopped.")
-    ] = False,
-    cache: Annotated[
-        Path | None, typer.Option("--cache", help="Folder in which scores are kept for all later commands.")
-    ] = None,
-    options: Annotated[
-        list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Images held in memory at once.", min=1)] = 32,
+    resume: Resume = False,
+    cache: Cache = None,
+    options: LabelOptions = None,
+    batch_size: Batch = 32,
 ) -> None:
     """Score images with rewards. Exit code 1 when some image could not be judged; its row says why."""
     again = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
@@ -108,14 +101,7 @@ def _check_files(output: Path | None, page: Path | None, resume: bool) -> None:
 def scoring(
     path: Path | None, rewards: Mapping[str, Any], total: int, *, resume: bool
 ) -> Iterator[dict[str, Any]]:
-    """A bar on the error stream, and a file in which each batch stands when it is done, for `score_rows`.
-
-    Args:
-        path: Of the file; None for none.
-        rewards: Label -> reward.
-        total: Images to come.
-        resume: Whether the file is to be continued.
-    """
+    """A bar on the error stream, and a file in which each batch stands when it is done, for `score_rows`."""
     from visalign.pipelines.score.log import RowLog
 
     with nullcontext() if path is None else RowLog(path, rewards, resume=resume) as log:

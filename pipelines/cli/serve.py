@@ -10,13 +10,12 @@ import typer
 from visalign.pipelines.shared.reward_options import parse_options
 
 from .messages import user_messages
+from .options import Options
 
 
 def serve_reward(
     reward: Annotated[str, typer.Argument(help="A reward's or judge's name, module:Name or file.py:Name.")],
-    options: Annotated[
-        list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")
-    ] = None,
+    options: Options = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
     token_env: Annotated[

@@ -74,13 +74,7 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
 
 
 def show_summary(console: Console, folder: Path, *, then: str) -> None:
-    """The closing panel of a run: held-out numbers before and after, what lies where, what to do next.
-
-    Args:
-        console: where to write.
-        folder: the run's folder, with `summary.json` in it.
-        then: the next command to try.
-    """
+    """The closing panel of a run: held-out numbers before and after, what lies where, what to do next."""
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     parts: list[RenderableType] = []
@@ -173,13 +167,7 @@ def result_files(folder: Path) -> list[str]:
 
 
 def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:
-    """Write scores to the screen or to a file.
-
-    Args:
-        rows: what `visalign.pipelines.score.score.score_images` returned.
-        form: "table", "json", "jsonl" or "csv".
-        output: a new file, or None for the standard output.
-    """
+    """Write scores to the screen or to a file."""
     writers = {"json": to_json, "jsonl": to_jsonl, "csv": to_csv}
     stream = sys.stdout if output is None else io.StringIO()
     if form in writers:

@@ -71,15 +71,6 @@ def agree_rewards(
 ) -> dict[str, Any]:
     """Score a set by several rewards and compare their orders.
 
-    Args:
-        rows: The images.
-        rewards: Label -> reward, two or more.
-        source: Name of the set, for the page.
-        seed: Of the bootstrap.
-        batch_size: Images scored at once.
-        on_batch: Told how many images each batch had.
-        keeper: As `visalign.pipelines.score.score.score_rows` takes it.
-
     Returns:
         JSON-able: `set`, `rewards` (unit, direction, counts), `pairs` (as
         `visalign.evaluation.rewards.agreement` has them, with `parted` images and `prompts`), `seconds`.
@@ -145,15 +136,7 @@ def _pairs(
 
 
 def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Write `agreement.json` and `agreement.html` with the pictures that are shown.
-
-    Args:
-        folder: Made if missing.
-        result: From `agree_rewards`.
-
-    Returns:
-        The page's path.
-    """
+    """Write `agreement.json` and `agreement.html` with the pictures that are shown."""
     names = dict.fromkeys(shown["image"] for pair in result["pairs"] for shown in pair["parted"])
     write_atomic(folder / RESULT, pretty(result).encode())
     return write_atomic(folder / PAGE, agree_page(result, shown_pictures(names)).encode())

@@ -29,9 +29,6 @@ CLEAR = 1e-6
 def read_two(paths: Sequence[Path]) -> list[Tensor]:
     """The two pictures [3, H, W] in [0, 1]; sizes may differ.
 
-    Args:
-        paths: Of the files.
-
     Raises:
         UserError: One of them cannot be read, or has a name that is not UTF-8.
     """

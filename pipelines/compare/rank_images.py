@@ -23,13 +23,6 @@ def ranking_record(
 ) -> dict[str, Any]:
     """A ranking as JSON: the judged images in order, then the others with their reasons.
 
-    Args:
-        found: The ranking of the images.
-        names: Of the images.
-        prompt: Of all of them.
-        reward: Name of the judge.
-        judge: The judge, which knows the direction of its scores.
-
     Returns:
         `images`, best first, each with `place` (None where not judged), `score`, `low`, `high`, `reason` and,
         of a judge that compares, `calls` it stood in; `calls`, `all_pairs` of the readable images,

@@ -65,11 +65,6 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
 def quality_column_scores(records: QualitySet, name: str, *, higher_is_better: bool = True) -> QualityScores:
     """Precomputed scores of a quality set: the column NAME, and NAME_std where it is there.
 
-    Args:
-        records: The set.
-        name: Of the column.
-        higher_is_better: Direction of the scores.
-
     Raises:
         UserError: There is no such column.
     """

@@ -79,10 +79,6 @@ class EvaluateOptions:
 def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> dict[str, Any]:
     """Run an evaluation.
 
-    Args:
-        options: What and how.
-        on_batch: Called while a judge is asked, with the scores done and needed.
-
     Returns:
         JSON-able: `set`, `judges` (a report each), `comparisons`, `seconds`. Written to `evaluation.json` and
         `evaluation.html` where an output folder is given.
@@ -119,12 +115,7 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Write `evaluation.json` and `evaluation.html`, each whole or not at all.
-
-    Args:
-        folder: Where; made if missing.
-        result: What `evaluate` found.
-    """
+    """Write `evaluation.json` and `evaluation.html`, each whole or not at all."""
     from visalign.evaluation.pages.reward_page import evaluation_page
 
     write_atomic(folder / RESULT, pretty(result).encode())

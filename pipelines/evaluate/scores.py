@@ -60,11 +60,6 @@ def judge_pairs(
 ) -> PairScores:
     """Ask a judge about a preference set: each distinct image and prompt once, or each pair in both orders.
 
-    Args:
-        pairs: The set.
-        judge: Scores images, or compares two.
-        asking: How.
-
     Returns:
         Scores; what failed is NaN with the judge's reason.
 
@@ -102,11 +97,6 @@ def judge_pairs(
 
 def judge_quality(records: QualitySet, judge: PointwiseReward, asking: Asking | None = None) -> QualityScores:
     """Ask a judge about the images of a quality set.
-
-    Args:
-        records: The set.
-        judge: Scores images.
-        asking: How.
 
     Returns:
         Scores; what failed is NaN with the judge's reason.

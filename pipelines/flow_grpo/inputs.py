@@ -44,11 +44,6 @@ class Inputs:
 def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> Inputs:
     """Read what the configuration names and check it: all that can be known without the model.
 
-    Args:
-        config: the configuration.
-        world: number of processes.
-        device: the run's, where its judges compute too.
-
     Raises:
         UserError, ValueError: something cannot be used, or does not fit the rest.
         RewardError: a reward that cannot be loaded.

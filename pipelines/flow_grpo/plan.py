@@ -23,14 +23,8 @@ PROBE = 32
 
 
 def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
-    """Batch arithmetic, cost and expected seconds of a job.
-
-    Args:
-        config: the configuration.
-        measure: load the model and time a few passes; False leaves `time` out.
-
-    Returns:
-        Groups of entries: batch, cost, evaluation, time.
+    """Batch arithmetic, cost and expected seconds of a job, in groups; without `measure` no model is loaded
+    and `time` is left out.
 
     Raises:
         UserError: something in the configuration cannot be used.

@@ -26,9 +26,6 @@ LEVELS = (0.5, 0.8, 0.9, 0.95)
 def ways_to_fuse(maps: Maps) -> dict[str, Tensor]:
     """Maps [N, h, w] of the same heads: "" fused by their deviations, "mean ", "whole " and "tiles " alone.
 
-    Args:
-        maps: with tiles.
-
     Raises:
         ValueError: there are no tiles.
     """
@@ -42,10 +39,6 @@ def ways_to_fuse(maps: Maps) -> dict[str, Tensor]:
 @torch.no_grad()
 def heie_measures(judge: Heie, faults: ShapesFaults) -> dict[str, float]:
     """Agreement of heat, deviation and score with the truth, by name.
-
-    Args:
-        judge: with heads.
-        faults: held-out pictures, right and wrong ones, distorted and not.
 
     Returns:
         "correlation", "auc", "iou", "found", "alarms", "error" of the map (`evaluation.heatmaps`), the same
@@ -84,14 +77,7 @@ def _mean_on(heat: Tensor, cover: Tensor) -> Tensor:
 
 
 def heie_card(judge: Heie, found: Mapping[str, float], plan: HeiePlan, seconds: float) -> str:
-    """The card: how the heads were trained, how good the saved ones are.
-
-    Args:
-        judge: the saved folder, loaded.
-        found: of `heie_measures`.
-        plan: of the training.
-        seconds: of a processor, for reading the pictures and training the heads.
-    """
+    """The card: how the heads were trained (`seconds` of a processor), how good the saved ones are."""
     count = sum(parameter.numel() for parameter in judge.heads.parameters())
     base = judge.engine.settings.rest.get("base", judge.engine.name)
     rows = _map_rows(found)

@@ -64,24 +64,13 @@ class ShapesFaults:
 
 
 def plausibility(scene: Scene, record: Record) -> float:
-    """Truth of the score in [0, 1]: quality × (1 if the prompt is kept, else half the share of its checks).
-
-    Args:
-        scene: the picture.
-        record: what it should show.
-    """
+    """Truth of the score: quality × (1 if the prompt is kept, else half the share of its checks)."""
     verdict = verify_scene(scene, record)
     return scene.quality * (verdict.correct + verdict.score) / 2
 
 
 def shapes_faults(count: int, *, split: str, seed: int) -> ShapesFaults:
-    """Pictures of which every second breaks its prompt, and two of four are distorted.
-
-    Args:
-        count: of pictures.
-        split: of the prompts, "train" or "heldout".
-        seed: of the draws.
-    """
+    """Pictures of which every second breaks its prompt, and two of four are distorted."""
     world, rng = ShapesPreferences(seed, split=split), np.random.default_rng(seed)
     images, prompts, heat, kept, truth = [], [], [], [], []
     for number in range(count):
@@ -112,13 +101,7 @@ def shapes_faults(count: int, *, split: str, seed: int) -> ShapesFaults:
 
 
 def faults_data(engine: VisionLanguageEngine, faults: ShapesFaults, *, tiles: int) -> HeieData:
-    """What the heads read of pictures, with their truth.
-
-    Args:
-        engine: the frozen model.
-        faults: the pictures.
-        tiles: n of n × n.
-    """
+    """What the heads read of pictures, with their truth."""
     template = engine.template("explain", EXPLAIN)
     parts = []
     for start in range(0, len(faults), CHUNK):

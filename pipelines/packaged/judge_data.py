@@ -53,12 +53,7 @@ class Question:
 
 
 class Questions:
-    """Draws pictures and questions of a split.
-
-    Args:
-        seed: of all draws.
-        split: of the prompts, "train" or "heldout".
-    """
+    """Draws pictures and questions of a split."""
 
     def __init__(self, seed: int, split: str = "train") -> None:
         self._world = ShapesPreferences(seed, split=split)

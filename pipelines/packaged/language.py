@@ -71,17 +71,7 @@ def solution_loss(model: Any, packed: Packed) -> Tensor:
 
 
 def train_language(work: Path, plan: Plan, resume: bool, save_every: int = 250) -> Qwen3ForCausalLM:
-    """Train on the solutions, prompts masked, and return the model with averaged weights.
-
-    Args:
-        work: folder of the resumable state, `language.pt`.
-        plan: lengths; record n of the corpus is the same in every run of a seed.
-        resume: go on from a saved state.
-        save_every: steps between two saved states.
-
-    Returns:
-        The model in evaluation mode, float32.
-    """
+    """Train on the solutions, prompts masked; the model has averaged weights, in evaluation mode."""
     seed, batch = plan.seed + 3, plan.language_batch
     torch.manual_seed(seed)
     tokenizer = new_tokenizer()
@@ -143,15 +133,7 @@ class Accuracy:
 def accuracy(
     model: Any, tokenizer: Any, records: Sequence[Record], *, samples: int = 8, seed: int = 0
 ) -> Accuracy:
-    """Measure a model on records.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its own, padding on the left.
-        records: of `visalign.data.text_tasks.tasks`.
-        samples: completions at temperature 1 per record.
-        seed: of the sampling.
-    """
+    """Measure a model on records."""
     prompts = [record["prompt"] for record in records]
     runs = [complete(model, tokenizer, prompts, temperature=0.0)]
     runs += [complete(model, tokenizer, prompts, seed=seed * 1000 + i) for i in range(samples)]

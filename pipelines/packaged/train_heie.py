@@ -43,15 +43,7 @@ NAME = "shapes-heie"
 
 
 class HeadTraining(Algorithm):
-    """Trains HEIE's heads on drawn batches; an `Algorithm` for `Trainer`.
-
-    Args:
-        heads: to train.
-        data: pictures with truth.
-        batch: pictures per update.
-        seed: of the batches.
-        wrong_weight: see `heie_loss`.
-    """
+    """Trains HEIE's heads on drawn batches; an `Algorithm` for `Trainer`."""
 
     def __init__(
         self, heads: HeieHeads, data: HeieData, *, batch: int, seed: int = 0, wrong_weight: float = 4.0
@@ -114,12 +106,7 @@ def train_heads(
 
 
 def train_on_shapes(engine: VisionLanguageEngine, plan: HeiePlan) -> HeieHeads:
-    """Heads trained on the shapes world.
-
-    Args:
-        engine: the frozen model.
-        plan: sizes and seed.
-    """
+    """Heads trained on the shapes world."""
     faults = shapes_faults(plan.pictures, split="train", seed=plan.seed)
     data = faults_data(engine, faults, tiles=plan.tiles)
     view = data.seen[0]
@@ -139,14 +126,8 @@ def train_on_shapes(engine: VisionLanguageEngine, plan: HeiePlan) -> HeieHeads:
 
 
 def save_heie(heads: HeieHeads, engine: VisionLanguageEngine, base: str | Path, folder: Path) -> None:
-    """Write heads in float16 and the `judge.json` that names their base.
-
-    Args:
-        heads: trained.
-        engine: that they were trained on.
-        base: packaged name, hub id or folder of its model; a folder is named relative to `folder`.
-        folder: is made.
-    """
+    """Write heads in float16 and the `judge.json` that names their base: a packaged name, a hub id, or a
+    folder relative to this one."""
     folder.mkdir(parents=True, exist_ok=True)
     heads.save(folder / HEADS, half=True)
     named = os.path.relpath(Path(base).resolve(), folder.resolve()) if Path(base).is_dir() else str(base)
@@ -155,16 +136,7 @@ def save_heie(heads: HeieHeads, engine: VisionLanguageEngine, base: str | Path, 
 
 
 def build_heie(base: str | Path, folder: Path, plan: HeiePlan | None = None) -> dict[str, float]:
-    """Train heads, save them, measure the saved folder as a user loads it, and write its card.
-
-    Args:
-        base: packaged name, hub id or folder of the model.
-        folder: is made.
-        plan: sizes and seed.
-
-    Returns:
-        What was measured.
-    """
+    """Train heads, save them, measure the saved folder as a user loads it, write its card."""
     plan = plan or HeiePlan()
     started = time.process_time()
     engine = VisionLanguageEngine.from_pretrained(base)
@@ -179,11 +151,7 @@ def build_heie(base: str | Path, folder: Path, plan: HeiePlan | None = None) -> 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, save, measure on held-out prompts.
-
-    Args:
-        arguments: of the command line.
-    """
+    """Train, save, measure on held-out prompts."""
     standard = HeiePlan()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="shapes-vlm", help="folder, packaged name or hub id")

@@ -38,10 +38,6 @@ def probes_for(
 ) -> tuple[Probe, ...]:
     """The probes of a judge of its kind; one that can do both is tried as one that scores.
 
-    Args:
-        judge: Any.
-        names: Of those wanted; all when None.
-
     Raises:
         UserError: A name that only judges that compare are tried with.
         ValueError: An unknown name.
@@ -68,14 +64,6 @@ def probe_reward(
     on_probe: OnProbe | None = None,
 ) -> dict[str, Any]:
     """Try a judge.
-
-    Args:
-        judge: A reward that scores, or a judge that compares.
-        reference: Pictures that it tells apart.
-        probes: What to try; all of its kind when None.
-        seed: Of noise and scattering.
-        batch_size: Pictures or pairs judged at once.
-        on_probe: Told about progress.
 
     Returns:
         JSON-able: `judge`, `reference`, `limits`, `summary` (verdict -> probes), `probes`, `seconds`.
@@ -127,17 +115,8 @@ def _subject(
 
 
 def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *, seed: int = 0) -> Path:
-    """Write `probe.json` and `probe.html`.
-
-    Args:
-        folder: Made if missing.
-        result: From `probe_reward`.
-        reference: The same that was probed; its first picture shows the changes.
-        seed: As above.
-
-    Returns:
-        The page's path.
-    """
+    """Write `probe.json` and `probe.html`, whose path is returned; the first picture of the reference
+    shows the changes."""
     sample = reference.samples[0]
     pictures = {}
     for probe in Scorer.probes if result["judge"]["kind"] == Scorer.kind else Comparer.probes:

@@ -50,14 +50,7 @@ class Answers:
 
 
 class Questions:
-    """Asks a judge.
-
-    Args:
-        name: Of the judge.
-        ask: One call of it.
-        reference: Whose records go with the pictures, once `with_records` is set.
-        batch_size: Samples or pairs in one call.
-    """
+    """Asks a judge."""
 
     def __init__(self, name: str, ask: Ask, reference: Reference, batch_size: int) -> None:
         self.name, self.reference, self.batch_size = name, reference, batch_size

@@ -64,10 +64,6 @@ def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
     """Pictures of the shapes world, right and wrong for their prompts, in all its styles and distortions.
 
     Each has two others of its prompt: the right picture of its pair, and a third that is drawn freely.
-
-    Args:
-        count: How many.
-        seed: Of the draws.
     """
     source = ShapesPreferences(seed, split=_SPLIT)
     samples, others, metadata = [], [], []
@@ -88,10 +84,6 @@ def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
 
 def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
     """Read the pictures of rows.
-
-    Args:
-        source: Where they come from, for the page.
-        rows: Images with prompts.
 
     Raises:
         UserError: None of them can be read.

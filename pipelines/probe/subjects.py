@@ -46,13 +46,7 @@ class Subject(ABC):
 
     @abstractmethod
     def level(self, probe: Probe, level: Level, seed: int) -> Leveled:
-        """The responses at one level of a probe.
-
-        Args:
-            probe: One of its kind.
-            level: Of the probe.
-            seed: Of changes that are random.
-        """
+        """The responses at one level of a probe."""
 
     def record(self) -> dict[str, Any]:
         """The reference as JSON."""
@@ -95,11 +89,6 @@ class Subject(ABC):
 
 class Scorer(Subject):
     """A reward that scores: its scores of changed samples against those of the unchanged.
-
-    Args:
-        reward: What is probed.
-        reference: Pictures that it tells apart.
-        batch_size: Pictures scored at once.
 
     Raises:
         UserError: It judges fewer than two of the reference pictures, or all of them alike.
@@ -208,11 +197,6 @@ class Comparer(Subject):
 
     Each pair is asked in both orders and the log-odds averaged; in one order only where the judge says that
     it asks both itself (its attribute `both_orders`) and its answers on real pairs bear that out.
-
-    Args:
-        judge: What is probed.
-        reference: Samples with other pictures, which it tells apart.
-        batch_size: Pairs asked at once.
 
     Raises:
         UserError: It judges fewer than two of the real pairs, or calls all of them a tie.

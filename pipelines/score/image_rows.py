@@ -86,9 +86,6 @@ def image_rows(items: Sequence[Path], prompt: str | None = None) -> list[ImageRo
             the pictures.
         prompt: Of all images of files and folders, and of table rows that have none.
 
-    Returns:
-        One row per image of files and folders, one per row of a table.
-
     Raises:
         UserError: Nothing was named, a table lacks columns or cannot be read, or an image has no prompt.
     """

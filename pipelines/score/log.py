@@ -115,11 +115,6 @@ class ScoreLog(Generic[Entry]):
 class RowLog:
     """Scores of rows by several rewards, which a stopped scoring goes on with; see `ScoreLog`.
 
-    Args:
-        path: The file.
-        rewards: Label -> reward, all that may be asked.
-        resume: Whether the file is to be continued.
-
     Raises:
         UserError: As `ScoreLog`, or the file exists and is not to be continued.
     """
@@ -156,9 +151,6 @@ def judge_identity(judge: Any) -> Identity:
     """The judge's own identity, or one from its name, unit, class and source file where it has none.
 
     What such a judge reads besides, weights or settings, is not known: give it an identity to have that seen.
-
-    Args:
-        judge: Any judge.
     """
     own = getattr(judge, "identity", None)
     if isinstance(own, Identity):
@@ -178,16 +170,7 @@ def _source(judge: Any) -> str:
 
 
 def score_key(images: Sequence[str], prompt: str, metadata: Mapping[str, Any] | None) -> str:
-    """What one score is of: image references with size and time of their files, prompt, metadata.
-
-    Args:
-        images: One reference, or two in their order.
-        prompt: The prompt.
-        metadata: The prompt's record, if any.
-
-    Returns:
-        32 hex digits.
-    """
+    """What one score is of, 32 hex digits: images with size and time of their files, prompt, metadata."""
     parts = [[image, *_state(image)] for image in images]
     text = json.dumps([parts, prompt, metadata], ensure_ascii=False, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

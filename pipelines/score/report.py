@@ -33,11 +33,6 @@ def score_summary(
 ) -> dict[str, Any]:
     """What N·M scores say of N images and M rewards.
 
-    Args:
-        rows: From `visalign.pipelines.score.score.score_rows`.
-        rewards: Label -> reward, for its direction.
-        seconds: That the scoring took.
-
     Returns:
         JSON-able: `images`, `prompts`, `seconds` and `rewards`, each with `label`, `unit`,
         `higher_is_better`, `judged`, `failed`, `failures` (reason, count and some images, most frequent
@@ -57,11 +52,7 @@ def score_summary(
 
 
 def write_score_page(path: Path, summary: Mapping[str, Any]) -> Path:
-    """Write the page with the pictures that are shown.
-
-    Returns:
-        The path.
-    """
+    """Write the page with the pictures that are shown."""
     names = {
         row["image"] for reward in summary["rewards"] for side in ("best", "worst") for row in reward[side]
     }

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from visalign.data.sets.image_references import resolve_image
@@ -17,18 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.failure import Naming
 
-from .image_rows import IMAGE_ENDINGS, ImageRow, find_images
-
-__all__ = [
-    "IMAGE_ENDINGS",
-    "ScoreRow",
-    "find_images",
-    "score_images",
-    "score_rows",
-    "to_csv",
-    "to_json",
-    "to_jsonl",
-]
+from .image_rows import ImageRow
 
 Table = Sequence[ImageRow]
 
@@ -64,33 +52,6 @@ class Keeper(Protocol):
     def add(self, label: str, rows: Sequence[tuple[ImageRow, ScoreRow]]) -> None:
         """Keep new ones."""
         ...
-
-
-def score_images(
-    paths: Sequence[Path],
-    prompt: str,
-    rewards: Mapping[str, PointwiseReward],
-    *,
-    batch_size: int = 32,
-    on_batch: Callable[[int], object] | None = None,
-) -> list[ScoreRow]:
-    """Score N files with M rewards against one prompt.
-
-    Args:
-        paths: N files.
-        prompt: what the images were asked to show.
-        rewards: label -> reward.
-        batch_size: files held in memory at once; no effect on a score.
-        on_batch: called with the number of files of each finished batch.
-
-    Returns:
-        N·M rows, file by file.
-
-    Raises:
-        ValueError: batch_size below 1.
-    """
-    table = [ImageRow(image=str(path), prompt=prompt) for path in paths]
-    return score_rows(table, rewards, batch_size=batch_size, on_batch=on_batch)
 
 
 def score_rows(

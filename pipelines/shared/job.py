@@ -129,15 +129,7 @@ def _work(job: Job, resume: bool) -> dict[str, Any]:
 def build_trainer(
     config: Any, output: Path, algorithm: Any, evaluate: Callable[[], Mapping[str, float]], **progress: Any
 ) -> Trainer:
-    """The trainer of an algorithm by the sections optimizer, evaluation and run of a configuration.
-
-    Args:
-        config: of the job.
-        output: the run's folder.
-        algorithm: what is trained.
-        evaluate: measures on the way.
-        **progress: more for `TrainingProgress`.
-    """
+    """The trainer of an algorithm by the sections optimizer, evaluation and run of a configuration."""
     from visalign.training import RunSettings, Trainer, TrainingProgress
 
     length = config.run

@@ -89,11 +89,8 @@ def no_loading_bars() -> Iterator[None]:
 def build_judges(
     terms: Mapping[str, RewardTerm], device: str | None = None
 ) -> dict[str, PointwiseReward | PairwiseReward]:
-    """The judges of a section, by label: those that score, and those that only compare.
-
-    Args:
-        terms: label -> judge.
-        device: the run's, for judges whose options name no other.
+    """The judges of a section, by label: those that score, and those that only compare; on the run's device
+    where their options name no other.
 
     Raises:
         RewardError: an unknown reward, or options that it does not take.
@@ -109,11 +106,7 @@ def build_judges(
 def pointwise_only(
     judges: Mapping[str, PointwiseReward | PairwiseReward], *, needed: Iterable[str] = ()
 ) -> dict[str, PointwiseReward]:
-    """Those that judge one picture by itself.
-
-    Args:
-        judges: label -> judge.
-        needed: labels that must be among them.
+    """Those that judge one picture by itself; the `needed` labels must be among them.
 
     Raises:
         UserError: a needed one only compares.

@@ -65,13 +65,7 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
 
 
 def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., Any]) -> dict[str, Any]:
-    """Name -> reward, each loaded once with its options (as `reward_options` takes them).
-
-    Args:
-        names: as given.
-        options: as given.
-        load: `visalign.rewards.catalogue.load_reward` or `load_judge`.
-    """
+    """Name -> reward, each loaded once with its options (as `reward_options` takes them)."""
     unique = list(dict.fromkeys(names))
     chosen = reward_options(options, unique)
     return {name: load(name, **chosen[name]) for name in unique}

@@ -91,21 +91,7 @@ def text_run(
     said: Callable[[Any], Mapping[str, Any]] = lambda _: {},
     seen: int | None = None,
 ) -> PolicyRun:
-    """The run of a text policy.
-
-    Args:
-        config: with model, optimizer, evaluation and run.
-        output: the run's folder.
-        method: for the title.
-        policy: that is trained.
-        algorithm: that trains it.
-        rewards: label -> reward of the evaluation.
-        heldout: held-out records.
-        generation: how held-out completions are made.
-        read: what was read, by its key in the configuration.
-        said: more entries of the summary, from the counters.
-        seen: held-out prompts that are trained on as well, where that is known.
-    """
+    """The run of a text policy."""
 
     def measure(records: Records, seeds: Any) -> Any:
         return evaluate_text(

@@ -57,10 +57,6 @@ class TextInputs:
 def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     """Read what the configuration names and check it: all that can be known without the model.
 
-    Args:
-        config: the configuration.
-        device: the run's, where its judges compute too.
-
     Raises:
         UserError, ValueError: something cannot be used, or does not fit the rest.
         RewardError: a reward that cannot be loaded.
@@ -163,13 +159,8 @@ def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
 def build_text_policy(
     model: TextModelConfig, device: torch.device, seed: int, *, reference: bool = True
 ) -> CausalLMPolicy:
-    """The language model on its device, with its adapters and its value head.
-
-    Args:
-        model: the configuration's section.
-        device: where it goes.
-        seed: of new weights.
-        reference: keep what `reference()` needs.
+    """The language model on its device, with its adapters (new weights by the seed) and its value head;
+    `reference` keeps what `reference()` needs.
 
     Raises:
         UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.

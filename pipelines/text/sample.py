@@ -414,15 +414,8 @@ def dataset_record(records: Records, completions: Completions, place: int) -> di
 def table(
     completions: Completions, free: Tensor, chosen: Sequence[int], threshold: float, by: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Statistics of the completions that agree in some fields of their points.
-
-    Args:
-        completions: B completions.
-        free: bool [B], which may be chosen.
-        chosen: places of those that were.
-        threshold: smallest reward that is accepted.
-        by: names of the fields.
-    """
+    """Statistics of the completions that agree in the fields `by` of their points; `free`, bool [B], may be
+    chosen, `chosen` were."""
     keys = [tuple(getattr(point, name) for name in by) for point in completions.point]
     rows = []
     for key in dict.fromkeys(keys):

@@ -38,14 +38,7 @@ READERS = {
 def reward_card(
     config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: Sequence[str] = ()
 ) -> str:
-    """The text of README.md.
-
-    Args:
-        config: of the job.
-        summary: of the run, with before, after, updates, training_seconds.
-        examples: size of the training set.
-        notes: further lines, of the judge.
-    """
+    """The text of README.md."""
     model, data = config.model, config.data
     before, after = summary["before"], summary["after"]
     rows = [

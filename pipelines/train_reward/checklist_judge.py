@@ -36,11 +36,6 @@ class ChecklistJudge(SeeingJudge):
     question turns round. After each update w is projected, w ← max(w, 0): with train=head the problem is
     convex, and the updates go to the optimum of `visalign.rewards.questions.checklist.fit_weights`.
 
-    Args:
-        model: settings.
-        seed: of new adapters.
-        device: where it is trained.
-
     Raises:
         FileNotFoundError, ValueError: model.checklist cannot be read.
 
@@ -152,9 +147,6 @@ class Questions:
         are asked once.
 
         Each picture is asked by itself, so that its last bits do not depend on what it was asked with.
-
-        Args:
-            example: with its pictures.
 
         Raises:
             UserError: a picture that the judge does not score.

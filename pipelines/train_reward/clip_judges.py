@@ -23,13 +23,8 @@ from .judges import TrainedJudge, base_name, freeze
 
 
 class IctJudge(TrainedJudge):
-    """Two towers that learn the truncated cosines of what they were before.
-
-    Args:
-        model: settings.
-        theta: score from which a picture counts as containing all of its prompt.
-        device: where it is trained.
-    """
+    """Two towers that learn the truncated cosines of what they were before; from the score `theta` on a
+    picture counts as containing all of its prompt."""
 
     def __init__(self, model: IctModel, theta: float, device: torch.device) -> None:
         self.judge, self.theta = Ict.from_pretrained(model.path, device=device, cache_bytes=0), theta
@@ -85,13 +80,7 @@ class IctJudge(TrainedJudge):
 
 
 class HpJudge(TrainedJudge):
-    """A tower and a new head that score the picture alone.
-
-    Args:
-        model: settings.
-        seed: of the head.
-        device: where it is trained.
-    """
+    """A tower and a new head that score the picture alone."""
 
     def __init__(self, model: HpModel, seed: int, device: torch.device) -> None:
         widths = None if model.head is None else [*model.head, 1]

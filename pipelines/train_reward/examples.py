@@ -111,16 +111,7 @@ def shapes_pairs(
     annotators: int = 9,
     kinds: Sequence[str] = KINDS,
 ) -> Examples:
-    """Pairs of the shapes world.
-
-    Args:
-        seed: of the draws.
-        count: how many.
-        split: of the prompts, "train" or "heldout".
-        labels: "votes", "truth" or "probability".
-        annotators: votes per pair.
-        kinds: what the pictures of a pair differ in.
-    """
+    """`count` pairs of the shapes world, labelled by votes of annotators, the truth or the probability."""
     world = ShapesPreferences(seed, split=split, annotators=annotators, kinds=kinds)
 
     def example(number: int) -> Example:
@@ -144,11 +135,6 @@ def shapes_triples(seed: int, count: int, *, split: str = "train") -> Examples:
     """Three pictures of one prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
 
     The world has no words for what makes a picture rich, so the refined prompt is the prompt.
-
-    Args:
-        seed: of the draws.
-        count: how many.
-        split: of the prompts, "train" or "heldout".
     """
     world = ShapesPreferences(seed, split=split)
 
@@ -168,14 +154,7 @@ def shapes_triples(seed: int, count: int, *, split: str = "train") -> Examples:
 
 
 def shapes_ratings(seed: int, count: int, *, split: str = "train", annotators: int = 9) -> Examples:
-    """Rated pictures of the shapes world.
-
-    Args:
-        seed: of the draws.
-        count: how many.
-        split: of the prompts, "train" or "heldout".
-        annotators: ratings per picture.
-    """
+    """`count` pictures of the shapes world, rated by annotators."""
     world = ShapesPreferences(seed, split=split, annotators=annotators)
 
     def example(number: int) -> Example:
@@ -247,11 +226,7 @@ def file_pairs(pairs: PreferenceSet, *, triples: Path | None = None) -> Examples
 
 
 def file_ratings(records: QualitySet) -> Examples:
-    """Rated pictures of a quality set, in its unit.
-
-    Args:
-        records: the set, checked.
-    """
+    """Rated pictures of a quality set, in its unit."""
     sign = 1.0 if records.higher_is_better else -1.0
     rows = tuple(
         Row(f"row {records.row(number)} of '{records.name}'", None, (record.image,))
@@ -278,10 +253,6 @@ def file_ratings(records: QualitySet) -> Examples:
 
 def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
     """The pictures of a row.
-
-    Args:
-        references: what `resolve_image` takes.
-        where: the row, for the message.
 
     Raises:
         UserError: a picture cannot be read.

@@ -49,9 +49,6 @@ class RewardInputs:
 def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
     """Read what the configuration names and check it: all that can be known without the judge.
 
-    Args:
-        config: the configuration.
-
     Raises:
         UserError: missing files, contradictions, all ties, prompts or pictures of the held-out set that are
             trained on.

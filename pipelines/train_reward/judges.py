@@ -32,13 +32,7 @@ _TOKENS = 1 << 16
 
 
 class TrainedJudge(ABC):
-    """A judge with its reading of examples and its folder; a `TrainableJudge`.
-
-    Args:
-        model: settings.
-        module: what is switched between training and evaluation.
-        device: where it is trained.
-    """
+    """A judge with its reading of examples and its folder; a `TrainableJudge`."""
 
     def __init__(self, model: TrainedModel, module: Any, device: torch.device) -> None:
         self.settings, self.module, self.device = model, module, device

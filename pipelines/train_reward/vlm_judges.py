@@ -31,11 +31,6 @@ class Hpsv3Judge(SeeingJudge):
 
     The token's embedding is trained with every setting but head; it is a parameter of its own, put in place
     of the model's row where the token is read.
-
-    Args:
-        model: settings.
-        seed: of new weights.
-        device: where it is trained.
     """
 
     def __init__(self, model: Hpsv3Model, seed: int, device: torch.device) -> None:
@@ -103,13 +98,7 @@ class Hpsv3Judge(SeeingJudge):
 
 
 class AnswerJudge(SeeingJudge):
-    """A judge that is read where its answer begins: yes/no on one picture or on two, or a rating.
-
-    Args:
-        model: settings.
-        seed: of new weights.
-        device: where it is trained.
-    """
+    """A judge that is read where its answer begins: yes/no on one picture or on two, or a rating."""
 
     def __init__(self, model: AnswerModel, seed: int, device: torch.device) -> None:
         super().__init__(model, device)

@@ -32,6 +32,7 @@ from visalign.pipelines.cli import messages as cli_messages
 from visalign.pipelines.cli import show as cli_show
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score import score
+from visalign.pipelines.score.image_rows import ImageRow, find_images
 from visalign.pipelines.shared import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -403,14 +404,18 @@ def test_score_names_an_unknown_reward(tmp_path: Path, monkeypatch: pytest.Monke
     assert "no reward 'jpeg_sice'. Did you mean 'jpeg_size'?" in result.stderr
 
 
+def _table(files: list[Path]) -> list[ImageRow]:
+    return [ImageRow(image=str(file), prompt="x") for file in files]
+
+
 def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(pictures: Path) -> None:
     class Wild(Brightness):
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
             value = torch.tensor([float("nan"), float("inf"), 0.5])
             return Scores(value=value, valid=torch.ones(3, dtype=torch.bool), unit="grey")
 
-    files = score.find_images([pictures])
-    rows = score.score_images(files, "x", {"wild": Wild()})
+    files = find_images([pictures])
+    rows = score.score_rows(_table(files), {"wild": Wild()})
     assert [row.value for row in rows] == [None, None, 0.5]
     assert [row.reason for row in rows] == [
         "the reward returned nan, which is no score",
@@ -427,21 +432,21 @@ def test_a_missing_file_is_a_row_with_its_reason(pictures: Path) -> None:
 
 
 def test_batches_do_not_change_the_rows(pictures: Path) -> None:
-    files = score.find_images([pictures, pictures / "b_white.png"])
+    files = find_images([pictures, pictures / "b_white.png"])
     assert [file.name for file in files] == ["a_black.png", "b_white.png", "c_broken.JPG"]
     rewards = {"one": Brightness(), "two": Brightness()}
     seen: list[int] = []
-    rows = score.score_images(files, "x", rewards, batch_size=2, on_batch=seen.append)
-    assert rows == score.score_images(files, "x", rewards) and seen == [2, 1]
+    rows = score.score_rows(_table(files), rewards, batch_size=2, on_batch=seen.append)
+    assert rows == score.score_rows(_table(files), rewards) and seen == [2, 1]
     assert [(Path(row.image).name, row.reward) for row in rows[:3]] == [
         ("a_black.png", "one"),
         ("a_black.png", "two"),
         ("b_white.png", "one"),
     ]
     with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
-        score.score_images(files, "x", rewards, batch_size=0)
+        score.score_rows(_table(files), rewards, batch_size=0)
     with pytest.raises(UserError, match="No images were named"):
-        score.find_images([])
+        find_images([])
 
 
 def test_configs_lists_and_shows(toy: Toy) -> None:

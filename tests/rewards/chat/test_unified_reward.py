@@ -352,14 +352,16 @@ def test_visual_quality_through_a_server():
 
 
 def test_score_images_with_a_server_judge(tmp_path: Path):
-    from visalign.pipelines.score.score import score_images, to_json
+    from visalign.pipelines.score.image_rows import ImageRow
+    from visalign.pipelines.score.score import score_rows, to_json
 
     for number in range(3):
         Image.new("L", (4, 4), 51 * number).save(tmp_path / f"{number}.png")
     paths = [*sorted(tmp_path.glob("*.png")), tmp_path / "none.png"]
     with serving(lambda body: chat("Final Score: 4" if light(body)[0] else "I'm sorry, I can't.")) as stub:
         judge = load_reward("unified_reward", base_url=stub.url, model="tiny", mode="final", **QUICK)
-        rows = score_images(paths, "a cat", {"unified": judge}, batch_size=2)
+        table = [ImageRow(image=str(path), prompt="a cat") for path in paths]
+        rows = score_rows(table, {"unified": judge}, batch_size=2)
     assert [row.value for row in rows] == [None, 4, 4, None]
     assert "refused" in str(rows[0].reason) and "no such image" in str(rows[3].reason)
     assert json.loads(to_json(rows))[1]["text"] == "Final Score: 4"

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands have, and how a command tells its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+Rewards = Annotated[list[str], typer.Option("--reward", "-r", help="A reward's name; repeat for several.")]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", help="What images show that have no prompt of their own.")
+]
+LabelOptions = Annotated[
+    list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")
+]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")
+]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", help="Folder in which judgements are kept for all later commands.")
+]
+NewFolder = Annotated[
+    Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was stopped in --output.")]
+Batch = Annotated[int, typer.Option(help="Images or pairs judged at once.", min=1)]
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn.", min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")]
+
+
+def tell(
+    result: Any,
+    show: Callable[[Console, Any], None],
+    as_json: bool,
+    write: Callable[[], tuple[str, Path]] | None,
+) -> None:
+    """The result on the screen, and in a file where there is something to `write`: (what it is, its path)."""
+    from visalign.pipelines.shared.run_folder import pretty
+
+    if as_json:
+        typer.echo(pretty(result), nl=False)
+    else:
+        show(Console(), result)
+    if write is not None:
+        what, path = write()
+        typer.echo(f"{what}: {path}", err=as_json)
