@@ -14,7 +14,7 @@ import torch
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
 from visalign.interfaces import PairwiseReward, PointwiseReward
-from visalign.pipelines.shared.parts import Records, build_judges, build_records, build_reward, pointwise_only
+from visalign.pipelines.shared.parts import Records, build_records, load_terms, pointwise_only, weighted_sum
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.training.diffusion.flow_grpo import step_weights
@@ -48,6 +48,9 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         UserError, ValueError: something cannot be used, or does not fit the rest.
         RewardError: a reward that cannot be loaded.
     """
+    from visalign.rewards.catalogue import load_judge
+    from visalign.rewards.combine.weighted_sum import WeightedSum
+
     rollout, data = config.rollout, config.data
     check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
     if config.rewards.normalise == "batch" and world > 1:
@@ -57,13 +60,14 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         )
     records = build_records(data.train, "data.train")
     heldout = build_records(data.heldout, "data.heldout")
-    judges = build_judges({**config.evaluation.rewards, **config.rewards.terms}, device)
+    judges = load_terms({**config.evaluation.rewards, **config.rewards.terms}, load_judge, device)
     rewards = pointwise_only(judges, needed=config.evaluation.rewards)
     if config.comparison is None:
-        reward = build_reward(config.rewards, pointwise_only(judges, needed=config.rewards.terms))
+        terms = pointwise_only(judges, needed=config.rewards.terms)
     else:
         check_whole_groups(rollout.prompts_per_iteration, world)
-        reward = build_reward(config.rewards, build_win_rates(config.comparison, config.rewards, judges))
+        terms = build_win_rates(config.comparison, config.rewards, judges)
+    reward = weighted_sum(config.rewards, terms, WeightedSum)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     PromptSampler(
         len(records),

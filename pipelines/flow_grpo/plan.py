@@ -24,11 +24,7 @@ PROBE = 32
 
 def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     """Batch arithmetic, cost and expected seconds of a job, in groups; without `measure` no model is loaded
-    and `time` is left out.
-
-    Raises:
-        UserError: something in the configuration cannot be used.
-    """
+    and `time` is left out."""
     import os
 
     rollout, optimizer = config.rollout, config.optimizer

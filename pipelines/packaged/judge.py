@@ -19,8 +19,7 @@ from visalign.data.shapes.prompts import COLORS, SHAPES
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import DISTORTIONS, STYLES, Scene, size_word
 
-from .judge_card import judge_engine
-from .judge_check import answer_accuracy
+from .judge_card import answer_accuracy, judge_engine
 from .judge_data import Questions
 from .judge_inputs import (
     GRID,

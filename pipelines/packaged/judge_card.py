@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the embedded vision-language model as transformers reads it, and its card with measured numbers."""
+"""Writes the embedded vision-language model as transformers reads it, measures it, and writes its card."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
@@ -14,16 +17,21 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from visalign.data.shapes.preferences import CLEAR
-from visalign.data.shapes.prompts import CATEGORIES
-from visalign.data.shapes.scenes import SIZE
+from visalign.data.shapes.preferences import CLEAR, ShapesPreferences
+from visalign.data.shapes.prompts import CATEGORIES, Record
+from visalign.data.shapes.render import render_many
+from visalign.data.shapes.scenes import SIZE, Scene, sample_scene
+from visalign.data.shapes.verifier import verify_scene
+from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
+from visalign.rewards.questions.visual_quality_r1 import VisualQuality
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings, Template
 
-from .judge_check import answer_accuracy
 from .judge_inputs import CHAT_TEMPLATE, MERGE, PATCH, judge_settings, new_judge_tokenizer
 from .stage import Plan, machine
 
+CHECK_SEED = 77
+_NEAR_TRIES = 50
 NAME = "shapes-vlm"
 """Folder of the model in `assets/`."""
 
@@ -98,3 +106,57 @@ one word (a few: in more) and is not true; share of right answers, {found["yes/n
 {found["rating error"]:.2f}; of the pairs among them whose qualities differ by at least {CLEAR}, the ratings
 order {found["rating order"]:.3f} correctly.
 """
+
+
+def answer_accuracy(
+    engine: VisionLanguageEngine, *, pictures: int = 300, pairs: int = 300, seed: int = CHECK_SEED
+) -> dict[str, float]:
+    """Held-out accuracy of yes/no by category, of pairs with a clear truth; error and order of ratings.
+
+    Args:
+        engine: the model.
+        pictures: undistorted pictures, each asked for its own prompt and for a neighbour that is not true.
+        pairs: clear pairs, each asked in both orders.
+        seed: of the draws.
+    """
+    world, rng = ShapesPreferences(seed, split="heldout"), np.random.default_rng(seed)
+    drawn = []
+    for _ in range(pictures):
+        record = world.record(rng)
+        scene = sample_scene(record, rng)
+        drawn.append((record, scene, _untrue(world, scene, record, rng)))
+    records, scenes, others = zip(*drawn, strict=True)
+    shows, shown = RewardDance(engine, min_mass=0.0), render_many(list(scenes))
+    said = [
+        shows.score(shown, [record["prompt"] for record in asked]).value > 0 for asked in (records, others)
+    ]
+    right = torch.stack([said[0], ~said[1]], 1).float().mean(1)
+    tags = np.array([record["tag"] for record in records])
+    found = {"yes/no": float(right.mean())}
+    found |= {tag: float(right[torch.from_numpy(tags == tag)].mean()) for tag in CATEGORIES if tag in tags}
+
+    clear = (pair for pair in map(world.pair, itertools.count()) if pair.is_clear)
+    chosen = list(itertools.islice(clear, pairs))
+    left, right_side = (
+        render_many(list(side)) for side in zip(*((p.left, p.right) for p in chosen), strict=True)
+    )
+    odds = (
+        RewardDancePairs(engine, min_mass=0.0).compare(left, right_side, [p.prompt for p in chosen]).log_odds
+    )
+    better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in chosen])
+    found["pair"] = float(((odds > 0) == better).float().mean())
+
+    rated = [world.quality(number).scene for number in range(pictures)]
+    ratings = VisualQuality(engine, min_mass=0.0).score(render_many(rated), [""] * pictures).value
+    truth = torch.tensor([1.0 + 4.0 * scene.quality for scene in rated])
+    apart = truth[:, None] - truth >= 4.0 * CLEAR
+    found["rating error"] = float((ratings - truth).abs().mean())
+    found["rating order"] = float((ratings[:, None] > ratings)[apart].float().mean())
+    return found
+
+
+def _untrue(world: ShapesPreferences, scene: Scene, record: Record, rng: np.random.Generator) -> Record:
+    """A prompt that is not true of the picture: one word from its own if there is such a one."""
+    near = (world.near(record, rng) for _ in range(_NEAR_TRIES))
+    drawn = itertools.chain(near, (world.record(rng) for _ in itertools.count()))
+    return next(other for other in drawn if not verify_scene(scene, other).correct)

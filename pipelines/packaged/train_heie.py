@@ -6,7 +6,7 @@
 The folder holds the heads, a `judge.json` that names the model as base, and a card with measured numbers;
 `load_reward("heie", model=FOLDER)` reads it. Each picture is asked about with its own prompt or one that it
 breaks, and half of them are distorted. The truth of the map are the objects that break the prompt, that of
-the score is `heie_data.plausibility`. Test pictures have held-out prompts.
+the score is `heie.plausibility`. Test pictures have held-out prompts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from visalign.rewards.vlm.template import JudgeSettings
 from visalign.training import AdamWSettings, Algorithm, RunSettings, Trainer
 from visalign.training.loop.trainer import Collected, Context
 
-from .heie import heie_card, heie_measures
-from .heie_data import HeiePlan, faults_data, shapes_faults
+from .heie import HeiePlan, faults_data, heie_card, heie_measures, shapes_faults
 
 NAME = "shapes-heie"
 """Folder of the packaged heads in `assets/`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -86,20 +86,17 @@ def no_loading_bars() -> Iterator[None]:
             module.enable_progress_bar()
 
 
-def build_judges(
-    terms: Mapping[str, RewardTerm], device: str | None = None
-) -> dict[str, PointwiseReward | PairwiseReward]:
-    """The judges of a section, by label: those that score, and those that only compare; on the run's device
-    where their options name no other.
+def load_terms(
+    terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None
+) -> dict[str, Any]:
+    """Label -> judge of a section, by a `load...` of `visalign.rewards.catalogue`; on the run's device where its
+    options name no other.
 
     Raises:
         RewardError: an unknown reward, or options that it does not take.
     """
-    from visalign.rewards.catalogue import load_judge
-
     return {
-        label: load_judge(term.name or label, run_device=device, **term.options)
-        for label, term in terms.items()
+        label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()
     }
 
 
@@ -121,16 +118,14 @@ def pointwise_only(
     return found
 
 
-def build_reward(config: RewardsConfig, rewards: Mapping[str, PointwiseReward]) -> PointwiseReward:
-    """The weighted sum of the loaded rewards.
+def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Callable[..., Any]) -> Any:
+    """The weighted sum of the loaded rewards, of the `kind` for pictures or for text.
 
     Raises:
         ValueError: impossible weights, units or normalisation.
     """
-    from visalign.rewards.combine.weighted_sum import WeightedSum
-
     fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
-    return WeightedSum(
+    return kind(
         {label: (rewards[label], term.weight) for label, term in config.terms.items()},
         normalise=fixed if config.normalise == "fixed" else config.normalise,
         allow_mixed_units=config.allow_mixed_units,

@@ -152,11 +152,7 @@ def planned_evaluation(config: Any, heldout: Records, *, greedy: bool = True) ->
 
 
 def plan(config: TextConfig) -> dict[str, Any]:
-    """Batch arithmetic of a job, in groups of entries.
-
-    Raises:
-        UserError: something in the configuration cannot be used.
-    """
+    """Batch arithmetic of a job, in groups of entries."""
     inputs, rollout, pace = prepare(config), config.rollout, config.optimizer
     completions = rollout.prompts_per_iteration * rollout.group_size
     updates = config.objective.epochs * pace.updates_per_iteration

@@ -18,7 +18,7 @@ from visalign.data.sets.prompt_files import load_demonstrations, with_completion
 from visalign.data.text_tasks.tasks import TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_text_judge
-from visalign.pipelines.shared.parts import Records, build_records, no_loading_bars
+from visalign.pipelines.shared.parts import Records, build_records, load_terms, no_loading_bars, weighted_sum
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.training.loop.sampler import PromptSampler
 
@@ -137,23 +137,14 @@ def text_rewards(terms: Mapping[str, RewardTerm], device: str | None = None) -> 
     """Label -> loaded reward."""
     from visalign.rewards.catalogue import load_text_reward
 
-    return {
-        label: load_text_reward(term.name or label, run_device=device, **term.options)
-        for label, term in terms.items()
-    }
+    return load_terms(terms, load_text_reward, device)
 
 
 def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
     """The weighted sum of the loaded rewards."""
     from visalign.rewards.text.weighted_sum import WeightedTextSum
 
-    fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
-    normalise: Any = fixed if config.normalise == "fixed" else config.normalise
-    return WeightedTextSum(
-        {label: (rewards[label], term.weight) for label, term in config.terms.items()},
-        normalise=normalise,
-        allow_mixed_units=config.allow_mixed_units,
-    )
+    return weighted_sum(config, rewards, WeightedTextSum)
 
 
 def build_text_policy(

@@ -293,11 +293,7 @@ def _select(
 
 
 def plan(config: TextSampleConfig) -> dict[str, Any]:
-    """What a job would sample, in groups of entries.
-
-    Raises:
-        UserError: something in the configuration cannot be used.
-    """
+    """What a job would sample, in groups of entries."""
     inputs, rollout, rule = _prepare(config), config.rollout, config.selection
     points = len(rollout.points())
     each = {"all": points * rollout.samples, "best_of_n": 1, "rejection": rule.per_prompt}[rule.rule]

@@ -181,11 +181,7 @@ def _build(config: TextSFTConfig, output: Path) -> PolicyRun:
 
 
 def plan(config: TextSFTConfig) -> dict[str, Any]:
-    """Batch arithmetic of a job, in groups of entries.
-
-    Raises:
-        UserError: something in the configuration cannot be used.
-    """
+    """Batch arithmetic of a job, in groups of entries."""
     inputs, length = prepare_sft(config), config.run.iterations
     updates = length * config.optimizer.updates_per_iteration
     return {

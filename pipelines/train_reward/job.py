@@ -152,11 +152,7 @@ class RewardRun(Job):
 
 
 def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
-    """What a job would learn from, in groups of entries.
-
-    Raises:
-        UserError: something in the configuration or the data cannot be used.
-    """
+    """What a job would learn from, in groups of entries."""
     inputs = prepare_reward(config)
     updates = config.run.iterations * config.optimizer.updates_per_iteration
     seen = updates * config.data.batch

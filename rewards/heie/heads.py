@@ -274,12 +274,7 @@ def views(
 
 
 def cut_tiles(image: Tensor, tiles: int) -> list[Tensor]:
-    """n × n tiles of a picture, each enlarged to its size; none for n = 1.
-
-    Args:
-        image: [3, H, W] in [0, 1].
-        tiles: n.
-    """
+    """n × n tiles of a picture, each enlarged to its size; none for n = 1."""
     if tiles == 1:
         return []
     height, width = image.shape[1:]

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from visalign.evaluation.statistics.heatmaps import THRESHOLD, heatmap_quality
 from visalign.evaluation.statistics.intervals import paired_bootstrap
-from visalign.pipelines.packaged.heie import ways_to_fuse
-from visalign.pipelines.packaged.heie_data import HeiePlan, faults_data, shapes_faults
+from visalign.pipelines.packaged.heie import HeiePlan, faults_data, shapes_faults, ways_to_fuse
 from visalign.pipelines.packaged.train_heie import train_on_shapes
 from visalign.rewards.heie.heads import draw_maps, enlarged
 from visalign.rewards.heie.judge import Heie

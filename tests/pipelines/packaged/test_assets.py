@@ -129,7 +129,7 @@ def stated(text: str, pattern: str) -> float:
 
 
 def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
-    from visalign.pipelines.packaged.judge_check import answer_accuracy
+    from visalign.pipelines.packaged.judge_card import answer_accuracy
     from visalign.rewards.vlm.engine import VisionLanguageEngine
 
     text = card("shapes-vlm")
@@ -165,8 +165,7 @@ def test_the_trained_judges_order_clear_pairs_as_their_cards_say() -> None:
 
 
 def test_the_heatmap_heads_are_as_good_as_their_card_says() -> None:
-    from visalign.pipelines.packaged.heie import heie_measures
-    from visalign.pipelines.packaged.heie_data import shapes_faults
+    from visalign.pipelines.packaged.heie import heie_measures, shapes_faults
     from visalign.rewards.heie.judge import Heie
 
     text = card("shapes-heie")

@@ -25,8 +25,13 @@ from visalign.pipelines.packaged.judge import (
     question_loss,
     train_judge,
 )
-from visalign.pipelines.packaged.judge_card import judge_card, judge_engine, judge_processor, save_judge
-from visalign.pipelines.packaged.judge_check import answer_accuracy
+from visalign.pipelines.packaged.judge_card import (
+    answer_accuracy,
+    judge_card,
+    judge_engine,
+    judge_processor,
+    save_judge,
+)
 from visalign.pipelines.packaged.judge_data import BETTER, LOOKS, SHOWS, Question, Questions, look, part, rate
 from visalign.pipelines.packaged.judge_inputs import (
     TOKENS,

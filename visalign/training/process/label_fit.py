@@ -84,10 +84,6 @@ class LabelFit(Algorithm):
     The loss of an update is the mean over the labels of its batch. What is judged may change between passes,
     as in PRIME: set `judge` and `rows`.
 
-    Args:
-        parameters: names and parameters that move.
-        settings: order, length and rate.
-
     Raises:
         UserError: several processes.
     """
@@ -136,10 +132,6 @@ def label_trainer(
     parameters: Iterable[tuple[str, nn.Parameter]], settings: FitSettings | None = None
 ) -> Trainer[LabelFit]:
     """A trainer of a judge, which several calls of `fit_labels` can go on with.
-
-    Args:
-        parameters: names and parameters that move.
-        settings: order, length and rate.
 
     Raises:
         UserError: nothing is trainable, or there are several processes.
@@ -191,11 +183,7 @@ def fit_labels(
 
 
 def report_labels(judged: Sequence[Judged]) -> LabelReport:
-    """Loss and accuracies over several batches.
-
-    Args:
-        judged: the batches.
-    """
+    """Loss and accuracies over several batches."""
     odds, label, loss = (
         torch.cat([getattr(one, name).float().cpu() for one in judged] or [torch.zeros(0)])
         for name in ("odds", "label", "loss")

@@ -109,16 +109,7 @@ def evaluate_process_reward(
     right_label: int = 1,
     batch_size: int = 16,
 ) -> LabelReport:
-    """Loss and accuracy on labelled texts, without dropout.
-
-    Args:
-        model: as in `train_process_reward`.
-        tokenizer: of the model.
-        records: labelled texts.
-        reading: as in training.
-        max_length: as in training.
-        right_label: as in training.
-        batch_size: texts in one forward pass.
+    """Loss and accuracy on labelled texts, without dropout; arguments as in `train_process_reward`.
 
     Raises:
         UserError: a record that cannot be used, by its number.

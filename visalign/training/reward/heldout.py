@@ -76,11 +76,7 @@ def judge_pairs(judge: TrainableJudge, batches: Iterable[RewardBatch], task: Tas
 
 
 def join_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
-    """Pairs of one judge and task that were asked about in parts, in the order of the parts.
-
-    Args:
-        parts: one at least.
-    """
+    """Pairs of one judge and task that were asked about in parts, in the order of the parts."""
 
     def joined(name: str) -> Tensor | None:
         found = [getattr(part, name) for part in parts]
@@ -119,10 +115,6 @@ def pair_measures(pairs: HeldoutPairs, *, bins: int = BINS) -> dict[str, float]:
     deviation of a pair is larger where its sign is wrong; std_auroc_votes: where it is against the majority
     of the votes; std_auroc_lead: the latter among pairs of equal lead. NaN where all are right or all wrong.
     mass_low: the LOW quantile of the answers' mass, whose rest the judge gives to other words.
-
-    Args:
-        pairs: of `judge_pairs`.
-        bins: of the ECE.
     """
     decided = torch.isfinite(pairs.truth) & (pairs.truth != 0.5)
     sign = torch.sign(pairs.difference[decided]) * torch.sign(pairs.truth[decided] - 0.5)
@@ -191,10 +183,6 @@ def lead_stratum(difference: Tensor, *, strata: int = 10) -> Tensor:
 
     A deviation and a lead go together where hard pictures are also far apart, so that a deviation shows its
     own worth among pairs of equal lead.
-
-    Args:
-        difference: [N].
-        strata: how many groups.
     """
     order = difference.abs().argsort(stable=True).argsort(stable=True)
     return order * strata // max(len(difference), 1)

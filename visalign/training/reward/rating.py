@@ -13,12 +13,13 @@ from visalign.core.preference.fidelity import fidelity_loss, quality_preferences
 
 if TYPE_CHECKING:
     from .batch import Outputs, RewardBatch
-    from .settings import RewardObjectiveSettings
+    from .settings import RewardObjectiveSettings as Settings
+
+Sums = tuple[Tensor, Tensor]
+"""(Σ weight · loss, Σ weight): micro-batches and processes add up to the whole batch."""
 
 
-def rating(
-    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Squared error of the expectation over the score tokens."""
     if batch.target is None:
         raise ValueError("the task rating learns from rated pictures, and the batch has no target.")
@@ -30,9 +31,7 @@ def rating(
     return loss.sum(), known.sum().to(value)
 
 
-def rating_fidelity(
-    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def rating_fidelity(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """VisualQuality-R1's fidelity of Thurstone's probability, between all pictures of a micro-batch."""
     if batch.target is None:
         raise ValueError("the task rating_fidelity learns from rated pictures, and the batch has no target.")
@@ -43,7 +42,7 @@ def rating_fidelity(
     return fidelity_loss(score, label).sum() + strayed(outputs, settings).mean() * count, count
 
 
-def strayed(outputs: Outputs, settings: RewardObjectiveSettings) -> Tensor:
+def strayed(outputs: Outputs, settings: Settings) -> Tensor:
     """What it costs a judge to say anything but the answers asked for, [M]: −mass · ln P(any of them).
 
     0 for judges that give no "log_mass", ln P [M].

@@ -32,16 +32,15 @@ from visalign.core.preference.uncertainty import (
 from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 
 from .batch import Outputs, RewardBatch
-from .rating import rating, rating_fidelity, strayed
-from .settings import RewardObjectiveSettings
+from .rating import Sums, rating, rating_fidelity, strayed
+from .settings import RewardObjectiveSettings as Settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """One row of `TASKS`."""
 
-    loss: Callable[[Outputs, RewardBatch, RewardObjectiveSettings, torch.Generator], tuple[Tensor, Tensor]]
-    """(Σ weight · loss, Σ weight): micro-batches and processes add up to the whole batch."""
+    loss: Callable[[Outputs, RewardBatch, Settings, torch.Generator], Sums]
     log_prob: Callable[[Outputs, RewardBatch], tuple[Tensor, Tensor]] | None = None
     """(ln P, ln (1 − P)) [N] that the left one of each pair is better; None: the judge gives no
     probability."""
@@ -57,7 +56,7 @@ def _sides(outputs: Outputs, batch: RewardBatch, name: str = "value") -> tuple[T
     return value[batch.left.to(value.device)], value[batch.right.to(value.device)]
 
 
-def _labels(batch: RewardBatch, settings: RewardObjectiveSettings, like: Tensor) -> tuple[Tensor, Tensor]:
+def _labels(batch: RewardBatch, settings: Settings, like: Tensor) -> tuple[Tensor, Tensor]:
     """(p, weight) [N] of the pairs."""
     assert batch.label is not None
     label, weight = batch.label.to(like), torch.ones_like(batch.label).to(like)
@@ -71,9 +70,7 @@ def _labels(batch: RewardBatch, settings: RewardObjectiveSettings, like: Tensor)
     return label, torch.where(torch.isnan(label), 0.0, weight)
 
 
-def _bradley_terry(
-    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _bradley_terry(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
     if settings.ties != "half":
@@ -92,7 +89,7 @@ def _bradley_terry(
     return (loss * weight).sum(), weight.sum()
 
 
-def _outcome_shares(batch: RewardBatch, settings: RewardObjectiveSettings, like: Tensor) -> Tensor:
+def _outcome_shares(batch: RewardBatch, settings: Settings, like: Tensor) -> Tensor:
     """[N, 3] shares of (left, equal, right): of the votes, or where there are none the label; ½ is a tie."""
     assert batch.label is not None
     label = batch.label.to(like)
@@ -106,13 +103,8 @@ def _outcome_shares(batch: RewardBatch, settings: RewardObjectiveSettings, like:
     return torch.where(known[:, None], voted, share)
 
 
-def _uncertainty(mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    def loss_of(
-        outputs: Outputs,
-        batch: RewardBatch,
-        settings: RewardObjectiveSettings,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:
+def _uncertainty(mode: str) -> Callable[..., Sums]:
+    def loss_of(outputs: Outputs, batch: RewardBatch, settings: Settings, generator: torch.Generator) -> Sums:
         left, right = _sides(outputs, batch)
         label, weight = _labels(batch, settings, left)
         left_std, right_std = (side.exp() for side in _sides(outputs, batch, "log_std"))
@@ -133,9 +125,7 @@ def _uncertainty(mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return loss_of
 
 
-def _hp(
-    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _hp(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """A pair counts as far as people agreed on it, |2p − 1|."""
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
@@ -148,9 +138,7 @@ def _hp(
     return (loss * weight).sum(), weight.sum()
 
 
-def _ict(
-    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _ict(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     if batch.ict is None:
         raise ValueError("the task ict learns from triples, and the batch has none.")
     images = outputs["image"]
@@ -166,9 +154,7 @@ def _ict(
     return loss * weight, weight
 
 
-def _yes_no(
-    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _yes_no(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """On rows the likelihood of the answer; on pairs Bradley-Terry on the log-odds, with some likelihood.
 
     With mass 1 the former is the likelihood over the vocabulary, `yes_no_loss(over="vocabulary")`.
@@ -187,9 +173,7 @@ def _yes_no(
     return (loss * weight).sum(), weight.sum()
 
 
-def _checklist(
-    outputs: Outputs, batch: RewardBatch, settings: RewardObjectiveSettings, _: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _checklist(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Logistic regression on the difference of weighted answers, λ/2 |w|² added per pair."""
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)

@@ -54,15 +54,6 @@ def collect(
 ) -> Collected:
     """Make, judge and prepare the completions of an iteration.
 
-    Args:
-        parts: policy, reward and the rest.
-        sampler: prompts of a round.
-        groups: dynamic sampling, or None to take every group.
-        iteration: iterations finished; the number of the round without dynamic sampling.
-        settings: how completions are made.
-        objective: says what has to be asked for.
-        clock: of the run.
-
     Returns:
         The experience, None where dynamic sampling found no group with signal; and counts of all that was
         made, dropped groups included.

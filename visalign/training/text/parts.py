@@ -111,12 +111,6 @@ PER_DECISION = ("gae", "remax", "reinforce_pp")
 def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed: bool) -> None:
     """Refuse an algorithm whose parts were not given.
 
-    Args:
-        parts: what was given.
-        objective: what is optimized.
-        name: the algorithm's, for messages.
-        recomputed: whether old log-probs are computed anew.
-
     Raises:
         UserError: with what is missing.
     """

@@ -60,11 +60,7 @@ class Completions:
         return torch.isfinite(self.reward)
 
     def rows(self, places: Sequence[int]) -> Completions:
-        """Some of the completions.
-
-        Args:
-            places: which, in the order wanted.
-        """
+        """Some of the completions."""
         return Completions(
             prompt=[self.prompt[i] for i in places],
             number=[self.number[i] for i in places],
@@ -191,20 +187,12 @@ def _call(
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """A text that stands for the prompt, the same in every run.
-
-    Args:
-        prompt: text, or a conversation.
-    """
+    """A text that stands for the prompt, the same in every run."""
     return prompt if isinstance(prompt, str) else repr([dict(message) for message in prompt])
 
 
 def join_completions(parts: Sequence[Completions]) -> Completions:
-    """Completions of several calls or points as one, in the order given.
-
-    Args:
-        parts: at least one.
-    """
+    """Completions of several calls or points as one, in the order given."""
     return Completions(
         prompt=[i for part in parts for i in part.prompt],
         number=[i for part in parts for i in part.number],

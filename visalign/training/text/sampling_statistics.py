@@ -18,12 +18,7 @@ from .selection import same_completion
 
 
 def failure_reasons(completions: Completions, most: int = 3) -> dict[str, int]:
-    """The commonest reasons of failed judgements, with their counts.
-
-    Args:
-        completions: B completions.
-        most: reasons at most.
-    """
+    """The commonest reasons of failed judgements, with their counts."""
     return dict(Counter(reason for reason in completions.reason if reason is not None).most_common(most))
 
 
@@ -84,16 +79,10 @@ def statistics(completions: Completions, selectable: Tensor, *, threshold: float
 
 
 def may_be_chosen(completions: Completions, *, truncated: bool) -> Tensor:
-    """Which completions may become training data: those that were judged and, unless wanted, came to an end.
+    """Bool [B], which completions may become training data: those that were judged and, unless `truncated`
+    ones are wanted, came to an end.
 
     Trained on as a whole completion, one that met the length limit teaches to stop anywhere.
-
-    Args:
-        completions: B completions.
-        truncated: take those that met the length limit as well.
-
-    Returns:
-        bool [B].
     """
     return completions.judged if truncated else completions.judged & ~completions.truncated
 

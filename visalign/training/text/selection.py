@@ -22,14 +22,7 @@ from visalign.seeds import sample_seed
 
 
 def every_valid(valid: Tensor) -> list[int]:
-    """All completions that may be chosen.
-
-    Args:
-        valid: bool [B].
-
-    Returns:
-        Their places, ascending.
-    """
+    """All completions that may be chosen."""
     return valid.nonzero()[:, 0].tolist()
 
 
@@ -109,10 +102,7 @@ def accepted_completions(
 def same_completion(text: str) -> str:
     """What two completions have in common that count as one: the text without differences in blanks.
 
-    Args:
-        text: a completion.
-
-    >>> same_completion(" 1 + 1\\n= 2 ") == same_completion("1 + 1 = 2")
+    >>> same_completion(" 1 + 1\n= 2 ") == same_completion("1 + 1 = 2")
     True
     """
     return " ".join(text.split())

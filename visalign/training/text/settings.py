@@ -96,11 +96,7 @@ class DynamicSettings:
             )
 
     def groups(self, wanted: int) -> DynamicGroups:
-        """The collector of a run.
-
-        Args:
-            wanted: groups per iteration.
-        """
+        """The collector of a run."""
         return DynamicGroups(
             wanted,
             rule=self.rule,

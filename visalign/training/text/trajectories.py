@@ -81,10 +81,6 @@ def trajectories_of(
 def engine_gap(trajectories: Trajectories, allowed: float) -> float:
     """Mean |log π_old − log μ| per token, in nats, between the policy and who wrote the completions.
 
-    Args:
-        trajectories: with recomputed log-probs; 0 without.
-        allowed: largest mean.
-
     Raises:
         UserError: more than that.
     """
