@@ -89,8 +89,8 @@ def no_loading_bars() -> Iterator[None]:
 def load_terms(
     terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None
 ) -> dict[str, Any]:
-    """Label -> judge of a section, by a `load...` of `visalign.rewards.catalogue`; on the run's device where its
-    options name no other.
+    """Label -> judge of a section, by a `load...` of `visalign.rewards.catalogue`; on the run's device where
+    its options name no other.
 
     Raises:
         RewardError: an unknown reward, or options that it does not take.

@@ -19,7 +19,7 @@ from visalign.data.shapes.preferences import KINDS, Kind
 from visalign.errors import UserError
 from visalign.pipelines.shared.sections import Count, Dtype, LoraConfig, Natural, RunConfig
 from visalign.schema import STRICT
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
+from visalign.training.reward.settings import AnyObjective, RewardOptimizerSettings, UncertaintySettings
 from visalign.training.reward.tasks import TASKS
 
 JUDGE_TASKS = {
@@ -199,7 +199,7 @@ class TrainRewardConfig:
     """The judge."""
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
     """The labels."""
-    objective: RewardObjectiveSettings = field(default_factory=RewardObjectiveSettings)
+    objective: AnyObjective = field(default_factory=UncertaintySettings)
     """The loss."""
     optimizer: RewardOptimizerSettings = field(default_factory=RewardOptimizerSettings)
     """How the weights move."""

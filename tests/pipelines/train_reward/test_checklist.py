@@ -26,7 +26,7 @@ from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import RewardBatch
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
+from visalign.training.reward.settings import ChecklistSettings, RewardOptimizerSettings
 from visalign.training.reward.trainer import RewardModeling
 
 CHECKLIST: dict[str, Any] = {
@@ -103,7 +103,7 @@ def test_updates_of_the_trainer_go_to_the_closed_form_fit(tmp_path, penalty):
     algorithm = RewardModeling(
         judge,
         All(),
-        objective=RewardObjectiveSettings(task="checklist", penalty=penalty, smoothing=0.0),
+        objective=ChecklistSettings(penalty=penalty, smoothing=0.0),
         accelerator=Accelerator(cpu=True),
     )
     trainer = Trainer(

@@ -34,7 +34,11 @@ from visalign.training.reward.heldout import (
     lead_stratum,
     pair_measures,
 )
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
+from visalign.training.reward.settings import (
+    BradleyTerrySettings,
+    RewardObjectiveSettings,
+    RewardOptimizerSettings,
+)
 from visalign.training.reward.tasks import TASKS
 from visalign.training.reward.trainer import RewardModeling
 
@@ -347,8 +351,8 @@ def test_measures_by_hand():
 def test_wrong_input_by_message(tmp_path):
     with pytest.raises(UserError, match=r"objective.task is 'uncertanty'. Did you mean 'uncertainty'"):
         RewardObjectiveSettings(task="uncertanty")
-    with pytest.raises(UserError, match=r"objective.tie_strength is 1.0; for rao_kupper it must be above 1"):
-        RewardObjectiveSettings(task="bradley_terry", ties="rao_kupper", tie_strength=1.0)
+    with pytest.raises(ValueError, match=r"objective.tie_strength is 1.0; for rao_kupper it must be above 1"):
+        BradleyTerrySettings(ties="rao_kupper", tie_strength=1.0)
     with pytest.raises(UserError, match=r"optimizer.decay is 'cosin'. Did you mean 'cosine'"):
         RewardOptimizerSettings(decay="cosin")
     with pytest.raises(UserError, match="no trainable parameter"):

@@ -17,12 +17,19 @@ from visalign.pipelines.train_reward.config import JUDGE_TASKS, USED, TrainRewar
 from visalign.training.loop.metrics import METRICS
 from visalign.training.loop.progress import SHOWN_OF_A_JUDGE, TrainingProgress
 from visalign.training.reward.batch import RewardBatch
-from visalign.training.reward.settings import TASK_NAMES, USED_BY, RewardObjectiveSettings
+from visalign.training.reward.settings import OBJECTIVES, BradleyTerrySettings, RewardObjectiveSettings
 from visalign.training.reward.tasks import TASKS
 
 
 def test_the_names_of_the_tasks_are_those_that_have_a_loss() -> None:
-    assert list(TASK_NAMES) == list(TASKS)
+    assert set(OBJECTIVES) == set(TASKS)
+
+
+def test_each_task_has_its_own_class_by_the_name_of_all() -> None:
+    for task, kind in OBJECTIVES.items():
+        made = RewardObjectiveSettings(task=task)
+        assert type(made) is kind and made.task == task
+    assert type(RewardObjectiveSettings()) is OBJECTIVES["uncertainty"]
 
 
 CHANGED: dict[str, Any] = {
@@ -72,18 +79,22 @@ def _loss(task: str, **forced: Any) -> float:
     return float(total / weight)
 
 
-def test_the_table_names_every_setting_but_the_task():
-    names = set(RewardObjectiveSettings.__dataclass_fields__) - {"task"}
-    assert set(USED_BY) == set(CHANGED) == names
-    assert all(task in TASKS for tasks in USED_BY.values() for task in tasks)
+def readers(name: str) -> list[str]:
+    return [task for task, kind in OBJECTIVES.items() if name in kind.__dataclass_fields__]
 
 
-@pytest.mark.parametrize("name", USED_BY)
+def test_every_setting_is_tried():
+    assert set(CHANGED) == {name for kind in OBJECTIVES.values() for name in kind.__dataclass_fields__} - {
+        "task"
+    }
+
+
+@pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_setting_is_refused_by_the_tasks_whose_loss_does_not_change_with_it(task, name):
     beside = {"ties": "davidson"} if name == "tie_strength" else {}
     changes = _loss(task, **beside, **{name: CHANGED[name]}) != pytest.approx(_loss(task, **beside), rel=1e-6)
-    assert changes == (task in USED_BY[name])
+    assert changes == (task in readers(name))
     if changes:
         settings = RewardObjectiveSettings(task=task, **beside, **{name: CHANGED[name]})
         assert getattr(settings, name) == CHANGED[name]
@@ -92,16 +103,18 @@ def test_a_setting_is_refused_by_the_tasks_whose_loss_does_not_change_with_it(ta
         RewardObjectiveSettings(task=task, **{name: CHANGED[name]})
     assert str(refused.value) == (
         f"objective.{name} is {CHANGED[name]!r}, and the task {task} does not use it; tasks that do: "
-        f"{', '.join(USED_BY[name])}. Leave it out, or set objective.task to one of these."
+        f"{', '.join(readers(name))}. Leave it out, or set objective.task to one of these."
     )
+    with pytest.raises(UserError, match=rf"Unknown key 'objective\.{name}' .*read where objective\.task is"):
+        _config(task, f"objective.{name}={CHANGED[name]}")
 
 
 @pytest.mark.parametrize("name", ["margin", "centre", "displacement"])
 def test_models_of_ties_and_the_plain_loss_have_their_own_settings(name):
-    with pytest.raises(UserError, match=rf"objective.{name} is .*, and objective.ties is rao_kupper, whose"):
-        RewardObjectiveSettings(task="bradley_terry", ties="rao_kupper", **{name: CHANGED[name]})
-    with pytest.raises(UserError, match=r"objective.tie_strength is 3.0, and objective.ties is half, which"):
-        RewardObjectiveSettings(task="bradley_terry", tie_strength=3.0)
+    with pytest.raises(ValueError, match=rf"objective.{name} is .*, and objective.ties is rao_kupper, whose"):
+        BradleyTerrySettings(ties="rao_kupper", **{name: CHANGED[name]})
+    with pytest.raises(ValueError, match=r"objective.tie_strength is 3.0, and objective.ties is half, which"):
+        BradleyTerrySettings(tie_strength=3.0)
 
 
 DATA = {
@@ -164,7 +177,8 @@ def test_a_judge_of_pairs_learns_shares_of_votes_alone():
 
 def test_a_checklist_on_a_frozen_model_has_no_mass_to_keep():
     given = ["model.kind=checklist", "objective.task=checklist", "objective.mass=0.5"]
-    assert load_config(TrainRewardConfig, None, given).objective.mass == 0.5
+    objective: Any = load_config(TrainRewardConfig, None, given).objective
+    assert objective.mass == 0.5
     with pytest.raises(UserError, match=r"objective\.mass is 0\.5.*kind checklist with model\.train head"):
         load_config(TrainRewardConfig, None, [*given, "model.train=head"])
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from visalign.core.preference.fidelity import fidelity_loss, quality_preferences
 
 if TYPE_CHECKING:
     from .batch import Outputs, RewardBatch
-    from .settings import RewardObjectiveSettings as Settings
 
+Settings = Any
+"""Of the task: its class in `settings`."""
 Sums = tuple[Tensor, Tensor]
 """(Σ weight · loss, Σ weight): micro-batches and processes add up to the whole batch."""
 

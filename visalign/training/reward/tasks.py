@@ -32,8 +32,7 @@ from visalign.core.preference.uncertainty import (
 from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 
 from .batch import Outputs, RewardBatch
-from .rating import Sums, rating, rating_fidelity, strayed
-from .settings import RewardObjectiveSettings as Settings
+from .rating import Settings, Sums, rating, rating_fidelity, strayed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +107,7 @@ def _uncertainty(mode: str) -> Callable[..., Sums]:
         left, right = _sides(outputs, batch)
         label, weight = _labels(batch, settings, left)
         left_std, right_std = (side.exp() for side in _sides(outputs, batch, "log_std"))
+        drawn = {"samples": settings.samples} if mode == "upstream_monte_carlo" else {}
         loss = uncertain_preference_loss(
             left,
             right,
@@ -115,7 +115,7 @@ def _uncertainty(mode: str) -> Callable[..., Sums]:
             right_std,
             label,
             mode=mode,  # type: ignore[arg-type]  # one of its three, below
-            samples=settings.samples,
+            **drawn,
             generator=generator,
         )
         if settings.centre:

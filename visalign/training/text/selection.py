@@ -102,7 +102,7 @@ def accepted_completions(
 def same_completion(text: str) -> str:
     """What two completions have in common that count as one: the text without differences in blanks.
 
-    >>> same_completion(" 1 + 1\n= 2 ") == same_completion("1 + 1 = 2")
+    >>> same_completion(" 1 + 1\\n= 2 ") == same_completion("1 + 1 = 2")
     True
     """
     return " ".join(text.split())
