@@ -186,7 +186,7 @@ def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: i
             RewardModeling(
                 judge,
                 train,
-                objective=RewardObjectiveSettings(task=task, smoothing=0.0, samples=1000),
+                objective=RewardObjectiveSettings(task=task, smoothing=0.0),
                 accelerator=Accelerator(cpu=True),
                 seed=seed,
             ),
