@@ -69,13 +69,9 @@ def edge_density(image: Tensor) -> Tensor:
 
 
 def laplacian_variance(image: Tensor) -> Tensor:
-    """Var(∇²Y) of the luma Y on the 0-255 scale, with the 4-neighbour Laplacian, borders left out.
-
-    Args:
-        image: [3, H, W] in [0, 1], H and W at least 3.
-
-    Returns:
-        Scalar float64, population variance in squared 8-bit levels.
+    """Var(∇²Y) of the luma Y on the 0-255 scale, with the 4-neighbour Laplacian, borders left out: population
+    variance in squared 8-bit levels, scalar float64, of an image [3, H, W] in [0, 1] with sides of at
+    least 3.
 
     Source: Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000 (LAPV).
     """

@@ -36,16 +36,8 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapped: str) -> Parameters:
-    """The parameters of a user's function.
-
-    Args:
-        name: of the reward.
-        function: what the user gave.
-        forms: the calls that are allowed, for the messages.
-        wrapped: how a coroutine function is wrapped, for the message.
-
-    Raises:
-        TypeError: not a function, a coroutine function, or without a readable signature.
+    """The parameters of a user's function; TypeError where it is none, a coroutine function, or unreadable.
+    `forms` are the calls that are allowed and `wrapped` how a coroutine is wrapped, for the messages.
     """
     if not callable(function):
         raise TypeError(f"Reward {name!r} is a {type(function).__name__}, not a function. Allowed: {forms}.")
@@ -64,16 +56,8 @@ def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapp
 def pick_arguments(
     name: str, parameters: Parameters, offered: dict[str, Any], known: Sequence[str]
 ) -> dict[str, Any]:
-    """What the signature asks for out of what there is; all of it with `**kwargs`.
-
-    Args:
-        name: of the reward.
-        parameters: of the function.
-        offered: argument -> value; those that are not in `known` are columns of the metadata.
-        known: the names that are always there, for the message.
-
-    Raises:
-        RewardError: a parameter without default that nothing is offered for.
+    """What the signature asks for out of what is `offered`; all of it with `**kwargs`. Names that are not
+    `known` are columns of the metadata.
     """
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return offered
@@ -93,17 +77,8 @@ def pick_arguments(
 
 
 def read_numbers(name: str, answer: Any, size: int, *, noun: str, place: str) -> list[float]:
-    """What a function returned for a batch, NaN where None.
-
-    Args:
-        name: of the reward.
-        answer: list, array or tensor.
-        size: how many numbers there must be.
-        noun: what a sample is, "image" or "completion".
-        place: what stands before the index of a wrong entry, such as "at position".
-
-    Raises:
-        RewardError: no list, another number of entries, or one that is no number.
+    """What a function returned for a batch, `size` numbers, NaN where None; `noun` is what a sample is,
+    `place` what stands before the index of a wrong entry ("at position").
     """
     if isinstance(answer, Tensor | np.ndarray):
         answer = answer.tolist() if answer.ndim == 1 else [answer.tolist()]
@@ -121,11 +96,7 @@ def read_numbers(name: str, answer: Any, size: int, *, noun: str, place: str) ->
 
 
 def read_number(name: str, item: Any, place: str) -> float:
-    """One number of a function, NaN for None.
-
-    Raises:
-        RewardError: no number.
-    """
+    """One number of a function, NaN for None."""
     if isinstance(item, Tensor | np.ndarray | np.generic) and item.ndim == 0:
         item = item.item()
     if item is not None and not isinstance(item, int | float):
@@ -137,14 +108,7 @@ def read_number(name: str, item: Any, place: str) -> float:
 
 
 def unjudged(name: str, number: float, range: tuple[float, float]) -> str | None:
-    """Why a number is no score.
-
-    Returns:
-        The reason, None for a score.
-
-    Raises:
-        RewardError: a number outside the range.
-    """
+    """Why a number is no score, None for a score; one outside the range is the function's error."""
     if not math.isfinite(number):
         return f"{name} returned {'None or NaN' if math.isnan(number) else number} for it"
     if not range[0] <= number <= range[1]:

@@ -79,12 +79,7 @@ def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metad
 def read_pairs(
     name: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[Request, Tensor]:
-    """B pairs of images of B prompts as one request of 2B images, and their numbers [B, 2] in it.
-
-    Raises:
-        TypeError: as `read_request`.
-        ValueError: as `read_request`, or another number of right images.
-    """
+    """B pairs of images of B prompts as one request of 2B images, and their numbers [B, 2] in it."""
     one, two = read_request(name, left, prompts, metadata), load_images(right)
     if len(two) != len(one):
         raise ValueError(f"{name}: {len(one)} left and {len(two)} right images; give pairs.")
@@ -94,11 +89,9 @@ def read_pairs(
 
 
 def prompt_problem(prompt: str) -> str | None:
-    """Why a reward that looks at the prompt masks a row; None for a text with a visible character.
-
-    Args:
-        prompt: of one row; blanks, line ends, control and format characters (a zero-width space) are not
-            visible, and half of a surrogate pair is no text.
+    """Why a reward that looks at the prompt masks a row; None for a text with a visible character: blanks,
+    line ends, control and format characters (a zero-width space) are none, and half of a surrogate pair is
+    no text.
     """
     if any("\ud800" <= sign <= "\udfff" for sign in prompt):
         return "the prompt is no text in Unicode: it holds half of a surrogate pair"
@@ -110,12 +103,7 @@ def prompt_problem(prompt: str) -> str | None:
 def read_metadata(
     name: str, metadata: Metadata | None, size: int, *, noun: str
 ) -> list[Mapping[str, Any] | None]:
-    """One record or None per sample; `noun` is what a sample is, for messages.
-
-    Raises:
-        TypeError: not a sequence of mappings and None.
-        ValueError: another number of records.
-    """
+    """One record or None per sample; `noun` is what a sample is, for messages."""
     if metadata is None:
         return [None] * size
     if isinstance(metadata, Mapping | str) or not isinstance(metadata, Sequence):

@@ -91,11 +91,7 @@ class FailureAlarm:
         return sum(reason is not None for reason in self._last) / max(1, len(self._last))
 
     def note(self, reason: str | None) -> None:
-        """Count one answer.
-
-        Raises:
-            RewardError: the share is above the limit.
-        """
+        """Count one answer."""
         self._last.append(reason)
         if reason is None or len(self._last) < self.least or self.rate <= self.limit:
             return

@@ -109,13 +109,8 @@ def _remembered(
     ask: Callable[[list[int]], Scores | Preferences],
     unit: str | None,
 ) -> Any:
-    """The answer to all rows; what is not known is asked about in one call, each key once.
-
-    Args:
-        judge: with the identity and the cache.
-        keys: of B rows.
-        ask: the judge's answer to some rows.
-        unit: of scores; None for preferences.
+    """The answer to all rows; what is not known is asked about in one call, each key once. `unit` is that of
+    scores, None for preferences.
     """
     identity = judge.identity
     known: dict[Any, Any] = dict(judge.cache.get(identity, [key for key in keys if key is not None]))
@@ -142,13 +137,8 @@ def _remembered(
 
 
 def content_digest(item: Any) -> bytes | None:
-    """SHA-256 of an image's content: of a file's bytes, else of its shape and pixels.
-
-    Args:
-        item: path, PIL image, tensor or array of one image.
-
-    Returns:
-        32 bytes; None for a file that cannot be read, which the judge shall explain.
+    """SHA-256 of an image's content: of a file's bytes, else of its shape and pixels; None for a file that
+    cannot be read, which the judge shall explain.
     """
     if isinstance(item, str | os.PathLike):
         try:

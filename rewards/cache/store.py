@@ -85,12 +85,7 @@ class ScoreCache:
             ) from error
 
     def get(self, judge: Identity, keys: Sequence[bytes]) -> dict[bytes, dict[str, Any]]:
-        """What the judge has said before, for the keys that it has judged.
-
-        Args:
-            judge: its identity; another identity has other judgements.
-            keys: from `key_of`.
-        """
+        """What the judge has said before, for those of the keys (`key_of`) that it has judged."""
         digest, unique = judge.digest, list(dict.fromkeys(keys))
         kept = ((key, self._kept.get((digest, key))) for key in unique)
         found = {key: said for key, said in kept if said is not None}
@@ -102,11 +97,8 @@ class ScoreCache:
         return {key: json.loads(said, object_hook=_number) for key, said in found.items()}
 
     def put(self, judge: Identity, said: Mapping[bytes, Mapping[str, Any]]) -> None:
-        """Keep judgements; on the disk all of them or, when interrupted, none.
-
-        Args:
-            judge: its identity.
-            said: key -> numbers, texts, and nested mappings of them.
+        """Keep judgements (key -> numbers, texts, nested mappings); on the disk all of them or, when
+        interrupted, none.
         """
         digest = judge.digest
         rows = {(digest, key): json.dumps(value) for key, value in said.items()}
@@ -203,12 +195,8 @@ class ScoreCache:
 
 
 def key_of(contents: Iterable[bytes], prompt: str, record: Mapping[str, Any] | None) -> bytes:
-    """The address of a judgement: SHA-256 over the images' content digests, the prompt and its record.
-
-    Args:
-        contents: digest of each image, in order.
-        prompt: exact text.
-        record: its metadata; JSON values, others by their `repr`.
+    """The address of a judgement: SHA-256 over the images' content digests in order, the prompt, and its
+    record (values that JSON lacks by their `repr`).
     """
     digest = hashlib.sha256()
     for content in contents:
@@ -239,11 +227,7 @@ class Damaged(sqlite3.DatabaseError):
 
 
 class ScoreFile:
-    """Judgements as rows (judge, key, said, sum); every call opens and closes the file.
-
-    Args:
-        path: of the file; `open` makes it.
-    """
+    """Judgements as rows (judge, key, said, sum); each call opens and closes the file, which `open` makes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -288,12 +272,7 @@ class ScoreFile:
             link.execute(f"PRAGMA user_version = {VERSION}")
 
     def select(self, judge: str, keys: Sequence[bytes]) -> tuple[dict[bytes, str], int]:
-        """What a judge said, by key, and how many rows were altered on the disk.
-
-        Args:
-            judge: digest of its identity.
-            keys: wanted; those that are not there are left out.
-        """
+        """What a judge said, by key, and how many rows were altered on the disk."""
         found: dict[bytes, str] = {}
         altered = 0
         with closing(self.connect()) as link:
@@ -309,12 +288,7 @@ class ScoreFile:
         return found, altered
 
     def insert(self, judges: Mapping[str, str], rows: Iterable[tuple[str, bytes, str]]) -> None:
-        """Write rows; all of them or none.
-
-        Args:
-            judges: digest -> identity.
-            rows: (digest, key, what was said).
-        """
+        """Write rows (digest of the judge, key, what was said) and identities; all of them or none."""
         summed = [(judge, key, said, row_sum(judge, key, said)) for judge, key, said in rows]
         with closing(self.connect()) as link, link:
             link.executemany("INSERT OR IGNORE INTO judges VALUES (?, ?)", list(judges.items()))
@@ -349,11 +323,7 @@ def row_sum(judge: str | bytes, key: bytes, said: str | bytes) -> int:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error means that the file is not whole, rather than locked, full or read-only.
-
-    Args:
-        error: what SQLite raised.
-    """
+    """Whether an error means that the file is not whole, rather than locked, full or read-only."""
     if isinstance(error, Damaged):
         return True
     code = getattr(error, "sqlite_errorcode", None)

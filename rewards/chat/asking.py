@@ -56,18 +56,9 @@ class Drawing:
 def connect(
     name: str, server: ChatServer | None, base_url: str | None, model: str | None, options: dict[str, Any]
 ) -> ChatServer:
-    """The server that a judge was given, or that at an address.
-
-    Args:
-        name: of the judge, for messages.
-        server: one that several judges may share, or None.
-        base_url: where it listens, without `server`; by default what `URL` says in the environment, with the
-            key in `KEY` if there is one.
-        model: the served name, without `server`; by default what `MODEL` says.
-        options: of `ChatServer`.
-
-    Raises:
-        RewardError: neither or both were given, or options that `ChatServer` does not have.
+    """The server that a judge was given (several may share one), or that at an address: `base_url` and
+    `model`, else what `URL` and `MODEL` say in the environment with the key in `KEY`; `options` are those
+    of `ChatServer`.
     """
     if server is not None:
         if base_url is not None or model is not None or options:
@@ -91,16 +82,8 @@ def connect(
 def as_template(
     name: str, given: Template | str | None, default: Template, *, needed: Sequence[str] = ("prompt",)
 ) -> Template:
-    """The template that a judge was given, or its own; a text becomes one with the same pictures.
-
-    Args:
-        name: of the judge, for messages.
-        given: a template, a text with names in braces, or None.
-        default: the judge's own.
-        needed: names that it must hold.
-
-    Raises:
-        RewardError: a name is missing, or the number of pictures is another.
+    """The template that a judge was given, or its own; a text with names in braces becomes one with the same
+    pictures. It must hold the names that are `needed`.
     """
     template = given if isinstance(given, Template) else default
     if isinstance(given, str):
@@ -180,11 +163,7 @@ def rate(
 
 
 def failed(answers: Sequence[Any]) -> str:
-    """Why too few of a picture's answers can be used.
-
-    Args:
-        answers: K, of which one at least is an AnswerError.
-    """
+    """Why too few of a picture's answers can be used."""
     first = next(str(answer) for answer in answers if isinstance(answer, AnswerError))
     if len(answers) == 1:
         return first

@@ -62,18 +62,9 @@ def safe_text(text: str) -> str:
 
 
 def chat_messages(template: Template, query: Query, urls: PictureUrls) -> list[dict[str, Any]]:
-    """The conversation of one request.
-
-    Args:
-        template: what is asked; each {"type": "image"} takes the next picture.
-        query: pictures, prompt and other fields; they are made safe.
-        urls: encodes the pictures.
-
-    Returns:
-        OpenAI messages. What the assistant is made to have begun is the last one.
-
-    Raises:
-        RewardError: another number of pictures than slots.
+    """The conversation of one request as OpenAI messages: each {"type": "image"} takes the next picture, the
+    prompt and other fields are made safe, and what the assistant is made to have begun is the last
+    message.
     """
     if len(query.images) != template.images:
         raise RewardError(
@@ -93,13 +84,8 @@ def chat_messages(template: Template, query: Query, urls: PictureUrls) -> list[d
 def question(
     name: str, text: str, *, pictures: Sequence[str] = ("",), words: Mapping[str, Sequence[str]] | None = None
 ) -> Template:
-    """A template of one user message: pictures, each behind its label, then the text.
-
-    Args:
-        name: of the template.
-        text: with `{prompt}` and other names in braces.
-        pictures: a label per picture; "" for none.
-        words: that the judge looks for.
+    """A template of one user message: pictures, each behind its label ("" for none), then the text, with
+    `{prompt}` and other names in braces; `words` are those that the judge looks for.
     """
     content: list[dict[str, str]] = []
     for label in pictures:
@@ -136,14 +122,8 @@ class Reply:
 
 
 def read_reply(sent: Mapping[str, Any], *, first_token_only: bool = False) -> Reply:
-    """The answer in a chat.completion object.
-
-    Args:
-        sent: the JSON object that the server sent.
-        first_token_only: one token was asked for, so that the answer may end there and have no visible text.
-
-    Raises:
-        AnswerError: no choice, no text, a refusal, or an answer that was cut or filtered.
+    """The answer in a chat.completion object; AnswerError where there is no choice, no text, a refusal, or it
+    was cut or filtered. With `first_token_only` it may end there and have no visible text.
     """
     choices = sent.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):

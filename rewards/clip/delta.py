@@ -28,17 +28,8 @@ Load = Callable[[str | Path], ClipParts]
 
 
 def save_changes(folder: str | Path, parts: ClipParts, base: str, *, load: Load, dtype: torch.dtype) -> None:
-    """Write what `load_changes` reads.
-
-    Args:
-        folder: is made.
-        parts: the fine-tuned model.
-        base: what it came from: packaged name, hub id, or folder or file relative to `folder`.
-        load: of the base.
-        dtype: of the floating-point weights on disk.
-
-    Raises:
-        RewardError: the base has tensors of other names or shapes.
+    """Write what `load_changes` reads. `base` is what the model came from: packaged name, hub id, or folder
+    or file relative to `folder`; `load` loads it; `dtype` is that of floating-point weights on disk.
     """
     from safetensors.torch import save_file
 
@@ -65,13 +56,7 @@ def save_changes(folder: str | Path, parts: ClipParts, base: str, *, load: Load,
 
 
 def load_changes(folder: Path, *, load: Load) -> ClipParts:
-    """The base with the changed tensors in it, in evaluation mode, without gradients.
-
-    Raises:
-        FileNotFoundError: the changes are missing.
-        RewardError: the file names no base or its own folder, or tensors that the base does not have, each
-            named.
-    """
+    """The base with the changed tensors in it, in evaluation mode, without gradients."""
     try:
         told = json.loads((folder / BASE).read_text(encoding="utf-8"))
         base, count = str(told["base"]), int(told["changed"])

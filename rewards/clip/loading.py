@@ -62,12 +62,7 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
 
 
 def find_folder(model: str | Path) -> Path:
-    """The folder of a model: one on this disk, a packaged name's, or the local copy of a hub id.
-
-    Raises:
-        FileNotFoundError: a packaged model is missing from the installation.
-        RewardError: unknown, or not on disk and not to be fetched.
-    """
+    """The folder of a model: one on this disk, a packaged name's, or the local copy of a hub id."""
     from visalign.data.assets import resolve_model
 
     place = resolve_model(model)

@@ -85,15 +85,9 @@ def save_open_clip(
     preprocess_cfg: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> None:
-    """Write a model in the format that `load_open_clip` reads.
-
-    Args:
-        folder: is made; files of the same names are overwritten.
-        model: an `open_clip.CLIP` or `CustomTextCLIP`.
-        model_cfg: embed_dim, vision_cfg and text_cfg that it was built from.
-        tokenizer: transformers tokenizer, or open_clip's wrapper of one.
-        preprocess_cfg: mean, std, interpolation, resize_mode; the model's own when None.
-        dtype: of the floating-point weights on disk.
+    """Write a model in the format that `load_open_clip` reads. `model_cfg` holds the embed_dim, vision_cfg
+    and text_cfg that it was built from, `preprocess_cfg` (the model's own when None) mean, std,
+    interpolation and resize_mode; the tokenizer is transformers' or open_clip's wrapper of one.
     """
     from safetensors.torch import save_file
 
@@ -120,13 +114,8 @@ def save_open_clip(
 
 
 def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
-    """Make sure that every text, also one that is cut, holds the token that the model pools at.
-
-    Returns:
-        The id of the end token, or None for models that pool elsewhere (last or first position, mean).
-
-    Raises:
-        RewardError: the end token is missing from a short or a long text, or is not where the model looks.
+    """The id of the end token, after a look that every text, also one that is cut, holds it where the model
+    pools; None for models that pool elsewhere (last or first position, mean).
     """
     text_model = getattr(model, "text", None)
     pool = getattr(model, "text_pool_type", None) or getattr(text_model, "pool_type", None)

@@ -58,12 +58,7 @@ class TextTokenizer:
     """A transformers tokenizer with open_clip's face: texts -> ids [N, L], the end token kept when cut."""
 
     def __init__(self, tokenizer: Any, context_length: int) -> None:
-        """Wrap it.
-
-        Args:
-            tokenizer: a transformers tokenizer with an eos_token and a padding token.
-            context_length: L.
-        """
+        """Wrap a tokenizer that has an eos_token and a padding token; L is the context length."""
         self.tokenizer = tokenizer
         self.context_length = context_length
 

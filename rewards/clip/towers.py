@@ -101,12 +101,8 @@ class ClipTowers:
         return str(self._print)
 
     def identity(self, judge: str, *, head: str = "", **options: Any) -> Identity:
-        """What the numbers of a judge on these towers depend on.
-
-        Args:
-            judge: its name.
-            head: fingerprint of what it has besides the towers.
-            **options: all else that moves a score.
+        """What the numbers of a judge on these towers depend on: `head` is the fingerprint of what it has
+        besides, `options` all else that moves a score.
         """
         return Identity(
             judge=judge,
@@ -164,10 +160,8 @@ class ClipTowers:
         return make_scores(scatter(found, rows, size), reasons, judge.unit, parts=parts, text=notes)
 
     def image_features(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor]:
-        """Embeddings of the images in rows without a reason; notes a reason where a picture is refused.
-
-        Returns:
-            The rows, and [n, D] float32 on the CPU, not normalised.
+        """(rows, embeddings [n, D] float32 on the CPU, not normalised) of the images in rows without a
+        reason; notes a reason where a picture is refused.
         """
         rows, pictures = fitting_pictures(request, reasons, self.preprocess)
         if not rows:
@@ -193,13 +187,8 @@ class ClipTowers:
             return encode_once(keys, encode, cache=self.texts, batch_size=self.batch_size)
 
     def image_features_with_gradient(self, images: Tensor) -> Tensor:
-        """Embeddings of images [B, 3, H, W] of one size, differentiable in their pixels and the weights.
-
-        Returns:
-            [B, D] float32 on the encoder's device, not normalised; the values of `image_features`.
-
-        Raises:
-            ValueError: another shape or dtype, or a picture too elongated.
+        """Embeddings [B, D] float32 of images [B, 3, H, W] of one size, not normalised, on the encoder's
+        device, differentiable in their pixels and the weights; the values of `image_features`.
         """
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(

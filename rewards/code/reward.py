@@ -260,11 +260,7 @@ def _listed(value: Any) -> Any:
 
 
 def decode(record: Any) -> Any:
-    """The value that `code_child.encode` wrote.
-
-    Raises:
-        ValueError: a record that it did not write.
-    """
+    """The value that `code_child.encode` wrote."""
     if record is None or isinstance(record, bool | int | str):
         return record
     if not isinstance(record, dict) or len(record) != 1:

@@ -111,18 +111,9 @@ class WeightedTerms:
     def add_up(
         self, judge: Callable[[Any], Any], usable: list[int], unusable: Sequence[str | None]
     ) -> Scores:
-        """Judge with every reward and add up.
-
-        Args:
-            judge: asks one reward for its scores of the usable samples.
-            usable: rows that are judged, n of them.
-            unusable: [B] why a row is not judged; None where it is.
-
-        Returns:
-            Scores of all B samples, with the parts of `WeightedSum`.
-
-        Raises:
-            RewardError: a reward raised, or did not return one score per sample; by its label.
+        """Scores of all B samples: `judge` asks one reward for its scores of the usable rows, and `unusable`
+        [B] says why the others are not judged. A reward that raises, or does not return one score per
+        sample, is named by its label.
         """
         total = torch.zeros(len(unusable), dtype=torch.float64)
         reasons = list(unusable)

@@ -112,12 +112,7 @@ class ScoreHead(nn.Module):
         self.out = nn.Sequential(nn.GELU(), nn.Linear(width, 1))
 
     def forward(self, hidden: Tensor, heat: Tensor) -> Tensor:
-        """Logits [B] of plausibility.
-
-        Args:
-            hidden: [B, hidden].
-            heat: [B, h, w] in [0, 1].
-        """
+        """Logits [B] of plausibility, of hidden states [B, hidden] and heat [B, h, w] in [0, 1]."""
         found = self.heat(heat[:, None])
         pooled = torch.cat([found.mean((2, 3)), found.amax((2, 3))], 1)
         return self.out(self.token(hidden) + self.pooled(pooled))[:, 0]
@@ -132,12 +127,7 @@ class HeieHeads(nn.Module):
         self.mapper, self.scorer = MapHead(settings), ScoreHead(settings)
 
     def save(self, file: str | Path, *, half: bool = False) -> None:
-        """Write weights and sizes as safetensors.
-
-        Args:
-            file: to write.
-            half: in float16; they are read as float32 again.
-        """
+        """Write weights and sizes as safetensors; with `half` in float16, read as float32 again."""
         from safetensors.torch import save_file
 
         metadata = {"format": FORMAT, "settings": json.dumps(asdict(self.settings))}
@@ -151,9 +141,6 @@ class HeieHeads(nn.Module):
     @classmethod
     def load(cls, file: str | Path) -> HeieHeads:
         """Read what `save` wrote, as float32.
-
-        Args:
-            file: safetensors.
 
         Raises:
             FileNotFoundError: there is none.
@@ -229,21 +216,10 @@ class Maps:
 def views(
     engine: Any, template: Template, queries: Sequence[Any], tiles: int
 ) -> tuple[list[View | None], list[str | None]]:
-    """Hidden states and features of B pictures and their tiles.
-
-    Each tile is enlarged to the size of the picture and asked about with the same prompt.
-
-    Args:
-        engine: `rewards.vlm.VisionLanguageEngine` of a Qwen-VL family.
-        template: its last position is the map's token.
-        queries: B requests of one image each.
-        tiles: n of n × n; 1 sees the whole picture alone.
-
-    Returns:
-        (views or None, reasons or None).
-
-    Raises:
-        RewardError: a model whose features have no grid.
+    """(views or None, reasons or None) of B requests of one image each: hidden states and features of the
+    picture and its n × n tiles (n = 1: of the whole alone), each tile enlarged to the size of the picture
+    and asked about with the same prompt. The template's last position is the map's token; a model whose
+    features have no grid is refused.
     """
     if not queries:
         return [], []
@@ -274,7 +250,7 @@ def views(
 
 
 def cut_tiles(image: Tensor, tiles: int) -> list[Tensor]:
-    """n × n tiles of a picture, each enlarged to its size; none for n = 1."""
+    """n × n tiles of a picture [3, H, W] in [0, 1], each enlarged to its size; none for n = 1."""
     if tiles == 1:
         return []
     height, width = image.shape[1:]
@@ -315,11 +291,7 @@ def draw_maps(heads: HeieHeads, seen: Sequence[View]) -> Maps:
 
 
 def splice_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
-    """Put maps of tiles [B, rows · columns, h, w] side by side, row by row: [B, rows · h, columns · w].
-
-    Raises:
-        ValueError: another number of tiles.
-    """
+    """Put maps of tiles [B, rows · columns, h, w] side by side, row by row: [B, rows · h, columns · w]."""
     if tiles.ndim != 4 or tiles.shape[1] != rows * columns:
         raise ValueError(f"tiles must be [B, {rows * columns}, h, w]; got {tuple(tiles.shape)}.")
     batch, _, height, width = tiles.shape

@@ -80,22 +80,13 @@ class Member:
 
 
 def find_folder(place: str | Path) -> Path:
-    """An existing folder; packaged names and hub ids are looked up.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """An existing folder; packaged names and hub ids are looked up."""
     found = resolve_model(place)
     return found if isinstance(found, Path) else local_folder(found, ("*",))
 
 
 def read_member(place: str | Path, base: str | Path | None = None) -> Member:
-    """One trained judge of a folder, packaged name or hub id; `base` in place of what its judge.json names.
-
-    Raises:
-        FileNotFoundError: a part is missing.
-        RewardError: it is no judge of this kind, or its LoRA has more than plain matrices.
-    """
+    """One trained judge of a folder, packaged name or hub id; `base` replaces what its judge.json names."""
     folder = find_folder(place)
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
@@ -124,16 +115,11 @@ def read_member(place: str | Path, base: str | Path | None = None) -> Member:
 
 
 def stack_members(members: Sequence[Member]) -> tuple[JudgeSettings, dict[str, Tensor]]:
-    """Settings and tensors [M, ...] of an ensemble.
+    """Settings and tensors [M, ...] of an ensemble of two or more members; one in which they differ and must
+    not is named.
 
     Adapters of a lower rank are filled up with zeros, and those of another scaling are multiplied by the
     ratio to the first one's: neither changes what a member says.
-
-    Args:
-        members: two or more.
-
-    Raises:
-        RewardError: fewer, or members that differ in what they must share, which is named.
     """
     if len(members) < 2:
         raise RewardError(f"{len(members)} members were given; an ensemble needs at least two.")
@@ -211,12 +197,7 @@ def shown(value: Any) -> str:
 
 
 def read_ensemble(folder: Path) -> tuple[JudgeSettings, dict[str, Tensor]]:
-    """Settings and tensors [M, ...] of a folder that `write_ensemble` wrote.
-
-    Raises:
-        FileNotFoundError: the weights are missing.
-        RewardError: it is another judge's folder.
-    """
+    """Settings and tensors [M, ...] of a folder that `write_ensemble` wrote."""
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
     if not isinstance(head, Mapping) or head.get("type") != HEAD or "scaling" not in settings.rest:
@@ -237,18 +218,9 @@ def build_ensemble(
     max_tokens_per_batch: int = 8192,
     **options: Any,
 ) -> LoraEnsembleModel:
-    """The module of what `read_ensemble` or `stack_members` gave, on the model that the members start from.
-
-    Args:
-        settings: of the ensemble.
-        tensors: of its members, [M, ...].
-        base: folder or name.
-        max_tokens_per_batch: of one pass, all members counted.
-        **options: of `VisionLanguageEngine.from_pretrained`.
-
-    Raises:
-        FileNotFoundError: the base is missing.
-        RewardError: what does not fit.
+    """The module of what `read_ensemble` or `stack_members` gave, on the model that the members start from;
+    all members count in `max_tokens_per_batch`, and `options` are those of
+    `VisionLanguageEngine.from_pretrained`.
     """
     members = max(1, len(tensors.get(TOKEN, ())))
     options = {**settings.rest.get("pixels", {}), "settings": settings, **options}
@@ -269,13 +241,8 @@ def build_ensemble(
 def write_ensemble(
     folder: Path, model: LoraEnsembleModel, base: str | Path, dtype: torch.dtype | None = None
 ) -> None:
-    """Write what `read_ensemble` reads.
-
-    Args:
-        folder: is made.
-        model: the ensemble.
-        base: folder, which is named relative to this one, or name.
-        dtype: of the weights; float16 where that loses nothing, else float32, when None.
+    """Write what `read_ensemble` reads. A base that is a folder is named relative to this one; weights are
+    float16 where that loses nothing, else float32, unless `dtype` says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = Path(base)

@@ -33,13 +33,8 @@ STRETCH = "stretch"
 
 
 class StackedLora(nn.Module):
-    """y = W x + b + s · B_m A_m x for rows of M members that lie one after another; A and B start at 0.
-
-    Args:
-        base: the frozen linear layer.
-        members: M.
-        rank: r.
-        scaling: s, LoRA's α/r.
+    """y = W x + b + s · B_m A_m x for rows of M members that lie one after another, s = α/r; A and B start at
+    0.
     """
 
     def __init__(self, base: nn.Linear, members: int, rank: int, scaling: float) -> None:
@@ -63,11 +58,7 @@ class StackedLora(nn.Module):
 def stack_adapters(
     backbone: nn.Module, names: Sequence[str], members: int, rank: int, scaling: float
 ) -> dict[str, StackedLora]:
-    """Put stacked adapters around the linear layers of these full names, in place.
-
-    Raises:
-        RewardError: the backbone has no linear layer of such a name.
-    """
+    """Put stacked adapters around the linear layers of these full names, in place."""
     layers = {name: module for name, module in backbone.named_modules() if isinstance(module, nn.Linear)}
     if lacking := sorted(set(names) - set(layers)):
         raise RewardError(
@@ -81,10 +72,8 @@ def stack_adapters(
 
 
 class RanknetHeads(nn.Module):
-    """The heads of M members, each layer one batched product.
-
-    Args:
-        tensors: `rm_head.{0,3,5}.{weight,bias}`, each [M, ...].
+    """The heads of M members, of tensors `rm_head.{0,3,5}.{weight,bias}` [M, ...]; each layer is one batched
+    product.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

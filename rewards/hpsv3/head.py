@@ -43,16 +43,8 @@ class RanknetHead(nn.Module):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> RanknetHead:
-        """Build the head whose widths the tensors tell.
-
-        Args:
-            state: the six tensors `rm_head.{0,3,5}.{weight,bias}` and nothing else.
-
-        Returns:
-            The head in evaluation mode, float32.
-
-        Raises:
-            ValueError: missing or unexpected keys, each named, or shapes that do not follow one another.
+        """The head whose widths the six tensors `rm_head.{0,3,5}.{weight,bias}` tell, in evaluation mode,
+        float32; ValueError names missing and unexpected keys, or shapes that do not follow one another.
         """
         wanted = {f"rm_head.{place}.{part}" for place in PLACES for part in ("weight", "bias")}
         if set(state) != wanted:
@@ -69,11 +61,7 @@ class RanknetHead(nn.Module):
         return head.eval()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Head outputs [*, 2] of hidden states [*, D], in float32 whatever dtype they come in.
-
-        Raises:
-            ValueError: the head was moved to a dtype below float32.
-        """
+        """Head outputs [*, 2] of hidden states [*, D], in float32 whatever dtype they come in."""
         dtype = self.rm_head[0].weight.dtype
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"The head must stay in float32; it is {dtype}. Move the tower alone.")
@@ -127,11 +115,7 @@ class RanknetHead(nn.Module):
 
 
 def special_positions(input_ids: Tensor, special_token_id: int) -> Tensor:
-    """Position [B] of the token that must stand exactly once in each row of input_ids [B, L].
-
-    Raises:
-        ValueError: rows, named, without the token or with several, e.g. one that a user typed.
-    """
+    """Position [B] of the token that must stand exactly once in each row of input_ids [B, L]."""
     found = input_ids == special_token_id
     count = found.sum(1)
     if bool((count != 1).any()):
@@ -146,11 +130,7 @@ def special_positions(input_ids: Tensor, special_token_id: int) -> Tensor:
 def valid_tokens(
     input_ids: Tensor, pad_token_id: int | None = None, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """Bool [B, L]: is a token, by the attention mask, else everything before the row's first padding.
-
-    Raises:
-        ValueError: a mask of another shape, or a row without any token.
-    """
+    """Bool [B, L]: is a token, by the attention mask, else everything before the row's first padding."""
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(

@@ -176,14 +176,8 @@ def _backbone(source: str | Path, state: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def check_keys(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not exactly those of a model.
-
-    Args:
-        wanted: name -> tensor of the right shape.
-        given: name -> tensor.
-
-    Raises:
-        RewardError: names what is missing, unexpected, or of another shape.
+    """Refuse weights that are not exactly those that are wanted: each missing, unexpected or ill-shaped one
+    is named.
     """
     missing, unexpected = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
     if missing or unexpected:

@@ -23,26 +23,14 @@ MAX_PIXELS = 16384 * 28 * 28
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
 ) -> tuple[int, int]:
-    """Height and width of a picture as qwen-vl-utils and the published HPSv3 resize it.
-
-    Args:
-        height: in pixels.
-        width: in pixels.
-        factor: 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL.
-        min_pixels: of the result.
-        max_pixels: of the result; HPSv3 sets both to 200704.
-
-    Raises:
-        ValueError: no pixels, or one side more than 200 times the other.
+    """Height and width of a picture as qwen-vl-utils and the published HPSv3 resize it: `factor` is 28 for
+    Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL; HPSv3 sets both bounds to 200704.
     """
     return _smart_resize(height, width, factor, min_pixels, max_pixels, whole_tokens=True)
 
 
 def current_key(key: str) -> str:
     """The name in transformers 5 of a weight that transformers 4 saved; others, heads included, stay.
-
-    Args:
-        key: "visual.blocks.0.attn.qkv.weight", "model.norm.weight", "rm_head.0.weight".
 
     >>> current_key("visual.merger.ln_q.weight")
     'model.visual.merger.ln_q.weight'
@@ -55,13 +43,8 @@ def current_key(key: str) -> str:
 
 
 def current_keys(state: Mapping[str, V]) -> dict[str, V]:
-    """A state dict under the names of transformers 5; one that has them already is left as it is.
-
-    Args:
-        state: name -> tensor.
-
-    Raises:
-        ValueError: two weights get the same name, so that one would be lost.
+    """A state dict under the names of transformers 5; one that has them already is left as it is. Two weights
+    that get the same name are refused, since one would be lost.
     """
     renamed: dict[str, V] = {}
     for key, value in state.items():
@@ -75,9 +58,5 @@ def current_keys(state: Mapping[str, V]) -> dict[str, V]:
 
 
 def is_old_layout(keys: Iterable[str]) -> bool:
-    """Whether some weights have the names of transformers 4.
-
-    Args:
-        keys: names of a checkpoint.
-    """
+    """Whether some weights have the names of transformers 4."""
     return any(current_key(key) != key for key in keys)

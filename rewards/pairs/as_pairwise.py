@@ -78,12 +78,7 @@ class PairsFromScores:
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
-        """Compare B pairs of images, B prompts, B records.
-
-        Raises:
-            ValueError: the lengths differ.
-            RewardError: the reward raised, or did not return one score per image.
-        """
+        """Compare B pairs of images, B prompts, B records."""
         return self._compare(*read_pairs(self.name, left, right, prompts, metadata))
 
     def compare_pairs(
@@ -152,22 +147,15 @@ class PairsFromScores:
 
 
 def logistic_odds(gap: Tensor, spread: Tensor) -> Tensor:
-    """ln(p / (1 − p)) of p = E[σ(d + s z)], z ~ N(0, 1), by 32-node Gauss-Hermite quadrature.
-
-    Args:
-        gap: [N] d, float64.
-        spread: [N] s ≥ 0; 0 gives d itself.
+    """ln(p / (1 − p)) of p = E[σ(d + s z)], z ~ N(0, 1), by 32-node Gauss-Hermite quadrature: gap [N] d
+    float64, spread [N] s ≥ 0, of which 0 gives d itself.
     """
     return log_win_probability(gap, spread) - log_win_probability(-gap, spread)
 
 
 def normal_odds(gap: Tensor, spread: Tensor, scale: Tensor) -> Tensor:
-    """ln(p / (1 − p)) of p = Φ(d / s); where s is 0: ±∞ by the sign of d, 0 for a tie.
-
-    Args:
-        gap: [N] d, float64.
-        spread: [N] s ≥ 0.
-        scale: [N] size of the scores, against which a gap of `TIE` is rounding.
+    """ln(p / (1 − p)) of p = Φ(d / s), gap [N] d float64, spread [N] s ≥ 0; where s is 0: ±∞ by the sign of
+    d, 0 for a tie, which is a gap within `TIE` of the scores' size, `scale` [N].
     """
     z = gap / spread.clamp(min=1e-300)
     graded = torch.special.log_ndtr(z) - torch.special.log_ndtr(-z)

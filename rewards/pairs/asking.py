@@ -39,17 +39,12 @@ class PairAnswers:
 
 
 class PairAsker:
-    """One judge and n images with their prompts; pairs are given by number.
+    """One judge and n images [3, H, W] in [0, 1] with their prompts (both images of a pair must have the same
+    one) and records; pairs are given by number.
 
     A judge that has `compare_pairs(images, pairs, prompts, metadata)`, with n images and prompts and pairs
     [N, 2], is asked through it, so that it reads and encodes each image once whatever the pairs; any other
     gets `compare` with all pairs of a round in one call.
-
-    Args:
-        judge: the pairwise judge.
-        images: n images [3, H, W] in [0, 1].
-        prompts: n strings; both images of a pair must have the same one.
-        metadata: n records or None each.
     """
 
     def __init__(
@@ -64,11 +59,7 @@ class PairAsker:
         self._images, self._prompts, self._metadata = list(images), list(prompts), list(metadata)
 
     def ask(self, pairs: Tensor) -> PairAnswers:
-        """Ask about each ordered pair [N, 2] (left, right) once.
-
-        Raises:
-            RewardError: the judge raised, or did not return one preference per pair.
-        """
+        """Ask about each ordered pair [N, 2] (left, right) once."""
         if not len(pairs):
             return PairAnswers(torch.zeros(0, dtype=torch.float64), [])
         self.calls += len(pairs)
@@ -90,11 +81,7 @@ class PairAsker:
 
 
 def one_each(name: str, answer: Any, size: int) -> Preferences:
-    """What a judge returned, checked to be one preference per pair.
-
-    Raises:
-        RewardError: it is none, or has another length.
-    """
+    """What a judge returned, checked to be one preference per pair."""
     if isinstance(answer, Preferences) and len(answer) == size:
         return answer
     given = f"{len(answer)} of them" if isinstance(answer, Preferences) else type(answer).__name__
@@ -122,14 +109,8 @@ def read_preferences(answer: Preferences) -> PairAnswers:
 
 
 def distinct_images(images: Sequence[Tensor], labels: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Find images of equal content and label.
-
-    Args:
-        images: n images [3, H, W].
-        labels: n hashable labels (a prompt, a group); images of different labels are never the same.
-
-    Returns:
-        (position of the first of each distinct one, number of the distinct one of each image).
+    """(position of the first of each distinct image, number of the distinct one of each image); images are
+    the same where content and label (hashable: a prompt, a group) are equal.
     """
     seen: dict[Any, int] = {}
     first: list[int] = []

@@ -242,17 +242,9 @@ def ask_in_rounds(
     method: Method = "active",
     model: Model | None = None,
 ) -> list[Comparisons]:
-    """Ask about several groups at once, in rounds, so that a judge sees large batches.
-
-    Args:
-        asker: judge and images.
-        sets: the image numbers of each group.
-        calls: the most calls for each group; at most ⌊G/2⌋ of them in one round.
-        method: how pairs are chosen.
-        model: of the fit; None as in `rank`.
-
-    Returns:
-        One entry per group.
+    """Ask about several groups at once, in rounds of at most ⌊G/2⌋ calls each, so that a judge sees large
+    batches. `sets` are the image numbers of each group, `calls` the most calls for each; one entry per
+    group comes back.
     """
     pairs = [torch.zeros(0, 2, dtype=torch.int64) for _ in sets]
     odds = [torch.zeros(0, dtype=torch.float64) for _ in sets]

@@ -40,13 +40,8 @@ class ChecklistRule:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ChecklistRule:
-        """Read the published file: "coef", "intercept" (a number or a list of one), and "masked_features".
-
-        Args:
-            given: the JSON object; masks may be named by strings, as JSON has it.
-
-        Raises:
-            ValueError: a key is missing or unknown.
+        """Read the published file: "coef", "intercept" (a number or a list of one), and "masked_features",
+        whose keys may be strings, as JSON has it.
         """
         known = {"coef", "intercept", "masked_features", "mask_questions", "has_alignment"}
         if "coef" not in given or set(given) - known:
@@ -82,13 +77,8 @@ class ChecklistRule:
         return (columns * weights).sum(1) + self.intercept
 
     def features(self, yes: Tensor, alignment: Tensor | None = None) -> Tensor:
-        """What each weight is multiplied with: the alignment where the rule has it, then x_f·m_f.
-
-        Returns:
-            [B, F] in the dtype of `yes`, differentiable.
-
-        Raises:
-            ValueError: as `score`.
+        """[B, F] differentiable: what each weight is multiplied with, the alignment where the rule has it,
+        then x_f·m_f.
         """
         features = self._check(yes, alignment)
         applies = torch.ones_like(yes)

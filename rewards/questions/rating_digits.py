@@ -70,12 +70,8 @@ class RatingDigits:
         self._digit_ids = _ids(engine, digits) if digits else []
 
     def __call__(self, queries: Sequence[Any], min_mass: float) -> Ratings:
-        """Rate B pictures.
-
-        Args:
-            queries: `rewards.vlm.Query` each.
-            min_mass: smallest probability of all scores together that counts as a rating; of what begins as
-                one also the smallest share that goes on with digits.
+        """Rate B pictures. `min_mass` is the smallest probability of all scores together that counts as a
+        rating; of what begins as one also the smallest share that goes on with digits.
         """
         if not queries:
             none = torch.zeros(0)

@@ -206,14 +206,8 @@ class VisionReward:
 
 
 def checklist_of(given: Any, engine: Any) -> Checklist:
-    """The checklist that a judge was given, that of its model's folder, or the one for the shapes world.
-
-    Args:
-        given: a checklist, its object, a JSON file, or None.
-        engine: of the model.
-
-    Raises:
-        FileNotFoundError, ValueError: it cannot be read.
+    """The checklist that a judge was given (itself, its object or a JSON file), that of its model's folder,
+    or the one for the shapes world.
     """
     if isinstance(given, Checklist):
         return given

@@ -204,10 +204,8 @@ class VisualQuality:
 
 
 def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
-    """The ratings in a judge's answers; what cannot be read is left out.
-
-    Returns:
-        (ratings that could be read, why the first of the others could not, the first readable text).
+    """(ratings that could be read, why the first of the others could not, the first readable text) of a
+    judge's answers.
     """
     ratings: list[float] = []
     why, first = "", ""

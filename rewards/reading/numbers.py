@@ -49,10 +49,8 @@ class Statement:
 
 
 def statement(text: str) -> Statement:
-    """The last complete <answer> block, or without one the text outside <think>.
-
-    Raises:
-        AnswerError: nothing was written, or it ends inside its thinking or inside its answer.
+    """The last complete <answer> block, or without one the text outside <think>; AnswerError where the text
+    ends inside its thinking or its answer.
     """
     if not text.strip():
         raise AnswerError("the judge wrote nothing")
@@ -76,11 +74,7 @@ def statement(text: str) -> Statement:
 
 
 def check_range(value: float, low: float, high: float) -> float:
-    """`value`, if it is a finite number in [low, high].
-
-    Raises:
-        AnswerError: otherwise.
-    """
+    """`value`, if it is a finite number in [low, high]; else AnswerError."""
     if not math.isfinite(value) or not low <= value <= high:
         raise AnswerError(f"the judge's number {value:g} is outside [{low:g}, {high:g}]")
     return value
@@ -91,14 +85,6 @@ def single_number(said: Statement, low: float, high: float) -> float:
 
     "4", "Score: 4.1 / 5", "3.2 out of 5" and "(1-5): 4" are clear. "3,5", "3 or 4", "4/10" on a scale to 5,
     and text without an <answer> block that holds a number no word calls the score, are not.
-
-    Args:
-        said: from `statement`.
-        low: smallest number of the scale.
-        high: largest.
-
-    Raises:
-        AnswerError: no number, more than one, another scale, or out of range.
     """
     body = _SCALE.sub(" ", said.text)
     if match := _LIST.search(body):

@@ -53,11 +53,7 @@ _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 
 def final_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
-    """UnifiedReward's point score: the number after "Final Score:".
-
-    Raises:
-        AnswerError: the words are missing (as spelled), or come with different numbers or one out of range.
-    """
+    """UnifiedReward's point score: the number after "Final Score:" (as spelled), once."""
     matches = list(_FINAL.finditer(text))
     if not matches:
         raise AnswerError("the judge's text has no 'Final Score:' with a number")
@@ -105,11 +101,7 @@ def aspect_scores(
 
 
 def all_aspects(text: str) -> dict[str, float]:
-    """`aspect_scores` with all three present.
-
-    Raises:
-        AnswerError: also when one is missing.
-    """
+    """`aspect_scores` with all three present."""
     scores = aspect_scores(text)
     if missing := [name for name in ASPECTS if name not in scores]:
         raise AnswerError(f"the judge's text gives no score for {', '.join(missing)}")
@@ -117,11 +109,7 @@ def all_aspects(text: str) -> dict[str, float]:
 
 
 def aspect_mean(scores: Mapping[str, float]) -> tuple[float, float]:
-    """(mean, mean clipped to [1, 5] and mapped to [0, 1]) of the aspects given.
-
-    Raises:
-        AnswerError: no aspect.
-    """
+    """(mean, mean clipped to [1, 5] and mapped to [0, 1]) of the aspects given."""
     if not scores:
         raise AnswerError("the judge's text names no aspect")
     mean = math.fsum(scores.values()) / len(scores)
@@ -132,16 +120,7 @@ def tagged_score(text: str, *, low: float = 1, high: float = 5, first: bool = Fa
     """The whole number in <Score>n</Score>, the form that flow_grpo asks a general model for.
 
     The rule for several tags: equal numbers are one, and two that differ are no score, since nobody knows
-    which of them the judge means. The peer takes the first whatever the others say.
-
-    Args:
-        text: what the judge wrote.
-        low: smallest score.
-        high: largest.
-        first: read the first tag alone, as the peer does.
-
-    Raises:
-        AnswerError: no such tag, tags that differ, no whole number, or out of range.
+    which of them the judge means. The peer takes the first whatever the others say; so does `first`.
     """
     found = [float(number) for number in _TAG.findall(text)]
     if not found:
@@ -150,19 +129,13 @@ def tagged_score(text: str, *, low: float = 1, high: float = 5, first: bool = Fa
 
 
 def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
-    """VisualQuality-R1's rating: the number in its last complete <answer>.
-
-    Raises:
-        AnswerError: cut off, no number, several, a decimal comma, or out of range; never a random rating.
-    """
+    """VisualQuality-R1's rating: the number in its last complete <answer>; never a random one."""
     return single_number(statement(text), low, high)
 
 
 def lift_label(text: str) -> str:
-    """The one label of LiFT's three that a text states as a word, "not Bad" being no statement of Bad.
-
-    Raises:
-        AnswerError: no label spelled so, more than one, or one that may be denied.
+    """The one label of LiFT's three that a text states as a word; "not Bad" is no statement of Bad, and one
+    that may be denied is none.
     """
     labels: dict[str, str] = {}
     for match in _LABEL.finditer(text):
@@ -180,13 +153,8 @@ def lift_label(text: str) -> str:
 
 
 def rational_scores(text: str) -> dict[str, float | str | None]:
-    """RationalRewards' aspect scores: a number, "N/A", or None where the judgement has none.
-
-    Args:
-        text: what the judge wrote; what follows "# Summary:" is left out.
-
-    Returns:
-        Every key of `RATIONAL_ASPECTS`.
+    """RationalRewards' aspect scores by every key of `RATIONAL_ASPECTS`: a number, "N/A", or None where the
+    judgement has none; what follows "# Summary:" is left out.
     """
     lines = text.split("# Summary:")[0].splitlines()
     numbered = {
@@ -205,11 +173,7 @@ def rational_scores(text: str) -> dict[str, float | str | None]:
 
 
 def rational_mean(scores: Mapping[str, float | str | None]) -> float:
-    """(m − 1)/3 with m the mean of the numeric aspects, each clamped to [1, 4].
-
-    Raises:
-        AnswerError: no aspect has a number.
-    """
+    """(m − 1)/3 with m the mean of the numeric aspects, each clamped to [1, 4]."""
     numbers = [min(max(score, 1.0), 4.0) for score in scores.values() if isinstance(score, float)]
     if not numbers:
         raise AnswerError("the judgement gives no aspect a number")
@@ -217,17 +181,7 @@ def rational_mean(scores: Mapping[str, float | str | None]) -> float:
 
 
 def boxed_scores(text: str, *, count: int = 1, low: float = 1.0, high: float = 10.0) -> list[float]:
-    r"""DeepSeek-GRM's scores: the numbers in the last \boxed{...}, one per judged answer.
-
-    Args:
-        text: principles, critique and scores, as the judge wrote them.
-        count: how many it was asked for.
-        low: smallest score.
-        high: largest.
-
-    Raises:
-        AnswerError: no box, another count, no number, or out of range.
-    """
+    r"""DeepSeek-GRM's scores: the `count` numbers in the last \boxed{...}, one per judged answer."""
     boxes = _BOXED.findall(statement(text).text)
     if not boxes:
         raise AnswerError(r"the judge's text has no \boxed{score}")

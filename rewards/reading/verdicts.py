@@ -174,11 +174,7 @@ class FlexAnswer:
 
 
 def flex_winner(said: Any) -> int:
-    """1 or 2 for the picture that a "winner" field names, 0 for a tie.
-
-    Raises:
-        AnswerError: it names both, another, or none.
-    """
+    """1 or 2 for the picture that a "winner" field names, 0 for a tie."""
     if isinstance(said, str):
         if _TIE_WORD.fullmatch(said):
             return 0
@@ -189,14 +185,7 @@ def flex_winner(said: Any) -> int:
 
 
 def flex_answer(text: str) -> FlexAnswer:
-    """Read a Flex judgement.
-
-    Args:
-        text: what the judge wrote: a JSON object with "winner" and "categories", words around it allowed.
-
-    Raises:
-        AnswerError: no complete JSON object with a winner, or its winner cannot be read.
-    """
+    """Read a Flex judgement: a JSON object with "winner" and "categories", words around it allowed."""
     held = _json_object(text)
     listed = held.get("categories", [])
     categories: dict[str, int | None] = {}

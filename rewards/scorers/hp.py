@@ -37,12 +37,7 @@ BACKBONE = "hp_backbone"
 
 
 class HpModel(nn.Module):
-    """The network that is trained: the image tower and the layered head.
-
-    Args:
-        encoder: the towers; the text tower is not used.
-        head: on the projected embedding.
-    """
+    """The network that is trained: the image tower and the layered head on its projected embedding."""
 
     def __init__(self, encoder: ClipEncoder, head: AffineHead) -> None:
         super().__init__()

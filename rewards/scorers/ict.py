@@ -24,11 +24,7 @@ from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers, cosine
 
 
 class IctModel(nn.Module):
-    """The network that is trained: two towers, and the cosine between what they say.
-
-    Args:
-        encoder: the towers; shared with the judge that this module came from.
-    """
+    """The network that is trained: two towers, shared with the judge, and the cosine of what they say."""
 
     def __init__(self, encoder: ClipEncoder) -> None:
         super().__init__()

@@ -58,13 +58,7 @@ HEAD_WIDTH = 64
 
 
 class ImageRewardModel(nn.Module):
-    """BLIP's image tower, its text tower that looks at the picture, and the head on [CLS].
-
-    Args:
-        vision: settings of `BlipVisionConfig`.
-        text: settings of `BlipTextConfig`.
-        widths: output widths of the head's five layers.
-    """
+    """BLIP's image tower, its text tower that looks at the picture, and the head on [CLS]."""
 
     def __init__(self, vision: Mapping[str, Any], text: Mapping[str, Any], widths: list[int]) -> None:
         from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel
@@ -82,12 +76,8 @@ class ImageRewardModel(nn.Module):
         return self.vision(pixel_values=pixels).last_hidden_state
 
     def forward(self, patches: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Raw scores [N] float32.
-
-        Args:
-            patches: [N, 1 + P, D] of `encode_image`.
-            tokens: [N, L] ids, "[CLS]" first.
-            mask: [N, L], 1 for tokens and 0 for padding.
+        """Raw scores [N] float32 of patches [N, 1 + P, D] and token ids [N, L], "[CLS]" first, with a mask
+        that is 0 for padding.
         """
         seen = self.text(
             input_ids=tokens,

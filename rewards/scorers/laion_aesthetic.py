@@ -111,17 +111,9 @@ class LaionAesthetic:
 
 
 def read_head(file: str | Path) -> tuple[int, Head]:
-    """A published head: five layers without or with ReLU between them, or one linear layer.
-
-    Args:
-        file: keys `layers.{0,2,4,6,7}.*`, `layers.{0,3,6,9,11}.*`, or `weight` and `bias`.
-
-    Returns:
-        The width of the embedding, and the map from normalised embeddings [N, D] to ratings [N].
-
-    Raises:
-        FileNotFoundError: no such file; says where it is published.
-        RewardError: keys or shapes of none of the layouts.
+    """(width of the embedding, map from normalised embeddings [N, D] to ratings [N]) of a published head:
+    five layers without or with ReLU between them (`layers.{0,2,4,6,7}.*`, `layers.{0,3,6,9,11}.*`), or one
+    linear layer (`weight` and `bias`).
     """
     file = Path(file)
     if not file.is_file():

@@ -230,13 +230,8 @@ def spread(
     reasons: Sequence[str | None],
     unit: str | None,
 ) -> Scores | Preferences:
-    """The answers to several requests as one, over all rows; what was not asked about is NaN and invalid.
-
-    Args:
-        found: the answers, in order.
-        rows: which were asked about.
-        reasons: why each of the others was not; sets B.
-        unit: of scores; None for preferences.
+    """The answers to several requests, in order, as one over all B rows; what was not asked about is NaN and
+    invalid with its reason. `unit` is that of scores, None for preferences.
     """
     size = len(reasons)
     each = [{**columns_of(answer), "valid": answer.valid.float()} for answer in found]
@@ -260,19 +255,9 @@ def spread(
 def read_pictures(
     name: str, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[list[Pixels], list[str], list[Mapping[str, Any] | None], list[str | None]]:
-    """What is sent: 8-bit pixels, prompts and records of the rows in which all images could be read.
-
-    Args:
-        name: of the judge, for messages.
-        sides: images in any form that `load_images` takes; of pairs the left and the right ones.
-        prompts: B texts.
-        metadata: B records, or None.
-
-    Returns:
-        The pixels of each side, prompts, records; and of all B rows the reason why it is left out, or None.
-
-    Raises:
-        TypeError, ValueError: as `read_request` and `load_images`.
+    """What is sent: the pixels of each side at 8 bits, prompts and records of the rows in which all images
+    could be read; and of all B rows the reason why it is left out, or None. Of pairs the sides are the
+    left and the right images.
     """
     levels = [_as_uint8_batch(side) for side in sides]
     # An image of one pixel stands for what is 8-bit already: prompts and records are checked all the same.

@@ -65,12 +65,7 @@ class JudgeRequest:
 
 
 def pack_request(request: JudgeRequest) -> bytes:
-    """A request as safetensors; its records must be JSON values.
-
-    Raises:
-        TypeError: a record holds something that JSON does not have.
-        ValueError: the images are not uint8.
-    """
+    """A request as safetensors; its records must be JSON values."""
     blocks: dict[str, Tensor] = {}
     sides = {"image": request.images}
     if request.right is not None:
@@ -95,13 +90,8 @@ def pack_request(request: JudgeRequest) -> bytes:
 
 
 def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
-    """Read a request and check all of its form.
-
-    Args:
-        raw: the images are views of it where it can be written to, as a bytearray can.
-
-    Raises:
-        WireError: it is not what `pack_request` writes.
+    """Read a request and check all of its form; the images are views of what can be written to, as a
+    bytearray can.
     """
     tensors, header = _read(raw)
     prompts, metadata = header.get("prompts"), header.get("metadata")
@@ -182,14 +172,7 @@ def _words(request: JudgeRequest) -> str:
 
 
 def parse_header(raw: bytes | bytearray, key: str) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """The header of a message, with the JSON under `key` of its metadata.
-
-    Returns:
-        Its entries by tensor, the JSON object under `key`, and where the data begin.
-
-    Raises:
-        WireError: there is no such header.
-    """
+    """The header's entries by tensor, the JSON object under `key` of its metadata, and where data begin."""
     try:
         start = 8 + int.from_bytes(raw[:8], "little")
         is_there = 8 < start <= min(len(raw), _LONGEST_HEADER)
@@ -272,14 +255,8 @@ def pack_answer(answer: Scores | Preferences) -> bytes:
 
 
 def unpack_answer(raw: bytes, size: int) -> Scores | Preferences:
-    """Read an answer; a row that is called valid and has no finite number is invalid, with that as reason.
-
-    Args:
-        raw: what `pack_answer` wrote.
-        size: B, the rows it must have.
-
-    Raises:
-        WireError: it is something else, or has another number of rows.
+    """Read an answer of `size` rows; one that is called valid and has no finite number is invalid, with that
+    as reason.
     """
     _, header, _ = parse_header(raw, "answer")
     try:

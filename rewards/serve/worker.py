@@ -52,12 +52,7 @@ class WorkerTimeout(RuntimeError):
 
 
 class WorkerUnavailable(RuntimeError):
-    """There is no judge now, whatever is asked.
-
-    Args:
-        message: why.
-        retry_after: seconds after which it is tried again.
-    """
+    """There is no judge now, whatever is asked; it is tried again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)

@@ -19,11 +19,7 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 
 def check_counts(name: str, **counts: int | None) -> None:
-    """Refuse options that are no whole numbers from 1.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse options that are no whole numbers from 1."""
     for key, number in counts.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"{name}: {key} is {number!r}; allowed are whole numbers from 1.")
@@ -37,19 +33,9 @@ def load_classifier(
     precision: str,
     device: torch.device,
 ) -> torch.nn.Module:
-    """The classifier, ready to judge.
-
-    Args:
-        name: of the reward, for messages.
-        model: folder, hub name or the module itself.
-        loader: the transformers class that loads it, AutoModelFor…Classification.
-        kind: what it classifies, "sequence" or "token".
-        precision: of the weights: "fp32", "bf16" or "fp16".
-        device: where it runs.
-
-    Raises:
-        ValueError: another precision.
-        RewardError: it cannot be loaded, or has no trained head.
+    """The classifier (folder, hub name or the module itself), ready to judge. `loader` is the transformers
+    class AutoModelFor…Classification, `kind` what it classifies ("sequence", "token"), `precision` that of
+    the weights.
     """
     if precision not in _PRECISIONS:
         raise ValueError(f"{name}: precision is {precision!r}; allowed are {', '.join(_PRECISIONS)}.")
@@ -73,17 +59,7 @@ def load_classifier(
 
 
 def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: Any) -> Any:
-    """The tokenizer that was given, or that of the model's folder.
-
-    Args:
-        name: of the reward, for messages.
-        model: as the reward was given it.
-        tokenizer: folder, hub name or object; None is the model's.
-
-    Raises:
-        ValueError: a module without a tokenizer.
-        RewardError: it cannot be loaded.
-    """
+    """The tokenizer that was given (folder, hub name or object), or that of the model's folder."""
     if isinstance(model, torch.nn.Module) and tokenizer is None:
         raise ValueError(f"{name}: a module has no tokenizer; give tokenizer=.")
     source = model if tokenizer is None else tokenizer
@@ -104,10 +80,8 @@ def longest_text(model: Any, tokenizer: Any, given: int | None) -> int:
 
 
 def spelled_out(tokenizer: Any, completion: str) -> str | None:
-    """Why a completion cannot be read: it spells out a special token, with which it could forge turns.
-
-    Returns:
-        The reason, or None.
+    """Why a completion cannot be read: it spells out a special token, with which it could forge turns; else
+    None.
     """
     forged = next((token for token in tokenizer.all_special_tokens if token and token in completion), None)
     return None if forged is None else f"the completion spells out the special token {forged!r}"

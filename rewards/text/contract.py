@@ -84,15 +84,8 @@ def read_text_request(
 def text_scores(
     verdicts: Sequence[TextVerdict], unit: str, *, parts: Mapping[str, Sequence[float]] | None = None
 ) -> Scores:
-    """Scores of B verdicts; the remarks become `text`.
-
-    Args:
-        verdicts: one per completion.
-        unit: of the values.
-        parts: name -> B numbers; entries of invalid rows are ignored.
-
-    Returns:
-        Scores with NaN in the rows that have a reason.
+    """Scores of B verdicts, NaN in the rows that have a reason; the remarks become `text`. Entries of `parts`
+    [B] in invalid rows are ignored.
     """
     return make_scores(
         torch.tensor([verdict.value for verdict in verdicts], dtype=torch.float32),

@@ -193,12 +193,7 @@ class JsonFormat:
 
 
 def read_json(text: str) -> Any:
-    """Strict JSON.
-
-    Raises:
-        ValueError: no JSON, NaN or Infinity, or a key that stands twice.
-        RecursionError: it nests too deep.
-    """
+    """Strict JSON: NaN, Infinity and a key that stands twice are a ValueError."""
 
     def constant(word: str) -> None:
         raise ValueError(f"{word} is no JSON number")

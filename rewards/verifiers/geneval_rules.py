@@ -65,18 +65,14 @@ def _area(box: Box) -> float:
 
 
 def relative_position(a: Box, b: Box, *, threshold: float = POSITION_THRESHOLD) -> list[str]:
-    """Where a stands relative to b: o' = max(|o| − t (size_a + size_b), 0) sgn(o), (dx, dy) = o'/‖o‖.
+    """Where box a stands relative to b; no relation for boxes too near one another.
 
-    o is the offset of the centres; "left of" for dx < −½, "right of" for dx > ½, "above" for dy < −½, "below"
-    for dy > ½.
+    o' = max(
 
-    Args:
-        a: x0, y0, x1, y1.
-        b: the other box.
-        threshold: t.
+    o
 
-    Returns:
-        The relations that hold; none for boxes too near one another.
+    − t (size_a + size_b), 0) sgn(o), (dx, dy) = o'/‖o‖, with o the offset of the centres and t the threshold;
+    "left of" for dx < −½, "right of" for dx > ½, "above" for dy < −½, "below" for dy > ½.
     """
     offset = [(a[k] + a[k + 2] - b[k] - b[k + 2]) / 2 for k in (0, 1)]
     reach = [threshold * (abs(a[k + 2] - a[k]) + abs(b[k + 2] - b[k])) for k in (0, 1)]
@@ -97,17 +93,9 @@ def keep_boxes(
     max_objects: int = MAX_OBJECTS,
     nms: float = 1.0,
 ) -> list[int]:
-    """Which boxes of one class count, surest first.
-
-    Args:
-        boxes: n boxes.
-        scores: n confidences.
-        threshold: a box needs more than this.
-        max_objects: the surest that are kept, before suppression.
-        nms: a box that overlaps a surer one with at least this IoU is dropped; 1, as published, drops none.
-
-    Returns:
-        Numbers of the kept boxes.
+    """Numbers of the boxes of one class that count, surest first: confidence above the threshold,
+    `max_objects` at most, and then none that overlaps a surer one with IoU ≥ `nms`; 1, as published, drops
+    none.
     """
     order = sorted((k for k in range(len(boxes)) if scores[k] > threshold), key=lambda k: -scores[k])
     kept: list[int] = []

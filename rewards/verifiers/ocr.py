@@ -143,14 +143,7 @@ def wanted_texts(prompt: str, record: Mapping[str, Any] | None) -> list[str] | s
 
 
 def load_rapidocr(min_confidence: float = 0.5) -> Engine:
-    """RapidOCR as an engine; its models come with the package.
-
-    Args:
-        min_confidence: lines below are left out.
-
-    Raises:
-        RewardError: rapidocr or onnxruntime is not installed.
-    """
+    """RapidOCR as an engine; its models come with the package, lines below `min_confidence` are left out."""
     try:
         import onnxruntime  # noqa: F401  # rapidocr finds out only at the first picture
         from PIL import Image

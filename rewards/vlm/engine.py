@@ -308,17 +308,8 @@ class VisionLanguageEngine:
 
 
 def engine_of(model: Any, *, device: str | torch.device = "cpu", precision: str = "fp32") -> Any:
-    """The vision-language engine that a judge was given, or that of a model folder.
-
-    Args:
-        model: a `rewards.vlm.VisionLanguageEngine`, which several judges may share; or a folder, hub id or
-            packaged name.
-        device: where a model that is loaded runs.
-        precision: of its weights: "fp32", "bf16" or "fp16"; log-odds and scores are float32 always.
-
-    Raises:
-        ValueError: an unknown precision.
-        RewardError: the model cannot be loaded.
+    """The vision-language engine that a judge was given, which several may share, or that of a model folder,
+    hub id or packaged name; log-odds and scores are float32 whatever the precision of the weights.
     """
     if not isinstance(model, str | Path):
         return model

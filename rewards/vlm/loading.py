@@ -95,11 +95,7 @@ def load_seeing_model(
 
 
 def find_model(folder_or_id: str | Path) -> Path | str:
-    """An existing folder with a config, or a hub id.
-
-    Raises:
-        FileNotFoundError: neither.
-    """
+    """An existing folder with a config, or a hub id."""
     place = resolve_model(folder_or_id)
     if isinstance(place, Path):
         if not (place / "config.json").is_file():
@@ -117,11 +113,7 @@ def find_model(folder_or_id: str | Path) -> Path | str:
 
 
 def load_processor(place: Path | str) -> Any:
-    """The processor of a model that sees.
-
-    Raises:
-        RewardError: there is none.
-    """
+    """The processor of a model that sees."""
     from transformers import AutoProcessor, ProcessorMixin
 
     reason = ""
@@ -138,16 +130,8 @@ def load_processor(place: Path | str) -> Any:
 
 
 def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:
-    """A LoRA of peft in a model.
-
-    Args:
-        model: its base.
-        adapter: folder or hub id.
-        merge: add it to the weights; else it stays beside them.
-
-    Raises:
-        FileNotFoundError: there is no adapter in the folder.
-        RewardError: it is broken, or does not belong to the model (each key named).
+    """A LoRA of peft (folder or hub id) in its base model; with `merge` it is added to the weights, else it
+    stays beside them. Keys that do not belong to the model are named.
     """
     from peft import PeftModel
     from safetensors import SafetensorError
@@ -202,15 +186,8 @@ def _unfit(missing: Iterable[Any], left: Iterable[Any]) -> str:
 
 
 def base_of(folder: Path, settings: JudgeSettings) -> str | Path:
-    """Where the base of a folder's LoRA is: beside the folder, or under a name; else the folder itself.
-
-    Args:
-        folder: of a judge.
-        settings: its `judge.json`, whose "base" is a packaged name, a hub id, or a folder relative to this
-            one. Where it names none, peft's file is read.
-
-    Raises:
-        RewardError: peft's file is no JSON.
+    """Where the base of a folder's LoRA is: `judge.json`'s "base" (packaged name, hub id, or folder relative
+    to this one), else what peft's file names, else the folder itself.
     """
     named = settings.rest.get("base")
     if named is None and (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():

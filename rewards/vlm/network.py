@@ -26,15 +26,8 @@ STRIP = 16384
 
 
 def picture_encoder(model: Any, processor: Any, **changes: Any) -> PictureEncoder:
-    """How a model takes pictures in.
-
-    Args:
-        model: of transformers.
-        processor: of the model.
-        **changes: of the settings of its patches (Qwen-VL alone).
-
-    Raises:
-        RewardError: a family that is not known, or a processor that does not belong to it.
+    """How a model of transformers takes pictures in; `changes` are of the settings of its patches (Qwen-VL
+    alone).
     """
     kind = getattr(model.config, "model_type", "")
     if kind in QWEN and hasattr(getattr(processor, "image_processor", None), "merge_size"):
@@ -89,13 +82,11 @@ class SeeingNetwork:
         return self.trunk.get_input_embeddings().weight.device
 
     def states(self, rows: Sequence[TokenRow], run: Callable[[Batch], Tensor] | None = None) -> Tensor:
-        """Hidden states [N, H] float32 at the rows' marks; with gradient where it is enabled.
+        """Hidden states [N, H] float32 at the marks of N rows, one at least; with gradient where it is
+        enabled.
 
-        Equal rows are computed once; rows with the same pictures and a common beginning share it.
-
-        Args:
-            rows: N rows, one at least.
-            run: from a batch to what stands at each of its places, [b, S, *]; the language part when None.
+        Equal rows are computed once; rows with the same pictures and a common beginning share it. `run` goes
+        from a batch to what stands at each of its places, [b, S, *]; the language part when None.
         """
         run = run or self.hidden
         different = list(dict.fromkeys(rows))
@@ -113,12 +104,7 @@ class SeeingNetwork:
         return torch.cat(found)[[of[row] for row in rows]]
 
     def head_logits(self, states: Tensor, ids: Sequence[int]) -> Tensor:
-        """Logits [N, K] float32 of some tokens: only their rows of the head are multiplied.
-
-        Args:
-            states: [N, H].
-            ids: K token ids.
-        """
+        """Logits [N, K] float32 of K tokens at states [N, H]: only their rows of the head are multiplied."""
         head = self.model.get_output_embeddings()
         index = torch.tensor(list(ids), device=head.weight.device)
         # A few rows cost nothing in float64, and rounding then does not tell neighbours.
@@ -175,13 +161,10 @@ class SeeingNetwork:
     def hidden(
         self, batch: Batch, change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> Tensor:
-        """Last hidden states [b, S, H] of a batch.
+        """Last hidden states [b, S, H] of a batch; `change` changes what the language part takes, e.g. adds
+        rows.
 
         Without packs no mask is needed: padding stands behind everything that is read.
-
-        Args:
-            batch: rows or packs.
-            change: of what the language part takes, e.g. more rows.
         """
         given = self.inputs(batch)
         dtype = given["inputs_embeds"].dtype

@@ -64,12 +64,8 @@ class Batch:
 
 
 def pack_rows(rows: Sequence[TokenRow], image_token: int, *, share: bool = True) -> list[Pack]:
-    """Rows by common beginnings, longest packs first.
-
-    Args:
-        rows: N rows.
-        image_token: id that stands for pictures; all of them stand in the beginning.
-        share: whether rows may share a pack.
+    """N rows by common beginnings, in which all image tokens stand, longest packs first; `share` says whether
+    rows may share a pack.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):
@@ -124,12 +120,7 @@ def _pictures_end(ids: Sequence[int], image_token: int) -> int:
 
 
 def batch_packs(packs: Sequence[Pack], max_tokens: int) -> list[list[Pack]]:
-    """Packs of similar length in batches of at most so many tokens with padding, one pack at least.
-
-    Args:
-        packs: longest first.
-        max_tokens: of a batch.
-    """
+    """Packs, longest first, in batches of at most so many tokens with padding, one pack at least."""
     batches: list[list[Pack]] = []
     for pack in packs:
         if batches:
@@ -142,13 +133,8 @@ def batch_packs(packs: Sequence[Pack], max_tokens: int) -> list[list[Pack]]:
 
 
 def collate(packs: Sequence[Pack], image_token: int, pad: int, merge: int) -> Batch:
-    """Packs as one block.
-
-    Args:
-        packs: b packs.
-        image_token: id that stands for pictures.
-        pad: id that fills the right.
-        merge: patches that become one token on each side where positions have three axes, else 0.
+    """Packs as one block, filled up with `pad` on the right; `merge` is how many patches become one token on
+    each side where positions have three axes, else 0.
     """
     width, several = max(pack.length for pack in packs), any(len(pack.rows) > 1 for pack in packs)
     ids = torch.full((len(packs), width), pad, dtype=torch.int64)

@@ -50,11 +50,8 @@ class PictureEncoder(Protocol):
 
 
 class PatchEncoder:
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of a resized picture.
-
-    Args:
-        image_processor: of the model, for its settings.
-        **changes: fields of `PatchCutter` that are to differ, e.g. min_pixels and max_pixels.
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of a resized picture; `changes` are fields of `PatchCutter`
+    that are to differ, e.g. min_pixels and max_pixels.
     """
 
     def __init__(self, image_processor: Any, **changes: Any) -> None:

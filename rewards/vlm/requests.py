@@ -50,13 +50,8 @@ class TokenRow:
 
 
 class RowEncoder:
-    """Turns requests into rows.
-
-    Args:
-        processor: of the model: chat template, tokenizer, image tokens.
-        image_token: id that stands for pictures.
-        pictures: sizes of pictures in tokens.
-        longest: tokens of a row at most.
+    """Turns requests into rows of at most `longest` tokens, by the processor's chat template, tokenizer and
+    image tokens.
     """
 
     def __init__(
@@ -80,17 +75,9 @@ class RowEncoder:
     def __call__(
         self, template: Template, query: Query, at: str | None, measured: dict[int, SeenPicture] | None = None
     ) -> TokenRow:
-        """One request.
-
-        Args:
-            template: what is asked.
-            query: of whom and with what.
-            at: token whose place is read, or None for the last one.
-            measured: pictures that were measured at before, by the id of their tensor; filled here.
-
-        Raises:
-            ValueError: with the reason why this request cannot be judged.
-            RewardError: the template does not fit the request or the model.
+        """One request; ValueError with the reason why it cannot be judged, RewardError where the template
+        does not fit. `at` is the token whose place is read, None the last one; `measured` holds pictures
+        that were met before, by the id of their tensor, and is filled here.
         """
         if len(query.images) != template.images:
             raise RewardError(
@@ -115,14 +102,8 @@ class RowEncoder:
         return TokenRow(tuple(ids), shown, len(ids) - 1 if at is None else self._place(ids, at, template))
 
     def word_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
-        """The ids of words that are one token each, without repeats.
-
-        Args:
-            words: as they stand in the answer, blanks included.
-            skip_missing: leave out what is several tokens instead of raising.
-
-        Raises:
-            RewardError: a word is several tokens, or none is left.
+        """The ids of words (blanks included) that are one token each, without repeats; `skip_missing` leaves
+        out what is several tokens instead of raising.
         """
         found: dict[int, None] = {}
         for word in words:
@@ -227,16 +208,9 @@ def _count(ids: Sequence[int], special: frozenset[int]) -> int:
 def requests(
     request: Request, template: Template, reasons: list[str | None], fields: Mapping[str, str] | None = None
 ) -> tuple[list[int], list[Any]]:
-    """One query per image that can be judged; the others get a reason.
-
-    Args:
-        request: images and prompts.
-        template: what is asked; a prompt without a visible character is refused where it asks for the prompt.
-        reasons: per image, filled in place.
-        fields: further names that the template fills.
-
-    Returns:
-        (their rows, the queries).
+    """(rows, queries) of the images that can be judged; the others get a reason in place, also a prompt
+    without a visible character where the template asks for it. `fields` are further names that the
+    template fills.
     """
     rows, queries = [], []
     for row, image in request.images.readable():
@@ -252,15 +226,7 @@ def requests(
 
 
 def check_fields(template: Template, *, instruction: str = "") -> dict[str, str]:
-    """The fields that a template's own names need.
-
-    Args:
-        template: that is asked.
-        instruction: of the user, for the template's `{instruction}`.
-
-    Raises:
-        ValueError: an instruction for which the template has no place, or a {question} that nobody fills.
-    """
+    """The fields that a template's own names need; an instruction of the user fills `{instruction}`."""
     if "question" in template.fields:
         raise ValueError(
             f"The template {template.name!r} has {{question}}, which this judge does not fill; write the "

@@ -55,11 +55,7 @@ class Template:
 
     @classmethod
     def from_dict(cls, name: str, given: Any) -> Template:
-        """Read a template of `judge.json`.
-
-        Raises:
-            RewardError: what is wrong with it.
-        """
+        """Read a template of `judge.json`."""
         if not isinstance(given, Mapping) or not isinstance(given.get("messages"), list):
             raise RewardError(f"template {name!r} needs a list 'messages'; given is {_short(given)}.")
         for number, message in enumerate(given["messages"]):
@@ -135,11 +131,7 @@ class JudgeSettings:
 
     @classmethod
     def read(cls, folder: str | Path) -> JudgeSettings:
-        """The `judge.json` of a folder; empty settings where it has none.
-
-        Raises:
-            RewardError: the file is none.
-        """
+        """The `judge.json` of a folder; empty settings where it has none."""
         file = Path(folder) / SETTINGS
         if not file.is_file():
             return cls()

@@ -123,11 +123,7 @@ class YesNoReader:
 
 
 def token_set(engine: Any, given: Sequence[str] | None, usual: Sequence[str]) -> list[int]:
-    """Ids of the words that were given, or of those usual ones that are one token.
-
-    Raises:
-        RewardError: a given word is several tokens; or no usual one is a single token.
-    """
+    """Ids of the words that were given, or of those usual ones that are one token."""
     if isinstance(given, str):
         raise ValueError(f"Words come as a list; given is the string {given!r}. Write [{given!r}].")
     if given is not None:

@@ -61,17 +61,9 @@ class AffineHead(nn.Module):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> AffineHead:
-        """Build the head whose layout and widths the keys of a published file tell.
-
-        Args:
-            state: `layers.<n>.weight` and `layers.<n>.bias` of all five layers and nothing else.
-
-        Returns:
-            The head in evaluation mode, float32.
-
-        Raises:
-            ValueError: keys that belong to neither layout (each missing and unexpected one is named), or
-                shapes that do not follow one another.
+        """The head whose layout and widths the keys `layers.<n>.{weight,bias}` of a published file tell, in
+        evaluation mode, float32; ValueError names missing and unexpected keys, or shapes that do not
+        follow one another.
         """
         given = set(state)
         activation = min(PLACES, key=lambda name: len(_keys(PLACES[name]) ^ given))
@@ -91,16 +83,8 @@ class AffineHead(nn.Module):
         return head.eval()
 
     def forward(self, embedding: Tensor) -> Tensor:
-        """Score embeddings in the dtype of the head, float32 or better.
-
-        Args:
-            embedding: [*, D]; L2-normalised for the LAION aesthetic, not for HP and ImageReward.
-
-        Returns:
-            [*] raw scores.
-
-        Raises:
-            ValueError: the head was moved to a dtype below float32.
+        """Raw scores [*] of embeddings [*, D] in the dtype of the head, float32 or better; embeddings are
+        L2-normalised for the LAION aesthetic, not for HP and ImageReward.
         """
         dtype = self.layers[0].weight.dtype
         if dtype not in (torch.float32, torch.float64):
@@ -109,13 +93,8 @@ class AffineHead(nn.Module):
             return self.layers(embedding.to(dtype)).squeeze(-1)
 
     def collapse(self) -> nn.Linear:
-        """The one affine map that the layers are in evaluation mode, multiplied out in float64.
-
-        Returns:
-            `nn.Linear(D, 1)`, float32, no gradient; its output [*, 1] equals `forward` without dropout.
-
-        Raises:
-            ValueError: the ReLU layout, which is no affine map.
+        """The one affine map `nn.Linear(D, 1)` float32 that the layers are in evaluation mode, multiplied out
+        in float64; the ReLU layout is none.
         """
         if self.activation != "none":
             raise ValueError("A head with ReLU between its layers is no affine map; score with the layers.")

@@ -21,15 +21,9 @@ _SHOWN = 8
 
 
 def read_tensors(file: str | Path, inside: str | None = None) -> dict[str, Tensor]:
-    """The state dict of one weight file, on the CPU.
-
-    Args:
-        file: .safetensors, or a file of `torch.save` (.bin, .pt, .pth), read with weights_only=True.
-        inside: the key under which the state dict stands in the file, if it does ("state_dict").
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        RewardError: it is cut, holds more than tensors, or is no state dict.
+    """The state dict of one weight file on the CPU: .safetensors, or a file of `torch.save` (.bin, .pt,
+    .pth), read with weights_only=True. `inside` is the key under which it stands in the file, if it does
+    ("state_dict").
     """
     file = Path(file)
     if not file.is_file():
@@ -61,12 +55,7 @@ def read_tensors(file: str | Path, inside: str | None = None) -> dict[str, Tenso
 
 
 def read_folder(folder: str | Path) -> dict[str, Tensor]:
-    """The state dict of a transformers folder: one file or shards, safetensors before .bin.
-
-    Raises:
-        FileNotFoundError: the folder holds no weights, or a shard is missing.
-        RewardError: a file cannot be read.
-    """
+    """The state dict of a transformers folder: one file or shards, safetensors before .bin."""
     folder = Path(folder)
     for name in _SINGLE:
         if (folder / name).is_file():
@@ -85,10 +74,8 @@ def read_folder(folder: str | Path) -> dict[str, Tensor]:
 
 
 def load_strict(module: torch.nn.Module, state: Mapping[str, Tensor], where: str) -> None:
-    """Load a state dict whose keys and shapes must be the module's, all of them and no others.
-
-    Raises:
-        RewardError: names what is missing, unexpected, or of another shape.
+    """Load a state dict whose keys and shapes must be the module's, all of them and no others; what is
+    missing, unexpected or of another shape is named.
     """
     own = module.state_dict()
     missing = [key for key in own if key not in state]
@@ -117,14 +104,8 @@ def drop_known(state: Mapping[str, Tensor], suffixes: Sequence[str]) -> dict[str
 
 
 def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
-    """A folder on this disk, or the local copy of a hub repository (fetched if it can be).
-
-    Args:
-        name: a folder, or a hub id "organisation/model".
-        patterns: which files of the repository are needed.
-
-    Raises:
-        RewardError: neither on disk nor to be fetched; says how to get it.
+    """A folder on this disk, or the local copy of a hub repository "organisation/model", of which the files
+    of these patterns are fetched if they can be.
     """
     if Path(name).is_dir():
         return Path(name)

@@ -34,14 +34,7 @@ class FeatureCache(Generic[V]):
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Make an empty cache.
-
-        Args:
-            max_bytes: what the stored tensors may take together; 0 stores nothing.
-
-        Raises:
-            ValueError: max_bytes is negative.
-        """
+        """Make an empty cache of at most so many bytes; 0 stores nothing."""
         if max_bytes < 0:
             raise ValueError(f"max_bytes is {max_bytes}; allowed are numbers of bytes from 0 (no cache).")
         self.max_bytes = max_bytes
@@ -93,16 +86,8 @@ def encode_once(
     cache: FeatureCache[Tensor],
     batch_size: int,
 ) -> Tensor:
-    """Features of N items, each distinct one that the cache lacks encoded once.
-
-    Args:
-        keys: N content keys; equal keys are equal items.
-        encode: positions (at most `batch_size`) -> their features [n, ...].
-        cache: asked first, and filled.
-        batch_size: items in one call of `encode`.
-
-    Returns:
-        [N, ...] in the order of `keys`; N is at least 1.
+    """Features [N, ...] of N ≥ 1 items by their content keys, each distinct one that the cache lacks encoded
+    once, in calls of `encode` with at most `batch_size` positions.
     """
     known: dict[bytes, Tensor] = {}
     missing: dict[bytes, int] = {}

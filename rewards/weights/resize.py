@@ -18,15 +18,8 @@ MAX_GROWTH = 64
 
 
 def resized_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width before the crop, by the rules of open_clip's evaluation transform.
-
-    Args:
-        height: of the image.
-        width: of the image.
-        config: `size` (int or pair) and `resize_mode` ("shortest", "longest", "squash").
-
-    Raises:
-        ValueError: unknown resize mode.
+    """Height and width before the crop, by the rules of open_clip's evaluation transform: config's `size`
+    (int or pair) and `resize_mode` ("shortest", "longest", "squash").
     """
     tall, wide = target_shape(config)
     mode = config.get("resize_mode") or "shortest"
@@ -82,20 +75,11 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """What `model_levels` gives, for images of one size and with a gradient with respect to their pixels.
+    """What `model_levels` gives, / 255, for images [B, 3, H, W] in [0, 1] of one size and with a gradient
+    with respect to their pixels: [B, 3, height, width] float32.
 
     The values are exactly those of `model_levels`; the gradient is that of the resize without rounding and
     clipping (straight through both).
-
-    Args:
-        images: [B, 3, H, W] in [0, 1], on any device.
-        config: as for `model_levels`.
-
-    Returns:
-        [B, 3, height, width] float32 in levels / 255.
-
-    Raises:
-        ValueError: as `model_levels`.
     """
     shape = checked_shape(images.shape[2], images.shape[3], config)
     with torch.no_grad():
@@ -133,15 +117,8 @@ def normalised(pixels: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 def resize_smoothly(images: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
-    """Antialiased resize y = W_H x W_Wᵀ with PIL's weights, never rounded or clipped; differentiable.
-
-    Args:
-        images: [N, C, H, W] of any range.
-        size: height and width of the result.
-        interpolation: "bicubic" or "bilinear".
-
-    Returns:
-        [N, C, *size] in the dtype given.
+    """Antialiased resize y = W_H x W_Wᵀ of images [N, C, H, W] of any range with PIL's weights ("bicubic" or
+    "bilinear"), never rounded or clipped; differentiable, dtype kept.
     """
     for axis, target in ((3, size[1]), (2, size[0])):
         source = images.shape[axis]
@@ -153,11 +130,7 @@ def resize_smoothly(images: Tensor, size: tuple[int, int], interpolation: str = 
 
 
 def checked_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:
-    """`resized_shape`, refused where it would not fit into memory.
-
-    Raises:
-        ValueError: the picture is too elongated; or unknown resize mode.
-    """
+    """`resized_shape`, refused where it would not fit into memory."""
     shape = resized_shape(height, width, config)
     target = target_shape(config)
     if shape[0] * shape[1] > MAX_GROWTH * target[0] * target[1]:
