@@ -149,15 +149,17 @@ def make_scores(
     reasons: Sequence[str | None],
     unit: str,
     *,
+    std: Tensor | None = None,
     parts: Mapping[str, Tensor] | None = None,
     text: Sequence[str] | None = None,
 ) -> Scores:
-    """Scores whose invalid rows (those with a reason) are NaN in the value and in every part.
+    """Scores whose invalid rows (those with a reason) are NaN in the value, its deviation and every part.
 
     Args:
         value: [B] float32; what stands in invalid rows is ignored.
         reasons: why a row is invalid, None for the valid.
         unit: unit of `value`.
+        std: [B] float32 standard deviation.
         parts: name -> [B] float32.
         text: explanation per sample.
     """
@@ -167,6 +169,7 @@ def make_scores(
         value=torch.where(valid, value, nan),
         valid=valid,
         unit=unit,
+        std=None if std is None else torch.where(valid, std, nan),
         parts={key: torch.where(valid, part, nan) for key, part in (parts or {}).items()},
         text=text,
         reason=list(reasons),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -156,10 +156,8 @@ def rate(
         for key, value in told.items():
             columns.setdefault(key, torch.full((size,), torch.nan))[row] = value
     value = columns.pop("value", torch.full((size,), torch.nan))
-    scores = make_scores(value, reasons, unit, parts=columns, text=text)
-    if drawing.answers == 1:
-        return scores
-    return replace(scores, std=torch.where(scores.valid, std, torch.nan))
+    spread = None if drawing.answers == 1 else std
+    return make_scores(value, reasons, unit, std=spread, parts=columns, text=text)
 
 
 def failed(answers: Sequence[Any]) -> str:

@@ -185,8 +185,8 @@ class DeepSeekGRM:
     def _scores(self, columns: dict[str, torch.Tensor], reasons: list[str | None], text: list[str]) -> Scores:
         value, std, meta = columns.pop("value"), columns.pop("std"), columns.pop("meta")
         parts = columns if self.k_meta is None else {**columns, "meta": meta}
-        scores = make_scores(value, reasons, self.unit, parts=parts, text=text)
-        return replace(scores, std=std) if self.drawing.answers > 1 else scores
+        spread = std if self.drawing.answers > 1 else None
+        return make_scores(value, reasons, self.unit, std=spread, parts=parts, text=text)
 
 
 def _read(reply: Reply) -> tuple[float, str]:

@@ -9,9 +9,7 @@ clear label is masked.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,11 +125,8 @@ class Lift:
         text = [
             said.rstrip("\n") if reason is None else "" for said, reason in zip(text, reasons, strict=True)
         ]
-        scores = make_scores(value, reasons, self.unit, parts=parts, text=text)
-        if self.drawing.answers == 1:
-            return scores
-        std = torch.stack(variances).sum(0).sqrt() / count
-        return replace(scores, std=torch.where(scores.valid, std, math.nan))
+        std = None if self.drawing.answers == 1 else torch.stack(variances).sum(0).sqrt() / count
+        return make_scores(value, reasons, self.unit, std=std, parts=parts, text=text)
 
 
 def _read(reply: Reply) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.weights.checkpoint_files import read_tensors
+from visalign.rewards.weights.checkpoint_files import listed, read_tensors
 
 from .encoder import ClipParts
 
@@ -82,8 +82,8 @@ def load_changes(folder: Path, *, load: Load) -> ClipParts:
     other = [f"{k} {tuple(v.shape)}" for k, v in changes.items() if k in state and v.shape != state[k].shape]
     if unknown or other:
         raise RewardError(
-            f"{folder / CHANGES} does not fit its base {base!r}: unexpected {_listed(unknown)}; of another "
-            f"shape {_listed(other)}. Name the base that it was fine-tuned from."
+            f"{folder / CHANGES} does not fit its base {base!r}: unexpected {listed(unknown)}; of another "
+            f"shape {listed(other)}. Name the base that it was fine-tuned from."
         )
     with torch.no_grad():
         for key, value in changes.items():
@@ -94,7 +94,3 @@ def load_changes(folder: Path, *, load: Load) -> ClipParts:
 def _place(folder: Path, base: str) -> str | Path:
     beside = folder / base
     return beside.resolve() if beside.exists() else base
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) or "nothing"

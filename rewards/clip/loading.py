@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from visalign.rewards.weights.checkpoint_files import local_folder, read_tensors
+from visalign.rewards.weights.checkpoint_files import dtype_of, local_folder, read_tensors
 
 from .delta import BASE, load_changes
 from .encoder import ClipEncoder, ClipParts
 from .open_clip_folder import CONFIG, check_end_token, load_open_clip, open_clip_place
-from .published_layouts import CLIP_VIT_H_14, DTYPES, load_transformers_clip
+from .published_layouts import CLIP_VIT_H_14, load_transformers_clip
 
 TRANSFORMERS = "transformers:"
 """Before a hub id: read it with transformers, not with open_clip."""
@@ -38,8 +38,7 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
         RewardError: unknown name, not on disk and not to be fetched, weights that do not fit, or a tokenizer
             that loses the end token.
     """
-    if precision not in DTYPES:
-        raise ValueError(f"precision is {precision!r}; allowed are {', '.join(DTYPES)}.")
+    dtype_of(precision)
     if str(model).startswith(TRANSFORMERS):
         folder = local_folder(str(model).removeprefix(TRANSFORMERS), HUB_FILES)
         return load_transformers_clip(folder, device=device, precision=precision)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.weights.checkpoint_files import drop_known, load_strict, read_folder
+from visalign.rewards.weights.checkpoint_files import drop_known, dtype_of, load_strict, read_folder
 
 from .encoder import ClipEncoder, ClipParts
 
@@ -49,9 +49,6 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}
 """PIL's numbers of the filters that are offered."""
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Precisions of the towers by open_clip's names."""
 
 
 class TextTokenizer:
@@ -104,7 +101,7 @@ def load_transformers_clip(
         model: Any = CLIPModel(CLIPConfig.from_dict(dict(settings)))
     known = read_folder(folder) if state is None else state
     load_strict(model, drop_known(known, POSITION_IDS), str(folder))
-    model.to(device=torch.device(device), dtype=DTYPES[precision]).eval().requires_grad_(False)
+    model.to(device=torch.device(device), dtype=dtype_of(precision)).eval().requires_grad_(False)
     tokenizer = _tokenizer(folder, model.config.text_config)
     return ClipParts(
         encoder=ClipEncoder(model).eval(),

@@ -26,7 +26,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,10 @@ from visalign.core.rewards.uncertainty import combine_members
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.vlm.engine import PRECISIONS
 from visalign.rewards.vlm.loading import base_of
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import JudgeSettings
+from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
 
 from .ensemble_folders import (
@@ -112,11 +111,9 @@ class LoraEnsembleReward:
             raise ValueError(
                 f"{self.name}: min_members is {min_members}; allowed with value={value!r} is {least} or more."
             )
-        if precision not in PRECISIONS:
-            raise ValueError(f"{self.name}: precision is {precision!r}; allowed are {', '.join(PRECISIONS)}.")
         self.value, self.beta, self.min_members = value, beta, min_members
         self._given, self._base = model, base
-        self._options = {**options, "device": device, "dtype": PRECISIONS[precision]}
+        self._options = {**options, "device": device, "dtype": dtype_of(precision, f"{self.name}: ")}
 
     @classmethod
     def from_members(
@@ -261,16 +258,15 @@ class LoraEnsembleReward:
         variance = torch.where(answered, std.square(), 0.0).sum(0) / number.clamp(min=1)
         parts = {f"member_{m}": part for m, part in enumerate(mean)}
         parts |= {"mean": average, "min": least, "epistemic": epistemic, "aleatoric": variance.sqrt()}
-        parts |= {"members": number, "std": torch.hypot(epistemic, variance.sqrt())}
-        scores = make_scores(
+        parts["members"] = number
+        return make_scores(
             value.float(),
             reasons,
             self.unit,
+            std=torch.hypot(epistemic, variance.sqrt()).float(),
             parts={name: part.float() for name, part in parts.items()},
             text=notes if any(notes) else None,
         )
-        own = {name: part for name, part in scores.parts.items() if name != "std"}
-        return replace(scores, std=scores.parts["std"], parts=own)
 
     def _load(
         self, settings: JudgeSettings, tensors: Mapping[str, Tensor], base: str | Path, name: str

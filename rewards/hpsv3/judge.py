@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import make_scores, prompt_problem, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.template import Template
+from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
 
 from .loading import load_hpsv3
@@ -41,7 +41,6 @@ __all__ = ["REWARD_TOKEN", "TEMPLATE", "HPSv3", "HPSv3Batch", "HPSv3Model"]
 
 PUBLISHED = "MizzenAI/HPSv3"
 """Hub id of the published weights; they need `base="Qwen/Qwen2-VL-7B-Instruct"` and their template."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class HPSv3:
@@ -76,11 +75,9 @@ class HPSv3:
         Raises:
             ValueError: an unknown precision. What `load_hpsv3` raises comes with the first score.
         """
-        if precision not in _DTYPES:
-            raise ValueError(f"hpsv3: precision is {precision!r}; allowed are {', '.join(_DTYPES)}.")
         self._given = model
         self._options = {"base": base, "template": template, "device": device, **options}
-        self._options["dtype"] = _DTYPES[precision]
+        self._options["dtype"] = dtype_of(precision, "hpsv3: ")
 
     @cached_property
     def model(self) -> HPSv3Model:
@@ -134,8 +131,7 @@ class HPSv3:
         for row in places:
             if not (math.isfinite(float(value[row])) and math.isfinite(float(std[row]))):
                 reasons[row] = f"the model gave mean {float(value[row])} and deviation {float(std[row])}"
-        scores = make_scores(value, reasons, self.unit, parts={"mean": value, "std": std})
-        return replace(scores, std=scores.parts["std"])
+        return make_scores(value, reasons, self.unit, std=std, parts={"mean": value, "std": std})
 
 
 @contextmanager

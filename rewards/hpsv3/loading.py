@@ -25,7 +25,7 @@ from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import base_of, find_model, load_processor
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
-from visalign.rewards.weights.checkpoint_files import local_folder, read_tensors
+from visalign.rewards.weights.checkpoint_files import listed, local_folder, read_tensors
 from visalign.rewards.weights.quiet_loading import quiet_loading
 
 from .head import RanknetHead
@@ -182,8 +182,8 @@ def check_keys(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Non
     missing, unexpected = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
     if missing or unexpected:
         raise RewardError(
-            f"The weights do not fit the model: missing {_listed(missing)}; unexpected "
-            f"{_listed(unexpected)}. Give the config of the model that they were trained from."
+            f"The weights do not fit the model: missing {listed(missing)}; unexpected "
+            f"{listed(unexpected)}. Give the config of the model that they were trained from."
         )
     wrong = [
         f"{key} {tuple(given[key].shape)} for {tuple(wanted[key].shape)}"
@@ -191,7 +191,7 @@ def check_keys(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Non
         if given[key].shape != wanted[key].shape
     ]
     if wrong:
-        raise RewardError(f"The weights are of other shapes than the config says: {_listed(wrong)}.")
+        raise RewardError(f"The weights are of other shapes than the config says: {listed(wrong)}.")
 
 
 def _head(tensors: Mapping[str, Tensor]) -> RanknetHead:
@@ -226,8 +226,3 @@ def _folder(place: str | Path) -> Path:
         return Path(place)
     found = resolve_model(place)
     return found if isinstance(found, Path) else local_folder(found, ("*",))
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:8]) or "nothing"
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

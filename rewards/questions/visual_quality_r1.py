@@ -148,10 +148,8 @@ class VisualQuality:
             for key, column in found.columns.items():
                 columns[key][row] = column[place]
         value, std = columns.pop("value"), columns.pop("std", None)
-        scores = make_scores(value, reasons, self.unit, parts=columns, text=text if any(text) else None)
-        if std is None:
-            return scores
-        return replace(scores, std=torch.where(scores.valid, std, torch.nan))
+        said = text if any(text) else None
+        return make_scores(value, reasons, self.unit, std=std, parts=columns, text=said)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None

@@ -21,9 +21,9 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.encoder import ClipEncoder, ClipParts
 from visalign.rewards.clip.loading import load_clip
 from visalign.rewards.clip.open_clip_folder import CONFIG, check_end_token
-from visalign.rewards.clip.published_layouts import DTYPES, OPENAI_MEAN, OPENAI_STD
+from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
 from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
-from visalign.rewards.weights.checkpoint_files import load_strict, local_folder, read_tensors
+from visalign.rewards.weights.checkpoint_files import PRECISIONS, load_strict, local_folder, read_tensors
 
 FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
 """version -> name of the published file."""
@@ -74,7 +74,7 @@ class HpsV2:
         for what, given, allowed in (
             ("version", version, tuple(FILES)),
             ("resampling", resampling, RESAMPLING),
-            ("precision", precision, tuple(DTYPES)),
+            ("precision", precision, tuple(PRECISIONS)),
         ):
             if given not in allowed:
                 raise ValueError(f"hps_v2: {what} is {given!r}; allowed are {', '.join(allowed)}.")
@@ -132,7 +132,7 @@ def _load(
         )
     network = open_clip.CLIP(**{key: config[key] for key in ("embed_dim", "vision_cfg", "text_cfg")})
     load_strict(network, read_tensors(place, "state_dict"), str(place))
-    network.to(device=torch.device(device), dtype=DTYPES[precision]).eval().requires_grad_(False)
+    network.to(device=torch.device(device), dtype=PRECISIONS[precision]).eval().requires_grad_(False)
     tokenizer = open_clip.SimpleTokenizer(context_length=network.context_length)
     return ClipParts(
         encoder=ClipEncoder(network).eval(),

@@ -19,9 +19,9 @@ from torch import Tensor
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import make_scores, prompt_problem, read_request, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
-from visalign.rewards.clip.published_layouts import DTYPES, OPENAI_MEAN, OPENAI_STD
+from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
 from visalign.rewards.weights.affine_head import standardise
-from visalign.rewards.weights.checkpoint_files import local_folder, read_tensors
+from visalign.rewards.weights.checkpoint_files import dtype_of, local_folder, read_tensors
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.resize import fitting_pictures, model_levels, model_pixels, normalised
 
@@ -81,8 +81,7 @@ class ImageReward:
             raise ValueError(f"image_reward: max_tokens is {max_tokens}; allowed are whole numbers from 3.")
         if batch_size < 1:
             raise ValueError(f"image_reward: batch_size is {batch_size}; allowed are whole numbers from 1.")
-        if precision not in DTYPES:
-            raise ValueError(f"image_reward: precision is {precision!r}; allowed are {', '.join(DTYPES)}.")
+        dtype_of(precision, "image_reward: ")
         self.source = str(model)
         self.max_tokens = max_tokens
         self.batch_size = batch_size
@@ -110,7 +109,7 @@ class ImageReward:
         )
         towers: tuple[Any, ...] = (model.vision, model.text)
         for tower in towers:
-            tower.to(DTYPES[self.precision])
+            tower.to(dtype_of(self.precision))
         return model.to(self.device)
 
     @cached_property
@@ -211,7 +210,7 @@ class ImageReward:
         return cut["input_ids"], cut["attention_mask"], notes
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        return normalised(pixels.to(self.device), self.preprocess).to(DTYPES[self.precision])
+        return normalised(pixels.to(self.device), self.preprocess).to(dtype_of(self.precision))
 
     @property
     def identity(self) -> Identity:

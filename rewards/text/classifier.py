@@ -10,12 +10,11 @@ import torch
 from transformers import AutoTokenizer
 
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.quiet_loading import quiet_loading
 
 UNBOUNDED = 10**9
 """Tokenizers without a limit give a huge number as model_max_length."""
-
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_counts(name: str, **counts: int | None) -> None:
@@ -37,9 +36,7 @@ def load_classifier(
     class AutoModelFor…Classification, `kind` what it classifies ("sequence", "token"), `precision` that of
     the weights.
     """
-    if precision not in _PRECISIONS:
-        raise ValueError(f"{name}: precision is {precision!r}; allowed are {', '.join(_PRECISIONS)}.")
-    dtype = _PRECISIONS[precision]
+    dtype = dtype_of(precision, f"{name}: ")
     if isinstance(model, torch.nn.Module):
         return model.to(device, dtype).eval()
     try:

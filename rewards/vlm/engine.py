@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
 
 from .generation import JudgeAnswers, generate_answers
@@ -31,9 +32,6 @@ from .requests import Query, RowEncoder, TokenRow
 from .template import JudgeSettings, Template, check_positions
 
 __all__ = ["AnswerLogits", "HiddenStates", "JudgeAnswers", "Query", "TokenRow", "VisionLanguageEngine"]
-
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -313,9 +311,7 @@ def engine_of(model: Any, *, device: str | torch.device = "cpu", precision: str 
     """
     if not isinstance(model, str | Path):
         return model
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; allowed are {', '.join(PRECISIONS)}.")
-    return VisionLanguageEngine.from_pretrained(model, device=device, dtype=PRECISIONS[precision])
+    return VisionLanguageEngine.from_pretrained(model, device=device, dtype=dtype_of(precision))
 
 
 def _full(rows: Sequence[TokenRow | None], width: int, compute: Any) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from visalign.data.assets import resolve_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
+from visalign.rewards.weights.checkpoint_files import listed
 from visalign.rewards.weights.quiet_loading import quiet_loading
 
 from .template import SETTINGS, JudgeSettings
@@ -178,11 +179,7 @@ def _check_loaded(name: str, told: Mapping[str, Any]) -> None:
 def _unfit(missing: Iterable[Any], left: Iterable[Any]) -> str:
     """Keys that are missing or left over, in words; "" where there are none."""
     both = [sorted(map(str, keys)) for keys in (missing, left)]
-    shown = [
-        ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "") or "nothing"
-        for keys in both
-    ]
-    return f"missing {shown[0]}; unexpected {shown[1]}" if any(both) else ""
+    return f"missing {listed(both[0])}; unexpected {listed(both[1])}" if any(both) else ""
 
 
 def base_of(folder: Path, settings: JudgeSettings) -> str | Path:

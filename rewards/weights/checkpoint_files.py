@@ -18,6 +18,15 @@ _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SHOWN = 8
 """How many keys a message names before it only counts them."""
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of the weights of towers and models; heads and scores are float32 always."""
+
+
+def dtype_of(precision: str, name: str = "") -> torch.dtype:
+    """The dtype of one of `PRECISIONS`; `name` stands before the message of an unknown one."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"{name}precision is {precision!r}; allowed are {', '.join(PRECISIONS)}.")
+    return PRECISIONS[precision]
 
 
 def read_tensors(file: str | Path, inside: str | None = None) -> dict[str, Tensor]:
@@ -48,7 +57,7 @@ def read_tensors(file: str | Path, inside: str | None = None) -> dict[str, Tenso
     wrong = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
     if wrong:
         raise RewardError(
-            f"{file} holds entries that are no tensors ({_listed(wrong)}), so it is no state dict; give the "
+            f"{file} holds entries that are no tensors ({listed(wrong)}), so it is no state dict; give the "
             "file of the model's weights alone."
         )
     return dict(content)
@@ -86,7 +95,7 @@ def load_strict(module: torch.nn.Module, state: Mapping[str, Tensor], where: str
         if key in own and own[key].shape != value.shape
     ]
     told = [
-        f"{what}: {_listed(keys)}"
+        f"{what}: {listed(keys)}"
         for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
         if keys
     ]
@@ -144,6 +153,7 @@ def _said(error: Exception) -> str:
     return lines[0].split(". ")[0][:200]
 
 
-def _listed(keys: Sequence[str]) -> str:
+def listed(keys: Sequence[str]) -> str:
+    """The first names of a message's list, and how many more there are; "nothing" for none."""
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(sorted(keys)[:_SHOWN]) + more
+    return (", ".join(sorted(keys)[:_SHOWN]) or "nothing") + more
