@@ -5,7 +5,6 @@ from .base.callables import FunctionReward as FunctionReward
 from .base.contract import RewardError as RewardError
 from .base.contract import make_scores as make_scores
 from .base.contract import read_request as read_request
-from .base.explanation import HeatmapExplanation as HeatmapExplanation
 from .base.failure import failure_reasons as failure_reasons
 from .base.images import ImageBatch as ImageBatch
 from .base.images import load_images as load_images
@@ -28,6 +27,7 @@ from .combine.calibrated import Calibrated as Calibrated
 from .combine.ensemble import Ensemble as Ensemble
 from .combine.uncertainty import UncertaintyUsed as UncertaintyUsed
 from .combine.weighted_sum import WeightedSum as WeightedSum
+from .heie.judge import HeatmapExplanation as HeatmapExplanation
 from .heie.judge import Heie as Heie
 from .hpsv3.ensemble_judge import LoraEnsembleReward as LoraEnsembleReward
 from .hpsv3.judge import HPSv3 as HPSv3

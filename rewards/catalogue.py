@@ -67,7 +67,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "list_answer": (_ANSWERS, {"compare": "list", "extract": "last_line", "name": "list_answer"}),
     "text_format": "visalign.rewards.text.format:TextFormat",
     "json_format": "visalign.rewards.text.format:JsonFormat",
-    "task_answer": "visalign.rewards.text.tasks:TaskAnswer",
+    "task_answer": "visalign.rewards.text.verifiable:TaskAnswer",
     "length": "visalign.rewards.text.length:LengthReward",
     "repetition": "visalign.rewards.text.length:RepetitionPenalty",
     "code_tests": "visalign.rewards.code.reward:CodeTests",

@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contrastive models by folder, packaged name or hub id, of open_clip's or transformers' making."""
+"""Contrastive models by folder, packaged name or hub id, of open_clip's or transformers' making.
+
+A fine-tuned one may be kept as what differs from its base. The folder then holds `clip_base.json`, {"base":
+packaged name, hub id, or folder or file relative to this one, "changed": number of tensors}, and
+`clip_changes.safetensors`, tensors under their names in the base's state dict. Tokenizer, sizes and
+preprocessing are the base's.
+"""
 
 from __future__ import annotations
 
 import json
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from visalign.rewards.weights.checkpoint_files import dtype_of, local_folder, read_tensors
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.checkpoint_files import dtype_of, listed, local_folder, read_tensors
 
-from .delta import BASE, load_changes
 from .encoder import ClipEncoder, ClipParts
 from .open_clip_folder import CONFIG, check_end_token, load_open_clip, open_clip_place
 from .published_layouts import CLIP_VIT_H_14, load_transformers_clip
 
 TRANSFORMERS = "transformers:"
 """Before a hub id: read it with transformers, not with open_clip."""
+
+BASE = "clip_base.json"
+CHANGES = "clip_changes.safetensors"
 
 HUB_FILES = ("*.json", "*.txt", "*.safetensors", "pytorch_model*.bin")
 
@@ -80,7 +90,7 @@ def load_fine_tuned_clip(
     """Load a fine-tuned contrastive model: as `ClipParts.save` wrote it, or as ICTHP published it.
 
     Args:
-        model: what `find_folder` takes, also with the changes to a base alone (`clip_changes`); or a bare
+        model: what `find_folder` takes, also with the changes to a base alone (`save_changes`); or a bare
             `pytorch_model.bin` of a CLIP ViT-H/14.
         subfolder: looked into where the folder has it ("hp_backbone").
         device: where the towers go.
@@ -102,8 +112,78 @@ def load_fine_tuned_clip(
     if subfolder and (folder / subfolder).is_dir():
         folder = folder / subfolder
     if (folder / BASE).is_file():
-        again = partial(load_fine_tuned_clip, subfolder=subfolder, device=device, precision=precision)
-        return load_changes(folder, load=again)
+        return _load_changes(folder, subfolder=subfolder, device=device, precision=precision)
     if (folder / CONFIG).is_file():
         return load_clip(folder, device=device, precision=precision)
     return load_transformers_clip(folder, config=CLIP_VIT_H_14, device=device, precision=precision)
+
+
+def save_changes(
+    folder: str | Path, parts: ClipParts, base: str, *, subfolder: str = "", dtype: torch.dtype
+) -> None:
+    """Write a fine-tuned model as its base (packaged name, hub id, or folder or file relative to `folder`)
+    and the tensors that differ from it, a fraction of its size; `dtype` is that of the weights on disk.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    before = load_fine_tuned_clip(_place(folder, base), subfolder=subfolder).encoder.model.state_dict()
+    after = parts.encoder.model.state_dict()
+    wrong = sorted(set(before) ^ set(after)) or [k for k in after if after[k].shape != before[k].shape]
+    if wrong:
+        raise RewardError(
+            f"The model does not come from {base!r}: {', '.join(wrong[:8])} differ in name or shape. "
+            "Name the base that it was fine-tuned from, or save it whole."
+        )
+    changes = {
+        key: (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
+        for key, value in after.items()
+        if not torch.equal(value.cpu(), before[key].to(value.dtype).cpu())
+    }
+    told = {"base": base, "changed": len(changes)}
+    (folder / BASE).write_text(json.dumps(told) + "\n", encoding="utf-8")
+    if changes:
+        save_file(changes, folder / CHANGES)
+        (folder / CHANGES).chmod((folder / BASE).stat().st_mode)
+
+
+def _load_changes(folder: Path, **options: Any) -> ClipParts:
+    """The base with the changed tensors in it, in evaluation mode, without gradients."""
+    try:
+        told = json.loads((folder / BASE).read_text(encoding="utf-8"))
+        base, count = str(told["base"]), int(told["changed"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RewardError(
+            f"{folder / BASE} names no base ({type(error).__name__}: {error}); it needs "
+            '{"base": "...", "changed": number of tensors}.'
+        ) from error
+    if (folder / base).resolve() == folder.resolve():
+        raise RewardError(
+            f"{folder / BASE} names its own folder as base ({base!r}); name the model that was fine-tuned."
+        )
+    if count and not (folder / CHANGES).is_file():
+        raise FileNotFoundError(f"The model folder {folder} lacks {CHANGES}; copy the folder again.")
+    parts = load_fine_tuned_clip(_place(folder, base), **options)
+    state = parts.encoder.model.state_dict()
+    changes = read_tensors(folder / CHANGES) if count else {}
+    if len(changes) != count:
+        raise RewardError(
+            f"{folder / CHANGES} holds {len(changes)} tensors and {BASE} says {count}; copy the folder again."
+        )
+    unknown = sorted(set(changes) - set(state))
+    other = [f"{k} {tuple(v.shape)}" for k, v in changes.items() if k in state and v.shape != state[k].shape]
+    if unknown or other:
+        raise RewardError(
+            f"{folder / CHANGES} does not fit its base {base!r}: unexpected {listed(unknown)}; of another "
+            f"shape {listed(other)}. Name the base that it was fine-tuned from."
+        )
+    with torch.no_grad():
+        for key, value in changes.items():
+            state[key].copy_(value)
+    return replace(parts, place=folder, base=parts.weights)
+
+
+def _place(folder: Path, base: str) -> str | Path:
+    beside = folder / base
+    return beside.resolve() if beside.exists() else base

@@ -36,7 +36,7 @@ from visalign.rewards.text.contract import (
     shortened,
     text_scores,
 )
-from visalign.rewards.text.fences import extract_code, has_fence
+from visalign.rewards.text.parsing import extract_code, has_fence
 
 from .sandbox import ISOLATIONS, Limits, Run, run_python
 

@@ -32,14 +32,16 @@ class WeightedSum:
     """
 
     higher_is_better = True
+    noun: Noun = "image"
+    """What is judged, for messages."""
 
     def __init__(
         self,
-        rewards: Mapping[str, tuple[PointwiseReward, float]],
+        rewards: Mapping[str, tuple[Any, float]],
         *,
         normalise: Normalise = "none",
         allow_mixed_units: bool = False,
-        name: str = "weighted_sum",
+        name: str | None = None,
     ) -> None:
         """Check the terms.
 
@@ -49,16 +51,25 @@ class WeightedSum:
                 neighbours, which the reward contract otherwise forbids, and several processes would each have
                 their own scale); or label -> (mean, std) for every reward with a weight.
             allow_mixed_units: sum raw scores of different units all the same.
-            name: name of the sum.
+            name: name of the sum; "weighted_sum", or of texts "weighted_text_sum", when None.
 
         Raises:
             ValueError: no rewards, a bad weight, an unknown normalisation, or different units summed raw.
         """
-        self.name = name
-        self._terms = WeightedTerms(
-            name, rewards, normalise=normalise, allow_mixed_units=allow_mixed_units, noun="image"
-        )
-        self.rewards, self.unit, self.range = self._terms.rewards, self._terms.unit, self._terms.range
+        _check_weights(rewards)
+        name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
+        self.name, self.rewards = name, dict(rewards)
+        self._normalise = dict(normalise) if isinstance(normalise, Mapping) else normalise
+        units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
+        _check_normalise(self._normalise, list(units))
+        if self._normalise == "none" and len(set(units.values())) > 1 and not allow_mixed_units:
+            listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
+            raise ValueError(
+                f"{name} would add different units: {listed}. Allowed: normalise='batch', normalise={{label: "
+                "(mean, std)}, or allow_mixed_units=True when the weights already convert them."
+            )
+        self.unit = _unit(self._normalise, units)
+        self.range = self._total_range()
 
     @property
     def needs_group(self) -> bool:
@@ -77,36 +88,7 @@ class WeightedSum:
             known = records if getattr(reward, "needs_group", False) else without_group(records)
             return reward.score(loaded, list(texts), list(known))
 
-        return self._terms.add_up(judge, usable, request.images.reasons)
-
-
-class WeightedTerms:
-    """The terms of a weighted sum, of whatever the rewards judge: `WeightedSum` says what is added."""
-
-    def __init__(
-        self,
-        name: str,
-        rewards: Mapping[str, tuple[Any, float]],
-        *,
-        normalise: Normalise,
-        allow_mixed_units: bool,
-        noun: Noun,
-    ) -> None:
-        _check_weights(rewards)
-        self.rewards = dict(rewards)
-        self._noun: Noun = noun
-        self._normalise = dict(normalise) if isinstance(normalise, Mapping) else normalise
-        _check_normalise(self._normalise, [label for label, (_, weight) in rewards.items() if weight])
-        units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
-        mixed = len(set(units.values())) > 1
-        if self._normalise == "none" and mixed and not allow_mixed_units:
-            listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
-            raise ValueError(
-                f"{name} would add different units: {listed}. Allowed: normalise='batch', normalise={{label: "
-                "(mean, std)}, or allow_mixed_units=True when the weights already convert them."
-            )
-        self.unit = _unit(self._normalise, units)
-        self.range = self._total_range()
+        return self.add_up(judge, usable, request.images.reasons)
 
     def add_up(
         self, judge: Callable[[Any], Any], usable: list[int], unusable: Sequence[str | None]
@@ -121,7 +103,7 @@ class WeightedTerms:
         for label, (reward, weight) in self.rewards.items():
             with Naming(label):
                 answer = judge(reward)
-            scores = _spread(_checked(label, answer, len(usable), self._noun), usable, len(reasons))
+            scores = _spread(_checked(label, answer, len(usable), self.noun), usable, len(reasons))
             parts[label] = scores.value
             parts |= {f"{label}.{key}": part for key, part in scores.parts.items()}
             if not weight:

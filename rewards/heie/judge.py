@@ -13,14 +13,15 @@ whole picture beside their own, instead of inside one conversation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
-from visalign.rewards.base.explanation import HeatmapExplanation
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import engine_of
@@ -34,6 +35,31 @@ HEADS = "heie_heads.safetensors"
 """Name of the heads in a model's folder."""
 
 _BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatmapExplanation:
+    """What a judge that explains itself returns: scores of B images, maps of what is wrong, and words."""
+
+    scores: Scores
+    heatmap: Tensor
+    """[B, h, w] float32 in [0, 1], 1 where it is surely wrong; NaN in rows that could not be judged."""
+    heatmap_std: Tensor
+    """[B, h, w] float32 standard deviation of each cell; NaN as `heatmap`."""
+    text: Sequence[str]
+    """Reasons in words; "" where none were written."""
+
+    def __post_init__(self) -> None:
+        size = len(self.scores)
+        shapes = tuple(self.heatmap.shape), tuple(self.heatmap_std.shape)
+        if self.heatmap.ndim != 3 or shapes[0] != shapes[1] or shapes[0][0] != size or len(self.text) != size:
+            raise ValueError(
+                f"An explanation of {size} images has maps [{size}, h, w] and {size} texts; got maps "
+                f"{shapes[0]} and {shapes[1]}, and {len(self.text)} texts."
+            )
+
+    def __len__(self) -> int:
+        return len(self.scores)
 
 
 class Heie:

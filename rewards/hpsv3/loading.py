@@ -4,18 +4,19 @@
 Ours (`HPSv3Model.save_pretrained`): `judge.json` with a "head", `reward_head.safetensors`, and either the
 whole model or the name of its base with a LoRA.
 
-The published one: one file of 736 tensors named `visual.*`, `model.*`, `lm_head.weight`, `rm_head.*`, in
-which the vocabulary holds the reward token (151 658 for the 7B model). Its config and processor are those of
-the model that it was trained from. The text of its instruction is not in the file, and scores mean nothing
-under another text: write it, with `{prompt}` and the reward token, into a `judge.json` beside the file
-({"templates": {"hpsv3": ...}}, see `vlm_template`), or pass it as `template`.
+The published one: one file of 736 tensors named `visual.*`, `model.*`, `lm_head.weight`, `rm_head.*` (the
+names of transformers 4; 5 nests tower and language model in `model`), in which the vocabulary holds the
+reward token (151 658 for the 7B model). Its config and processor are those of the model that it was trained
+from. The text of its instruction is not in the file, and scores mean nothing under another text: write it,
+with `{prompt}` and the reward token, into a `judge.json` beside the file ({"templates": {"hpsv3": ...}}, see
+`vlm.template`), or pass it as `template`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +28,20 @@ from visalign.rewards.vlm.loading import base_of, find_model, load_processor
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
 from visalign.rewards.weights.checkpoint_files import listed, local_folder, read_tensors
 from visalign.rewards.weights.quiet_loading import quiet_loading
+from visalign.vision.patches import smart_resize as _smart_resize
 
 from .head import RanknetHead
 from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model
-from .qwen_layout import current_keys
 
 PIXELS = 448 * 448
 """Of each resized picture in the published model: least and most alike."""
 _FILES = ("*.safetensors", "*.pt", "*.pth", "*.bin")
+
+MIN_PIXELS = 56 * 56
+"""Qwen2-VL's default."""
+MAX_PIXELS = 16384 * 28 * 28
+"""Qwen2-VL's default."""
+V = TypeVar("V")
 
 
 def load_hpsv3(
@@ -226,3 +233,45 @@ def _folder(place: str | Path) -> Path:
         return Path(place)
     found = resolve_model(place)
     return found if isinstance(found, Path) else local_folder(found, ("*",))
+
+
+def smart_resize(
+    height: int, width: int, *, factor: int = 28, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
+) -> tuple[int, int]:
+    """Height and width of a picture as qwen-vl-utils and the published HPSv3 resize it: `factor` is 28 for
+    Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL; HPSv3 sets both bounds to 200704.
+    """
+    return _smart_resize(height, width, factor, min_pixels, max_pixels, whole_tokens=True)
+
+
+def current_key(key: str) -> str:
+    """The name in transformers 5 of a weight that transformers 4 saved; others, heads included, stay.
+
+    >>> current_key("visual.merger.ln_q.weight")
+    'model.visual.merger.ln_q.weight'
+    """
+    if key.startswith(("model.visual.", "model.language_model.")):
+        return key
+    if key.startswith("visual."):
+        return f"model.{key}"
+    return f"model.language_model.{key.removeprefix('model.')}" if key.startswith("model.") else key
+
+
+def current_keys(state: Mapping[str, V]) -> dict[str, V]:
+    """A state dict under the names of transformers 5; one that has them already is left as it is. Two weights
+    that get the same name are refused, since one would be lost.
+    """
+    renamed: dict[str, V] = {}
+    for key, value in state.items():
+        new = current_key(key)
+        if new in renamed:
+            raise ValueError(
+                f"The checkpoint holds {new!r} under its old name and its new one; it is a mixture of two."
+            )
+        renamed[new] = value
+    return renamed
+
+
+def is_old_layout(keys: Iterable[str]) -> bool:
+    """Whether some weights have the names of transformers 4."""
+    return any(current_key(key) != key for key in keys)

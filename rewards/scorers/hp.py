@@ -9,7 +9,6 @@ Source: Ba et al., arXiv 2507.19002 (ICCV 2025); checkpoint 8y/HP: a fine-tuned 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
-from visalign.rewards.clip.delta import save_changes
 from visalign.rewards.clip.encoder import ClipEncoder
-from visalign.rewards.clip.loading import find_folder, load_fine_tuned_clip
+from visalign.rewards.clip.loading import find_folder, load_fine_tuned_clip, save_changes
 from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
 from visalign.rewards.weights.affine_head import AffineHead
 from visalign.rewards.weights.checkpoint_files import read_tensors
@@ -159,8 +157,7 @@ class Hp:
         if base is None:
             parts.save(folder, dtype)
         else:
-            load = partial(load_fine_tuned_clip, subfolder=BACKBONE)
-            save_changes(folder, parts, base, load=load, dtype=dtype)
+            save_changes(folder, parts, base, subfolder=BACKBONE, dtype=dtype)
         file = Path(folder) / HEAD
         save_file({key: value.cpu().contiguous() for key, value in self.head.state_dict().items()}, file)
         file.chmod(0o644)

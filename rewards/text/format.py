@@ -14,7 +14,7 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError
 
 from .contract import Prompt, TextVerdict, read_text_request, shortened, text_scores
-from .fences import fenced_blocks
+from .parsing import fenced_blocks
 
 
 class TextFormat:

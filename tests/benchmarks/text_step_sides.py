@@ -28,7 +28,7 @@ from visalign.adapters.causal_lm.chat import PromptEncoder
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.data.text_tasks.tasks import text_tasks
 from visalign.interfaces import Scores
-from visalign.rewards.text.tasks import TaskAnswer
+from visalign.rewards.text.verifiable import TaskAnswer
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.trainer import RunSettings, Trainer

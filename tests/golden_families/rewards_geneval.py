@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from visalign.rewards.verifiers.geneval_rules import Detected, box_iou, judge, relative_position
-from visalign.rewards.verifiers.ocr_rules import text_score
+from visalign.rewards.verifiers.ocr import text_score
 
 
 def _boxes(case: Any) -> list[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from visalign.rewards.chat.yes_no import read_yes_no
-from visalign.rewards.hpsv3.qwen_layout import current_key, smart_resize
+from visalign.rewards.hpsv3.loading import current_key, smart_resize
 from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import (

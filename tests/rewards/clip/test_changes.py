@@ -12,8 +12,7 @@ from tests.support.rewards_tiny_clip import save_tiny_clip
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.judges import base_name, freeze
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.clip.delta import BASE, CHANGES
-from visalign.rewards.clip.loading import load_fine_tuned_clip
+from visalign.rewards.clip.loading import BASE, CHANGES, load_fine_tuned_clip
 from visalign.rewards.scorers.hp import Hp
 
 PICTURES = [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]

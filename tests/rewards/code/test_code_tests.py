@@ -16,7 +16,7 @@ from visalign.rewards import RewardError
 from visalign.rewards.code import sandbox as code_sandbox
 from visalign.rewards.code.reward import CodeTests, UnreadableTests, read_tests
 from visalign.rewards.code.sandbox import Limits, run_python
-from visalign.rewards.text.fences import extract_code
+from visalign.rewards.text.parsing import extract_code
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is exercised on Linux"),

@@ -17,7 +17,6 @@ from visalign.evaluation.statistics.heatmaps import heatmap_quality
 from visalign.evaluation.statistics.selective import auroc
 from visalign.pipelines.packaged.train_heie import train_heads
 from visalign.rewards import RewardError, check_reward
-from visalign.rewards.base.explanation import HeatmapExplanation
 from visalign.rewards.heie.heads import (
     HeieHeads,
     HeieSettings,
@@ -27,7 +26,7 @@ from visalign.rewards.heie.heads import (
     splice_tiles,
     views,
 )
-from visalign.rewards.heie.judge import Heie
+from visalign.rewards.heie.judge import HeatmapExplanation, Heie
 from visalign.rewards.heie.training import HeieData, heie_data, pooled
 from visalign.rewards.vlm.engine import Query
 

@@ -16,8 +16,7 @@ from tests.support.tiny_vision_language_models import tiny_processor, tiny_seein
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import TEMPLATE, HPSv3, HPSv3Model
-from visalign.rewards.hpsv3.loading import check_keys, load_hpsv3
-from visalign.rewards.hpsv3.qwen_layout import current_keys
+from visalign.rewards.hpsv3.loading import check_keys, current_keys, load_hpsv3
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 

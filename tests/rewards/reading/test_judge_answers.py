@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from visalign.rewards.chat.yes_no import read_yes_no
-from visalign.rewards.hpsv3.qwen_layout import current_key, current_keys, is_old_layout, smart_resize
+from visalign.rewards.hpsv3.loading import current_key, current_keys, is_old_layout, smart_resize
 from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.reading.ratings import (

@@ -18,8 +18,7 @@ from tests.support.rewards_published_layouts import IMAGE_REWARD, image_reward, 
 from tests.support.rewards_tiny_clip import WORDS
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.base.images import to_pil
-from visalign.rewards.scorers.image_reward import ImageReward
-from visalign.rewards.scorers.image_reward_network import MED_CONFIG, UNUSED, ImageRewardModel, rename
+from visalign.rewards.scorers.image_reward import MED_CONFIG, UNUSED, ImageReward, ImageRewardModel, rename
 
 TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS)
 SIZES: dict[str, Any] = {

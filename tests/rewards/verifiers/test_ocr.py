@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from visalign.rewards import RewardError, check_reward
-from visalign.rewards.verifiers.ocr import OcrReward, load_rapidocr, wanted_texts
-from visalign.rewards.verifiers.ocr_rules import (
+from visalign.rewards.verifiers.ocr import (
+    OcrReward,
     levenshtein,
+    load_rapidocr,
     normal_text,
     quoted_texts,
     text_score,
+    wanted_texts,
     window_distance,
 )
 
