@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from visalign.interfaces import Scores
 from visalign.rewards.base.contract import Request, RewardError, make_scores
+from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import check_options
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import requests
@@ -25,32 +25,106 @@ URL, MODEL, KEY = "VISALIGN_JUDGE_URL", "VISALIGN_JUDGE_MODEL", "VISALIGN_JUDGE_
 """Environment variables for judges that are named without options, as on the command line."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """How answers are drawn."""
+class ServedJudge:
+    """A judge that asks a served vision-language model; nothing is sent before the first picture.
 
-    answers: int = 1
-    """K of each picture."""
-    seed: int = 0
-    """Of the first answer; the next have the next ones."""
-    temperature: float = 0.0
-    """0 takes the likeliest token always, which gives one answer."""
-    max_new_tokens: int = 1024
-    """Of an answer; a longer one is a failure."""
+    Args:
+        base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
+        model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None.
+        server: a `ChatServer` instead of the two, which several judges may share.
+        template: instead of ours: a `Template`, or the text alone, with the names in braces that ours has.
+        default: ours.
+        needed: names that the template must hold.
+        answers: K to each question.
+        seed: of the first answer; the next have the next ones.
+        temperature: of the answers; 0 takes the likeliest token always, which gives one answer.
+        max_new_tokens: of an answer; a longer one is a failure.
+        **server_options: of `ChatServer`.
 
-    def options(self) -> dict[str, Any]:
-        """All of it, as arguments and for an identity."""
-        return {
-            "answers": self.answers,
-            "seed": self.seed,
-            "temperature": self.temperature,
-            "max_new_tokens": self.max_new_tokens,
-        }
+    Raises:
+        RewardError: options that cannot be used.
+    """
 
-    @property
-    def least(self) -> int:
+    name: str
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        model: str | None = None,
+        *,
+        default: Template,
+        needed: Sequence[str] = ("prompt",),
+        server: ChatServer | None = None,
+        template: Template | str | None = None,
+        answers: int = 1,
+        seed: int = 0,
+        temperature: float = 0.0,
+        max_new_tokens: int = 1024,
+        **server_options: Any,
+    ) -> None:
+        self.server = connect(self.name, server, base_url, model, server_options)
+        self.template = as_template(self.name, template, default, needed=needed)
+        self.answers = answers
+        self.drawing = {"answers": answers, "seed": seed, "temperature": temperature}
+        self.drawing["max_new_tokens"] = max_new_tokens
+        self.least = min(2, answers)
         """Answers that must be readable: two, where more than one is drawn."""
-        return min(2, self.answers)
+
+    def identified(self, **options: Any) -> Identity:
+        """What the scores depend on; `options` are the judge's own."""
+        return Identity(judge=self.name, **self.server.identity_fields(self.template, **options))
+
+    def rate(
+        self,
+        request: Request,
+        read: Callable[[Reply], Mapping[str, float]],
+        unit: str,
+        *,
+        top_logprobs: int = 0,
+        fields: Mapping[str, str] | None = None,
+    ) -> Scores:
+        """Scores of B pictures, each the mean of its n readable answers.
+
+        Where more than one is drawn there are also their standard deviation s (ddof 1) as the part "spread",
+        the standard error of the mean, s/√n, as `std`, and the part "readable", their share. `text` is the
+        first of them.
+
+        Args:
+            request: images and prompts.
+            read: gives "value" and parts of one answer, or raises AnswerError.
+            unit: of the value.
+            top_logprobs: alternatives of the first token to ask for.
+            fields: further names that the template fills.
+        """
+        size = len(request)
+        reasons = list(request.images.reasons)
+        rows, queries = requests(request, self.template, reasons, fields)
+
+        def reader(reply: Reply) -> tuple[Mapping[str, float], str]:
+            return read(reply), reply.text
+
+        found = self.server.ask(
+            self.template, queries, read=reader, top_logprobs=top_logprobs, **self.drawing
+        )
+        columns: dict[str, torch.Tensor] = {}
+        text = [""] * size
+        for row, answers in zip(rows, found, strict=True):
+            known = [answer for answer in answers if not isinstance(answer, AnswerError)]
+            if len(known) < self.least:
+                reasons[row] = failed(answers)
+                continue
+            text[row] = known[0][1]
+            told = {key: math.fsum(parts[key] for parts, _ in known) / len(known) for key in known[0][0]}
+            if self.answers > 1:
+                values = torch.tensor([parts["value"] for parts, _ in known], dtype=torch.float64)
+                told |= {"readable": len(known) / len(answers), "spread": float(values.std())}
+                told["std"] = told["spread"] / math.sqrt(len(known))
+            for key, value in told.items():
+                columns.setdefault(key, torch.full((size,), torch.nan))[row] = value
+        unknown = torch.full((size,), torch.nan)
+        value, std = columns.pop("value", unknown), columns.pop("std", unknown)
+        std = std if self.answers > 1 else None
+        return make_scores(value, reasons, unit, std=std, parts=columns, text=text)
 
 
 def connect(
@@ -101,63 +175,6 @@ def as_template(
             f"{name}: the template has {template.images} slots for pictures, needed are {default.images}."
         )
     return template
-
-
-def rate(
-    server: ChatServer,
-    template: Template,
-    request: Request,
-    read: Callable[[Reply], Mapping[str, float]],
-    *,
-    unit: str,
-    drawing: Drawing,
-    top_logprobs: int = 0,
-    fields: Mapping[str, str] | None = None,
-) -> Scores:
-    """Scores of B pictures, each the mean of its readable answers.
-
-    Args:
-        server: that is asked.
-        template: what is asked.
-        request: images and prompts.
-        read: gives "value" and parts of one answer, or raises AnswerError.
-        unit: of the value.
-        drawing: how answers are drawn.
-        top_logprobs: alternatives of the first token to ask for.
-        fields: further names that the template fills.
-
-    Returns:
-        Mean of the n readable answers; where more than one is drawn also their standard deviation s (ddof 1)
-        as the part "spread", the standard error of the mean, s/√n, as `std`, and the part "readable", their
-        share. `text` is the first of them.
-    """
-    size = len(request)
-    reasons = list(request.images.reasons)
-    rows, queries = requests(request, template, reasons, fields)
-
-    def reader(reply: Reply) -> tuple[Mapping[str, float], str]:
-        return read(reply), reply.text
-
-    found = server.ask(template, queries, read=reader, top_logprobs=top_logprobs, **drawing.options())
-    columns: dict[str, torch.Tensor] = {}
-    text = [""] * size
-    std = torch.full((size,), torch.nan)
-    for row, answers in zip(rows, found, strict=True):
-        known = [answer for answer in answers if not isinstance(answer, AnswerError)]
-        if len(known) < drawing.least:
-            reasons[row] = failed(answers)
-            continue
-        text[row] = known[0][1]
-        told = {key: math.fsum(parts[key] for parts, _ in known) / len(known) for key in known[0][0]}
-        if drawing.answers > 1:
-            spread = float(torch.tensor([parts["value"] for parts, _ in known], dtype=torch.float64).std())
-            told |= {"readable": len(known) / len(answers), "spread": spread}
-            std[row] = spread / math.sqrt(len(known))
-        for key, value in told.items():
-            columns.setdefault(key, torch.full((size,), torch.nan))[row] = value
-    value = columns.pop("value", torch.full((size,), torch.nan))
-    spread = None if drawing.answers == 1 else std
-    return make_scores(value, reasons, unit, std=spread, parts=columns, text=text)
 
 
 def failed(answers: Sequence[Any]) -> str:

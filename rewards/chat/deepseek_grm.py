@@ -19,14 +19,13 @@ import torch
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
-from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import boxed_scores
 from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .asking import Drawing, as_template, connect, failed
+from .asking import ServedJudge, as_template, failed
 from .messages import Reply, question
 from .server import ChatServer
 from .yes_no import read_yes_no
@@ -50,7 +49,7 @@ META = question(
 )
 
 
-class DeepSeekGRM:
+class DeepSeekGRM(ServedJudge):
     """Sum of the scores, 1 to 10 each, of K samples, or of the k_meta that a meta judge rates highest.
 
     Where samples cannot be read the sum is scaled to the full number, K·mean, so that a failure is no low
@@ -67,37 +66,24 @@ class DeepSeekGRM:
         base_url: str | None = None,
         model: str | None = None,
         *,
-        server: ChatServer | None = None,
         answers: int = 8,
         k_meta: int | None = None,
         meta_server: ChatServer | None = None,
-        template: Template | str | None = None,
         meta_template: Template | str | None = None,
         min_mass: float = MIN_MASS,
-        seed: int = 0,
-        temperature: float = 1.0,
-        max_new_tokens: int = 2048,
-        **server_options: Any,
+        **asking: Any,
     ) -> None:
-        """Say who is asked, and what; nothing is sent yet.
+        """Say who is asked, and what.
 
         Args:
-            base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
-            model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None.
-            server: a `ChatServer` instead of the two.
+            base_url: see `ServedJudge`.
+            model: see `ServedJudge`.
             answers: K samples of each picture.
             k_meta: samples that the meta judge keeps; None asks none.
             meta_server: of the meta judge; the judge's own when None.
-            template: instead of ours: a `Template`, or the text alone, with {prompt}.
-            meta_template: the same for the meta judge, with {critique}.
+            meta_template: instead of ours, with {critique}.
             min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
-            seed: of the first sample.
-            temperature: of the samples.
-            max_new_tokens: of a sample.
-            **server_options: of `ChatServer`.
-
-        Raises:
-            RewardError: options that cannot be used.
+            **asking: of `ServedJudge`; the temperature is 1 and a sample has 2048 tokens.
         """
         if k_meta is not None and not 1 <= k_meta <= answers:
             raise RewardError(
@@ -107,31 +93,28 @@ class DeepSeekGRM:
             raise RewardError(
                 f"{self.name}: min_mass is {min_mass}; allowed are probabilities from 0 up to below 1."
             )
-        self.server = connect(self.name, server, base_url, model, server_options)
+        asking = {"default": CRITIQUE, "temperature": 1.0, "max_new_tokens": 2048, **asking}
+        super().__init__(base_url, model, answers=answers, **asking)
         self.meta_server = meta_server or self.server
-        self.template = as_template(self.name, template, CRITIQUE)
         self.meta_template = as_template(self.name, meta_template, META, needed=("critique",))
-        self.drawing = Drawing(
-            answers=answers, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens
-        )
         self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
         self.unit = f"sum of {self.votes} scores from 1 to 10"
         self.range = (self.votes * LOW, self.votes * HIGH)
-        options: dict[str, Any] = {**self.drawing.options(), "k_meta": k_meta}
+        options: dict[str, Any] = {**self.drawing, "k_meta": k_meta}
         if k_meta is not None:
             options |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
             options["min_mass"] = min_mass
-        self.identity = Identity(judge=self.name, **self.server.identity_fields(self.template, **options))
+        self.identity = self.identified(**options)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Summed votes per image; metadata is not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons)
-        drawn = self.server.ask(self.template, queries, read=_read, **self.drawing.options())
+        drawn = self.server.ask(self.template, queries, read=_read, **self.drawing)
         samples = [[said for said in row if not isinstance(said, AnswerError)] for row in drawn]
         for place, row in enumerate(rows):
-            if len(samples[place]) < self.drawing.least:
+            if len(samples[place]) < self.least:
                 reasons[row] = failed(drawn[place])
                 samples[place] = []
         metas = self._meta(queries, samples) if self.k_meta is not None else None
@@ -185,7 +168,7 @@ class DeepSeekGRM:
     def _scores(self, columns: dict[str, torch.Tensor], reasons: list[str | None], text: list[str]) -> Scores:
         value, std, meta = columns.pop("value"), columns.pop("std"), columns.pop("meta")
         parts = columns if self.k_meta is None else {**columns, "meta": meta}
-        spread = std if self.drawing.answers > 1 else None
+        spread = std if self.answers > 1 else None
         return make_scores(value, reasons, self.unit, std=spread, parts=parts, text=text)
 
 

@@ -17,13 +17,10 @@ import torch
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.failure import failure_reasons
-from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.ratings import LIFT_VALUES, lift_label
-from visalign.rewards.vlm.template import Template
 
-from .asking import Drawing, as_template, connect, rate
+from .asking import ServedJudge
 from .messages import Reply, question
-from .server import ChatServer
 
 QUESTIONS = {
     "semantic_consistency": "Does the picture agree with its caption in subject, attributes and action?",
@@ -38,7 +35,7 @@ TEMPLATE = question(
 )
 
 
-class Lift:
+class Lift(ServedJudge):
     """Mean over the questions of 0.9 for Good, 0.2 for Normal, 0.05 for Bad; the parts hold each question.
 
     A picture of which one question has no readable answer has no score. `std`, with more than one answer, is
@@ -55,44 +52,25 @@ class Lift:
         base_url: str | None = None,
         model: str | None = None,
         *,
-        server: ChatServer | None = None,
         questions: Mapping[str, str] | None = None,
-        template: Template | str | None = None,
-        answers: int = 1,
-        seed: int = 0,
-        temperature: float = 0.0,
-        max_new_tokens: int = 512,
-        **server_options: Any,
+        **asking: Any,
     ) -> None:
-        """Say who is asked, and what; nothing is sent yet.
+        """Say who is asked, and what.
 
         Args:
-            base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
-            model: the name under which it serves the critic; VISALIGN_JUDGE_MODEL if None.
-            server: a `ChatServer` instead of the two.
+            base_url: see `ServedJudge`.
+            model: see `ServedJudge`.
             questions: respect -> question, instead of ours.
-            template: instead of ours: a `Template`, or the text alone, with {prompt} and {question}.
-            answers: K to each question.
-            seed: of the first answer.
-            temperature: of the answers.
-            max_new_tokens: of an answer.
-            **server_options: of `ChatServer`.
-
-        Raises:
-            RewardError: options that cannot be used.
+            **asking: of `ServedJudge`; the template holds {prompt} and {question}, an answer 512 tokens.
         """
         self.questions = dict(QUESTIONS if questions is None else questions)
         if not self.questions:
             raise RewardError(
                 f"{self.name}: there are no questions; give at least one as {{respect: question}}."
             )
-        self.server = connect(self.name, server, base_url, model, server_options)
-        self.template = as_template(self.name, template, TEMPLATE, needed=("prompt", "question"))
-        self.drawing = Drawing(
-            answers=answers, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens
-        )
-        options = {"questions": self.questions, **self.drawing.options()}
-        self.identity = Identity(judge=self.name, **self.server.identity_fields(self.template, **options))
+        asking = {"default": TEMPLATE, "needed": ("prompt", "question"), "max_new_tokens": 512, **asking}
+        super().__init__(base_url, model, **asking)
+        self.identity = self.identified(questions=self.questions, **self.drawing)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Mean of the labels' values per image; metadata is not looked at."""
@@ -101,15 +79,7 @@ class Lift:
         text = [""] * len(request)
         parts, variances = {}, []
         for respect, asked in self.questions.items():
-            found = rate(
-                self.server,
-                self.template,
-                request,
-                _read,
-                unit=self.unit,
-                drawing=self.drawing,
-                fields={"question": asked},
-            )
+            found = self.rate(request, _read, self.unit, fields={"question": asked})
             parts[respect] = found.value
             variances.append(torch.zeros(()) if found.std is None else found.std.square())
             for row, reason in enumerate(failure_reasons(found)):
@@ -125,7 +95,7 @@ class Lift:
         text = [
             said.rstrip("\n") if reason is None else "" for said, reason in zip(text, reasons, strict=True)
         ]
-        std = None if self.drawing.answers == 1 else torch.stack(variances).sum(0).sqrt() / count
+        std = None if self.answers == 1 else torch.stack(variances).sum(0).sqrt() / count
         return make_scores(value, reasons, self.unit, std=std, parts=parts, text=text)
 
 

@@ -18,7 +18,7 @@ from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.vlm.generation import JudgeAnswers
+from visalign.rewards.vlm.generation import JudgeAnswers, check_drawing
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
@@ -127,7 +127,7 @@ class ChatServer:
         Raises:
             RewardError: options that are not allowed, a server that no request can pass, too many failures.
         """
-        _check_drawing(answers, temperature, max_new_tokens)
+        check_drawing(answers, temperature, max_new_tokens)
         urls = PictureUrls()
         bodies: dict[str, dict[str, Any]] = {}
         keys: list[list[str]] = []
@@ -135,9 +135,9 @@ class ChatServer:
             messages = chat_messages(template, one, urls)
             keys.append([])
             for number in range(answers):
-                body = self._body(
-                    template, messages, seed + number, temperature, max_new_tokens, top_logprobs
-                )
+                body = self._body(template, messages, top_logprobs) | {"temperature": temperature}
+                body |= {"seed": seed + number, self.token_field: max_new_tokens, **self.extra}
+                body = {name: value for name, value in body.items() if value is not None}
                 key = json.dumps(body, sort_keys=True)
                 bodies[key] = body
                 keys[-1].append(key)
@@ -157,32 +157,13 @@ class ChatServer:
         found = dict(zip(bodies, map(take, sent), strict=True))
         return [[found[key] for key in row] for row in keys]
 
-    def generate(
-        self,
-        template: Template,
-        queries: Sequence[Query],
-        *,
-        answers: int = 1,
-        seed: int = 0,
-        temperature: float = 1.0,
-        max_new_tokens: int = 256,
-    ) -> JudgeAnswers:
-        """Texts, as `VisionLanguageEngine.generate` gives them.
+    def generate(self, template: Template, queries: Sequence[Query], **drawing: Any) -> JudgeAnswers:
+        """Texts, as `VisionLanguageEngine.generate` gives them, with its options and defaults.
 
         An answer that failed is an unfinished empty text; a request of which all failed has the first reason.
-
-        Raises:
-            RewardError: see `ask`.
         """
-        found = self.ask(
-            template,
-            queries,
-            read=lambda reply: reply.text,
-            answers=answers,
-            seed=seed,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-        )
+        drawing = {"temperature": 1.0, "max_new_tokens": 256, **drawing}
+        found = self.ask(template, queries, read=lambda reply: reply.text, **drawing)
         texts, finished, reasons = [], [], []
         for row in found:
             failed = [said for said in row if isinstance(said, AnswerError)]
@@ -206,25 +187,10 @@ class ChatServer:
             "options": {"dialect": self.dialect, "extra": self.extra, **options},
         }
 
-    def _body(
-        self,
-        template: Template,
-        messages: list[dict[str, Any]],
-        seed: int,
-        temperature: float,
-        max_new_tokens: int,
-        top_logprobs: int,
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": messages,
-            "n": 1,
-            "stream": False,
-            "temperature": temperature,
-            "top_p": 1.0,
-            "seed": seed,
-            self.token_field: max_new_tokens,
-        }
+    def _body(self, template: Template, messages: list[dict[str, Any]], top_logprobs: int) -> dict[str, Any]:
+        """What all answers to a question have in common."""
+        body: dict[str, Any] = {"model": self.model, "messages": messages}
+        body |= {"n": 1, "stream": False, "top_p": 1.0}
         if top_logprobs:
             body |= {"logprobs": True, "top_logprobs": top_logprobs}
         if self.dialect != "openai":
@@ -238,8 +204,7 @@ class ChatServer:
                     "continue. Use vLLM or SGLang, or a template without answer_prefix."
                 )
             body |= {"add_generation_prompt": False, "continue_final_message": True}
-        body |= self.extra
-        return {name: value for name, value in body.items() if value is not None}
+        return body
 
 
 def _read(
@@ -268,15 +233,3 @@ def _key(name: str | None) -> str | None:
             "api_key_env takes the name, never the key."
         )
     return key
-
-
-def _check_drawing(answers: int, temperature: float, max_new_tokens: int) -> None:
-    if answers < 1 or max_new_tokens < 1 or not temperature >= 0:
-        raise RewardError(
-            f"answers is {answers}, max_new_tokens {max_new_tokens}, temperature {temperature}; allowed are "
-            "whole numbers from 1, from 1, and numbers from 0."
-        )
-    if temperature == 0 and answers > 1:
-        raise RewardError(
-            f"temperature 0 gives the same answer {answers} times; set answers=1, or a temperature above 0."
-        )

@@ -14,13 +14,10 @@ from typing import Any, Literal
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, read_request
-from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.ratings import all_aspects, aspect_mean, final_score
-from visalign.rewards.vlm.template import Template
 
-from .asking import Drawing, as_template, connect, rate
+from .asking import ServedJudge
 from .messages import Reply, question
-from .server import ChatServer
 
 _CAPTION = "\n\nText Caption: [{prompt}]"
 
@@ -43,7 +40,7 @@ FINAL = question(
 )
 
 
-class UnifiedReward:
+class UnifiedReward(ServedJudge):
     """Points from 1 to 5 for a picture and its prompt.
 
     "aspects": the mean of alignment, coherence and style, which are in the parts. "final": the number after
@@ -60,48 +57,27 @@ class UnifiedReward:
         base_url: str | None = None,
         model: str | None = None,
         *,
-        server: ChatServer | None = None,
         mode: Literal["aspects", "final"] = "aspects",
-        template: Template | str | None = None,
-        answers: int = 1,
-        seed: int = 0,
-        temperature: float = 0.0,
-        max_new_tokens: int = 1024,
-        **server_options: Any,
+        **asking: Any,
     ) -> None:
-        """Say who is asked, and what; nothing is sent yet.
+        """Say who is asked, and what.
 
         Args:
-            base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
-            model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None.
-            server: a `ChatServer` instead of the two, shared by several judges.
+            base_url: see `ServedJudge`.
+            model: see `ServedJudge`.
             mode: "aspects" or "final".
-            template: instead of ours: a `Template`, or the text alone, with {prompt}.
-            answers: K of each picture.
-            seed: of the first answer.
-            temperature: of the answers.
-            max_new_tokens: of an answer.
-            **server_options: of `ChatServer`.
-
-        Raises:
-            RewardError: options that cannot be used.
+            **asking: of `ServedJudge`; the template holds {prompt}.
         """
         if mode not in ("aspects", "final"):
             raise RewardError(f"{self.name}: mode is {mode!r}; allowed are 'aspects' and 'final'.")
-        self.server = connect(self.name, server, base_url, model, server_options)
         self.mode = mode
-        self.template = as_template(self.name, template, ASPECTS if mode == "aspects" else FINAL)
-        self.drawing = Drawing(
-            answers=answers, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens
-        )
-        fields = self.server.identity_fields(self.template, mode=mode, **self.drawing.options())
-        self.identity = Identity(judge=self.name, **fields)
+        super().__init__(base_url, model, default=ASPECTS if mode == "aspects" else FINAL, **asking)
+        self.identity = self.identified(mode=mode, **self.drawing)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Points per image; metadata is not looked at."""
         request = read_request(self.name, images, prompts, metadata)
-        read = _aspects if self.mode == "aspects" else _final
-        return rate(self.server, self.template, request, read, unit=self.unit, drawing=self.drawing)
+        return self.rate(request, _aspects if self.mode == "aspects" else _final, self.unit)
 
 
 def _aspects(reply: Reply) -> dict[str, float]:

@@ -10,23 +10,20 @@ published ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from visalign.interfaces import Metadata, Preferences
 from visalign.rewards.base.contract import Request, RewardError, prompt_problem, read_request
-from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.verdicts import flex_answer, pair_scores, verdict
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
-from .asking import Drawing, as_template, connect, failed
+from .asking import ServedJudge, failed
 from .messages import Reply, question
-from .server import ChatServer
 
 _LABELS = ("Image 1:", "Image 2:")
 _TASK = (
@@ -68,7 +65,7 @@ TEMPLATES = {
 Mode = Literal["rank", "think", "score", "flex"]
 
 
-class UnifiedRewardPairs:
+class UnifiedRewardPairs(ServedJudge):
     """Probability that the left of two pictures is better, asked in both orders.
 
     An answer gives 1, 0, or 0.5 for a tie it states ("score": the score itself; "flex": the blend of overall
@@ -84,56 +81,36 @@ class UnifiedRewardPairs:
         base_url: str | None = None,
         model: str | None = None,
         *,
-        server: ChatServer | None = None,
         mode: Mode = "rank",
         both_orders: bool = True,
-        template: Template | str | None = None,
         overall_weight: float = 1.0,
         dim_weight: float = 1.0,
         category_weights: Sequence[float] | None = None,
-        answers: int = 1,
-        seed: int = 0,
-        temperature: float = 0.0,
-        max_new_tokens: int = 2048,
-        **server_options: Any,
+        **asking: Any,
     ) -> None:
-        """Say who is asked, and what; nothing is sent yet.
+        """Say who is asked, and what.
 
         Args:
-            base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
-            model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None.
-            server: a `ChatServer` instead of the two.
+            base_url: see `ServedJudge`.
+            model: see `ServedJudge`.
             mode: "rank", "think", "score" or "flex".
             both_orders: ask each pair in both orders; one order is half the calls and holds the
                 position bias.
-            template: instead of ours: a `Template` with two pictures, or the text alone, with {prompt}.
             overall_weight: of Flex's overall winner.
             dim_weight: of the mean over Flex's categories.
             category_weights: of Flex's first categories; 1 for those beyond.
-            answers: K in each order.
-            seed: of the first answer.
-            temperature: of the answers.
-            max_new_tokens: of an answer.
-            **server_options: of `ChatServer`.
-
-        Raises:
-            RewardError: options that cannot be used.
+            **asking: of `ServedJudge`, K answers in each order; the template holds two pictures and {prompt},
+                an answer 2048 tokens.
         """
         if mode not in TEMPLATES:
             raise RewardError(f"{self.name}: mode is {mode!r}; allowed are {', '.join(TEMPLATES)}.")
         _check_weights(self.name, [overall_weight, dim_weight, *(category_weights or ())])
-        self.server = connect(self.name, server, base_url, model, server_options)
+        super().__init__(base_url, model, **{"default": TEMPLATES[mode], "max_new_tokens": 2048, **asking})
         self.mode, self.both_orders = mode, both_orders
-        self.template = as_template(self.name, template, TEMPLATES[mode])
-        self.drawing = Drawing(
-            answers=answers, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens
-        )
-        self._blend = {"overall_weight": overall_weight, "dim_weight": dim_weight}
-        self._categories = tuple(category_weights or ())
-        options = {"mode": mode, "both_orders": both_orders, **self.drawing.options()}
-        if mode == "flex":
-            options |= {**self._blend, "category_weights": self._categories}
-        self.identity = Identity(judge=self.name, **self.server.identity_fields(self.template, **options))
+        self._blend: dict[str, Any] = {"overall_weight": overall_weight, "dim_weight": dim_weight}
+        self._blend["category_weights"] = tuple(category_weights or ())
+        options = {"mode": mode, "both_orders": both_orders, **self.drawing}
+        self.identity = self.identified(**options, **(self._blend if mode == "flex" else {}))
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -149,21 +126,16 @@ class UnifiedRewardPairs:
         ]
         if self.both_orders:
             queries += [Query(images=list(query.images)[::-1], prompt=query.prompt) for query in queries]
-        found = self.server.ask(self.template, queries, read=self._reader(), **self.drawing.options())
+        found = self.server.ask(self.template, queries, read=self._read, **self.drawing)
         return self._collect(len(first), rows, reasons, found)
 
-    def _reader(self) -> Callable[[Reply], tuple[float, str]]:
+    def _read(self, reply: Reply) -> tuple[float, str]:
         """P(first picture better) and the text of one answer."""
-
-        def read(reply: Reply) -> tuple[float, str]:
-            if self.mode == "score":
-                return pair_scores(reply.text)[0], reply.text
-            if self.mode == "flex":
-                said = flex_answer(reply.text)
-                return said.preference(**self._blend, category_weights=self._categories), reply.text
-            return {1: 1.0, 2: 0.0, 0: 0.5}[verdict(reply.text)], reply.text
-
-        return read
+        if self.mode == "score":
+            return pair_scores(reply.text)[0], reply.text
+        if self.mode == "flex":
+            return flex_answer(reply.text).preference(**self._blend), reply.text
+        return {1: 1.0, 2: 0.0, 0: 0.5}[verdict(reply.text)], reply.text
 
     def _collect(
         self, size: int, rows: list[int], reasons: list[str | None], found: list[list[Any]]
@@ -176,7 +148,7 @@ class UnifiedRewardPairs:
             votes: list[list[float]] = []
             for turned, answers in enumerate(orders):
                 known = [answer for answer in answers if not isinstance(answer, AnswerError)]
-                if len(known) < self.drawing.least:
+                if len(known) < self.least:
                     where = "the right image first" if turned else "the left image first"
                     reasons[row] = f"with {where}: {failed(answers)}"
                     break
@@ -185,11 +157,6 @@ class UnifiedRewardPairs:
             else:
                 for name, value in _summary(votes).items():
                     columns[name][row] = value
-        return self._preferences(columns, reasons, text)
-
-    def _preferences(
-        self, columns: dict[str, Tensor], reasons: list[str | None], text: list[str]
-    ) -> Preferences:
         valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
         prob, std = columns.pop("prob"), columns.pop("std")
         if not self.both_orders:
@@ -197,7 +164,7 @@ class UnifiedRewardPairs:
         return Preferences(
             prob=prob,
             valid=valid,
-            std=std if self.drawing.answers > 1 else None,
+            std=std if self.answers > 1 else None,
             parts=columns,
             text=[said if reason is None else "" for said, reason in zip(text, reasons, strict=True)],
             reason=reasons,

@@ -22,12 +22,11 @@ import torch
 from visalign.core.preference.yes_no import yes_no_answer
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, read_request
-from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .asking import Drawing, as_template, connect, rate
+from .asking import ServedJudge, connect
 from .messages import Reply, question
 from .server import ChatServer
 
@@ -122,7 +121,7 @@ QUESTION = question(
 )
 
 
-class YesNoServer:
+class YesNoServer(ServedJudge):
     """Log-odds of yes against no in nats.
 
     The parts hold "prob", P(yes) of the two, σ of the value; "mass", the probability of both together;
@@ -147,12 +146,12 @@ class YesNoServer:
         one_sided: Literal["invalid", "bound"] = "invalid",
         **server_options: Any,
     ) -> None:
-        """Say who is asked, and what; nothing is sent yet.
+        """Say who is asked, and what.
 
         Args:
-            base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
-            model: the name under which it serves the model; VISALIGN_JUDGE_MODEL if None.
-            server: a `ChatServer` instead of the two.
+            base_url: see `ServedJudge`.
+            model: see `ServedJudge`.
+            server: see `ServedJudge`.
             template: instead of ours: a `Template`, whose words "yes" and "no" count, or the text alone.
             top_logprobs: alternatives of the first token to ask for; 20 is what OpenAI and vLLM allow
                 by default.
@@ -160,9 +159,6 @@ class YesNoServer:
             one_sided: where yes or no is not among the alternatives, so that the log-odds are undefined:
                 "invalid" masks the image, "bound" takes the nearest to 0 that the list allows.
             **server_options: of `ChatServer`.
-
-        Raises:
-            RewardError: options that cannot be used.
         """
         if not 2 <= top_logprobs or not 0 <= min_mass < 1:
             raise RewardError(
@@ -171,23 +167,15 @@ class YesNoServer:
             )
         if one_sided not in ("invalid", "bound"):
             raise RewardError(f"{self.name}: one_sided is {one_sided!r}; allowed are 'invalid' and 'bound'.")
-        self.server = connect(self.name, server, base_url, model, server_options)
-        self.template = as_template(self.name, template, QUESTION, needed=())
+        server = connect(self.name, server, base_url, model, server_options)
+        super().__init__(server=server, template=template, default=QUESTION, needed=(), max_new_tokens=1)
         self.top_logprobs, self.min_mass, self.one_sided = top_logprobs, min_mass, one_sided
-        options = {"top_logprobs": top_logprobs, "min_mass": min_mass, "one_sided": one_sided}
-        self.identity = Identity(judge=self.name, **self.server.identity_fields(self.template, **options))
+        self.identity = self.identified(top_logprobs=top_logprobs, min_mass=min_mass, one_sided=one_sided)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Log-odds per image; metadata is not looked at."""
-        return rate(
-            self.server,
-            self.template,
-            read_request(self.name, images, prompts, metadata),
-            self._read,
-            unit=self.unit,
-            drawing=Drawing(max_new_tokens=1),
-            top_logprobs=self.top_logprobs,
-        )
+        request = read_request(self.name, images, prompts, metadata)
+        return self.rate(request, self._read, self.unit, top_logprobs=self.top_logprobs)
 
     def _read(self, reply: Reply) -> dict[str, float]:
         if not reply.first_token:

@@ -34,6 +34,19 @@ class JudgeAnswers:
     """Why a request could not be answered; None for the others."""
 
 
+def check_drawing(answers: int, temperature: float, max_new_tokens: int) -> None:
+    """Refuse numbers with which no answers can be drawn."""
+    if answers < 1 or max_new_tokens < 1 or not temperature >= 0:
+        raise RewardError(
+            f"answers is {answers}, max_new_tokens {max_new_tokens}, temperature {temperature}; allowed are "
+            "whole numbers from 1, from 1, and numbers from 0."
+        )
+    if temperature == 0 and answers > 1:
+        raise RewardError(
+            f"temperature 0 gives the same answer {answers} times; set answers=1, or a temperature above 0."
+        )
+
+
 @torch.no_grad()
 def generate_answers(
     network: SeeingNetwork,
@@ -47,15 +60,7 @@ def generate_answers(
     max_new_tokens: int,
 ) -> JudgeAnswers:
     """Draw answers; see `VisionLanguageEngine.generate`."""
-    if answers < 1 or max_new_tokens < 1 or not temperature >= 0:
-        raise RewardError(
-            f"answers is {answers}, max_new_tokens {max_new_tokens}, temperature {temperature}; allowed are "
-            "whole numbers from 1, from 1, and numbers from 0."
-        )
-    if temperature == 0 and answers > 1:
-        raise RewardError(
-            f"temperature 0 gives the same answer {answers} times; set answers=1, or a temperature above 0."
-        )
+    check_drawing(answers, temperature, max_new_tokens)
     ends = _ends(network.model, tokenizer)
     different = list(dict.fromkeys(row for row in rows if row is not None))
     drawn: dict[TokenRow, list[list[int]]] = {}
