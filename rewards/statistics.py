@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import make_scores, read_request, scatter
+from visalign.rewards.base.contract import make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import to_pil
 
@@ -103,51 +103,63 @@ class PictureStatistic:
         ValueError: unknown statistic or direction.
     """
 
+    name: str
+    unit: str
+    range: tuple[float, float]
+    higher_is_better = True
+
     def __init__(self, statistic: str, prefer: str = "larger") -> None:
         if statistic not in STATISTICS:
             raise ValueError(f"statistic is {statistic!r}; allowed are {', '.join(STATISTICS)}.")
         self.name = statistic
-        self._measure, self.unit, self.range = STATISTICS[statistic]
+        self.measure, self.unit, self.range = STATISTICS[statistic]
         self.higher_is_better = _direction(statistic, prefer)
         self.identity = Identity(judge=statistic, model="statistic of the pixels")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Measure each image; prompts and metadata are not looked at."""
         request = read_request(self.name, images, prompts, metadata)
-        readable = request.images.readable()
-        values = [float(self._measure(image)) for _, image in readable]
-        value = scatter(values, [row for row, _ in readable], len(request))
-        return make_scores(value, list(request.images.reasons), self.unit)
+        reasons = list(request.images.reasons)
+        values = torch.full((len(request),), torch.nan)
+        for row, image in request.images.readable():
+            try:
+                values[row] = float(self.measure(image))
+            except _Unmeasurable as error:
+                reasons[row] = str(error)
+        return make_scores(values, reasons, self.unit)
 
 
-class Sharpness:
-    """Variance of the Laplacian; higher means more and harder edges (noise counts as edges, too)."""
+class _Unmeasurable(ValueError):
+    """Why a picture has no such number."""
+
+
+class Sharpness(PictureStatistic):
+    """Variance of the Laplacian; higher means more and harder edges (noise counts as edges, too).
+
+    Images below 3×3 are invalid.
+    """
 
     name = "sharpness"
     unit = "8-bit levels²"
     range = (0.0, 1020.0**2)
     """The upper end is a checkerboard of single black and white pixels: ∇²Y = ±4·255."""
-    higher_is_better = True
     identity = Identity(judge="sharpness", model="variance of the Laplacian")
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Measure each image; prompts and metadata are not looked at. Images below 3×3 are invalid."""
-        request = read_request(self.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
-        rows, values = [], []
-        for row, image in request.images.readable():
-            height, width = image.shape[1:]
-            if min(height, width) < 3:
-                reasons[row] = (
-                    f"sharpness needs an image of at least 3×3 pixels, this one has {width}×{height}"
-                )
-                continue
-            rows.append(row)
-            values.append(laplacian_variance(image).item())
-        return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
+    def __init__(self) -> None:
+        """There is nothing to choose."""
+
+    @staticmethod
+    def measure(image: Tensor) -> Tensor:
+        """`laplacian_variance` of an image that is large enough."""
+        height, width = image.shape[1:]
+        if min(height, width) < 3:
+            raise _Unmeasurable(
+                f"sharpness needs an image of at least 3×3 pixels, this one has {width}×{height}"
+            )
+        return laplacian_variance(image)
 
 
-class JpegSize:
+class JpegSize(PictureStatistic):
     """Size of the JPEG file of an image in kilobytes of 1000 bytes, a cheap stand-in for its detail.
 
     The value is always the size; `prefer` says which direction is better. flow_grpo's
@@ -173,28 +185,19 @@ class JpegSize:
             raise ValueError(f"jpeg_size: quality is {quality!r}; allowed are whole numbers from 1 to 95.")
         self.quality = quality
         self.higher_is_better = _direction(self.name, prefer)
-        self.identity = Identity(
-            judge=self.name, model="PIL", options={"quality": quality, "pillow": PIL.__version__}
-        )
+        options = {"quality": quality, "pillow": PIL.__version__}
+        self.identity = Identity(judge=self.name, model="PIL", options=options)
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Encode each image and count its bytes; prompts and metadata are not looked at."""
-        request = read_request(self.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
-        rows, sizes = [], []
-        for row, image in request.images.readable():
-            try:
-                sizes.append(self._kilobytes(image))
-            except (OSError, ValueError) as error:
-                height, width = image.shape[1:]
-                reasons[row] = f"JPEG cannot hold it, {width}×{height} pixels (sides up to 65500): {error}"
-            else:
-                rows.append(row)
-        return make_scores(scatter(sizes, rows, len(request)), reasons, self.unit)
-
-    def _kilobytes(self, image: Tensor) -> float:
+    def measure(self, image: Tensor) -> float:
+        """Kilobytes of the encoded image."""
         buffer = io.BytesIO()
-        to_pil(image).save(buffer, format="JPEG", quality=self.quality)
+        try:
+            to_pil(image).save(buffer, format="JPEG", quality=self.quality)
+        except (OSError, ValueError) as error:
+            height, width = image.shape[1:]
+            raise _Unmeasurable(
+                f"JPEG cannot hold it, {width}×{height} pixels (sides up to 65500): {error}"
+            ) from error
         return buffer.tell() / 1000
 
 

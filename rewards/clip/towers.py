@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From images and prompts to the towers' features: read, deduplicated, batched, cached, or with gradient."""
+"""From images and prompts to features and cosines: read, deduplicated, batched, cached, or with gradient."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import Request, make_scores, prompt_problem, read_request, scatter
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.catalogue import check_options
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
 from visalign.rewards.weights.resize import fitting_pictures, model_levels, model_pixels, normalised
@@ -40,7 +41,7 @@ class ClipTowers:
         *,
         device: str | torch.device = "cpu",
         precision: str = "fp32",
-        batch_size: int = 64,
+        batch_size: int = 32,
         cache_bytes: int = IMAGE_CACHE_BYTES,
         load: Callable[[], ClipParts] | None = None,
         preprocess: Mapping[str, Any] | None = None,
@@ -117,47 +118,6 @@ class ClipTowers:
         """Forget all stored features."""
         self.images.clear()
         self.texts.clear()
-
-    def score(
-        self,
-        judge: PointwiseReward,
-        images: Any,
-        prompts: Sequence[str],
-        metadata: Metadata | None,
-        *,
-        scaled: Callable[[Tensor], Tensor] | None = None,
-    ) -> Scores:
-        """A function of the cosine of each image and its prompt, where both could be read.
-
-        Args:
-            judge: whose name and unit the scores have.
-            images: as the judge was given them.
-            prompts: the same.
-            metadata: the same; not looked at.
-            scaled: of cosines [n] float32 in [-1, 1]; they are the part "cosine" then. The cosine itself when
-                None.
-
-        Returns:
-            Scores with the part "cut", 1 where the prompt was longer than the context and its end was not
-            read, else 0; `text` says so.
-
-        Raises:
-            FileNotFoundError: the model folder lacks a part.
-            RewardError: the model cannot be loaded.
-        """
-        request = read_request(judge.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
-        notes = self.read_prompts(request.prompts, reasons)
-        rows, picture = self.image_features(request, reasons)
-        found = picture
-        if rows:
-            found = cosine(picture, self.text_features([request.prompts[row] for row in rows]))
-        size = len(request)
-        parts = {"cut": torch.tensor([float(bool(note)) for note in notes])}
-        if scaled is not None:
-            parts["cosine"] = scatter(found, rows, size)
-            found = scaled(found)
-        return make_scores(scatter(found, rows, size), reasons, judge.unit, parts=parts, text=notes)
 
     def image_features(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor]:
         """(rows, embeddings [n, D] float32 on the CPU, not normalised) of the images in rows without a
@@ -267,3 +227,74 @@ def cosine(left: Tensor, right: Tensor) -> Tensor:
     product = F.normalize(left.float(), dim=-1) * F.normalize(right.float(), dim=-1)
     # A product of two normalised rows may end a rounding error above 1.
     return product.sum(-1).clamp(-1, 1)
+
+
+class ClipJudge:
+    """A judge on a contrastive model; here, one whose score is the cosine of image and prompt, or a function
+    of it.
+
+    A prompt longer than the model's context is cut before the end token; the sample's `text` says so, and its
+    part "cut" is 1, which is 0 elsewhere. One that spells out the end token in its middle is invalid.
+
+    Args:
+        model: where nothing else is said a folder of open_clip or transformers, a packaged name, a hub id of
+            open_clip, "transformers:organisation/model", or "architecture:tag".
+        device: where the towers run.
+        **towers: precision, batch_size, cache_bytes, ... of `ClipTowers`. The model is loaded at the first
+            score; scores are float32 always.
+
+    Raises:
+        RewardError: an unknown option.
+        ValueError: batch_size below 1, or cache_bytes below 0.
+    """
+
+    name: str
+    unit = "cosine"
+    range = (-1.0, 1.0)
+    higher_is_better = True
+
+    def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", **towers: Any) -> None:
+        check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
+        self.towers = ClipTowers(model, device=device, **towers)
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
+        """The judge of that folder or name, loaded at once, which shows a broken folder here."""
+        judge = cls(model, **options)
+        _ = judge.towers.parts
+        return judge
+
+    def scaled(self, cosine: Tensor) -> Tensor | None:
+        """The score of cosines [n], which are a part then; None where the cosine itself is the score."""
+        return None
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score per (image, prompt); metadata is not looked at.
+
+        Raises:
+            FileNotFoundError: the model folder lacks a part.
+            RewardError: the model cannot be loaded.
+        """
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        notes = self.towers.read_prompts(request.prompts, reasons)
+        rows, picture = self.towers.image_features(request, reasons)
+        found = picture
+        if rows:
+            found = cosine(picture, self.towers.text_features([request.prompts[row] for row in rows]))
+        parts = {"cut": torch.tensor([float(bool(note)) for note in notes])}
+        value = self.scaled(found)
+        if value is not None:
+            parts["cosine"], found = scatter(found, rows, len(request)), value
+        return make_scores(scatter(found, rows, len(request)), reasons, self.unit, parts=parts, text=notes)
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        found = self.towers.cosine_with_gradient(images, prompts)
+        value = self.scaled(found)
+        return found if value is None else value
+
+    @property
+    def identity(self) -> Identity:
+        """What the numbers depend on."""
+        return self.towers.identity(self.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from visalign.rewards.base.contract import RewardError, make_scores, read_reques
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.encoder import ClipEncoder
 from visalign.rewards.clip.loading import find_folder, load_fine_tuned_clip, save_changes
-from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
+from visalign.rewards.clip.towers import ClipJudge
 from visalign.rewards.weights.affine_head import AffineHead
 from visalign.rewards.weights.checkpoint_files import read_tensors
 from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
@@ -47,7 +47,7 @@ class HpModel(nn.Module):
         return self.head(self.encoder.encode_image(pixels))
 
 
-class Hp:
+class Hp(ClipJudge):
     """The head's output r, float32: what the margins of its training are on; prompts are not looked at.
 
     ICTHP's evaluation script prints σ(r) instead; `IctHp(mode="upstream")` uses that.
@@ -56,7 +56,6 @@ class Hp:
     name = "hp"
     unit = "HP score"
     range = INFINITE
-    higher_is_better = True
 
     def __init__(
         self,
@@ -64,8 +63,7 @@ class Hp:
         *,
         device: str | torch.device = "cpu",
         precision: str = "fp32",
-        batch_size: int = 32,
-        cache_bytes: int = IMAGE_CACHE_BYTES,
+        **towers: Any,
     ) -> None:
         """Note the model, which is loaded at the first score.
 
@@ -73,28 +71,24 @@ class Hp:
             model: a folder that `save` wrote, a packaged name, the folder of 8y/HP, or its hub id.
             device: where the tower runs.
             precision: of the tower: "fp32", "bf16" or "fp16"; the head is float32 always.
-            batch_size: images in one forward pass.
-            cache_bytes: limit of the image features kept between calls; 0 keeps none.
-
-        Raises:
-            ValueError: batch_size below 1, or cache_bytes below 0.
+            **towers: of `ClipJudge`.
         """
         self._model = model
         self._head: AffineHead | None = None
         self._collapsed: tuple[int, nn.Linear] | None = None
-        self.towers = ClipTowers(
+        super().__init__(
             model,
-            batch_size=batch_size,
-            cache_bytes=cache_bytes,
+            device=device,
             precision=precision,
             load=lambda: load_fine_tuned_clip(model, subfolder=BACKBONE, device=device, precision=precision),
+            **towers,
         )
 
     @classmethod
-    def from_pretrained(cls, model: str | Path, **options: Any) -> Hp:
-        """The judge of that folder or name, loaded at once; options as in the constructor."""
-        judge = cls(model, **options)
-        _ = judge.towers.parts, judge.head  # loading now shows a broken folder here
+    def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
+        """The judge of that folder or name, loaded at once, which shows a broken folder here."""
+        judge = super().from_pretrained(model, **options)
+        _ = judge.head
         return judge
 
     @classmethod
@@ -163,12 +157,7 @@ class Hp:
         file.chmod(0o644)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score each image; prompts and metadata are not looked at.
-
-        Raises:
-            FileNotFoundError: the model folder lacks a part.
-            RewardError: the model cannot be loaded.
-        """
+        """Score each image; prompts and metadata are not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, features = self.towers.image_features(request, reasons)

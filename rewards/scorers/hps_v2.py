@@ -8,21 +8,19 @@ Source: Wu et al., "Human Preference Score v2", arXiv 2306.09341; files HPS_v2_c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.encoder import ClipEncoder, ClipParts
 from visalign.rewards.clip.loading import load_clip
 from visalign.rewards.clip.open_clip_folder import CONFIG, check_end_token
 from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
-from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
+from visalign.rewards.clip.towers import ClipJudge
 from visalign.rewards.weights.checkpoint_files import PRECISIONS, load_strict, local_folder, read_tensors
 
 FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
@@ -30,7 +28,7 @@ FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
 RESAMPLING = ("float", "aliased", "pil")
 
 
-class HpsV2:
+class HpsV2(ClipJudge):
     """Cosine of image and prompt, float32; about 0.2 to 0.35 with the published checkpoints.
 
     Upstream resizes tensors (shortest edge, then centre crop), so its input depends on torchvision:
@@ -39,9 +37,6 @@ class HpsV2:
     """
 
     name = "hps_v2"
-    unit = "cosine"
-    range = (-1.0, 1.0)
-    higher_is_better = True
 
     def __init__(
         self,
@@ -52,8 +47,7 @@ class HpsV2:
         architecture: str | Mapping[str, Any] = "ViT-H-14",
         device: str | torch.device = "cpu",
         precision: str = "fp32",
-        batch_size: int = 32,
-        cache_bytes: int = IMAGE_CACHE_BYTES,
+        **towers: Any,
     ) -> None:
         """Note the model, which is loaded at the first score.
 
@@ -65,11 +59,10 @@ class HpsV2:
             architecture: of the .pt file: a name of open_clip, or its model_cfg.
             device: where the towers run.
             precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
-            batch_size: images or prompts in one forward pass.
-            cache_bytes: limit of the image features kept between calls; 0 keeps none.
+            **towers: of `ClipJudge`.
 
         Raises:
-            ValueError: unknown version, resampling or precision, batch_size below 1, or cache_bytes below 0.
+            ValueError: unknown version, resampling or precision.
         """
         for what, given, allowed in (
             ("version", version, tuple(FILES)),
@@ -79,22 +72,14 @@ class HpsV2:
             if given not in allowed:
                 raise ValueError(f"hps_v2: {what} is {given!r}; allowed are {', '.join(allowed)}.")
         self.version = version
-        self.towers = ClipTowers(
+        super().__init__(
             model,
+            device=device,
             precision=precision,
-            batch_size=batch_size,
-            cache_bytes=cache_bytes,
             load=lambda: _load(model, version, architecture, device, precision),
             preprocess={"resampling": resampling},
+            **towers,
         )
-
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Cosine per (image, prompt); metadata is not looked at."""
-        return self.towers.score(self, images, prompts, metadata)
-
-    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
-        return self.towers.cosine_with_gradient(images, prompts)
 
     @property
     def identity(self) -> Identity:

@@ -7,7 +7,6 @@ Source: Ba et al., arXiv 2507.19002 (ICCV 2025); checkpoint 8y/ICT, a fine-tuned
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visalign.core.preference.ict import truncated_score
-from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.encoder import ClipEncoder
 from visalign.rewards.clip.loading import load_fine_tuned_clip
-from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers, cosine
+from visalign.rewards.clip.towers import ClipJudge, cosine
 
 
 class IctModel(nn.Module):
@@ -43,7 +41,7 @@ class IctModel(nn.Module):
         return cosine(self.encoder.encode_image(pixels), self.encoder.encode_text(tokens))
 
 
-class Ict:
+class Ict(ClipJudge):
     """cos(image, prompt) of the fine-tuned towers; with a threshold θ the paper's ICT score min(cos/θ, 1).
 
     The paper defines ICT labels by a plain CLIP model and θ, E = min(cos/θ, 1), and trains the towers to give
@@ -51,7 +49,6 @@ class Ict:
     """
 
     name = "ict"
-    higher_is_better = True
 
     def __init__(
         self,
@@ -60,8 +57,7 @@ class Ict:
         threshold: float | None = None,
         device: str | torch.device = "cpu",
         precision: str = "fp32",
-        batch_size: int = 32,
-        cache_bytes: int = IMAGE_CACHE_BYTES,
+        **towers: Any,
     ) -> None:
         """Note the model, which is loaded at the first score.
 
@@ -71,33 +67,25 @@ class Ict:
             threshold: θ in (0, 1], or None for the cosine itself.
             device: where the towers run.
             precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
-            batch_size: images or prompts in one forward pass.
-            cache_bytes: limit of the image features kept between calls; 0 keeps none.
+            **towers: of `ClipJudge`.
 
         Raises:
-            ValueError: threshold outside (0, 1], batch_size below 1, or cache_bytes below 0.
+            ValueError: threshold outside (0, 1].
         """
         if threshold is not None and not 0 < threshold <= 1:
             raise ValueError(f"ict: threshold is {threshold}; allowed are numbers above 0 up to 1, or None.")
         self.threshold = threshold
         self.unit = "cosine" if threshold is None else "cosine / θ, at most 1"
         self.range = (-1.0, 1.0) if threshold is None else (-1.0 / threshold, 1.0)
-        self.towers = ClipTowers(
+        super().__init__(
             model,
-            batch_size=batch_size,
-            cache_bytes=cache_bytes,
+            device=device,
             precision=precision,
             load=lambda: load_fine_tuned_clip(
                 model, subfolder="ict_model", device=device, precision=precision
             ),
+            **towers,
         )
-
-    @classmethod
-    def from_pretrained(cls, model: str | Path, **options: Any) -> Ict:
-        """The judge of that folder or name, loaded at once; options as in the constructor."""
-        judge = cls(model, **options)
-        _ = judge.towers.parts  # loading now shows a broken folder here
-        return judge
 
     @property
     def module(self) -> IctModel:
@@ -108,17 +96,9 @@ class Ict:
         """Write towers, config and tokenizer, which `from_pretrained` reads again."""
         self.towers.parts.save(folder, dtype)
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt); metadata is not looked at."""
-        scaled = None if self.threshold is None else self._truncated
-        return self.towers.score(self, images, prompts, metadata, scaled=scaled)
-
-    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
-        return self._truncated(self.towers.cosine_with_gradient(images, prompts))
-
-    def _truncated(self, value: Tensor) -> Tensor:
-        return value if self.threshold is None else truncated_score(value, theta=self.threshold)
+    def scaled(self, cosine: Tensor) -> Tensor | None:
+        """The ICT score, where there is a θ."""
+        return None if self.threshold is None else truncated_score(cosine, theta=self.threshold)
 
     @property
     def identity(self) -> Identity:

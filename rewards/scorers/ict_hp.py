@@ -17,7 +17,6 @@ from torch import Tensor
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import make_scores
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES
 
 from .hp import Hp
 from .ict import Ict
@@ -44,9 +43,7 @@ class IctHp:
         *,
         mode: str = "upstream",
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
-        batch_size: int = 32,
-        cache_bytes: int = IMAGE_CACHE_BYTES,
+        **towers: Any,
     ) -> None:
         """Note the models, which are loaded at the first score.
 
@@ -55,12 +52,10 @@ class IctHp:
             hp: the model of `Hp`.
             mode: "upstream" or "paper".
             device: where the towers run.
-            precision: of the towers: "fp32", "bf16" or "fp16".
-            batch_size: images or prompts in one forward pass.
-            cache_bytes: limit of the features kept between calls, for each of the two.
+            **towers: of `ClipJudge`, for each of the two.
 
         Raises:
-            ValueError: unknown mode, batch_size below 1, or cache_bytes below 0.
+            ValueError: unknown mode.
         """
         if mode not in MODES:
             raise ValueError(
@@ -69,10 +64,7 @@ class IctHp:
         self.mode = mode
         self.unit = "cosine × HP score" if mode == "paper" else "cosine × probability"
         self.range = INFINITE if mode == "paper" else (-1.0, 1.0)
-        self.ict = Ict(
-            ict, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes
-        )
-        self.hp = Hp(hp, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes)
+        self.ict, self.hp = Ict(ict, device=device, **towers), Hp(hp, device=device, **towers)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Product per (image, prompt), with parts "ict", "hp" and "cut"; metadata is not looked at.

@@ -20,7 +20,7 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.loading import TRANSFORMERS
-from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
+from visalign.rewards.clip.towers import ClipJudge
 from visalign.rewards.weights.affine_head import AffineHead
 from visalign.rewards.weights.checkpoint_files import read_tensors
 
@@ -33,7 +33,7 @@ Head = Callable[[Tensor], Tensor]
 """[N, D] normalised embeddings -> [N] ratings, float32."""
 
 
-class LaionAesthetic:
+class LaionAesthetic(ClipJudge):
     """Predicted mean rating of an image on 1 to 10, float32; the model itself is not bounded.
 
     Prompts are not looked at. Linear heads are multiplied out into one vector and a bias.
@@ -42,7 +42,6 @@ class LaionAesthetic:
     name = "laion_aesthetic"
     unit = "rating 1-10"
     range = INFINITE
-    higher_is_better = True
 
     def __init__(
         self,
@@ -50,9 +49,7 @@ class LaionAesthetic:
         *,
         head: str | Path = PUBLISHED_HEAD,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
-        batch_size: int = 32,
-        cache_bytes: int = IMAGE_CACHE_BYTES,
+        **towers: Any,
     ) -> None:
         """Note the models, which are loaded at the first score.
 
@@ -61,18 +58,11 @@ class LaionAesthetic:
                 "transformers:" and its hub id, or "ViT-L-14:openai" of open_clip.
             head: the .pth file.
             device: where the tower runs.
-            precision: of the tower: "fp32", "bf16" or "fp16"; the head is float32 always.
-            batch_size: images in one forward pass.
-            cache_bytes: limit of the image features kept between calls; 0 keeps none.
-
-        Raises:
-            ValueError: batch_size below 1, or cache_bytes below 0.
+            **towers: of `ClipJudge`.
         """
         self.head_file = Path(head)
         self._head: tuple[int, Head] | None = None
-        self.towers = ClipTowers(
-            model, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes
-        )
+        super().__init__(model, device=device, **towers)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Rate each image; prompts and metadata are not looked at.

@@ -7,24 +7,22 @@ Source: Kirstain et al., "Pick-a-Pic", arXiv 2305.01569, eq. 1; checkpoint yuval
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.loading import TRANSFORMERS
-from visalign.rewards.clip.towers import IMAGE_CACHE_BYTES, ClipTowers
+from visalign.rewards.clip.towers import ClipJudge
 
 from .units import JUDGE_UNITS, SCALES, convert
 
 PUBLISHED = TRANSFORMERS + "yuvalkirstain/PickScore_v1"
 
 
-class PickScore:
+class PickScore(ClipJudge):
     """exp(logit_scale) · cos(image, prompt), float32; about 17 to 24 with the published checkpoint.
 
     The factor is read from the checkpoint, never rebuilt from a constant. `scale` writes the score as a peer
@@ -32,7 +30,6 @@ class PickScore:
     """
 
     name = "pick_score"
-    higher_is_better = True
 
     def __init__(
         self,
@@ -40,9 +37,7 @@ class PickScore:
         *,
         scale: str = "logit",
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
-        batch_size: int = 32,
-        cache_bytes: int = IMAGE_CACHE_BYTES,
+        **towers: Any,
     ) -> None:
         """Note the model, which is loaded at the first score.
 
@@ -51,13 +46,10 @@ class PickScore:
                 ("shapes-clip").
             scale: "logit" (as published), "cosine", "cosine × 100", "logit / 26" or "(logit − 18) / 8".
             device: where the towers run.
-            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
-            batch_size: images or prompts in one forward pass.
-            cache_bytes: limit of the image features kept between calls; 0 keeps none.
+            **towers: of `ClipJudge`.
 
         Raises:
-            ValueError: a scale that is no affine function of the cosine, batch_size below 1, or cache_bytes
-                below 0.
+            ValueError: a scale that is no affine function of the cosine.
         """
         allowed = [key for key, row in SCALES.items() if row.family == "cosine" and not row.refusal]
         if scale not in allowed:
@@ -66,24 +58,15 @@ class PickScore:
         self.unit = JUDGE_UNITS[self.name].unit if scale == "logit" else scale
         ends = {"cosine": (-1.0, 1.0), "cosine × 100": (-100.0, 100.0)}
         self.range = ends.get(scale, JUDGE_UNITS[self.name].range)
-        self.towers = ClipTowers(
-            model, device=device, precision=precision, batch_size=batch_size, cache_bytes=cache_bytes
-        )
+        super().__init__(model, device=device, **towers)
 
     @property
     def logit_scale(self) -> float:
         """exp(logit_scale) of the checkpoint: the factor on the cosine."""
         return float(self.towers.encoder.logit_scale.detach().double().exp())
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt), with the cosine among the parts; metadata is not looked at."""
-        return self.towers.score(self, images, prompts, metadata, scaled=self._scaled)
-
-    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
-        return self._scaled(self.towers.cosine_with_gradient(images, prompts))
-
-    def _scaled(self, cosine: Tensor) -> Tensor:
+    def scaled(self, cosine: Tensor) -> Tensor:
+        """On the chosen scale."""
         return convert(cosine, "cosine", self.scale, logit_scale=self.logit_scale)
 
     @property

@@ -39,6 +39,27 @@ class TextVerdict:
     reason: str | None = None
 
 
+class TextRule:
+    """A reward that judges each completion by itself, with its record: a rule gives `judge`."""
+
+    name: str
+    unit: str
+    range = (0.0, 1.0)
+    higher_is_better = True
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Judge each completion, whatever its prompt; the remark says what was found."""
+        request = read_text_request(self.name, completions, prompts, metadata)
+        records = [record or {} for record in request.metadata]
+        return text_scores(list(map(self.judge, request.completions, records)), self.unit)
+
+    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
+        """What the rule says of one completion."""
+        raise NotImplementedError
+
+
 def read_text_request(
     name: str, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None
 ) -> TextRequest:

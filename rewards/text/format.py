@@ -10,22 +10,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError
 
-from .contract import Prompt, TextVerdict, read_text_request, shortened, text_scores
+from .contract import TextRule, TextVerdict, shortened
 from .parsing import fenced_blocks
 
 
-class TextFormat:
+class TextFormat(TextRule):
     """1 where a completion has the demanded form, else 0; the remark says what is wrong.
 
     With `tags`: each of <tag>…</tag> stands there exactly once, in this order, not nested, with something in
     it, and nothing but white space around. With `pattern`: the regular expression matches the whole text.
     """
 
-    range = (0.0, 1.0)
-    higher_is_better = True
     unit = "1 = right form"
 
     def __init__(
@@ -61,13 +58,9 @@ class TextFormat:
                 raise ValueError(f"{name}: {tag!r} is no name of a tag; give it without < and >.")
         self._any_tag = re.compile(f"<(/?)({'|'.join(map(re.escape, self._tags))})>")
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
-        """Check each completion; prompts and metadata are not looked at."""
-        request = read_text_request(self.name, completions, prompts, metadata)
-        problems = [self._problem(self._prefilled + completion) for completion in request.completions]
-        return text_scores([_pass_or_fail(problem) for problem in problems], self.unit)
+    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
+        """Check the form; the record is not looked at."""
+        return _pass_or_fail(self._problem(self._prefilled + completion))
 
     def _problem(self, text: str) -> str | None:
         if self._pattern is not None:
@@ -90,14 +83,12 @@ class TextFormat:
         return None if stray is None else f"text outside the tags: {shortened(stray)}"
 
 
-class JsonFormat:
+class JsonFormat(TextRule):
     """1 where the completion is JSON that meets the schema, else 0.
 
     JSON as in RFC 8259: NaN, Infinity and a key that stands twice in one object are refused.
     """
 
-    range = (0.0, 1.0)
-    higher_is_better = True
     unit = "1 = right form"
 
     def __init__(
@@ -136,17 +127,11 @@ class JsonFormat:
             except ValueError as error:
                 raise ValueError(f"{name}: the schema is not valid: {error}.") from error
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
-        """Check each completion; a sample that lacks its schema is invalid."""
-        request = read_text_request(self.name, completions, prompts, metadata)
-        schemas = request.column(self._field) if self._field else [None] * len(request)
-        return text_scores(list(map(self._judge, request.completions, schemas)), self.unit)
-
-    def _judge(self, completion: str, schema: Any) -> TextVerdict:
+    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
+        """Check form and schema; a sample that lacks its schema is invalid."""
         check = self._check
         if self._field is not None:
+            schema = record.get(self._field)
             if schema is None:
                 return TextVerdict(reason=f"its metadata has no {self._field!r}")
             try:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from visalign.core.rewards.terms import soft_overlong
 from visalign.interfaces import Metadata, Scores
 
-from .contract import Prompt, TextVerdict, read_text_request, text_scores
+from .contract import Prompt, TextRule, TextVerdict, read_text_request, text_scores
 
 RULES = ("target", "linear", "soft_overlong")
 
@@ -112,7 +112,7 @@ class LengthReward:
         return TextVerdict(value=-min(abs(length - target) / self._scale, 1.0), remark=remark)
 
 
-class RepetitionPenalty:
+class RepetitionPenalty(TextRule):
     """-(1 - distinct / all) over the n-grams of a completion: 0 where none repeats, near -1 for a loop.
 
     A completion of fewer than n units has no n-gram and scores 0. The n-gram penalty of Yeo et al., arXiv
@@ -120,7 +120,6 @@ class RepetitionPenalty:
     """
 
     range = (-1.0, 0.0)
-    higher_is_better = True
     unit = "share of repeated n-grams"
 
     def __init__(self, n: int = 3, *, by: str = "words", name: str = "repetition") -> None:
@@ -142,14 +141,8 @@ class RepetitionPenalty:
         self.name = name
         self._n, self._by = n, by
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
-        """Penalise each completion; prompts and metadata are not looked at."""
-        request = read_text_request(self.name, completions, prompts, metadata)
-        return text_scores([self._judge(completion) for completion in request.completions], self.unit)
-
-    def _judge(self, completion: str) -> TextVerdict:
+    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
+        """Penalise it; the record is not looked at."""
         lower = completion.casefold()
         units = lower.split() if self._by == "words" else list(lower)
         grams = list(zip(*(units[start:] for start in range(self._n)), strict=False))

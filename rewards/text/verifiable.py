@@ -15,9 +15,8 @@ from fractions import Fraction
 from typing import Any
 
 from visalign.data.text_tasks.tasks import TASKS, check_answer
-from visalign.interfaces import Metadata, Scores
 
-from .contract import Prompt, TextVerdict, after_marker, read_text_request, shortened, text_scores
+from .contract import TextRule, TextVerdict, after_marker, shortened
 from .parsing import EXTRACTORS, NORMALISERS, parse_list, parse_number
 
 COMPARISONS = ("exact", "number", "list", "auto")
@@ -25,7 +24,7 @@ LONGEST_LIST = 256
 """Items of the longest list that is compared."""
 
 
-class VerifiableAnswer:
+class VerifiableAnswer(TextRule):
     """Compares the answer of a completion with the ground truth of its metadata.
 
     The ways to compare:
@@ -39,8 +38,6 @@ class VerifiableAnswer:
     For all but "list" the ground truth may be a list of alternatives, of which one must be met.
     """
 
-    range = (0.0, 1.0)
-    higher_is_better = True
     unit = "1 = correct"
 
     def __init__(
@@ -104,15 +101,9 @@ class VerifiableAnswer:
         self._absolute, self._relative = Fraction(str(absolute)), Fraction(str(relative))
         self._percent, self._units = percent, tuple(units)
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
-        """Judge each completion; the remark shows the answer that was read, or why there is none."""
-        request = read_text_request(self.name, completions, prompts, metadata)
-        truths = request.column(self._field)
-        return text_scores(list(map(self._judge, request.completions, truths)), self.unit)
-
-    def _judge(self, completion: str, truth: Any) -> TextVerdict:
+    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
+        """Compare; the remark shows the answer that was read, or why there is none."""
+        truth = record.get(self._field)
         if truth is None:
             return TextVerdict(reason=f"its metadata has no {self._field!r}")
         if problem := self._unreadable(truth):
@@ -227,7 +218,7 @@ def _compiled(name: str, extract: str, pattern: str | None) -> re.Pattern[str] |
     return compiled
 
 
-class TaskAnswer:
+class TaskAnswer(TextRule):
     """1 where the boxed answer of a text task is right, 0 where it is wrong or missing.
 
     The metadata is the task's record (`visalign.data.text_tasks.tasks`); tasks with many right answers take
@@ -236,26 +227,14 @@ class TaskAnswer:
 
     name = "task_answer"
     unit = "1 = correct"
-    range = (0.0, 1.0)
-    higher_is_better = True
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
-        """Score B completions; the remark says what was wrong."""
-        request = read_text_request(self.name, completions, prompts, metadata)
-        verdicts = [
-            _task_verdict(text, record)
-            for text, record in zip(request.completions, request.metadata, strict=True)
-        ]
-        return text_scores(verdicts, self.unit)
-
-
-def _task_verdict(text: str, record: Mapping[str, Any] | None) -> TextVerdict:
-    missing = [key for key in ("task", "problem", "answer") if record is None or key not in record]
-    if record is None or missing:
-        return TextVerdict(reason=f"the metadata lacks {', '.join(missing)}, so it is no text task's record")
-    if record["task"] not in TASKS:
-        return TextVerdict(reason=f"there is no text task {record['task']!r}")
-    right, remark = check_answer(text, record)
-    return TextVerdict(value=float(right), remark=remark)
+    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
+        """By the task's exact checker; the remark says what was wrong."""
+        missing = [key for key in ("task", "problem", "answer") if key not in record]
+        if missing:
+            reason = f"the metadata lacks {', '.join(missing)}, so it is no text task's record"
+            return TextVerdict(reason=reason)
+        if record["task"] not in TASKS:
+            return TextVerdict(reason=f"there is no text task {record['task']!r}")
+        right, remark = check_answer(completion, record)
+        return TextVerdict(value=float(right), remark=remark)
