@@ -56,14 +56,8 @@ class LoraSettings:
 
 
 def check_bare(model: Any, merging: str) -> None:
-    """Refuse a model that carries adapters: the reference would lose them.
-
-    Args:
-        model: of transformers or diffusers.
-        merging: the code that merges adapters of this library into the weights, for the message.
-
-    Raises:
-        UserError: naming the adapters.
+    """Refuse a model that carries adapters: the reference would lose them. `merging` is the code that merges
+    those of its library into the weights, for the message.
     """
     present = sorted(getattr(model, "peft_config", {}))
     if present:
@@ -76,16 +70,8 @@ def check_bare(model: Any, merging: str) -> None:
 def insert_adapters(
     model: Any, settings: LoraSettings, targets: list[str], *, task: str | None = None
 ) -> list[Linear]:
-    """Freeze a model and put trainable float32 adapters into it, in place.
-
-    Args:
-        model: of transformers or diffusers, as `check_bare` lets it pass.
-        settings: what to add.
-        targets: names of linear layers, or ends of them.
-        task: peft's name of what the model does.
-
-    Returns:
-        The layers that carry adapters, for `lora_disabled`.
+    """Freeze a model and put trainable float32 adapters into the linear layers of these names or ends of
+    names, in place; the layers that carry them come back, for `lora_disabled`.
     """
     model.requires_grad_(False)
     config = LoraConfig(
@@ -117,11 +103,7 @@ def insert_adapters(
 
 
 def adapter_config(model: Any) -> LoraConfig:
-    """The settings of our adapter as peft holds them.
-
-    Args:
-        model: with the adapter.
-    """
+    """The settings of our adapter as peft holds them."""
     return model.peft_config[ADAPTER]
 
 
@@ -132,17 +114,8 @@ def check_same_kind(
     alpha: float,
     own_alpha: float,
 ) -> None:
-    """Refuse saved adapters of another rank, scale or place.
-
-    Args:
-        folder: where they were read, for the message.
-        state: what was read.
-        own: of the model, under the same names.
-        alpha: α that they were saved with.
-        own_alpha: α of the model.
-
-    Raises:
-        UserError: naming the first difference.
+    """Refuse saved adapters of another rank, scale or place than the model's own, naming the first
+    difference.
     """
     shapes, own_shapes = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, own))
     if shapes != own_shapes or alpha != own_alpha:
@@ -156,10 +129,8 @@ def check_same_kind(
 
 @contextmanager
 def lora_disabled(layers: list[Linear]) -> Iterator[None]:
-    """Switch adapters off inside the block; which weights are trainable is the same before and after.
-
-    Args:
-        layers: from `insert_adapters`; they are inside the wrapped model too, so this works under DDP.
+    """Switch adapters off inside the block; which weights are trainable is the same before and after. The
+    layers are inside the wrapped model too, so this works under DDP.
     """
     flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
     try:

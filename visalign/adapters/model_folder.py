@@ -14,16 +14,10 @@ INDEX = "model_index.json"
 
 
 def local_folder(folder_or_id: str | Path, holds: str) -> Path | None:
-    """The folder that is named, or None for a hub name `owner/name`; an existing folder always wins.
+    """The folder that is named, or None for a hub name `owner/name`; an existing folder always wins. `holds`
+    says what such a folder holds, for the message.
 
     A string is taken for a folder if it is no `owner/name`, or if `owner` is a folder here.
-
-    Args:
-        folder_or_id: what the user gave.
-        holds: what such a folder holds, for the message.
-
-    Raises:
-        FileNotFoundError: a folder is named, and there is none.
     """
     folder = Path(folder_or_id)
     if folder.is_dir():
@@ -43,14 +37,8 @@ def local_folder(folder_or_id: str | Path, holds: str) -> Path | None:
 
 
 def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
-    """The `model_index.json` of a diffusers pipeline, of a folder or from the hub.
-
-    Args:
-        folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-
-    Raises:
-        FileNotFoundError: there is no such folder, it holds no index, or the hub gives none.
-        UserError: the index is not JSON.
+    """The `model_index.json` of a diffusers pipeline, of a folder as `save_pretrained` writes it or from the
+    hub.
     """
     folder = local_folder(folder_or_id, f"a diffusers pipeline was saved to (it holds {INDEX})")
     if folder is None:

@@ -16,13 +16,10 @@ from .lora import lora_disabled
 
 @contextmanager
 def swapped_weights(parameters: Sequence[nn.Parameter], stored: Sequence[Tensor]) -> Iterator[None]:
-    """Let the parameters hold the stored values inside the block; nothing is copied.
+    """Let the parameters hold the stored values (same shapes, device and dtype) inside the block; nothing is
+    copied.
 
     A graph built before the block is still good after it; a backward *inside* would use the stored weights.
-
-    Args:
-        parameters: of the model, wrapped or not (DDP keeps the parameter objects).
-        stored: one tensor per parameter, same shapes, device and dtype.
     """
     current = [parameter.data for parameter in parameters]
     try:

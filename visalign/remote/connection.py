@@ -90,36 +90,18 @@ class ServerConnection:
         return f"http{'s' if self._secure else ''}://{host}{port}{self._prefix}/{path}"
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """The JSON object at `path`.
-
-        Raises:
-            ServerError: any failure, after the retries.
-        """
+        """The JSON object at `path`."""
         return self._object(self._send("GET", path, None, Calls()), path)
 
     def tell(self, path: str, body: Mapping[str, Any]) -> None:
-        """Post an object whose answer is its status alone.
-
-        Raises:
-            ServerError: any failure, after the retries.
-        """
+        """Post an object whose answer is its status alone."""
         self._send("POST", path, json.dumps(body).encode(), Calls())
 
     def post_all(
         self, path: str, bodies: Sequence[Mapping[str, Any]], *, parallel: int
     ) -> list[Mapping[str, Any]]:
-        """Post several objects, some at a time; at the first failure the others are given up.
-
-        Args:
-            path: e.g. "completions".
-            bodies: one per request.
-            parallel: requests under way at once, at most.
-
-        Returns:
-            The JSON objects of the answers, in the order of the requests.
-
-        Raises:
-            ServerError: any failure, after the retries.
+        """The JSON objects of the answers to several requests, in their order, `parallel` under way at once
+        at most; at the first failure the others are given up.
         """
         calls = Calls()
         with ThreadPoolExecutor(max(1, min(parallel, len(bodies)))) as pool:

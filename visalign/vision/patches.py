@@ -36,14 +36,8 @@ class PatchCutter:
 
     @classmethod
     def of(cls, processor: Any, **changes: Any) -> PatchCutter:
-        """The settings of an image processor of transformers.
-
-        Args:
-            processor: of the Qwen-VL family.
-            **changes: fields that are to differ.
-
-        Raises:
-            ValueError: it does something to pictures that is not done here.
+        """The settings of an image processor of the Qwen-VL family, but for `changes`; one that does
+        something to pictures that is not done here is refused.
         """
         size = {**processor.size} if isinstance(processor.size, Mapping) else vars(processor.size)
         settings = {
@@ -75,11 +69,7 @@ class PatchCutter:
         return asdict(self)
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """(1, rows, columns) of patches of a picture.
-
-        Raises:
-            ValueError: its sides are too different.
-        """
+        """(1, rows, columns) of patches of a picture."""
         tall, wide = smart_resize(height, width, self.patch * self.merge, self.min_pixels, self.max_pixels)
         return 1, tall // self.patch, wide // self.patch
 

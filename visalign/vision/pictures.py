@@ -70,15 +70,9 @@ def tower_features(trunk: Any, pictures: Sequence[Picture]) -> list[PictureFeatu
 
 
 def insert_features(embeds: Tensor, places: Tensor, features: Sequence[PictureFeatures]) -> dict[str, Any]:
-    """Embeddings in which pictures stand, as the language part of a model takes them.
-
-    Args:
-        embeds: [b, S, H] of the tokens.
-        places: bool [b, S], True for the tokens that stand for pictures.
-        features: of all pictures as they are shown, row by row.
-
-    Returns:
-        `inputs_embeds`, and for DeepStack `visual_pos_masks` and `deepstack_visual_embeds`.
+    """`inputs_embeds` [b, S, H] in which pictures stand at the `places` [b, S] of their tokens, row by row,
+    and for DeepStack `visual_pos_masks` and `deepstack_visual_embeds`, as the language part of a model
+    takes them.
     """
     if not features:
         return {"inputs_embeds": embeds}

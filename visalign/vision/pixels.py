@@ -43,17 +43,8 @@ def over_white(image: Image.Image) -> Image.Image:
 
 
 def read_pixels(image: Any, where: str) -> Tensor:
-    """A picture's pixels at 8 bits, so that a float tensor means the same as its file.
-
-    Args:
-        image: PIL image, uint8 tensor [3, H, W], or float tensor [3, H, W] in [0, 1].
-        where: which one it is, for messages.
-
-    Returns:
-        uint8 [3, H, W] on the CPU.
-
-    Raises:
-        UserError: naming the picture and why it cannot be read.
+    """uint8 [3, H, W] on the CPU of a PIL image, uint8 tensor [3, H, W], or float tensor [3, H, W] in [0, 1],
+    so that a float tensor means the same as its file; `where` says which one it is, for messages.
     """
     if isinstance(image, Tensor):
         pixels = _from_tensor(image, where)

@@ -20,15 +20,8 @@ _ONE = float(2**22)
 
 
 def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
-    """Antialiased resize of 8-bit levels, the width first, as `PIL.Image.resize` does it.
-
-    Args:
-        levels: [N, C, H, W], whole numbers from 0 to 255 in any float dtype.
-        size: height and width of the result.
-        interpolation: "bicubic" or "bilinear".
-
-    Returns:
-        [N, C, *size] float32 whole numbers from 0 to 255.
+    """Antialiased resize of 8-bit levels [N, C, H, W] in any float dtype to float32 levels, the width first,
+    as `PIL.Image.resize` does it ("bicubic" or "bilinear").
     """
     height, width = size
     levels = levels.double()  # holds the integer sums exactly

@@ -58,11 +58,7 @@ def check_counts(
     seeds: int | Sequence[int],
     group: Sequence[Hashable] | None,
 ) -> int:
-    """B = P·G, after a look at what must fit together.
-
-    Raises:
-        UserError: naming what does not fit.
-    """
+    """B = P·G, after a look at what must fit together."""
     if isinstance(prompts, str) or not prompts:
         raise UserError(f"prompts is {prompts!r}; give a list of at least one prompt, [text, …].")
     if generations < 1:
@@ -84,16 +80,8 @@ def check_lengths(
     context: int | None,
     pictures: Sequence[Sequence[Picture]] | None = None,
 ) -> None:
-    """Refuse prompts that are too long to be completed.
-
-    Args:
-        ids: P prompts.
-        longest: tokens of a prompt at most, or None.
-        context: of the model, for the message.
-        pictures: P lists, for the message.
-
-    Raises:
-        UserError: naming the first such prompt, its length and the limit.
+    """Refuse prompts of more than `longest` tokens, naming the first one; the model's context and the
+    pictures are for the message.
     """
     long = [place for place, tokens in enumerate(ids) if longest is not None and len(tokens) > longest]
     if long:
@@ -131,19 +119,8 @@ def generate_rollout(
     longest_prompt: int | None,
     chunk: int,
 ) -> TextRollout:
-    """Complete the prompts, `chunk` samples at a time.
-
-    Args:
-        network: the model.
-        tokenizer: for texts and stop strings.
-        batch: the prompts.
-        sampling: how tokens are drawn.
-        stopping: length limit and stop strings.
-        ends: end tokens.
-        pad: an id that fills gaps.
-        context: tokens of prompt and completion together, or None.
-        longest_prompt: longer ones are not completed.
-        chunk: samples that grow together.
+    """Complete the prompts, `chunk` samples at a time. `context` bounds the tokens of prompt and completion
+    together; a prompt above `longest_prompt` is not completed; `pad` is an id that fills gaps.
     """
     source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
     fits = [longest_prompt is None or len(ids) <= longest_prompt for ids in batch.ids]

@@ -18,11 +18,7 @@ _JINJA = re.compile(r"\{[{%]")
 
 
 def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
-    """The parts {"type": "image", …} of a conversation, in order; none of a text.
-
-    Args:
-        prompt: text or conversation.
-    """
+    """The parts {"type": "image", …} of a conversation, in order; none of a text."""
     messages = () if isinstance(prompt, str) else prompt
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
@@ -97,14 +93,8 @@ class PromptEncoder:
         return list(ids)
 
     def render(self, prompt: Prompt, place: int = 0) -> str:
-        """The text that the chat template makes of a prompt.
-
-        Args:
-            prompt: a conversation, or a text that becomes the message of a user.
-            place: of the prompt among those given, for messages.
-
-        Raises:
-            UserError: no template, a malformed conversation, or one that the template refuses.
+        """The text that the chat template makes of a conversation, or of a text that becomes the message of a
+        user; `place` of the prompt among those given is for messages.
         """
         messages = _messages(prompt, place)
         if self._template is None:

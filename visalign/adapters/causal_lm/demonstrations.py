@@ -134,19 +134,7 @@ class DemonstrationBatches:
 def demonstration_lengths(
     policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "completion"
 ) -> list[int]:
-    """Tokens of prompt and completion together, the end token included.
-
-    Args:
-        policy: whose tokenizer and prompt encoding are used.
-        records: each with "prompt" and the completion.
-        field: of the completion.
-
-    Returns:
-        One number per record.
-
-    Raises:
-        UserError: a prompt that cannot be encoded.
-    """
+    """Tokens of prompt and completion of each record together, the end token included."""
     prompts = policy.prompts.encode([record["prompt"] for record in records])
     texts = [record[field] for record in records]
     completions = policy.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -160,19 +148,8 @@ def fitting_demonstrations(
     too_long: str = "refuse",
     field: str = "completion",
 ) -> list[Mapping[str, Any]]:
-    """The records that the model can read whole; none is ever cut.
-
-    Args:
-        policy: whose context counts.
-        records: each with "prompt" and the completion.
-        too_long: "refuse" or "drop" those that do not fit.
-        field: of the completion.
-
-    Returns:
-        At least one record, in the given order.
-
-    Raises:
-        UserError: a record that does not fit (with "refuse"), or none that does.
+    """The records that the model can read whole, in the given order; none is ever cut. One that does not fit
+    is an error, or with `too_long="drop"` left out; none that fits always is one.
     """
     lengths, room = demonstration_lengths(policy, records, field), policy.context_length
     if room is None:

@@ -67,22 +67,8 @@ def generate_completions(
     ending: Ending,
     pad_id: int,
 ) -> Completions:
-    """Draw one completion per prompt; equal prompts share their first pass.
-
-    Args:
-        network: the model.
-        prompts: b of them.
-        uniform: [b, T] float64 in [0, 1), the numbers that decide the tokens.
-        sampling: how tokens are drawn.
-        ending: what ends a completion.
-        pad_id: any id of the vocabulary; masked wherever it stands.
-
-    Returns:
-        The completions, in the order of the prompts.
-
-    Raises:
-        UserError: a model without a cache.
-        ValueError: logits that are NaN.
+    """Draw one completion per prompt, in their order; equal prompts share their first pass. `uniform` [b, T]
+    float64 in [0, 1) decides the tokens; `pad_id` is any id of the vocabulary, masked wherever it stands.
     """
     device, count, longest = network.model.device, len(prompts), max(ending.limit)
     completions = _empty(count, longest, device)

@@ -30,18 +30,8 @@ VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 def load_causal_lm(
     folder_or_id: str | Path, *, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
-    """Load both.
-
-    Args:
-        folder_or_id: a folder as `save_pretrained` writes it, or `owner/name` on the hub.
-        dtype: of all weights.
-
-    Returns:
-        (model on the CPU, its tokenizer, or its processor if it sees).
-
-    Raises:
-        FileNotFoundError: if the folder or a part of it is missing.
-        UserError: if it holds no causal language model, or one that sees and no processor.
+    """(model on the CPU, its tokenizer, or its processor if it sees) of a folder as `save_pretrained` writes
+    it, or of `owner/name` on the hub; all weights get the dtype.
     """
     name = str(folder_or_id)
     folder = local_folder(folder_or_id, "holds config.json and the weights, as save_pretrained writes it,")
@@ -85,15 +75,8 @@ def _load_processor(name: str, kind: str) -> ProcessorMixin:
 def end_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stopping: StoppingCriteria
 ) -> tuple[int, ...]:
-    """Tokens that end a completion: those of `stopping`, or of generation config and tokenizer together.
-
-    Args:
-        model: its generation config may name several.
-        tokenizer: its end token.
-        stopping: its `eos_ids` go before both.
-
-    Raises:
-        UserError: if there is none and `stopping` does not say that this is meant.
+    """Tokens that end a completion: those of `stopping`, or of generation config and tokenizer together; none
+    is an error unless `stopping` says that this is meant.
     """
     if stopping.eos_ids is not None:
         return stopping.eos_ids
@@ -122,11 +105,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> int:
 def check_options(
     generate_batch: int, score_batch: int, max_prompt_tokens: int | None, long_prompts: str
 ) -> None:
-    """Refuse sizes below 1 and unknown ways with long prompts.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse sizes below 1 and unknown ways with long prompts."""
     sizes = {"generate_batch": generate_batch, "score_batch": score_batch}
     if max_prompt_tokens is not None:
         sizes["max_prompt_tokens"] = max_prompt_tokens
@@ -144,25 +123,16 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def longest_prompt(context: int | None, wanted: int | None) -> int | None:
-    """Tokens of a prompt at most: as many as are wanted, and leave room in the context for a completion.
-
-    Args:
-        context: from `context_length`.
-        wanted: the user's limit, or None.
+    """Tokens of a prompt at most: as many as are wanted, and leave room in the context for a completion; None
+    without a limit.
     """
     limits = [*(() if wanted is None else (wanted,)), *(() if context is None else (context - 1,))]
     return min(limits) if limits else None
 
 
 def check_causal_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model and a tokenizer that cannot work together.
-
-    Args:
-        model: what the user gave.
-        tokenizer: what the user gave.
-
-    Raises:
-        UserError: for another kind of model, or a tokenizer with more tokens than the model.
+    """Refuse a model and a tokenizer that cannot work together: another kind of model, or a tokenizer with
+    more tokens than the model.
     """
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise UserError(

@@ -57,18 +57,8 @@ def text_lora(
 def add_text_lora(
     model: PreTrainedModel, settings: LoraSettings, language: nn.Module | None = None
 ) -> list[Linear]:
-    """Freeze the model and put trainable float32 adapters into it, in place.
-
-    Args:
-        model: without adapters.
-        settings: what to add.
-        language: the part of the model that gets them; None is all of it.
-
-    Returns:
-        The layers that carry adapters.
-
-    Raises:
-        UserError: if a target names no linear layer, or the model has adapters already.
+    """Freeze the model and put trainable float32 adapters into it, or into its part `language`, in place; the
+    layers that carry them come back.
     """
     check_bare(model, "peft: PeftModel.from_pretrained(...).merge_and_unload()")
     targets = _targets(model, settings.target_modules or (ALL_LINEAR,), language)
@@ -76,15 +66,8 @@ def add_text_lora(
 
 
 def load_text_lora(model: PreTrainedModel, folder: Path) -> None:
-    """Read adapters that `model.save_pretrained` or peft wrote into the ones that the model has.
-
-    Args:
-        model: with adapters of the same rank and places.
-        folder: with `adapter_model.safetensors` and `adapter_config.json`.
-
-    Raises:
-        FileNotFoundError: without that file.
-        UserError: if rank, alpha or places differ.
+    """Read adapters (`adapter_model.safetensors` with its config) that `model.save_pretrained` or peft wrote
+    into the ones of the same rank, alpha and places that the model has.
     """
     path = Path(folder) / WEIGHT_FILE
     if not path.is_file():

@@ -108,11 +108,7 @@ class PromptCache:
         self.offset = None if self.offset is None else self.offset[index]
 
     def check(self, name: str) -> None:
-        """Refuse the cache of a model whose samples cannot share it.
-
-        Args:
-            name: of the model.
-        """
+        """Refuse the cache of a model whose samples cannot share it."""
         if not hasattr(self.keys, "reorder_cache"):
             raise UserError(
                 f"{name} returned no key-value cache that completions can share and leave. Generate with a "
@@ -161,17 +157,9 @@ class CausalNetwork:
         cache: PromptCache | None = None,
         caching: bool = False,
     ) -> tuple[Tensor, PromptCache]:
-        """Features of tokens, after those in the cache.
-
-        Args:
-            ids: [b, S] the tokens.
-            mask: [b, past + S], 0 for padding anywhere.
-            pictures: b lists, where the tokens are the first ones and some rows have pictures.
-            cache: of the past tokens.
-            caching: whether to fill a cache.
-
-        Returns:
-            ([b, S, H] hidden states or [b, S, V] logits, the cache, empty without `caching`).
+        """([b, S, H] hidden states or [b, S, V] logits, the cache, empty without `caching`) of tokens [b, S]
+        after those in the cache. The mask [b, past + S] is 0 for padding anywhere; `pictures` are b lists,
+        where the tokens are the first ones and some rows have pictures.
         """
         inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": caching}
         offset = None
@@ -232,10 +220,8 @@ def _close(found: Tensor, expected: Tensor, allowed: float) -> bool:
 
 
 def enable_recomputation(model: PreTrainedModel) -> None:
-    """Prepare a model for `recomputed_layers`.
-
-    Args:
-        model: of an architecture that supports gradient checkpointing; transformers refuses others.
+    """Prepare a model for `recomputed_layers`; transformers refuses architectures without gradient
+    checkpointing.
     """
     # the name changed within transformers 5
     enable: Any = (
@@ -249,10 +235,6 @@ def recomputed_layers(model: PreTrainedModel, active: bool) -> Iterator[None]:
     """Gradient checkpointing inside the block: activations of each layer are computed again in the backward.
 
     Only the layers' own switch is turned: dropout stays off, so the recomputed numbers are the same.
-
-    Args:
-        model: prepared by `enable_recomputation`.
-        active: False does nothing.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if active else []
     for layer in layers:

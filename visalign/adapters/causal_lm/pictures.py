@@ -17,11 +17,7 @@ MEMORY = 1 << 28
 
 
 class PictureProcessor:
-    """Cuts pictures into patches, each by itself, so that none depends on its neighbours.
-
-    Args:
-        image_processor: of the model, from transformers.
-    """
+    """Cuts pictures into patches, each by itself, so that none depends on its neighbours."""
 
     def __init__(self, image_processor: Any) -> None:
         self._processor = image_processor
@@ -29,14 +25,8 @@ class PictureProcessor:
         self._bytes = 0
 
     def __call__(self, image: Any, where: str) -> Picture:
-        """Read a picture.
-
-        Args:
-            image: PIL image, uint8 tensor [3, H, W], or float tensor [3, H, W] in [0, 1].
-            where: which one it is, for messages.
-
-        Raises:
-            UserError: naming the picture and why it cannot be read.
+        """Read a picture: PIL image, uint8 tensor [3, H, W], or float tensor [3, H, W] in [0, 1]; `where`
+        says which one it is, for messages.
         """
         pixels = read_pixels(image, where)
         digest = pixel_digest(pixels)

@@ -51,20 +51,11 @@ class QwenSight:
         self._merge: int = model.config.vision_config.spatial_merge_size
 
     def see(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Seen:
-        """What the language part takes instead of ids; each different picture goes through the tower once.
+        """What the language part takes instead of ids [b, S] from the beginning, with gradient where the
+        model has it, and the rows' offsets; each different picture of the b lists goes through the tower
+        once.
 
         The first image tokens of a row belong to its pictures; those that a completion draws are text.
-
-        Args:
-            ids: [b, S] tokens from the beginning.
-            mask: [b, S], 0 for padding.
-            pictures: b lists, at least one of them not empty.
-
-        Returns:
-            Inputs with gradient where the model has it, and the rows' offsets.
-
-        Raises:
-            ValueError: if a row has fewer image tokens than its pictures take.
         """
         shown = [picture for row in pictures for picture in row]
         places = self._places(ids, mask, pictures)

@@ -20,16 +20,7 @@ from .prompts import EncodedPrompts, Encoder, TextPrompts
 
 
 class PicturePrompts:
-    """Prompts of a model that sees.
-
-    Args:
-        prompts: texts and conversations to tokens.
-        processor: of the model, for its pictures.
-        image_token: the id that stands for pictures.
-
-    Raises:
-        UserError: a processor without an image processor of the Qwen-VL family.
-    """
+    """Prompts of a model that sees; `image_token` is the id that stands for pictures."""
 
     def __init__(self, prompts: PromptEncoder, processor: ProcessorMixin, image_token: int) -> None:
         images = getattr(processor, "image_processor", None)
@@ -113,13 +104,7 @@ class PicturePrompts:
 
 
 def encoder_of(model: PreTrainedModel, prompts: PromptEncoder, processor: ProcessorMixin | None) -> Encoder:
-    """What turns the prompts of a model into tokens, and into pictures where it has its processor.
-
-    Args:
-        model: the model.
-        prompts: texts and conversations to tokens.
-        processor: of the model, or None for text alone.
-    """
+    """What turns the prompts of a model into tokens, and into pictures where it has its processor."""
     if processor is not None:
         return PicturePrompts(prompts, processor, model.config.image_token_id)
     name, mend = type(model).__name__, "Leave images out."

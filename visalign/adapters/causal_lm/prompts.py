@@ -43,41 +43,20 @@ class Encoder(Protocol):
     """Turns prompts into what a network reads."""
 
     def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
-        """Tokens and pictures.
-
-        Args:
-            prompts: P texts or conversations.
-            images: P lists of pictures, or None.
-
-        Raises:
-            UserError: naming the prompt and what is wrong with it.
-        """
+        """Tokens and pictures of P prompts with P lists of pictures, or none."""
         ...
 
     def pictures(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
     ) -> list[list[Picture]]:
-        """Pictures of prompts that were encoded before.
-
-        Args:
-            images: b lists, as `EncodedPrompts.images`.
-            ids: their b prompts.
-            samples: their numbers, for messages.
-
-        Raises:
-            UserError: if they are not the pictures of these prompts.
+        """Pictures of b prompts that were encoded before, by their lists (`EncodedPrompts.images`) and
+        tokens; `samples` are their numbers, for messages.
         """
         ...
 
 
 class TextPrompts:
-    """Prompts of a model that reads text alone.
-
-    Args:
-        prompts: texts to tokens.
-        name: of the model, for messages.
-        mend: what to do instead of giving pictures.
-    """
+    """Prompts of a model that reads text alone; `mend` says what to do instead of giving pictures."""
 
     def __init__(self, prompts: PromptEncoder, name: str, mend: str) -> None:
         self._prompts, self._name, self._mend = prompts, name, mend
@@ -101,15 +80,7 @@ class TextPrompts:
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts of different length as one block.
-
-    Args:
-        prompts: b lists of ids.
-        pad_id: what fills the left.
-
-    Returns:
-        (ids [b, L] int64, mask [b, L] int64).
-    """
+    """Prompts of different length as one block: ids [b, L] int64, filled up on the left, and their mask."""
     width = max(len(ids) for ids in prompts)
     ids = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -41,13 +41,9 @@ class Packed:
 
 
 def pack(rollout: TextRollout, rows: Tensor) -> Packed:
-    """Lay out samples for one forward pass.
+    """Lay out samples [b] of a rollout, each with a token of nonzero weight, for one forward pass.
 
     A completion reaches to its last token of nonzero weight; tokens of weight 0 before that are context.
-
-    Args:
-        rollout: B samples.
-        rows: [b] which of them, each with at least one token of nonzero weight.
     """
     weight = rollout.weight[rows]
     place = torch.arange(1, weight.shape[1] + 1)
@@ -71,14 +67,8 @@ def pack(rollout: TextRollout, rows: Tensor) -> Packed:
 
 
 def scored_sampling(rollout: TextRollout, distribution: str) -> Sampling:
-    """The distribution that log-probs are wanted of.
-
-    Args:
-        rollout: whose tokens.
-        distribution: "sampled" or "full".
-
-    Raises:
-        UserError: for another name, or a truncated rollout that did not keep its token sets.
+    """The distribution ("sampled" or "full") that log-probs are wanted of; a truncated rollout must have kept
+    its token sets.
     """
     if distribution not in ("sampled", "full"):
         raise UserError(f'distribution is {distribution!r}; it must be "sampled" or "full".')
@@ -103,19 +93,9 @@ def token_output(
     value: Callable[[Tensor], Tensor] | None = None,
     batch: int | None = None,
 ) -> TokenOutput:
-    """Log-prob, entropy and value of the tokens of some samples.
-
-    Args:
-        network: the model.
-        rollout: B samples.
-        chosen: [b] which of them; those without weight cost nothing.
-        sampling: from `scored_sampling`.
-        encoder: of the prompts, for their pictures.
-        value: [n, H] last hidden states to [n].
-        batch: samples per forward pass, sorted by length; None takes all together.
-
-    Returns:
-        [b, T] each, float32, 0 where the weight is 0.
+    """Log-prob, entropy and value [b, T] float32 of the tokens of some samples, 0 where the weight is 0;
+    samples without weight cost nothing. `value` maps [n, H] last hidden states to [n]; `batch` samples go
+    through the model at a time, sorted by length, None takes all together.
     """
     device = network.model.device
     weight = rollout.weight[chosen] != 0
@@ -170,18 +150,8 @@ def replay(
     kept: TokenSets | None = None,
     value: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenTerms:
-    """Log-prob and entropy of the packed tokens.
-
-    Args:
-        network: the model.
-        packed: from `pack`.
-        pictures: lists of the packed samples.
-        sampling: what the tokens were drawn with; without truncation for the full vocabulary.
-        kept: the sets of the packed samples, where `sampling` truncates.
-        value: [n, H] last hidden states to [n].
-
-    Returns:
-        n numbers each, differentiable.
+    """Log-prob and entropy of the n packed tokens, differentiable. `kept` are the sets of the packed samples
+    where `sampling` truncates; `value` maps [n, H] last hidden states to [n].
     """
     device = network.model.device
     features, _ = network.features(packed.ids.to(device), packed.mask.to(device), pictures=pictures)

@@ -48,25 +48,13 @@ class ValueHead(nn.Module):
             return self.linear(states.float())[..., 0]
 
     def save(self, folder: Path) -> None:
-        """Write `value_head.safetensors`.
-
-        Args:
-            folder: made if need be.
-        """
+        """Write `value_head.safetensors`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         save_file({name: w.detach().contiguous() for name, w in self.state_dict().items()}, folder / FILE)
         umask_permissions(folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote.
-
-        Args:
-            folder: as given to `save`.
-
-        Raises:
-            FileNotFoundError: without the file.
-            UserError: for a head of another size.
-        """
+        """Read what `save` wrote."""
         path = Path(folder) / FILE
         if not path.is_file():
             raise FileNotFoundError(
@@ -112,17 +100,8 @@ class ValueModel(nn.Module):
         return model
 
     def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-        """V before each token.
-
-        Args:
-            rollout: B samples, in the token ids of this model's tokenizer.
-            rows: b of them; None is all.
-
-        Returns:
-            [b, T] float32, differentiable; 0 where the weight is 0.
-
-        Raises:
-            UserError: for prompts with pictures.
+        """V [b, T] float32 before each token, in the token ids of this model's tokenizer; differentiable, 0
+        where the weight is 0.
         """
         if rollout.images is not None:
             raise UserError(
@@ -141,11 +120,7 @@ class ValueModel(nn.Module):
         return blank.index_put((live[packed.row].to(device), packed.column.to(device)), values)
 
     def save(self, folder: Path) -> None:
-        """Write the trunk as `save_pretrained` does, and the head beside it.
-
-        Args:
-            folder: made if need be.
-        """
+        """Write the trunk as `save_pretrained` does, and the head beside it."""
         self.trunk.save_pretrained(folder)
         self.head.save(Path(folder))
         umask_permissions(Path(folder))
