@@ -122,7 +122,7 @@ def _train(config: str, overrides: list[str], output: Path | None, *, resume: bo
         from visalign.pipelines.jobs import load_job
         from visalign.pipelines.shared.job import resume_command
         from visalign.pipelines.shared.run_folder import output_folder
-        from visalign.rewards.weights.quiet_loading import quiet_loading
+        from visalign.rewards.weights.checkpoint_files import quiet_loading
 
         from .show import show_summary
 

@@ -15,8 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores
-from visalign.rewards.base.columns import answer_of, columns_of
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, answer_of, columns_of
 from visalign.rewards.base.identity import Identity
 
 from .store import ScoreCache, key_of

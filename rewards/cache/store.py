@@ -94,7 +94,7 @@ class ScoreCache:
             found |= self._with_repair(lambda: self._select(digest, wanted), {})
         hits = sum(key in found for key in keys)
         self.hits, self.misses = self.hits + hits, self.misses + len(keys) - hits
-        return {key: json.loads(said, object_hook=_number) for key, said in found.items()}
+        return {key: json.loads(said) for key, said in found.items()}
 
     def put(self, judge: Identity, said: Mapping[bytes, Mapping[str, Any]]) -> None:
         """Keep judgements (key -> numbers, texts, nested mappings); on the disk all of them or, when
@@ -216,12 +216,6 @@ def _record(said: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _number(found: dict[str, Any]) -> Any:
-    """What earlier files have for numbers that are not finite."""
-    is_number = found.keys() == {"float"} and isinstance(found["float"], str)
-    return float(found["float"]) if is_number else found
-
-
 class Damaged(sqlite3.DatabaseError):
     """The pages of the file do not fit together."""
 
@@ -264,11 +258,6 @@ class ScoreFile:
                 return
             for statement in _SCHEMA:
                 link.execute(statement)
-            if version == 1:  # had no sums
-                link.create_function("row_sum", 3, row_sum, deterministic=True)
-                if b"sum" not in {row[1] for row in link.execute("PRAGMA table_info(judgements)")}:
-                    link.execute("ALTER TABLE judgements ADD COLUMN sum INTEGER")
-                link.execute("UPDATE judgements SET sum = row_sum(judge, key, said)")
             link.execute(f"PRAGMA user_version = {VERSION}")
 
     def select(self, judge: str, keys: Sequence[bytes]) -> tuple[dict[bytes, str], int]:

@@ -26,8 +26,7 @@ from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import base_of, find_model, load_processor
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
-from visalign.rewards.weights.checkpoint_files import listed, local_folder, read_tensors
-from visalign.rewards.weights.quiet_loading import quiet_loading
+from visalign.rewards.weights.checkpoint_files import listed, local_folder, quiet_loading, read_tensors
 from visalign.vision.patches import smart_resize as _smart_resize
 
 from .head import RanknetHead

@@ -61,7 +61,89 @@ PAIR = _question("pair", 2, _TWO + _WORD)
 PAIR_EXPLAIN = _question("pair_explain", 2, _TWO + _REASON)
 
 
-class RewardDance:
+class _YesNoJudge:
+    """What both judges share: a model, a question, and how its answer is read."""
+
+    name: str
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        short: Template,
+        long: Template,
+        instruction: str = "",
+        decision_first: bool = False,
+        write_reasons: bool = False,
+        template: Template | None = None,
+        yes: Sequence[str] | None = None,
+        no: Sequence[str] | None = None,
+        min_mass: float = MIN_MASS,
+        max_new_tokens: int = 128,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        **options: Any,
+    ) -> None:
+        """Load the model and choose the question.
+
+        Args:
+            model: folder, hub id or packaged name of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or InternVL model; or a
+                loaded `rewards.vlm.VisionLanguageEngine`.
+            short: our question, where the folder has none of its name.
+            long: the same, asking for reasons behind the decision.
+            instruction: task-specific criteria, put where the template has {instruction}.
+            decision_first: ask for reasons behind the decision; the score is read at the decision all the
+                same.
+            write_reasons: also have them written, into `text`; needs decision_first.
+            template: instead of the folder's, or ours.
+            yes: spellings of yes instead of the template's, each one token of the model.
+            no: spellings of no.
+            min_mass: smallest probability of yes and no together that counts as an answer.
+            max_new_tokens: of a reason.
+            device: where the model runs.
+            precision: of its weights: "fp32", "bf16" or "fp16".
+            **options: of the judge itself, for the identity.
+
+        Raises:
+            ValueError: options that are not allowed, or an instruction that the template has no place for.
+            RewardError: the model or its answer tokens cannot be used.
+        """
+        if write_reasons and not decision_first:
+            raise ValueError(
+                f"{self.name}: write_reasons without decision_first: the question then asks for one word. "
+                "Set both."
+            )
+        self.engine = engine_of(model, device=device, precision=precision)
+        ours = long if decision_first else short
+        self.template = template or self.engine.template(ours.name, ours)
+        self._fields = check_fields(self.template, instruction=instruction)
+        self._read = YesNoReader(self.engine, self.template, yes=yes, no=no, min_mass=min_mass)
+        self._tokens = max_new_tokens if write_reasons else 0
+        fixed = {**options, "instruction": instruction, "min_mass": min_mass}
+        self._options = {**fixed, **self._read.spellings}
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
+
+    def _texts(self, rows: list[int], size: int, queries: Sequence[Any], odds: Odds) -> list[str] | None:
+        """What the model writes behind its decision, decision included, without chance; "" where it made
+        none, None where reasons are not asked for."""
+        if not self._tokens:
+            return None
+        text = [""] * size
+        made = [place for place, reason in enumerate(odds.reasons) if reason is None]
+        decided = [replace(queries[place], continuation=odds.decision[place]) for place in made]
+        reply = self.engine.generate(
+            self.template, decided, answers=1, temperature=0.0, max_new_tokens=self._tokens
+        )
+        for place, answers in zip(made, reply.texts, strict=True):
+            text[rows[place]] = odds.decision[place] + (answers[0] if answers else "")
+        return text
+
+
+class RewardDance(_YesNoJudge):
     """Log-odds (or probability) that the answer to a yes/no question about one picture is yes.
 
     Parts of the scores: "log_odds", "prob" (σ of it), "mass" (what yes and no have of the whole vocabulary's
@@ -76,54 +158,22 @@ class RewardDance:
         model: Any = "shapes-vlm",
         *,
         value: Value = "log_odds",
-        instruction: str = "",
-        decision_first: bool = False,
-        write_reasons: bool = False,
-        template: Template | None = None,
-        yes: Sequence[str] | None = None,
-        no: Sequence[str] | None = None,
-        min_mass: float = MIN_MASS,
-        max_new_tokens: int = 128,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        **asking: Any,
     ) -> None:
-        """Load the model and choose the question.
+        """Load the model and choose the question (template "yes_no", or "explain").
 
         Args:
-            model: folder, hub id or packaged name of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or InternVL model; or a
-                loaded `rewards.vlm.VisionLanguageEngine`.
+            model: as `_YesNoJudge.__init__` says, with the other options.
             value: "log_odds", or "prob" as in the paper, over yes and no.
-            instruction: task-specific criteria, put where the template has {instruction}.
-            decision_first: ask for reasons behind the decision (template "explain"); the score is read at the
-                decision all the same.
-            write_reasons: also have them written, into `Scores.text`; needs decision_first.
-            template: instead of the folder's "yes_no" or "explain", or ours.
-            yes: spellings of yes instead of the template's, each one token of the model.
-            no: spellings of no.
-            min_mass: smallest probability of yes and no together that counts as an answer.
-            max_new_tokens: of a reason.
             device: where the model runs.
-            precision: of its weights: "fp32", "bf16" or "fp16".
-
-        Raises:
-            ValueError: options that are not allowed, or an instruction that the template has no place for.
-            RewardError: the model or its answer tokens cannot be used.
+            **asking: instruction, decision_first, write_reasons, template, yes, no, min_mass, max_new_tokens,
+                precision.
         """
-        check_options(self.name, value, decision_first, write_reasons)
-        self.engine = engine_of(model, device=device, precision=precision)
-        kind = ("explain", EXPLAIN) if decision_first else ("yes_no", YES_NO)
-        self.template = template or self.engine.template(*kind)
-        self._fields = check_fields(self.template, instruction=instruction)
-        self._read = YesNoReader(self.engine, self.template, yes=yes, no=no, min_mass=min_mass)
+        if value not in UNITS:
+            raise ValueError(f"{self.name}: value is {value!r}; allowed are {', '.join(UNITS)}.")
         self.value, self.unit, self.range = value, *UNITS[value]
-        self._tokens = max_new_tokens if write_reasons else 0
-        fixed = {"value": value, "instruction": instruction, "min_mass": min_mass}
-        self._options = {**fixed, **self._read.spellings}
-
-    @property
-    def identity(self) -> Identity:
-        """What the scores depend on."""
-        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
+        super().__init__(model, short=YES_NO, long=EXPLAIN, device=device, **asking, value=value)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score per (image, prompt); metadata is not looked at."""
@@ -141,16 +191,11 @@ class RewardDance:
             "prob_vocabulary": prob * odds.mass,
         }
         parts = {key: scatter(column, rows, len(request)) for key, column in columns.items()}
-        text = None
-        if self._tokens:
-            said = reasons_behind(self.engine, self.template, queries, odds, self._tokens)
-            text = [""] * len(request)
-            for row, reason in zip(rows, said, strict=True):
-                text[row] = reason
+        text = self._texts(rows, len(request), queries, odds)
         return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
 
 
-class RewardDancePairs:
+class RewardDancePairs(_YesNoJudge):
     """Whether one of two pictures is better: the question with a reference, in both orders.
 
     With ℓ(a, b) the log-odds of yes to "is b better than the reference a", the left picture's log-odds are
@@ -166,58 +211,24 @@ class RewardDancePairs:
         model: Any = "shapes-pairs",
         *,
         both_orders: bool = True,
-        instruction: str = "",
-        decision_first: bool = False,
-        write_reasons: bool = False,
-        template: Template | None = None,
-        yes: Sequence[str] | None = None,
-        no: Sequence[str] | None = None,
-        min_mass: float = MIN_MASS,
-        max_new_tokens: int = 128,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        **asking: Any,
     ) -> None:
-        """Load the model and choose the question; see `RewardDance` for what is not said here.
+        """Load the model and choose the question (template "pair", or "pair_explain", of two image slots, the
+        first for the reference).
 
         Args:
             model: as for `RewardDance`.
             both_orders: ask in both orders; otherwise once, with the right picture as the reference, as the
                 paper does.
-            instruction: task-specific criteria.
-            decision_first: ask for reasons behind the decision (template "pair_explain").
-            write_reasons: have them written, into `Preferences.text`, for the order with the left one second.
-            template: instead of the folder's "pair" or "pair_explain", or ours; two image slots, the first
-                for the reference.
-            yes: spellings of yes.
-            no: spellings of no.
-            min_mass: smallest probability of yes and no together, in each order.
-            max_new_tokens: of a reason.
             device: where the model runs.
-            precision: of its weights.
-
-        Raises:
-            ValueError: as for `RewardDance`.
-            RewardError: as for `RewardDance`.
+            **asking: as for `RewardDance`; `min_mass` counts in each order, and reasons are written for the
+                order with the left one second.
         """
-        check_options(self.name, "log_odds", decision_first, write_reasons)
-        self.engine = engine_of(model, device=device, precision=precision)
-        kind = ("pair_explain", PAIR_EXPLAIN) if decision_first else ("pair", PAIR)
-        self.template = template or self.engine.template(*kind)
-        self._fields = check_fields(self.template, instruction=instruction)
-        self._read = YesNoReader(self.engine, self.template, yes=yes, no=no, min_mass=min_mass)
         self.both_orders = both_orders
-        self._tokens = max_new_tokens if write_reasons else 0
-        self._options = {
-            "both_orders": both_orders,
-            "instruction": instruction,
-            "min_mass": min_mass,
-            **self._read.spellings,
-        }
-
-    @property
-    def identity(self) -> Identity:
-        """What the scores depend on."""
-        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
+        super().__init__(
+            model, short=PAIR, long=PAIR_EXPLAIN, device=device, **asking, both_orders=both_orders
+        )
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -259,13 +270,8 @@ class RewardDancePairs:
         chosen = log_odds if self.both_orders else second
         full = torch.where(valid, scatter(chosen, rows, len(pairs)), torch.nan)
         parts = {k: torch.where(valid, scatter(v, rows, len(pairs)), torch.nan) for k, v in columns.items()}
-        text = None
-        if self._tokens:
-            told = Odds(second, odds.mass[::step], odds.decision[::step], odds.reasons[::step])
-            said = reasons_behind(self.engine, self.template, queries[::step], told, self._tokens)
-            text = [""] * len(pairs)
-            for row, reason in zip(rows, said, strict=True):
-                text[row] = reason
+        told = Odds(second, odds.mass[::step], odds.decision[::step], odds.reasons[::step])
+        text = self._texts(rows, len(pairs), queries[::step], told)
         return Preferences(
             prob=full.sigmoid(), valid=valid, log_odds=full, parts=parts, text=text, reason=reasons
         )
@@ -280,26 +286,3 @@ class RewardDancePairs:
         if request.prompts[left] != request.prompts[right]:
             return "the two images have different prompts"
         return prompt_problem(request.prompts[left])
-
-
-def reasons_behind(
-    engine: Any, template: Template, queries: Sequence[Any], odds: Odds, max_new_tokens: int
-) -> list[str]:
-    """What the model writes behind its decision, decision included, without chance; "" where it made none."""
-    texts = [""] * len(queries)
-    rows = [row for row, reason in enumerate(odds.reasons) if reason is None]
-    decided = [replace(queries[row], continuation=odds.decision[row]) for row in rows]
-    reply = engine.generate(template, decided, answers=1, temperature=0.0, max_new_tokens=max_new_tokens)
-    for row, answers in zip(rows, reply.texts, strict=True):
-        texts[row] = odds.decision[row] + (answers[0] if answers else "")
-    return texts
-
-
-def check_options(name: str, value: str, decision_first: bool, reasons: bool) -> None:
-    """Refuse an unknown unit, and reasons that the question does not ask for, by ValueError."""
-    if value not in UNITS:
-        raise ValueError(f"{name}: value is {value!r}; allowed are {', '.join(UNITS)}.")
-    if reasons and not decision_first:
-        raise ValueError(
-            f"{name}: write_reasons without decision_first: the question then asks for one word. Set both."
-        )

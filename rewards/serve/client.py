@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Preferences, Scores
-from visalign.rewards.base.columns import answer_of, columns_of
-from visalign.rewards.base.contract import RewardError, read_request, scatter
+from visalign.rewards.base.contract import RewardError, answer_of, columns_of, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import load_images
 
@@ -57,7 +57,7 @@ class RemoteReward:
         batch_size: images in one request; the server's batch size when None.
 
     Raises:
-        RewardError: httpx is not installed, the server cannot be reached, or is none of ours.
+        RewardError: the server cannot be reached, or is none of ours.
         ValueError: attempts or batch_size below 1.
     """
 
@@ -74,19 +74,11 @@ class RemoteReward:
     ) -> None:
         if attempts < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"attempts is {attempts} and batch_size {batch_size}; both must be at least 1.")
-        try:
-            import httpx
-        except ModuleNotFoundError as error:
-            raise RewardError(
-                "A remote reward needs httpx, which is not installed: python -m pip install "
-                "'visalign[serve]'."
-            ) from error
         secret = token or (os.environ.get(token_env) if token_env else None)
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self.url = url.rstrip("/")
         self._client = httpx.Client(base_url=self.url, timeout=timeout or 30.0, headers=headers)
         self._end = weakref.finalize(self, self._client.close)
-        self._broken: tuple[type[Exception], ...] = (httpx.TransportError,)
         self._attempts, self._pause = attempts, pause
         about = self._health()
         card, limits = about["judge"], about["limits"]
@@ -166,7 +158,7 @@ class RemoteReward:
         try:
             reply = self._client.get("/health")
             about = reply.json() if reply.status_code == 200 else None
-        except self._broken as error:
+        except httpx.TransportError as error:
             raise RewardError(
                 f"No reward server at {self.url} ({type(error).__name__}: {error}). Start one: "
                 "visalign serve-reward NAME."
@@ -193,7 +185,7 @@ class RemoteReward:
             rest = 0.0
             try:
                 reply = self._client.post(path, content=body, headers={"Content-Type": MEDIA_TYPE})
-            except self._broken as error:
+            except httpx.TransportError as error:
                 why = f"the reward server did not answer ({type(error).__name__}: {error})"
                 continue
             if reply.status_code == 200:

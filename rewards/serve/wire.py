@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from visalign.interfaces import Preferences, Scores
-from visalign.rewards.base.columns import answer_of, columns_of
+from visalign.rewards.base.contract import answer_of, columns_of
 
 FORMAT = "visalign-judge-2"
 MEDIA_TYPE = "application/x-safetensors"

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.weights.checkpoint_files import dtype_of
-from visalign.rewards.weights.quiet_loading import quiet_loading
+from visalign.rewards.weights.checkpoint_files import dtype_of, quiet_loading
 
 UNBOUNDED = 10**9
 """Tokenizers without a limit give a huge number as model_max_length."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.base.images import to_pil
-from visalign.rewards.weights.quiet_loading import quiet_loading
+from visalign.rewards.weights.checkpoint_files import quiet_loading
 
 KINDS = ("detection", "segmentation", "zero_shot")
 ALIASES = {

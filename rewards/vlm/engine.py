@@ -27,8 +27,7 @@ from visalign.rewards.weights.fingerprints import WeightPrint
 from .generation import JudgeAnswers, generate_answers
 from .loading import load_seeing_model
 from .network import SeeingNetwork, picture_encoder
-from .pictures import SeenPicture
-from .requests import Query, RowEncoder, TokenRow
+from .requests import Query, RowEncoder, SeenPicture, TokenRow
 from .template import JudgeSettings, Template, check_positions
 
 __all__ = ["AnswerLogits", "HiddenStates", "JudgeAnswers", "Query", "TokenRow", "VisionLanguageEngine"]

@@ -18,8 +18,7 @@ import torch
 from visalign.data.assets import resolve_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
-from visalign.rewards.weights.checkpoint_files import listed
-from visalign.rewards.weights.quiet_loading import quiet_loading
+from visalign.rewards.weights.checkpoint_files import listed, quiet_loading
 
 from .template import SETTINGS, JudgeSettings
 

@@ -15,8 +15,7 @@ from visalign.rewards.weights.feature_cache import FeatureCache
 from visalign.vision.pictures import PictureFeatures, insert_features
 
 from .packing import Batch, attention_mask, batch_packs, collate, pack_rows
-from .pictures import PatchEncoder, PictureEncoder, SeenPicture, TileEncoder, by_patches
-from .requests import TokenRow
+from .requests import PatchEncoder, PictureEncoder, SeenPicture, TileEncoder, TokenRow, by_patches
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TILES = ("internvl",)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from visalign.vision.positions import rotary_positions
 
-from .pictures import SeenPicture
-from .requests import TokenRow
+from .requests import SeenPicture, TokenRow
 
 PACK = 1024
 """Tokens of a pack at most, where it holds more than one row: attention costs their square."""

@@ -3,26 +3,48 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
+import os
 import random
-import socket
 import ssl
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, as_completed, wait
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
 
 from visalign.errors import UserError
-
-from .calls import Calls, PassingError, ServerError, shut
-from .messages import HINTS, address, complaint, named, seconds, short
 
 CONNECT_SECONDS = 10.0
 """Longest wait for a connection; an answer may take `timeout`."""
 LONGEST_PAUSE = 60.0
 """Longest wait before another attempt, in seconds, whatever the server's Retry-After says."""
+HINTS = {
+    401: "Give api_key the key that the server was started with.",
+    403: "Give api_key the key that the server was started with.",
+    404: "Check base_url (the API is at …/v1) and the name of the model.",
+}
+"""What to do about a status."""
+
+T = TypeVar("T")
+
+
+class ServerError(UserError):
+    """What a server said or failed to say; the message names the URL, `status` is that of an HTTP answer."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _PassingError(Exception):
+    """A failure that another attempt may not meet."""
+
+    def __init__(self, message: str, *, status: int | None = None, pause: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.pause = status, pause
 
 
 class ServerConnection:
@@ -70,11 +92,11 @@ class ServerConnection:
                 raise UserError(f"{name} is {value}; it must be at least {least}.")
         if jitter > 1:
             raise UserError(f"jitter is {jitter}; it is a share of a pause, 0 to 1.")
-        self._secure, self._host, self._port, self._prefix = address(base_url)
+        self._address = _address(base_url)
         self.base_url = base_url
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.jitter, self.seed, self.deadline = jitter, seed, deadline
-        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             if not (api_key.isascii() and api_key.isprintable()):
                 raise UserError(
@@ -82,20 +104,20 @@ class ServerConnection:
                     "key alone."
                 )
             self._headers["Authorization"] = f"Bearer {api_key}"
+        # the system's certificates, as other clients take them
+        self._tls = ssl.create_default_context() if base_url.startswith("https") else False
 
     def url(self, path: str) -> str:
         """The whole address of `path`, e.g. "completions"."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        port = "" if self._port is None else f":{self._port}"
-        return f"http{'s' if self._secure else ''}://{host}{port}{self._prefix}/{path}"
+        return f"{self._address}/{path}"
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """The JSON object at `path`."""
-        return self._object(self._send("GET", path, None, Calls()), path)
+        """The JSON object at `path`; `ServerError` of any failure, after the retries, here and below."""
+        return self._object(self._run(lambda client: self._send(client, "GET", path)), path)
 
     def tell(self, path: str, body: Mapping[str, Any]) -> None:
         """Post an object whose answer is its status alone."""
-        self._send("POST", path, json.dumps(body).encode(), Calls())
+        self._run(lambda client: self._send(client, "POST", path, json.dumps(body).encode()))
 
     def post_all(
         self, path: str, bodies: Sequence[Mapping[str, Any]], *, parallel: int
@@ -103,20 +125,13 @@ class ServerConnection:
         """The JSON objects of the answers to several requests, in their order, `parallel` under way at once
         at most; at the first failure the others are given up.
         """
-        calls = Calls()
-        with ThreadPoolExecutor(max(1, min(parallel, len(bodies)))) as pool:
-            try:
-                pending = [
-                    pool.submit(self._send, "POST", path, json.dumps(body).encode(), calls) for body in bodies
-                ]
-                done, _ = wait(pending, return_when=FIRST_EXCEPTION)
-                for call in pending:
-                    if call in done:
-                        call.result()  # raises what it met
-                return [self._object(call.result(), path) for call in pending]
-            finally:
-                calls.give_up()
-                pool.shutdown(wait=False, cancel_futures=True)
+
+        def raise_failure(answer: Mapping[str, Any] | ServerError) -> None:
+            if isinstance(answer, ServerError):
+                raise answer
+
+        answers: list[Any] = self.post_each(path, bodies, parallel=parallel, on_done=raise_failure)
+        return answers
 
     def post_each(
         self,
@@ -138,39 +153,67 @@ class ServerConnection:
         Returns:
             The JSON object or the error of each request, in the order of the requests.
         """
-        calls = Calls()
-        answers: list[Mapping[str, Any] | ServerError] = [ServerError("not asked")] * len(bodies)
-        with ThreadPoolExecutor(max(1, min(parallel, len(bodies)))) as pool:
+
+        async def ask_all(client: httpx.AsyncClient) -> list[Mapping[str, Any] | ServerError]:
+            room = asyncio.Semaphore(max(1, parallel))
+
+            async def ask(index: int) -> Mapping[str, Any] | ServerError:
+                try:
+                    async with room:
+                        payload = json.dumps(bodies[index]).encode()
+                        return self._object(await self._send(client, "POST", path, payload, index), path)
+                except ServerError as error:
+                    return error
+
+            tasks = [asyncio.create_task(ask(index)) for index in range(len(bodies))]
             try:
-                pending = {
-                    pool.submit(self._answer, path, body, calls, index): index
-                    for index, body in enumerate(bodies)
-                }
-                for call in as_completed(pending):
-                    answers[pending[call]] = call.result()
+                for done in asyncio.as_completed(tasks):
+                    answer = await done
                     if on_done is not None:
-                        on_done(call.result())
-                return answers
+                        on_done(answer)
+                return [task.result() for task in tasks]
             finally:
-                calls.give_up()
-                pool.shutdown(wait=False, cancel_futures=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _answer(
-        self, path: str, body: Mapping[str, Any], calls: Calls, index: int
-    ) -> Mapping[str, Any] | ServerError:
-        try:
-            return self._object(self._send("POST", path, json.dumps(body).encode(), calls, index), path)
-        except ServerError as error:
-            return error
+        return self._run(ask_all)
 
-    def _send(self, method: str, path: str, payload: bytes | None, calls: Calls, index: int = 0) -> bytes:
+    def _run(self, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]]) -> T:
+        """Run in a thread's own event loop, since the caller may stand in one; it ends with the caller."""
+        running: list[Callable[[], object]] = []
+
+        async def main() -> T:
+            task, loop = asyncio.current_task(), asyncio.get_running_loop()
+            assert task is not None  # inside asyncio.run
+            running.append(lambda: loop.call_soon_threadsafe(task.cancel))
+            async with httpx.AsyncClient(
+                headers=self._headers,
+                timeout=httpx.Timeout(self.timeout, connect=min(CONNECT_SECONDS, self.timeout)),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+                verify=self._tls,
+                trust_env=False,
+            ) as client:
+                return await work(client)
+
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(asyncio.run, main())
+            try:
+                return found.result()
+            finally:
+                if not found.done() and running:
+                    running[0]()
+
+    async def _send(
+        self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None, index: int = 0
+    ) -> bytes:
         draw = random.Random(self.seed * 1_000_003 + index)
         pause = self.backoff
         for attempt in range(self.retries + 1):
             try:
-                return self._attempt(method, path, payload, calls)
-            except PassingError as failure:
-                if attempt == self.retries or calls.over.is_set():
+                return await self._attempt(client, method, path, payload)
+            except _PassingError as failure:
+                if attempt == self.retries:
                     raise ServerError(
                         f"{method} {self.url(path)} failed {attempt + 1} times, the last time so: {failure}. "
                         f"Check that the server runs, its log, and base_url ({self.base_url}).",
@@ -179,85 +222,47 @@ class ServerConnection:
                 asked_for = (
                     pause * (1 - self.jitter * draw.random()) if failure.pause is None else failure.pause
                 )
-                calls.over.wait(min(asked_for, LONGEST_PAUSE))
+                await asyncio.sleep(min(asked_for, LONGEST_PAUSE))
                 pause *= 2
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempt(self, method: str, path: str, payload: bytes | None, calls: Calls) -> bytes:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=min(CONNECT_SECONDS, self.timeout))
+    async def _attempt(
+        self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None
+    ) -> bytes:
+        """The body of an answer whose status says that all is well."""
         try:
-            connection.connect()
-        except OSError as error:
-            connection.close()
-            if isinstance(error, ssl.SSLError):
-                raise ServerError(
-                    f"{self.url(path)} could not be reached over TLS: {error}. Check https or http in "
-                    "base_url and the server's certificate."
-                ) from error
-            raise PassingError(f"no connection ({named(error)})") from error
-        line = connection.sock
-        line.settimeout(self.timeout)
-        try:
-            calls.add(line)
-            with self._until_deadline(line, path):
-                connection.request(method, f"{self._prefix}/{path}", payload, self._headers)
-                response = connection.getresponse()
-                raw = response.read()
-            return self._judged(method, path, response, raw)
+            async with asyncio.timeout(self.deadline):
+                response = await client.request(method, self.url(path), content=payload)
         except TimeoutError as error:
+            raise ServerError(
+                f"{method} {self.url(path)} had not answered in full after {self.deadline:g} s (deadline). "
+                "Answers that take longer need a larger deadline, or fewer tokens."
+            ) from error
+        except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise ServerError(
                 f"{method} {self.url(path)} was silent for {self.timeout:g} s (timeout). Answers that take "
                 "longer need a larger timeout or a smaller max_new_tokens; many at once, a smaller parallel."
             ) from error
-        except (http.client.HTTPException, OSError) as error:
-            raise PassingError(f"the connection broke off ({named(error)})") from error
-        finally:
-            calls.remove(line)
-            connection.close()
-
-    @contextmanager
-    def _until_deadline(self, line: socket.socket, path: str) -> Iterator[None]:
-        """Hangs up when the deadline is over, and says that this was why."""
-        if self.deadline is None:
-            yield
-            return
-        late = threading.Event()
-
-        def hang_up() -> None:
-            late.set()
-            shut(line)
-
-        timer = threading.Timer(self.deadline, hang_up)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        except (http.client.HTTPException, OSError) as error:
-            if late.is_set():
-                raise self._too_late(path) from error
-            raise
-        finally:
-            timer.cancel()
-        if late.is_set():
-            raise self._too_late(path)
-
-    def _too_late(self, path: str) -> ServerError:
-        return ServerError(
-            f"POST {self.url(path)} had not answered in full after {self.deadline:g} s (deadline). Answers "
-            "that take longer need a larger deadline, or fewer tokens."
-        )
-
-    def _judged(self, method: str, path: str, response: http.client.HTTPResponse, raw: bytes) -> bytes:
-        """The body of an answer whose status says that all is well."""
-        if 200 <= response.status < 300:
-            return raw
-        said = f"{response.status} {response.reason}: {complaint(raw)}"
-        if response.status == 429 or response.status >= 500:
-            raise PassingError(said, status=response.status, pause=seconds(response.getheader("Retry-After")))
-        hint = HINTS.get(response.status, "")
+        except httpx.TransportError as error:
+            first = list(_causes(error))[-1]
+            if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)):
+                raise ServerError(
+                    f"{self.url(path)} could not be reached over TLS: {first}. Check https or http in "
+                    "base_url and the server's certificate."
+                ) from error
+            met = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            what = "no connection" if met else "the connection broke off"
+            raise _PassingError(f"{what} ({_named(first)})") from error
+        status = response.status_code
+        if response.is_success:
+            return response.content
+        said = f"{status} {response.reason_phrase}: {_complaint(response.content)}"
+        if status == 429 or status >= 500:
+            after = response.headers.get("Retry-After", "").strip()  # its other form, a date, is passed over
+            raise _PassingError(said, status=status, pause=float(after) if after.isdigit() else None)
+        hint = HINTS.get(status, "")
         raise ServerError(
-            f"{method} {self.url(path)} answered {said}{' ' if hint else ''}{hint}", status=response.status
+            f"{method} {self.url(path)} answered {said}{' ' if hint else ''}{hint}", status=status
         )
 
     def _object(self, raw: bytes, path: str) -> Mapping[str, Any]:
@@ -265,9 +270,61 @@ class ServerConnection:
             read = json.loads(raw)
         except ValueError as error:
             raise ServerError(
-                f"{self.url(path)} answered with what is no JSON ({error}): {short(raw)}. Check that "
+                f"{self.url(path)} answered with what is no JSON ({error}): {_short(raw)}. Check that "
                 f"base_url ({self.base_url}) is the API of an OpenAI-compatible server."
             ) from error
         if isinstance(read, dict):
             return read
-        raise ServerError(f"{self.url(path)} answered with no JSON object: {short(raw)}.")
+        raise ServerError(f"{self.url(path)} answered with no JSON object: {_short(raw)}.")
+
+
+def _address(base_url: str) -> str:
+    """A base URL, checked, without a slash at its end."""
+    wrong = (
+        f"base_url is {base_url!r}; it must be the http or https address of a server's API, e.g. "
+        '"http://localhost:8000/v1".'
+    )
+    parts = urlsplit(base_url if isinstance(base_url, str) else "")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise UserError(f"{wrong} ({error}.)") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(wrong)
+    if parts.query or parts.fragment or parts.username is not None:
+        raise UserError(
+            f"base_url for {parts.hostname} holds a user name, or something after ? or #. Leave these out; a "
+            "key goes into api_key."
+        )
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+
+
+def _complaint(raw: bytes) -> str:
+    """What an error answer says, from the places where servers put it."""
+    try:
+        read = json.loads(raw)
+    except ValueError:
+        return _short(raw)
+    error = read.get("error", read) if isinstance(read, dict) else read
+    if isinstance(error, dict):
+        error = next((error[k] for k in ("message", "detail") if error.get(k)), error)
+    return _short((error if isinstance(error, str) else json.dumps(error)).encode())
+
+
+def _short(raw: bytes, limit: int = 400) -> str:
+    text = raw.decode("utf-8", "replace").strip()
+    return text[:limit] + " …" * (len(text) > limit) if text else "(nothing)"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it came from, down to the system's own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _named(error: BaseException) -> str:
+    said = str(error)
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError):
+        said = f"[Errno {error.errno}] {os.strerror(error.errno)}"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -245,14 +245,6 @@ def test_numbers_come_back_as_they_were(tmp_path: Path):
     assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
 
 
-def test_numbers_that_are_not_finite_are_read_as_earlier_files_have_them(tmp_path: Path):
-    cache, judge = ScoreCache(tmp_path), Mean().identity
-    said = '{"value": {"float": "-inf"}, "std": null, "parts": {"float": 1.5}, "text": null}'
-    cache._file.insert({}, [(judge.digest, b"key", said)])
-    found = cache.get(judge, [b"key"])[b"key"]
-    assert found == {"value": -float("inf"), "std": None, "parts": {"float": 1.5}, "text": None}
-
-
 def test_a_file_that_cannot_be_opened_now_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with sqlite3.connect(tmp_path / FILE) as link:
         link.execute("PRAGMA user_version = 1")
@@ -457,21 +449,6 @@ def test_what_is_kept_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="is locked"):
         cache.put(one, {bytes([n]): {"value": float(n)} for n in range(5)})
     assert [key for _, key in cache._kept] == [b"\x02", b"\x03", b"\x04"]
-
-
-def test_a_cache_of_the_first_version_keeps_its_judgements(tmp_path: Path):
-    one = Identity(judge="a", model="m")
-    with sqlite3.connect(tmp_path / FILE) as link:
-        link.execute("CREATE TABLE judges (digest TEXT PRIMARY KEY, identity TEXT NOT NULL)")
-        link.execute(
-            "CREATE TABLE judgements (judge TEXT NOT NULL, key BLOB NOT NULL, said TEXT NOT NULL, "
-            "PRIMARY KEY (judge, key)) WITHOUT ROWID"
-        )
-        link.execute("INSERT INTO judgements VALUES (?, ?, ?)", (one.digest, b"k", '{"value": 2.5}'))
-        link.execute("PRAGMA user_version = 1")
-    link.close()
-    for _ in range(2):
-        assert ScoreCache(tmp_path).get(one, [b"k"]) == {b"k": {"value": 2.5}}
 
 
 def test_threads_share_a_cache(tmp_path: Path):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 
 import pytest
@@ -164,7 +164,11 @@ def test_passing_failures_are_tried_again_and_others_are_not():
 
 def test_pauses_grow_and_their_jitter_follows_the_seed(monkeypatch):
     pauses: list[float | None] = []
-    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: pauses.append(timeout))
+
+    async def noted(pause: float) -> None:
+        pauses.append(pause)
+
+    monkeypatch.setattr("visalign.remote.connection.asyncio.sleep", noted)
 
     def drawn(seed: int, jitter: float) -> list[float | None]:
         pauses.clear()
@@ -177,6 +181,14 @@ def test_pauses_grow_and_their_jitter_follows_the_seed(monkeypatch):
     first = drawn(7, 0.5)
     assert first == drawn(7, 0.5) != drawn(8, 0.5)
     assert all(full / 2 <= (pause or 0) <= full for pause, full in zip(first, (1, 2, 4), strict=True))
+
+
+def test_a_notebook_that_stands_in_an_event_loop_can_ask():
+    async def inside():
+        return texts(client(stub.url), "a", "b")
+
+    with serving(lambda body: chat(words(body))) as stub:
+        assert asyncio.run(inside()) == ["What of a?", "What of b?"]
 
 
 def test_no_more_requests_at_once_than_allowed():

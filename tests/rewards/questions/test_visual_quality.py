@@ -13,8 +13,13 @@ import torch
 from tests.support.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
 from visalign.core import thurstone_probability
 from visalign.rewards import RewardError, check_reward
-from visalign.rewards.questions.rating_digits import RatingDigits
-from visalign.rewards.questions.visual_quality_r1 import RATING, RATING_THINKING, VisualQuality, read_ratings
+from visalign.rewards.questions.visual_quality_r1 import (
+    RATING,
+    RATING_THINKING,
+    RatingDigits,
+    VisualQuality,
+    read_ratings,
+)
 
 WHOLE = ask_text("rate", answer_prefix="<answer>", words={"scores": tuple("12345")})
 FINE = ask_text("rate", answer_prefix="<answer>", words=RATING.words)

@@ -19,7 +19,7 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.network import picture_encoder
 from visalign.rewards.vlm.template import JudgeSettings, Template, escape
-from visalign.rewards.weights.quiet_loading import quiet_loading
+from visalign.rewards.weights.checkpoint_files import quiet_loading
 
 ASK = Query(images=[noise(16, 24)], prompt="a cat")
 OTHER = {

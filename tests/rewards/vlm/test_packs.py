@@ -4,8 +4,7 @@
 import torch
 
 from visalign.rewards.vlm.packing import attention_mask, batch_packs, collate, pack_rows
-from visalign.rewards.vlm.pictures import SeenPicture
-from visalign.rewards.vlm.requests import TokenRow
+from visalign.rewards.vlm.requests import SeenPicture, TokenRow
 from visalign.vision.positions import rotary_positions
 
 IMAGE, MERGE = 5, 2
