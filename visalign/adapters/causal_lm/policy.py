@@ -40,8 +40,7 @@ from .loading import (
 )
 from .lora import add_text_lora, load_text_lora
 from .network import CausalNetwork, enable_recomputation, recomputed_layers
-from .pictures_network import QwenSight
-from .pictures_prompts import encoder_of
+from .pictures import QwenSight, encoder_of
 from .replay import scored_sampling, token_output
 from .value_head import ValueHead
 
