@@ -162,8 +162,8 @@ class FunctionReward:
         self.range = range
         self.higher_is_better = higher_is_better
         self._images_as = images_as
-        self._function = self._unwrap_factory(function, device)
-        self._positional = _is_positional(self.name, self._function)
+        self._function, self._parameters = self._unwrapped(function, device)
+        self._positional = _is_positional(self.name, self._parameters)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Call the function on the readable images; rows that it answers with None or NaN are invalid.
@@ -196,7 +196,12 @@ class FunctionReward:
         if self._positional:
             with Naming(self.name):
                 return self._function(pictures, prompts, records)
-        arguments = _arguments(self.name, self._function, pictures, prompts, records)
+        keys = dict.fromkeys(key for record in records if record for key in record)
+        offered: dict[str, Any] = {
+            key: [record.get(key) if record else None for record in records] for key in keys
+        }
+        offered |= {"images": pictures, "completions": pictures, "prompts": prompts, "metadata": records}
+        arguments = pick_arguments(self.name, self._parameters, offered, _KNOWN)
         with Naming(self.name):
             return self._function(**arguments)
 
@@ -208,28 +213,25 @@ class FunctionReward:
         same = len({image.shape for image in images}) == 1
         return torch.stack(images) if same else [image.clone() for image in images]
 
-    def _unwrap_factory(self, function: Callable[..., Any], device: str) -> Callable[..., Any]:
-        names = set(_signature(self.name, function))
-        if names - {"device"}:
-            return function
+    def _unwrapped(self, function: Callable[..., Any], device: str) -> tuple[Callable[..., Any], Parameters]:
+        """The function with its parameters, or what a factory makes."""
+        reading: Any = {"forms": _CALL_FORMS, "wrapped": "lambda images, ...: asyncio.run(...)"}
+        parameters = read_signature(self.name, function, **reading)
+        if set(parameters) - {"device"}:
+            return function, parameters
         with Naming(self.name):
-            made = function(**({"device": device} if names else {}))
+            made = function(**({"device": device} if parameters else {}))
         if not callable(made):
             raise TypeError(
                 f"Reward {self.name!r} takes no images and returned a {type(made).__name__}, not a function. "
                 f"Allowed: {_CALL_FORMS}, or a factory that returns such a function."
             )
-        _signature(self.name, made)
-        return made
+        return made, read_signature(self.name, made, **reading)
 
 
-def _signature(name: str, function: Callable[..., Any]) -> Parameters:
-    return read_signature(name, function, forms=_CALL_FORMS, wrapped="lambda images, ...: asyncio.run(...)")
-
-
-def _is_positional(name: str, function: Callable[..., Any]) -> bool:
+def _is_positional(name: str, given: Parameters) -> bool:
     """True for flow_grpo's order under other names; refuses signatures that give no image to the function."""
-    parameters = _signature(name, function).values()
+    parameters = given.values()
     names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or names & set(_IMAGE_NAMES):
         return False
@@ -240,22 +242,6 @@ def _is_positional(name: str, function: Callable[..., Any]) -> bool:
         f"Reward {name!r} has the parameters ({', '.join(p.name for p in parameters)}) and it cannot be told "
         f"which are the images. Allowed: {_CALL_FORMS}; rename them."
     )
-
-
-def _arguments(
-    name: str,
-    function: Callable[..., Any],
-    images: Any,
-    prompts: list[str],
-    records: list[dict[str, Any] | None],
-) -> dict[str, Any]:
-    """The keyword arguments that the function's signature asks for."""
-    keys = dict.fromkeys(key for record in records if record for key in record)
-    offered: dict[str, Any] = {
-        key: [record.get(key) if record else None for record in records] for key in keys
-    }
-    offered |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
-    return pick_arguments(name, inspect.signature(function).parameters, offered, _KNOWN)
 
 
 def _columns(name: str, answer: Any, size: int) -> dict[str, list[float]]:

@@ -14,14 +14,28 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores
 from visalign.rewards.base.contract import RewardError, answer_of, columns_of
 from visalign.rewards.base.identity import Identity
 
 from .store import ScoreCache, key_of
 
 
-class CachedReward:
+class _Remembering:
+    """What both share: a judge that has an identity, or was given one, and where its answers are kept."""
+
+    def __init__(self, judge: Any, cache: ScoreCache, *, identity: Identity | None = None) -> None:
+        self.judge, self.cache, self.name = judge, cache, judge.name
+        self._given = identity
+        _identity(judge, identity)
+
+    @property
+    def identity(self) -> Identity:
+        """The judge's own at this moment: weights that are trained change it."""
+        return _identity(self.judge, self._given)
+
+
+class CachedReward(_Remembering):
     """A pointwise reward whose valid scores are kept on disk; equal content is judged once.
 
     A file is known by its bytes, so a known one is not even decoded; pixels given as tensors or PIL images by
@@ -39,16 +53,9 @@ class CachedReward:
     def __init__(
         self, reward: PointwiseReward, cache: ScoreCache, *, identity: Identity | None = None
     ) -> None:
-        self.reward, self.cache = reward, cache
-        self._given = identity
-        _identity(reward, identity)
-        self.name, self.unit, self.range = reward.name, reward.unit, reward.range
+        super().__init__(reward, cache, identity=identity)
+        self.reward, self.unit, self.range = reward, reward.unit, reward.range
         self.higher_is_better = reward.higher_is_better
-
-    @property
-    def identity(self) -> Identity:
-        """The reward's own at this moment: weights that are trained change it."""
-        return _identity(self.reward, self._given)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Scores of B images; what is not known yet is asked in one call, each content once."""
@@ -62,19 +69,8 @@ class CachedReward:
         return _remembered(self, keys, ask, self.unit)
 
 
-class CachedJudge:
+class CachedJudge(_Remembering):
     """A pairwise judge whose valid preferences are kept on disk. See `CachedReward`."""
-
-    def __init__(self, judge: PairwiseReward, cache: ScoreCache, *, identity: Identity | None = None) -> None:
-        self.judge, self.cache = judge, cache
-        self._given = identity
-        _identity(judge, identity)
-        self.name = judge.name
-
-    @property
-    def identity(self) -> Identity:
-        """The judge's own at this moment: weights that are trained change it."""
-        return _identity(self.judge, self._given)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -103,7 +99,7 @@ def _keys(
 
 
 def _remembered(
-    judge: CachedReward | CachedJudge,
+    judge: _Remembering,
     keys: Sequence[bytes | None],
     ask: Callable[[list[int]], Scores | Preferences],
     unit: str | None,

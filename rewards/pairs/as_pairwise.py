@@ -57,12 +57,12 @@ def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseRewa
 
 
 class PairsFromScores:
-    """See `as_pairwise`."""
+    """See `as_pairwise`; `floor` is added to s²."""
 
-    def __init__(self, reward: PointwiseReward, *, link: Link = "auto") -> None:
+    def __init__(self, reward: PointwiseReward, *, link: Link = "auto", floor: float = 0.0) -> None:
         if link not in LINKS:
             raise ValueError(f"link is {link!r}; allowed are {', '.join(LINKS)}.")
-        self.reward = reward
+        self.reward, self.floor = reward, floor
         self.name = f"{reward.name}_compared"
         is_logit = any(word in reward.unit.lower() for word in LOGIT_WORDS)
         self.link = ("logistic" if is_logit else "normal") if link == "auto" else link
@@ -126,7 +126,7 @@ class PairsFromScores:
     ) -> Preferences:
         left, right = pairs.cpu().unbind(1)
         gap = (value[left] - value[right]) * (1 if self.reward.higher_is_better else -1)
-        spread = torch.hypot(std[left], std[right])
+        spread = (std[left].square() + std[right].square() + self.floor).sqrt()
         scale = torch.maximum(value[left].abs(), value[right].abs())
         log_odds = logistic_odds(gap, spread) if self.link == "logistic" else normal_odds(gap, spread, scale)
         why: list[str | None] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,20 +160,13 @@ def _rank_pairs(
     model: Model | None,
 ) -> Ranking:
     found = request.images.readable()
+    score, low, high = (torch.full((len(request),), torch.nan) for _ in range(3))
+    reasons = list(request.images.reasons)
+    ranking = partial(Ranking, score=score, low=low, high=high, level=level, reason=reasons)
     if not found:
-        nothing = torch.full((len(request),), torch.nan)
-        return Ranking(
-            order=[],
-            score=nothing,
-            low=nothing,
-            high=nothing,
-            level=level,
-            unit=UNITS[model or "bradley_terry"],
-            valid=~torch.isnan(nothing),
-            reason=list(request.images.reasons),
-            calls=0,
-            pairs=torch.zeros(0, 2, dtype=torch.long),
-        )
+        no_pairs = torch.zeros(0, 2, dtype=torch.long)
+        unit = UNITS[model or "bradley_terry"]
+        return ranking(order=[], unit=unit, valid=~torch.isnan(score), calls=0, pairs=no_pairs)
     first, index = distinct_images([image for _, image in found], [0] * len(found))
     chosen = [found[i] for i in first]
     asker = PairAsker(
@@ -186,23 +180,16 @@ def _rank_pairs(
     known = torch.zeros(len(first), dtype=torch.bool)
     known[asked.pairs[torch.isfinite(asked.answers.log_odds)].flatten()] = True
     ends = (asked.fit.score, *asked.fit.interval(level))
-    score, low, high = (torch.full((len(request),), torch.nan) for _ in ends)
-    reasons = list(request.images.reasons)
     for (row, _), number in zip(found, index, strict=True):
         if not known[number]:
             reasons[row] = _why_missing(asked, number)
             continue
         for target, source in zip((score, low, high), ends, strict=True):
             target[row] = source[number]
-    return Ranking(
+    return ranking(
         order=_order(score),
-        score=score,
-        low=low,
-        high=high,
-        level=level,
         unit=UNITS[asked.fit.model],
         valid=~torch.isnan(score),
-        reason=reasons,
         calls=asker.calls,
         bias=asked.fit.bias,
         bias_std=asked.fit.bias_std,

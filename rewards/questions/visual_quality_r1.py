@@ -121,6 +121,7 @@ class VisualQuality:
         self.mode, self.answers, self.seed, self.temperature = mode, answers, seed, temperature
         self.max_new_tokens = max_new_tokens or (2048 if thinking else 16)
         self.variance_floor, self.min_mass = variance_floor, min_mass
+        self._pairs = PairsFromScores(self, link="normal", floor=variance_floor)
         self._digits = RatingDigits(self.engine, self.template, LOW, HIGH) if mode == "direct" else None
         drawn = {"answers": answers, "seed": seed, "temperature": temperature}
         own = {"min_mass": min_mass} if mode == "direct" else {**drawn, "max_new_tokens": self.max_new_tokens}
@@ -154,14 +155,13 @@ class VisualQuality:
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
         """Compare B pairs of images."""
-        return PairsFromScores(_Floored(self), link="normal").compare(left, right, prompts, metadata)
+        return self._pairs.compare(left, right, prompts, metadata)
 
     def compare_pairs(
         self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
         """Compare numbered images, each rated once: n images, pairs [N, 2] (left, right)."""
-        judge = PairsFromScores(_Floored(self), link="normal")
-        return judge.compare_pairs(images, pairs, prompts, metadata)
+        return self._pairs.compare_pairs(images, pairs, prompts, metadata)
 
     def _direct(self, queries: list[Any]) -> Ratings:
         assert self._digits is not None  # only called in that mode
@@ -215,21 +215,6 @@ def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
         first = first if ratings else answer
         ratings.append(rating)
     return ratings, why, first
-
-
-class _Floored:
-    """The rating with γ/2 added to its variance, so that a pair has σ_l² + σ_r² + γ."""
-
-    def __init__(self, judge: VisualQuality) -> None:
-        self._judge = judge
-        self.name, self.unit, self.range = judge.name, judge.unit, judge.range
-        self.higher_is_better = judge.higher_is_better
-
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """The judge's scores with the floor."""
-        scores = self._judge.score(images, prompts, metadata)
-        variance = torch.zeros_like(scores.value) if scores.std is None else scores.std.square()
-        return replace(scores, std=(variance + self._judge.variance_floor / 2).sqrt())
 
 
 def _check(mode: str, thinking: bool, answers: int, min_mass: float, variance_floor: float) -> None:
