@@ -166,12 +166,7 @@ class FunctionReward:
         self._positional = _is_positional(self.name, self._parameters)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Call the function on the readable images; rows that it answers with None or NaN are invalid.
-
-        Raises:
-            RewardError: the function raised, returned the wrong number of answers, or something that is no
-                number.
-        """
+        """Call the function on the readable images; rows that it answers with None or NaN are invalid."""
         request = read_request(self.name, images, prompts, metadata)
         readable = request.images.readable()
         rows = [row for row, _ in readable]

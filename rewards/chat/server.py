@@ -112,20 +112,12 @@ class ChatServer:
         max_new_tokens: int = 1024,
         top_logprobs: int = 0,
     ) -> list[list[T | AnswerError]]:
-        """K answers to each of B requests, read; a failure stands in the place of its answer.
+        """K answers to each of B requests, read; a failure stands in the place of its answer. A server that
+        no request can pass, and too many failures, end the call.
 
-        Args:
-            template: what is asked.
-            queries: B requests.
-            read: takes from an answer what the judge wants, or raises AnswerError.
-            answers: K.
-            seed: of the first answer; the next have the next ones.
-            temperature: of the draws; 0 takes the likeliest token always.
-            max_new_tokens: of an answer.
-            top_logprobs: alternatives of the first token to ask for; an answer may then end at the limit.
-
-        Raises:
-            RewardError: options that are not allowed, a server that no request can pass, too many failures.
+        `read` takes from an answer what the judge wants, or raises AnswerError. The first answer has the seed
+        and the next ones the next; `top_logprobs` alternatives of the first token are asked for, and an
+        answer may then end at the limit.
         """
         check_drawing(answers, temperature, max_new_tokens)
         urls = PictureUrls()

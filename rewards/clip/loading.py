@@ -87,21 +87,10 @@ def load_fine_tuned_clip(
     device: str | torch.device = "cpu",
     precision: str = "fp32",
 ) -> ClipParts:
-    """Load a fine-tuned contrastive model: as `ClipParts.save` wrote it, or as ICTHP published it.
-
-    Args:
-        model: what `find_folder` takes, also with the changes to a base alone (`save_changes`); or a bare
-            `pytorch_model.bin` of a CLIP ViT-H/14.
-        subfolder: looked into where the folder has it ("hp_backbone").
-        device: where the towers go.
-        precision: "fp32", "bf16" or "fp16".
-
-    Returns:
-        The parts. A published folder without config.json is read as CLIP ViT-H/14.
-
-    Raises:
-        FileNotFoundError: weights are missing.
-        RewardError: unknown name, or weights that do not fit (each key named).
+    """Load a fine-tuned contrastive model: as `ClipParts.save` wrote it (also the changes to a base alone,
+    `save_changes`), or as ICTHP published it, a bare `pytorch_model.bin` of a CLIP ViT-H/14 included.
+    `subfolder` is looked into where the folder has it ("hp_backbone"); one without config.json is read as
+    CLIP ViT-H/14.
     """
     file = Path(model)
     if file.is_file():

@@ -40,22 +40,10 @@ Tokenizer = Callable[..., Tensor]
 def load_open_clip(
     folder_or_name: str | Path, *, device: str | torch.device = "cpu", precision: str = "fp32"
 ) -> tuple[Any, dict[str, Any], Tokenizer]:
-    """Load a contrastive model in evaluation mode.
-
-    Args:
-        folder_or_name: a folder in the format above; a name of the package's own models ("shapes-clip"); a
-            hub id "organisation/model" (or "hf-hub:..."); or "architecture:tag" of open_clip
-            ("ViT-B-32:openai").
-        device: where the model goes.
-        precision: open_clip's precision, "fp32", "bf16" or "fp16".
-
-    Returns:
-        (open_clip model, its preprocess_cfg with size, mean, std, interpolation and resize_mode, tokenizer);
-        the model's parameters do not require gradients.
-
-    Raises:
-        FileNotFoundError: the folder lacks a part.
-        RewardError: the name is unknown, the parts do not fit together, or the tokenizer loses the end token.
+    """(open_clip model in evaluation mode whose parameters do not require gradients, its preprocess_cfg,
+    tokenizer) of a folder in the format above, a name of the package's own models ("shapes-clip"), a hub
+    id "organisation/model" (or "hf-hub:..."), or "architecture:tag" of open_clip ("ViT-B-32:openai"), in
+    "fp32", "bf16" or "fp16".
     """
     import open_clip
     from safetensors import SafetensorError

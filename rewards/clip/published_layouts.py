@@ -78,19 +78,9 @@ def load_transformers_clip(
     device: str | torch.device = "cpu",
     precision: str = "fp32",
 ) -> ClipParts:
-    """Load a `CLIPModel` folder, strictly.
-
-    Args:
-        folder: with config.json, weights, and where there are any tokenizer and preprocessor_config.json.
-            Without a tokenizer a vocabulary of 49408 gets CLIP's own, which comes with open_clip.
-        state: the weights, if they are not to be read from the folder.
-        config: of the model, if the folder has no config.json.
-        device: where the towers go.
-        precision: "fp32", "bf16" or "fp16".
-
-    Raises:
-        FileNotFoundError: config.json or weights are missing.
-        RewardError: keys or shapes do not fit, an unknown preprocessing, or no fitting tokenizer.
+    """Load a `CLIPModel` folder, strictly: config.json (or `config`), weights (or `state`), and where there
+    are any tokenizer and preprocessor_config.json. Without a tokenizer a vocabulary of 49408 gets CLIP's
+    own, which comes with open_clip.
     """
     from transformers import CLIPConfig, CLIPModel
     from transformers.initialization import no_init_weights

@@ -269,12 +269,7 @@ class ClipJudge:
         return None
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt); metadata is not looked at.
-
-        Raises:
-            FileNotFoundError: the model folder lacks a part.
-            RewardError: the model cannot be loaded.
-        """
+        """Score per (image, prompt); metadata is not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         notes = self.towers.read_prompts(request.prompts, reasons)

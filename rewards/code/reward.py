@@ -128,19 +128,7 @@ class CodeTests:
         return text_scores([verdict for verdict, _ in judged], self.unit, parts=parts)
 
     def run(self, code: str, tests: Any) -> list[TestResult]:
-        """The result of each test of a piece of code.
-
-        Args:
-            code: Python source.
-            tests: as in a metadata record.
-
-        Returns:
-            One result per test.
-
-        Raises:
-            ValueError: tests that cannot be read.
-            RewardError: the sandbox broke.
-        """
+        """The result of each test (as in a metadata record) of a piece of Python source."""
         return self._results(code, read_tests(tests))
 
     def _results(self, code: str, listed: list[dict[str, Any]]) -> list[TestResult]:

@@ -90,11 +90,7 @@ class Calibrated:
         *,
         scale: Scale = "better",
     ) -> Calibrated:
-        """Score a reference set and take its valid scores.
-
-        Raises:
-            ValueError: fewer than two images could be judged.
-        """
+        """Score a reference set and take its valid scores."""
         scores = reward.score(images, prompts, metadata)
         std = None if scores.std is None else scores.std[scores.valid]
         return cls(reward, scores.value[scores.valid], std=std, scale=scale)

@@ -120,10 +120,8 @@ class Ensemble:
         return sign * (value - mean) / std
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Judge with every member; images are read once for all of them.
-
-        Raises:
-            RewardError: a member raised, or did not return one score per image; by its label.
+        """Judge with every member; images are read once for all of them. A member that raises, or does not
+        return one score per image, is named by its label.
         """
         request = read_request(self.name, images, prompts, metadata)
         found = request.images.readable()

@@ -103,11 +103,7 @@ class UncertaintyUsed:
         return replace(found, options={**found.options, "uncertainty": used})
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """The reward's scores with its uncertainty used.
-
-        Raises:
-            RewardError: the reward raised, or gives no standard deviation.
-        """
+        """The reward's scores with its uncertainty used."""
         with Naming(self.reward.name):
             scores = self.reward.score(images, prompts, metadata)
         if scores.std is None:

@@ -139,12 +139,7 @@ class LoraEnsembleReward:
 
     @classmethod
     def from_pretrained(cls, place: str | Path, **options: Any) -> LoraEnsembleReward:
-        """Load an ensemble's folder at once.
-
-        Args:
-            place: folder, packaged name or hub id.
-            **options: see the class.
-        """
+        """Load an ensemble's folder, packaged name or hub id at once."""
         judge = cls(place, **options)
         _ = judge.model
         return judge
@@ -191,14 +186,8 @@ class LoraEnsembleReward:
         self._keep(model)
 
     def save(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write the members into one folder that names its base.
-
-        Args:
-            folder: is made; gets members.safetensors and judge.json.
-            dtype: of the members' weights; float16 where that loses nothing, else float32, when None.
-
-        Raises:
-            ValueError: the judge was made from a module, and no base was named.
+        """Write the members into one folder (members.safetensors, judge.json) that names its base; float16
+        where that loses nothing, else float32, unless `dtype` says otherwise.
         """
         model = self.model
         if self._base is None:

@@ -92,12 +92,7 @@ class HPSv3:
 
     @classmethod
     def from_pretrained(cls, place: str | Path, **options: Any) -> HPSv3:
-        """Load a folder at once.
-
-        Args:
-            place: the folder.
-            **options: see the class.
-        """
+        """Load a folder at once."""
         judge = cls(place, **options)
         _ = judge.model
         return judge

@@ -102,13 +102,7 @@ class HPSv3Model(nn.Module):
 
     @classmethod
     def new(cls, engine: VisionLanguageEngine, *, seed: int = 0, **options: Any) -> HPSv3Model:
-        """A model whose head is to be trained; adds the token where it is missing.
-
-        Args:
-            engine: the vision-language model.
-            seed: of the head's weights.
-            **options: see the class.
-        """
+        """A model whose head is to be trained, with weights of the seed; adds a missing token."""
         size = engine.model.config.get_text_config().hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -118,10 +112,8 @@ class HPSv3Model(nn.Module):
         return model
 
     def add_token(self, embedding: Tensor | None = None) -> None:
-        """Give the tokenizer its reward token, and the model a row for it, where they are missing.
-
-        Args:
-            embedding: [H] of the token; the mean of all others when None.
+        """Give the tokenizer its reward token, and the model a row for it, where they are missing; its
+        embedding is the mean of all others when None.
         """
         from transformers import AddedToken
 
@@ -146,11 +138,8 @@ class HPSv3Model(nn.Module):
         self.engine.rows.refresh()
 
     def encode(self, images: Sequence[Tensor], prompts: Sequence[str]) -> HPSv3Batch:
-        """Pictures and prompts as rows; may be done once for a whole training set.
-
-        Args:
-            images: B tensors [3, H, W], float in [0, 1] or uint8.
-            prompts: B strings.
+        """B pictures [3, H, W], float in [0, 1] or uint8, and prompts as rows; may be done once for a whole
+        training set.
         """
         queries = [
             Query(images=[image], prompt=prompt) for image, prompt in zip(images, prompts, strict=True)
@@ -160,11 +149,7 @@ class HPSv3Model(nn.Module):
         return HPSv3Batch([row for _, row in kept], [place for place, _ in kept], reasons)
 
     def features(self, batch: HPSv3Batch) -> Tensor:
-        """Hidden states [N, H] float32 at the reward tokens: all that training the head alone needs.
-
-        Args:
-            batch: from `encode`.
-        """
+        """Hidden states [N, H] float32 at the reward tokens: all that training the head alone needs."""
         return self.engine.states(batch.rows)
 
     def read(self, features: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,12 +96,8 @@ class GroupWinRate:
         """Comparisons asked since the reward was made."""
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Win rates of B images, groups in any order.
-
-        Raises:
-            ValueError: some records lack the group's key, or all do and it is not the default; or images of
-                one group have different prompts.
-            RewardError: the judge raised, or did not return one preference per pair.
+        """Win rates of B images, groups in any order; all records or none have the group's key, and a group
+        has one prompt.
         """
         request = read_request(self.name, images, prompts, metadata)
         labels = self._labels(request)

@@ -233,11 +233,7 @@ class RewardDancePairs(_YesNoJudge):
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
-        """Compare B pairs of images; metadata is not looked at.
-
-        Raises:
-            ValueError: the lengths differ.
-        """
+        """Compare B pairs of images; metadata is not looked at."""
         return self._compare(*read_pairs(self.name, left, right, prompts, metadata))
 
     def compare_pairs(

@@ -134,16 +134,9 @@ class Hp(ClipJudge):
     def save(
         self, folder: str | Path, dtype: torch.dtype = torch.float16, *, base: str | None = None
     ) -> None:
-        """Write towers, config, tokenizer and head, which `from_pretrained` reads again.
-
-        Args:
-            folder: is made.
-            dtype: of the towers' weights on disk; the head is float32.
-            base: packaged name, hub id, or folder relative to `folder`, that the towers were trained from; of
-                them only what differs is then written.
-
-        Raises:
-            RewardError: the towers do not come from that base.
+        """Write towers, config, tokenizer and head (float32), which `from_pretrained` reads again. `dtype` is
+        that of the towers' weights on disk; with `base` (packaged name, hub id, or folder relative to
+        `folder`), from which they were trained, only what differs of them is written.
         """
         from safetensors.torch import save_file
 

@@ -67,12 +67,7 @@ class IctHp:
         self.ict, self.hp = Ict(ict, device=device, **towers), Hp(hp, device=device, **towers)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Product per (image, prompt), with parts "ict", "hp" and "cut"; metadata is not looked at.
-
-        Raises:
-            FileNotFoundError: a model folder lacks a part.
-            RewardError: a model cannot be loaded.
-        """
+        """Product per (image, prompt), with parts "ict", "hp" and "cut"; metadata is not looked at."""
         ict = self.ict.score(images, prompts, metadata)
         hp = self.hp.score(images, prompts, metadata)
         factor = hp.value if self.mode == "paper" else hp.value.sigmoid()

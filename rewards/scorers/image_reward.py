@@ -179,12 +179,7 @@ class ImageReward:
         }
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt), the raw output among the parts; metadata is not looked at.
-
-        Raises:
-            FileNotFoundError: the folder lacks a part.
-            RewardError: the model is not on disk, or its weights do not fit.
-        """
+        """Score per (image, prompt), the raw output among the parts; metadata is not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         tokens, mask, notes = self._tokens(request.prompts)
@@ -308,19 +303,9 @@ def build(
     med_config: Path | None = None,
     vision_heads: int | None = None,
 ) -> ImageRewardModel:
-    """The network of a published state dict, its sizes read off the weights.
-
-    Args:
-        state: ImageReward.pt.
-        where: its path, for messages.
-        med_config: BLIP's med_config.json; BERT-base when None.
-        vision_heads: attention heads of the image tower; width / 64 when None.
-
-    Returns:
-        The network in evaluation mode, float32, without gradients.
-
-    Raises:
-        RewardError: names each missing, unexpected or ill-shaped key.
+    """The network of a published state dict in evaluation mode, float32, without gradients, its sizes read
+    off the weights. `where` is its path, for messages; `med_config` is BLIP's (BERT-base when None);
+    `vision_heads` of the image tower are width / 64 when None.
     """
     from transformers.initialization import no_init_weights
 

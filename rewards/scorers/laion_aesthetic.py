@@ -65,12 +65,7 @@ class LaionAesthetic(ClipJudge):
         super().__init__(model, device=device, **towers)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Rate each image; prompts and metadata are not looked at.
-
-        Raises:
-            FileNotFoundError: the head's file or a part of the model folder is missing.
-            RewardError: a file cannot be loaded, or head and tower do not fit.
-        """
+        """Rate each image; prompts and metadata are not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, features = self.towers.image_features(request, reasons)

@@ -86,11 +86,8 @@ class TextFunctionReward:
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """Call the function; rows that it answers with None or NaN are invalid.
-
-        Raises:
-            RewardError: the function raised (unless masked), returned the wrong number of answers, something
-                that is no number, or one outside its range.
+        """Call the function; rows that it answers with None or NaN are invalid. What it raises (unless
+        masked), and an answer of another form or outside its range, are errors by its name.
         """
         request = read_text_request(self.name, completions, prompts, metadata)
         if not len(request):

@@ -84,15 +84,7 @@ class ImplicitProcessReward:
 
     @torch.no_grad()
     def score_rollout(self, rollout: TextRollout) -> ImplicitScores:
-        """Judge every token and every step.
-
-        Returns:
-            Rewards of tokens, prefixes, completions and steps; `steps.tokens("last")` puts the sum of a step
-            on its last token.
-
-        Raises:
-            UserError: the tokenizer does not give the rollout's texts back.
-        """
+        """Judge each token and step; `steps.tokens("last")` puts the sum of a step on its last token."""
         own = model_log_prob(self.policy, rollout).cpu()
         other = reference_log_prob(self.policy, rollout, reference=self.reference_policy).cpu()
         finite = torch.isfinite(own - other).all(1)

@@ -129,14 +129,7 @@ class ProcessRewardModel:
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
 
     def steps(self, completions: Sequence[str], prompts: Sequence[Prompt]) -> StepScores:
-        """Judge every step.
-
-        Returns:
-            Spans and probabilities per completion.
-
-        Raises:
-            UserError: a prompt is a conversation and there is no chat template.
-        """
+        """Spans and probabilities of every step of each completion."""
         request = read_text_request(self.name, completions, prompts, None)
         spans = [self.reading.spans(completion) for completion in request.completions]
         prob = [torch.full((len(found),), math.nan) for found in spans]
@@ -178,17 +171,9 @@ class ProcessRewardModel:
         return make_scores(parts[self.aggregate], judged.reason, self.unit, parts=parts, text=text)
 
     def score_rollout(self, rollout: TextRollout, *, tokenizer: Any = None) -> StepRewards:
-        """Judge the steps of a rollout and say which tokens they are.
-
-        Args:
-            rollout: B completions. One that met the length limit is judged with its unfinished last step.
-            tokenizer: of the policy that wrote it; that of this model when None.
-
-        Returns:
-            Rewards [B, K] and the steps of the tokens [B, T]; `tokens()` gives process rewards [B, T].
-
-        Raises:
-            UserError: the tokenizer does not give the rollout's texts back.
+        """Rewards [B, K] of the steps of a rollout, and which tokens [B, T] they are; `tokens()` gives
+        process rewards [B, T]. A completion that met the length limit is judged with its unfinished last
+        step. The tokenizer is that of the policy that wrote it; of this model when None.
         """
         judged = self.steps(list(rollout.text), list(rollout.prompt))
         step = step_index(rollout, self.tokenizer if tokenizer is None else tokenizer, self.reading)

@@ -77,11 +77,7 @@ class RewardModel:
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """One logit per completion; metadata is not looked at.
-
-        Raises:
-            RewardError: a prompt is a conversation and there is no chat template.
-        """
+        """One logit per completion; metadata is not looked at."""
         request = read_text_request(self.name, completions, prompts, metadata)
         verdicts = [TextVerdict()] * len(request)
         encoded: dict[int, list[int]] = {}

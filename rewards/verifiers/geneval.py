@@ -127,11 +127,7 @@ class GenEval:
         )
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Judge B images by B records in GenEval's layout; the prompts are not looked at.
-
-        Raises:
-            RewardError: the detector or CLIP cannot be loaded.
-        """
+        """Judge B images by B records in GenEval's layout; the prompts are not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows: list[int] = []

@@ -91,11 +91,7 @@ class OcrReward:
         return Identity(judge=self.name, model=model, options=options)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Judge B pictures; each distinct one is read once.
-
-        Raises:
-            RewardError: the engine is not installed, raised, or returned no text.
-        """
+        """Judge B pictures; each distinct one is read once."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, pictures, targets = [], [], []

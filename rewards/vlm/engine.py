@@ -125,16 +125,9 @@ class VisionLanguageEngine:
         attention: str = "sdpa",
         **options: Any,
     ) -> VisionLanguageEngine:
-        """Load a model with its processor and its `judge.json`.
-
-        Args:
-            folder_or_id: a folder as `save_pretrained` writes it, a packaged name, or a hub id.
-            device: where it runs.
-            dtype: of the weights; heads and scores are float32 always.
-            positions: see the class.
-            adapter: a LoRA as peft saves it, merged into the weights.
-            attention: implementation of attention of transformers.
-            **options: see the class.
+        """Load a model with its processor and its `judge.json`: a folder as `save_pretrained` writes it, a
+        packaged name, or a hub id. `adapter` is a LoRA as peft saves it, merged into the weights,
+        `attention` an implementation of transformers, `options` those of the class.
 
         Raises:
             FileNotFoundError: the folder or a part of it is missing.
@@ -147,12 +140,7 @@ class VisionLanguageEngine:
         return cls(loaded.model, loaded.processor, positions=positions, **options)
 
     def template(self, kind: str, default: Template) -> Template:
-        """The folder's template of a kind, or the given one.
-
-        Args:
-            kind: "yes_no", "rating", "pair", "hpsv3", ...
-            default: where the folder has none.
-        """
+        """The folder's template of a kind ("yes_no", "rating", "pair", "hpsv3", ...), or the given one."""
         return self.settings.templates.get(kind, default)
 
     def token_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
@@ -173,18 +161,8 @@ class VisionLanguageEngine:
     def encode(
         self, template: Template, queries: Sequence[Query], *, at: str | None = None
     ) -> tuple[list[TokenRow | None], list[str | None]]:
-        """Requests as rows; nothing is run.
-
-        Args:
-            template: what is asked.
-            queries: B requests.
-            at: special token whose place is read; None for the last position.
-
-        Returns:
-            (B rows or None, B reasons or None).
-
-        Raises:
-            RewardError: the template does not fit the requests or the model.
+        """(rows or None, reasons or None) of B requests; nothing is run. `at` is the special token whose
+        place is read; None reads the last position.
         """
         rows: list[TokenRow | None] = []
         reasons: list[str | None] = []
@@ -212,12 +190,8 @@ class VisionLanguageEngine:
 
     @torch.no_grad()
     def hidden(self, template: Template, queries: Sequence[Query], *, at: str | None = None) -> HiddenStates:
-        """Hidden states of requests.
-
-        Args:
-            template: what is asked.
-            queries: B requests.
-            at: special token whose place is read, exactly one in each; None for the last position.
+        """Hidden states of requests at one special token, of which each holds exactly one, or at the last
+        position.
         """
         rows, reasons = self.encode(template, queries, at=at)
         size = self.model.config.get_text_config().hidden_size
@@ -227,13 +201,8 @@ class VisionLanguageEngine:
     def answer_logits(
         self, template: Template, queries: Sequence[Query], ids: Sequence[int], *, left_over: bool = False
     ) -> AnswerLogits:
-        """Logits of some tokens where the answer begins.
-
-        Args:
-            template: what is asked.
-            queries: B requests.
-            ids: K token ids.
-            left_over: also give the logsumexp over the whole vocabulary.
+        """Logits of K tokens where the answer begins; with `left_over` also the logsumexp over the whole
+        vocabulary.
         """
         rows, reasons = self.encode(template, queries)
 
@@ -255,18 +224,8 @@ class VisionLanguageEngine:
         temperature: float = 1.0,
         max_new_tokens: int = 256,
     ) -> JudgeAnswers:
-        """Answers to requests; an answer depends on its request, its number and the seed alone.
-
-        Args:
-            template: what is asked.
-            queries: B requests.
-            answers: K of each request.
-            seed: of the draws.
-            temperature: of the draws; 0 takes the likeliest token always.
-            max_new_tokens: of an answer.
-
-        Raises:
-            RewardError: options that are not allowed.
+        """K `answers` to each request; an answer depends on its request, its number and the seed alone.
+        Temperature 0 takes the likeliest token always.
         """
         rows, reasons = self.encode(template, queries)
         return generate_answers(
@@ -291,11 +250,7 @@ class VisionLanguageEngine:
         self.settle()
 
     def settle(self, weights: str = "") -> None:
-        """Take what is in memory for the weights of files.
-
-        Args:
-            weights: fingerprint of the files; "" where there are none.
-        """
+        """Take what is in memory for the weights of files with this fingerprint; "" where there are none."""
         self._print = WeightPrint(self.model, weights or None)
 
     @property

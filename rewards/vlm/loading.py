@@ -47,12 +47,7 @@ def load_seeing_model(
     attention: str,
     merge: bool = True,
 ) -> LoadedModel:
-    """See `VisionLanguageEngine.from_pretrained`.
-
-    Raises:
-        FileNotFoundError: the folder or a part of it is missing.
-        RewardError: what it holds cannot be used.
-    """
+    """See `VisionLanguageEngine.from_pretrained`."""
     from transformers import AutoModelForImageTextToText
 
     own = resolve_model(folder_or_id)
