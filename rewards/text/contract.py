@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class TextRule:
     unit: str
     range = (0.0, 1.0)
     higher_is_better = True
+    judge: Callable[[str, Mapping[str, Any]], TextVerdict]
+    """What the rule says of one completion."""
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
@@ -54,10 +56,6 @@ class TextRule:
         request = read_text_request(self.name, completions, prompts, metadata)
         records = [record or {} for record in request.metadata]
         return text_scores(list(map(self.judge, request.completions, records)), self.unit)
-
-    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """What the rule says of one completion."""
-        raise NotImplementedError
 
 
 def read_text_request(
