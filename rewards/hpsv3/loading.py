@@ -14,7 +14,7 @@ with `{prompt}` and the reward token, into a `judge.json` beside the file ({"tem
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -269,8 +269,3 @@ def current_keys(state: Mapping[str, V]) -> dict[str, V]:
             )
         renamed[new] = value
     return renamed
-
-
-def is_old_layout(keys: Iterable[str]) -> bool:
-    """Whether some weights have the names of transformers 4."""
-    return any(current_key(key) != key for key in keys)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from visalign.core.preference.fidelity import FLOOR
 from visalign.interfaces import Metadata, Preferences, Scores
-from visalign.rewards.base.contract import Request, RewardError, make_scores, read_request
+from visalign.rewards.base.contract import Request, RewardError, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.reading.numbers import AnswerError
@@ -139,17 +139,13 @@ class VisualQuality:
         reasons = list(request.images.reasons)
         rows, queries = requests(blank, self.template, reasons)
         found = self._direct(queries) if self._digits is not None else self._sampled(queries)
-        size = len(request)
-        columns = {key: torch.full((size,), torch.nan) for key in found.columns}
-        text = [""] * size
-        for place, row in enumerate(rows):
-            reasons[row] = found.reasons[place]
-            text[row] = found.texts[place]
-            for key, column in found.columns.items():
-                columns[key][row] = column[place]
+        size, text = len(request), [""] * len(request)
+        columns = {key: scatter(column, rows, size) for key, column in found.columns.items()}
+        for row, reason, said in zip(rows, found.reasons, found.texts, strict=True):
+            reasons[row], text[row] = reason, said
         value, std = columns.pop("value"), columns.pop("std", None)
-        said = text if any(text) else None
-        return make_scores(value, reasons, self.unit, std=std, parts=columns, text=said)
+        shown = text if any(text) else None
+        return make_scores(value, reasons, self.unit, std=std, parts=columns, text=shown)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from visalign.rewards.chat.yes_no import read_yes_no
-from visalign.rewards.hpsv3.loading import current_key, current_keys, is_old_layout, smart_resize
+from visalign.rewards.hpsv3.loading import current_key, current_keys, smart_resize
 from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.reading.ratings import (
@@ -475,7 +475,6 @@ def test_key_map():
         "lm_head.weight": 4,
     }
     assert current_keys(new) == new
-    assert is_old_layout(old) and not is_old_layout(new)
     assert current_key("modelling.x") == "modelling.x"
     with pytest.raises(ValueError, match=r"'model.visual.a' under its old name and its new one"):
         current_keys({"visual.a": 1, "model.visual.a": 2})

@@ -66,17 +66,8 @@ class Completion:
 
 
 def read_completion(reply: Mapping[str, Any], request: CompletionRequest) -> Completion:
-    """Read one answer of /v1/completions.
-
-    Args:
-        reply: the JSON object.
-        request: what was asked for.
-
-    Returns:
-        Ids and log-probs as the server gave them.
-
-    Raises:
-        ServerError: something is missing, or contradicts itself or the request.
+    """Ids and log-probs of one answer of /v1/completions as the server gave them; `ServerError` where
+    something is missing, or contradicts itself or the request.
     """
     choices = reply.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -115,23 +106,11 @@ def first_end(
     strings: Sequence[str],
     decode: Callable[[list[int]], str],
 ) -> tuple[int, StopReason]:
-    """Where the completion ends by the rules of `StoppingCriteria`, whatever the server went on to draw.
+    """(tokens that stay, why it ended there): where the completion ends by the rules of `StoppingCriteria`,
+    whatever the server went on to draw. A stop that its tokens do not show is a `ServerError`.
 
     Cutting at the first end changes no probability: whether a token ends the completion follows from the
-    tokens up to it.
-
-    Args:
-        completion: what the server drew.
-        request: what was asked for.
-        ends: end tokens.
-        strings: stop strings.
-        decode: ids to text, special tokens included.
-
-    Returns:
-        (tokens that stay, why it ended there).
-
-    Raises:
-        ServerError: the server stopped for a reason that its tokens do not show.
+    tokens up to it. `decode` takes ids to text, special tokens included.
     """
     ids = completion.ids
     end = next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids) + 1)

@@ -26,24 +26,13 @@ _PROCESSED = "Start vLLM (0.10.2 or newer) with --logprobs-mode processed_logpro
 
 
 def needs_processed(sampling: Sampling) -> bool:
-    """Whether log-probs of the raw logits are not those of the draw.
-
-    Args:
-        sampling: how tokens are drawn.
-    """
+    """Whether log-probs of the raw logits are not those of the draw."""
     return not sampling.greedy and (sampling.scale != 1 or sampling.truncates)
 
 
 def check_sampling(sampling: Sampling, mode: LogprobsMode, max_logprobs: int) -> None:
-    """Refuse ways of sampling whose log-probs the server does not give.
-
-    Args:
-        sampling: how tokens are to be drawn.
-        mode: what the server's log-probs are of.
-        max_logprobs: the most that it lists per token.
-
-    Raises:
-        UserError: naming what was asked for and what would serve.
+    """Refuse ways of sampling whose log-probs the server does not give: `mode` says what its log-probs are
+    of, `max_logprobs` the most that it lists per token.
     """
     if sampling.greedy:
         return
@@ -77,17 +66,10 @@ def request_body(
     ends: Sequence[int],
     seed: int,
 ) -> dict[str, Any]:
-    """The body of one request to /v1/completions.
+    """The body of one request to /v1/completions. `ends` are sent as stop tokens, with the server's own
+    switched off.
 
     What a server would take from the model's generation config if it were left out (vLLM does) is sent too.
-
-    Args:
-        request: prompt, limit, and how many log-probs.
-        model: its name on the server.
-        sampling: how tokens are drawn.
-        stopping: stop strings.
-        ends: end tokens; sent as stop tokens, with the server's own switched off.
-        seed: of the sample.
     """
     drawn = Sampling(temperature=0.0) if sampling.greedy else sampling
     return {
@@ -118,20 +100,11 @@ def request_body(
 
 
 def check_processed(connection: ServerConnection, model: str, prompt: Sequence[int]) -> bool:
-    """Ask whether log-probs follow the temperature, by one token at temperature 1 and one at 2.
+    """Ask whether log-probs follow the temperature, by one token (behind any token ids) at temperature 1 and
+    one at 2: an error if not, False if the probe cannot tell, because the tokens are about equally
+    probable.
 
     Processed log-probs of two tokens lie half as far apart at temperature 2, raw ones equally far.
-
-    Args:
-        connection: of the server.
-        model: its name there.
-        prompt: any token ids.
-
-    Returns:
-        True if they do; False if the probe cannot tell, because the tokens are about equally probable.
-
-    Raises:
-        ServerError: they do not, or the probe got no log-probs.
     """
     request = CompletionRequest(
         url=connection.url("completions"), sample=0, prompt=prompt, limit=1, listed=_PROBED

@@ -37,21 +37,8 @@ def server_rollout(
     stopping: StoppingCriteria,
     ends: Sequence[int],
 ) -> TextRollout:
-    """Put B completions together.
-
-    Args:
-        found: sample -> its request and completion; samples that are not there had too long a prompt.
-        batch: the prompts.
-        tokenizer: for texts and stop strings.
-        sampling: what the tokens were drawn with.
-        stopping: length limit and stop strings.
-        ends: end tokens.
-
-    Returns:
-        The rollout; unknown numbers are NaN.
-
-    Raises:
-        ServerError: a completion whose end its tokens do not show.
+    """Put B completions together: sample -> its request and completion; samples that are not there had too
+    long a prompt. Unknown numbers are NaN.
     """
     source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
     count = len(source)
@@ -132,13 +119,7 @@ def _numbers(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special: bool) -> str:
-    """Text of a completion, blanks as they are.
-
-    Args:
-        tokenizer: of the model.
-        ids: the tokens.
-        special: whether special tokens are shown.
-    """
+    """Text of a completion, blanks as they are; `special` shows special tokens."""
     text: Any = tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     return text
 

@@ -14,14 +14,7 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """The config and the weights of an adapter.
-
-    Args:
-        folder: as peft's `save_pretrained` writes it.
-
-    Raises:
-        UserError: one of them is missing.
-    """
+    """The config and the weights of an adapter in a folder as peft's `save_pretrained` writes it."""
     weights = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
     if not (folder / _CONFIG).is_file() or not weights:
         raise UserError(
@@ -37,12 +30,6 @@ def adapter_name(folder: Path) -> str:
 
     vLLM's prefix cache goes by the adapter's name: under one name for all it would hand out what it computed
     with the weights before (vllm-project/vllm, issues 30931 and 42125). A resumed run finds its own again.
-
-    Args:
-        folder: of the adapter.
-
-    Raises:
-        UserError: a folder without an adapter.
     """
     digest = hashlib.sha256()
     for file in adapter_files(folder):
@@ -52,15 +39,8 @@ def adapter_name(folder: Path) -> str:
 
 
 def load_adapter(connection: ServerConnection, name: str, where: str) -> None:
-    """Let the server load an adapter.
-
-    Args:
-        connection: of the server.
-        name: for the adapter; one that is loaded already under it has the same bytes and stays.
-        where: the folder as the server sees it.
-
-    Raises:
-        ServerError: the server refused.
+    """Let the server load an adapter from the folder as the server sees it; one that is loaded already under
+    its name has the same bytes and stays.
     """
     try:
         connection.tell("load_lora_adapter", {"lora_name": name, "lora_path": where})
@@ -76,15 +56,7 @@ def load_adapter(connection: ServerConnection, name: str, where: str) -> None:
 
 
 def unload_adapter(connection: ServerConnection, name: str) -> None:
-    """Let the server forget an adapter; one that it has forgotten already is no error.
-
-    Args:
-        connection: of the server.
-        name: of the adapter.
-
-    Raises:
-        ServerError: the server refused.
-    """
+    """Let the server forget an adapter; one that it has forgotten already is no error."""
     try:
         connection.tell("unload_lora_adapter", {"lora_name": name})
     except ServerError as error:
@@ -93,14 +65,7 @@ def unload_adapter(connection: ServerConnection, name: str) -> None:
 
 
 def served_models(connection: ServerConnection) -> dict[str, dict[str, object]]:
-    """What /v1/models lists, by name; empty for a server without such a list.
-
-    Args:
-        connection: of the server.
-
-    Raises:
-        ServerError: the server cannot be reached, or answers otherwise.
-    """
+    """What /v1/models lists, by name; empty for a server without such a list."""
     try:
         listed = connection.get("models").get("data")
     except ServerError as error:
