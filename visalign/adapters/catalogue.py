@@ -122,11 +122,11 @@ def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: floa
     """
     if guidance is None:
         return False
-    if adapter in (None, "pipeline"):
-        family = FAMILIES.get(FAMILY_OF.get(pipeline_index(folder_or_id).get("_class_name", ""), ""))
-        if family is not None:
-            return guidance > family.off and family.guidance in ("concatenated", "two calls")
-    return guidance > 1
+    kind = pipeline_index(folder_or_id).get("_class_name") if adapter in (None, "pipeline") else None
+    if kind not in FAMILY_OF:
+        return guidance > 1
+    family = FAMILIES[FAMILY_OF[kind]]
+    return guidance > family.off and family.guidance in ("concatenated", "two calls")
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `PipelinePolicy` adds to the network's own passes: processor time of a velocity of 3 latents, less that
+of the same calls of the network alone, on a tiny pipeline of each family.
+
+    python tests/benchmarks/pipeline_call.py [FAMILY ...]
+
+The claim, at most 5 ms, is refuted by a family above it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.support.tiny_pipelines import TINY, tiny_pipeline
+from visalign.adapters import LoraSettings, PipelinePolicy
+
+ROUNDS = 40
+
+
+def fastest(work: Callable[[], Any]) -> float:
+    """Milliseconds of processor time."""
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.process_time()
+        work()
+        times.append(time.process_time() - begin)
+    return 1e3 * min(times)
+
+
+def main(names: list[str]) -> None:
+    """Print a line for each family."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in names:
+        pipe, options = tiny_pipeline(name)
+        policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+        policy._halves.apart = False  # both halves in one batch, as in the calls that are compared with
+        x, sigma = torch.randn(3, *policy.latent_shape), torch.full((3,), 0.5)
+        condition = policy.encode(["a red circle", "two blue squares!", "a red circle"])
+        seen: list[tuple[Any, ...]] = []
+
+        def note(network: Any, args: Any, kwargs: Any, seen: list[tuple[Any, ...]] = seen) -> None:
+            seen.append((network, args, kwargs))
+
+        hooks = [n.register_forward_pre_hook(note, with_kwargs=True) for n in policy.networks.values()]
+        with torch.no_grad():
+            policy.velocity(x, sigma, condition)
+            for hook in hooks:
+                hook.remove()
+            bare = fastest(lambda seen=seen: [n(*args, **kwargs) for n, args, kwargs in seen])
+            whole = fastest(lambda p=policy, x=x, s=sigma, c=condition: p.velocity(x, s, c))
+        print(
+            f"{name:14s} network {bare:6.2f} ms  velocity {whole:6.2f} ms  more {whole - bare:5.2f} ms",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(TINY))

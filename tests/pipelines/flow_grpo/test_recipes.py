@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of real models, each run on a tiny random pipeline of its family, which it must fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.tiny_pipelines import tiny_pipeline
+from tests.support.training_toy import Brightness
+from visalign.adapters import LoraSettings, PipelinePolicy
+from visalign.adapters.pipeline.families import FAMILIES
+from visalign.pipelines.flow_grpo.plan import planned_cost
+from visalign.pipelines.jobs import load_job
+from visalign.training import FlowGRPO, RunSettings, Trainer
+
+RECIPES = {
+    "sd35_flow_grpo": "sd3",
+    "flux1_flow_grpo": "flux",
+    "flux2_klein_flow_grpo": "flux2_klein",
+    "qwen_image_flow_grpo": "qwen_image",
+    "z_image_flow_grpo": "z_image",
+    "sdxl_flow_grpo": "sdxl",
+    "sd15_ddpo": "sd15",
+    "wan_flow_grpo": "wan",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
+    config, family = load_job(name, []).config, RECIPES[name]
+    pipe, options = tiny_pipeline(family)
+    options.pop("guidance", None)
+    policy = PipelinePolicy(
+        pipe, lora=LoraSettings(rank=2, alpha=4), **{**options, "guidance": config.model.guidance}
+    )
+    frozen = {n: p.clone() for n, p in policy.module.named_parameters() if not p.requires_grad}
+    before = [p.clone() for _, p in policy.trainable_parameters()]
+    rollout = replace(
+        config.rollout, prompts_per_iteration=2, group_size=4, steps=min(10, config.rollout.steps)
+    )
+    algorithm = FlowGRPO(
+        policy,
+        Brightness(),
+        [{"prompt": "a red circle"}, {"prompt": "two blue squares!"}],
+        rollout=rollout,
+        objective=config.objective,
+    )
+    trainer = Trainer(
+        algorithm,
+        optimizer=replace(config.optimizer, lr=1e-3, updates_per_iteration=1),
+        run=RunSettings(folder=tmp_path, iterations=2),
+    )
+    start = policy.forward_count.equivalents
+    result = trainer.train()
+    assert result.counters.updates == 2 and result.counters.skipped == 0
+    assert all(torch.equal(p, frozen[n]) for n, p in policy.module.named_parameters() if n in frozen)
+    assert any(not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True))
+    (tmp_path / "model").mkdir()
+    index = {"_class_name": FAMILIES[family].pipelines[0]}
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps(index))
+    model = replace(config.model, path=str(tmp_path / "model"))
+    planned = planned_cost(replace(config, model=model, rollout=rollout))
+    assert policy.forward_count.equivalents - start == planned * 2 * 8
