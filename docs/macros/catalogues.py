@@ -54,6 +54,21 @@ def judges() -> str:
     return table(("name", "what it is", "unit", "offers", "packaged model", "file in rewards/"), rows)
 
 
+def families() -> str:
+    """Every family of diffusers pipelines that is a policy."""
+    from visalign.adapters.pipeline.families import FAMILIES
+
+    rows = []
+    for name, family in FAMILIES.items():
+        usual = "" if family.usual is None else f"{family.usual:g}"
+        off = "" if family.guidance == "embedded" else f"{family.off:g}"
+        makes = "pictures" if family.frames is None else "videos"
+        times = "any" if family.mixed else "one"
+        kinds = ", ".join(code(kind) for kind in family.pipelines)
+        rows.append((code(name), kinds, makes, family.guidance, off, usual, times))
+    return table(("family", "pipelines", "makes", "guidance", "off", "usual", "times"), rows)
+
+
 def text_rewards() -> str:
     """Every reward for text by name."""
     rows = []

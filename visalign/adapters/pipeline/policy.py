@@ -9,7 +9,6 @@ call, 1 to 4 ms (`docs/reference/families.md`).
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.guiders import ClassifierFreeGuidance
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
@@ -28,8 +26,8 @@ from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
+from .arguments import call_arguments, checked_guidance, known_family
 from .condition import Encoded, PipelineCondition, join, lengths, named
-from .families import FAMILIES, PIPELINES, Family
 from .guidance import Halves
 from .lora import add_lora, load_lora, save_lora, settings_of
 from .schedulers import handing_scheduler, time_of
@@ -84,30 +82,23 @@ class PipelinePolicy:
         Raises:
             UserError: a pipeline of no known family, or arguments that it cannot be used with.
         """
-        self.family = _family(pipe)
+        self.family = known_family(type(pipe).__name__, "The pipeline")
         self.pipe, self._own_scheduler = pipe, pipe.scheduler
         self._arguments = inspect.signature(type(pipe).__call__).parameters
         self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
-        self.networks: dict[str, Any] = {
-            name: getattr(pipe, name)
-            for name in self.family.networks
-            if getattr(pipe, name, None) is not None
-        }
+        found = {name: getattr(pipe, name, None) for name in self.family.networks}
+        self.networks: dict[str, Any] = {name: part for name, part in found.items() if part is not None}
         self._mixed = self.family.mixed and len(self.networks) == 1  # the time decides which network it is
-        self.guidance = self._checked_guidance(guidance)
+        self.guidance = checked_guidance(pipe, self.family, guidance)
         self.negative_prompt = self.family.negative if negative_prompt is None else negative_prompt
         self.decode_batch = decode_batch
-        self._fixed = {**self._size(image_size, num_frames), **self._more(call), **self.family.fixed}
+        self._fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
         if lora_path is not None:
             lora = settings_of(Path(lora_path), 0 if lora is None else lora.seed)
         network = next(iter(self.networks.values()))
         self.storage_dtype: torch.dtype = torch.float32 if lora is None else network.dtype
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = self._make_trainable(lora, gradient_checkpointing)
-        pipe.set_progress_bar_config(disable=True)
-        for name, part in pipe.components.items():
-            if isinstance(part, nn.Module) and name not in self.networks:
-                part.requires_grad_(False).eval()
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         self.lora = lora
         if lora_path is not None:
@@ -115,21 +106,7 @@ class PipelinePolicy:
         self._trained = TrainedWeights(self.module, layers if lora_path is None else None)
         self._forward_count = ForwardCount()
         self._halves = Halves(self.networks, self.family, self._forward_count)
-        self._scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
-        self.prediction: Prediction = self._scheduler.prediction
-        self._times: dict[float, float] = {}
-        self._start: Tensor | None = None
-        self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
-        self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
-        self._returned: list[tuple[Any, ...]] = []
-        null = self._encode("", guided=self.guided)
-        self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
-        self._any: Encoded = {k: v for k, v in null.items() if k not in self._null}
-        with torch.no_grad():
-            self._run(
-                self._inputs([self._any]), None, None, steps=FINE if self.prediction == "velocity" else 1
-            )
-        self._fine = self._scheduler.grid
+        self._take_over(pipe)
 
     @classmethod
     def from_pretrained(
@@ -157,7 +134,7 @@ class PipelinePolicy:
             UserError: if no family knows the pipeline, or an option is out of range.
         """
         index = pipeline_index(folder_or_id)
-        _known(index.get("_class_name"), str(folder_or_id))
+        known_family(index.get("_class_name"), str(folder_or_id))
         dtypes = {"default": dtype}
         for part in index:
             if part.startswith(("text_encoder", "image_encoder")) and encoder_dtype is not None:
@@ -333,60 +310,28 @@ class PipelinePolicy:
             saved = type(network).from_pretrained(folder, subfolder=part, dtype=self.storage_dtype)
             network.load_state_dict(saved.state_dict())
 
-    def _checked_guidance(self, guidance: float | None) -> float:
-        """The scale, if the pipeline can be guided by it."""
-        family, config = self.family, self.pipe.config
-        usual = family.off if family.usual is None else family.usual
-        scale = usual if guidance is None else float(guidance)
-        if not math.isfinite(scale) or scale < family.off:
-            raise UserError(
-                f"guidance is {guidance}; it must be at least {family.off:g}, and {family.off:g} switches "
-                "guidance off."
-            )
-        embeds = getattr(next(iter(self.networks.values())).config, "guidance_embeds", True)
-        distilled = config.get("is_distilled") or (family.guidance == "embedded" and not embeds)
-        if distilled and guidance is not None and scale > family.off:
-            raise UserError(
-                f"This {type(self.pipe).__name__} is distilled: it takes no guidance, and guidance is "
-                f"{guidance}. Leave model.guidance out."
-            )
-        if family.scale == "-" and self.pipe.components.get("guider") is not None:
-            # its own begins at a step's index, which one-step calls do not have
-            self.pipe.guider = self.pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
-        return family.off if distilled else scale
-
-    def _size(self, image_size: int | tuple[int, int] | None, num_frames: int | None) -> dict[str, int]:
-        """Height, width and frames of the call."""
-        size: dict[str, int] = {}
-        if image_size is not None:
-            height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-            size = {"height": height, "width": width}
-            factor = getattr(self.pipe, "vae_scale_factor", None) or getattr(
-                self.pipe, "vae_scale_factor_spatial", 8
-            )
-            unit = factor * self.family.unit
-            if any(side < unit or side % unit for side in (height, width)):
-                raise UserError(
-                    f"image_size is {image_size}; this model makes multiples of {unit} pixels, height and "
-                    "width alike or apart (one number or a pair)."
-                )
-        if num_frames is not None:
-            if self.family.frames is None:
-                raise UserError(f"num_frames is {num_frames}, and {type(self.pipe).__name__} makes pictures.")
-            size["num_frames"] = num_frames
-        return size
-
-    def _more(self, call: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The user's own arguments of the call."""
-        unknown = sorted(set(call or ()) - set(self._arguments))
-        if unknown:
-            raise UserError(
-                f"The call of {type(self.pipe).__name__} takes no {', '.join(unknown)}. It takes "
-                f"{', '.join(list(self._arguments)[1:])}."
-            )
-        return dict(call or {})
+    @torch.no_grad()
+    def _take_over(self, pipe: Any) -> None:
+        """Stand where the pipeline makes its grid, its start and its embeddings; ask it once for each."""
+        pipe.set_progress_bar_config(disable=True)
+        self._scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
+        self.prediction: Prediction = self._scheduler.prediction
+        self._times: dict[float, float] = {}
+        self._start: Tensor | None = None
+        self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
+        self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
+        self._returned: list[tuple[Any, ...]] = []
+        null = self._encode("", guided=self.guided)
+        self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
+        self._any: Encoded = {name: value for name, value in null.items() if name not in self._null}
+        steps = FINE if self.prediction == "velocity" else 1
+        self._run(self._inputs([self._any]), None, None, steps=steps)
+        self._fine = self._scheduler.grid
 
     def _make_trainable(self, lora: LoraSettings | None, checkpointing: bool) -> list[Any]:
+        for name, part in self.pipe.components.items():
+            if isinstance(part, nn.Module) and name not in self.networks:
+                part.requires_grad_(False).eval()
         layers: list[Any] = []
         for network in self.networks.values():
             network.eval()
@@ -504,20 +449,6 @@ class PipelinePolicy:
             yield
         finally:
             self.pipe.scheduler = self._scheduler
-
-
-def _known(kind: Any, what: str) -> Family:
-    if kind not in PIPELINES:
-        known = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
-        raise UserError(
-            f"{what} is a {kind}, of no family that is known: {known}. Add a row to "
-            "visalign/adapters/pipeline/families.py, or name your own adapter (model.adapter=file.py:Class)."
-        )
-    return FAMILIES[PIPELINES[kind]]
-
-
-def _family(pipe: Any) -> Family:
-    return _known(type(pipe).__name__, "The pipeline")
 
 
 def _beside(value: Tensor, x: Tensor) -> Tensor:
