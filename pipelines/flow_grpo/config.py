@@ -161,5 +161,9 @@ class PrefGRPOConfig(FlowGRPOConfig):
         default_factory=lambda: RewardsConfig(terms={"reward_dance_pairs": RewardTerm()})
     )
     """The judges, pairwise or pointwise; the sum is over their win rates."""
+    objective: DiffusionObjectiveSettings = field(
+        default_factory=lambda: DiffusionObjectiveSettings(algorithm="pref_grpo")
+    )
+    """The loss; the publication's row where none is named."""
     comparison: ComparisonConfig = field(default_factory=ComparisonConfig)
     """How the images of a group are compared."""

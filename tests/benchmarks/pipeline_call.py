@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `PipelinePolicy` adds to the network's own passes: processor time of a velocity of 3 latents, less that
-of the same calls of the network alone, on a tiny pipeline of each family.
+"""What `PipelinePolicy` adds to the passes of the network: processor time of a velocity of 3 latents, less
+that of the same calls of the network alone, on a tiny pipeline of each family.
 
     python tests/benchmarks/pipeline_call.py [FAMILY ...]
 

@@ -32,7 +32,7 @@ def initial_noise(seeds: Sequence[int] | Tensor, shape: Sequence[int]) -> Tensor
 def step_noise(seeds: Sequence[int] | Tensor, step: int, shape: Sequence[int]) -> Tensor:
     """Standard normal noise ε of denoising step `step`, independent of `initial_noise` and of other steps.
 
-    It depends on the seed and the step alone, so choosing other noise steps leaves it as it is.
+    It depends on the seed and the step alone, so choosing other stochastic steps leaves it as it is.
 
     Args:
         seeds: [B] integers in [0, 2⁶³).

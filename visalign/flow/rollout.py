@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from visalign.core.surrogates.ratios import EventNorm
+from visalign.core.surrogates.ratios import LogProbReduction
 from visalign.interfaces import Condition, DiffusionPolicy
 
 from .noise import checked_seeds, initial_noise, step_noise
@@ -29,7 +29,7 @@ def rollout(
     noise_level: float = 0.7,
     seeds: Sequence[int] | Tensor | None = None,
     noise: Tensor | None = None,
-    log_prob_reduction: EventNorm = "mean",
+    log_prob_reduction: LogProbReduction = "mean",
     log_prob: LogProbForm = "gaussian",
     sigma_max: float | None = None,
     batch_size: int | None = None,
@@ -59,7 +59,7 @@ def rollout(
         Trajectory on the policy's device.
 
     Raises:
-        ValueError: For a grid, noise steps, seeds or noise that do not fit, each with what is allowed.
+        ValueError: For a grid, sde_steps, seeds or noise that do not fit, each with what is allowed.
         FloatingPointError: When a final latent is not finite.
     """
     grid = _checked_grid(sigmas)
@@ -223,7 +223,7 @@ def _checked_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
 
 
 def _check_stochastic(kernel: Kernel, grid: Tensor, steps: tuple[int, ...]) -> None:
-    """Refuse noise steps whose std is 0 before any forward is spent."""
+    """Refuse stochastic steps whose std is 0 before any forward is spent."""
     for step in steps:
         if kernel.std(grid[step], grid[step + 1]) > 0:
             continue

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.surrogates.ratios import EventNorm, gaussian_log_prob, reduce_event
+from visalign.core.surrogates.ratios import LogProbReduction, gaussian_log_prob, reduce_event
 
 from .schedules import NOISE_SCHEDULES, noise_rate
 
@@ -38,7 +38,7 @@ class Transition:
         return self.mean + _rows(self.std, self.mean) * noise.to(self.mean)
 
     def log_prob(
-        self, x_next: Tensor, log_prob_reduction: EventNorm = "mean", *, form: LogProbForm = "gaussian"
+        self, x_next: Tensor, log_prob_reduction: LogProbReduction = "mean", *, form: LogProbForm = "gaussian"
     ) -> Tensor:
         """Log-probability of x' per row, reduced over the latent's dimensions.
 
@@ -65,7 +65,7 @@ class Transition:
             raise ValueError(
                 f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}, allowed "
                 "> 0. A step has std 0 or NaN under the ODE, at noise level 0, where σ' is not below σ, and "
-                "in the last step of CPS (σ' = 0). Leave such steps out of the noise steps."
+                "in the last step of CPS (σ' = 0). Leave such steps out of sde_steps."
             )
         return gaussian_log_prob(x_next, self.mean, self.std, log_prob_reduction=log_prob_reduction)
 
@@ -81,14 +81,14 @@ class Kernel:
     "none"."""
     sigma_max: float = 0.0
     """Flow-SDE's stand-in for σ = 1, in [0, 1); the others ignore it."""
-    log_prob_reduction: EventNorm = "mean"
+    log_prob_reduction: LogProbReduction = "mean"
     """How the latent's dimensions enter the log-prob: "mean" or "sum"."""
     log_prob: LogProbForm = "gaussian"
     """"gaussian", or "quadratic" (CPS as published)."""
 
     def __post_init__(self) -> None:
         _check_known(self.schedule, KERNELS, "noise schedule")
-        _check_known(self.log_prob_reduction, get_args(EventNorm), "log_prob_reduction")
+        _check_known(self.log_prob_reduction, get_args(LogProbReduction), "log_prob_reduction")
         _check_known(self.log_prob, get_args(LogProbForm), "log_prob form")
         if self.log_prob == "quadratic" and self.schedule != "cps":
             raise ValueError(

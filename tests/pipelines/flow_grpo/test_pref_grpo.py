@@ -186,3 +186,7 @@ def test_groups_stay_whole():
     check_whole_groups(4, 2)
     with pytest.raises(UserError, match=r"some group would be spread over two.*multiple of 2"):
         check_whole_groups(3, 2)
+
+
+def test_the_row_is_the_publications_where_none_is_named():
+    assert PrefGRPOConfig().objective.algorithm == "pref_grpo"

@@ -33,7 +33,7 @@ from torch import Tensor
 from visalign.core.checks import check_choice, check_same
 from visalign.core.precision import float32, float32_dtype
 
-from .ratios import EventNorm, expand_over_event, reduce_event
+from .ratios import LogProbReduction, expand_over_event, reduce_event
 
 Estimator = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
 Direction = Literal["reverse", "forward"]
@@ -167,7 +167,9 @@ def categorical_kl(
     return result if weight is None else torch.where(weight != 0, result, 0.0)
 
 
-def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reduction: EventNorm) -> Tensor:
+def gaussian_kl(
+    mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction
+) -> Tensor:
     """Compute the exact KL(N(μ, std²) ‖ N(μ_ref, std²)) = Σ_d (μ_d − μ_ref,d)²/(2 std²), over D for "mean".
 
     Zero variance, and its gradient is the gradient of the divergence. Published code often leaves √(−dt) out

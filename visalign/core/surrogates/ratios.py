@@ -17,7 +17,7 @@ from torch import Tensor
 from visalign.core.checks import check_axes, check_choice, check_same
 from visalign.core.precision import float32
 
-EventNorm = Literal["mean", "sum"]
+LogProbReduction = Literal["mean", "sum"]
 Level = Literal["token", "sequence", "sequence_sum", "sequence_token"]
 
 LEVELS: dict[str, str] = {
@@ -30,7 +30,9 @@ LEVELS: dict[str, str] = {
 sequence_token."""
 
 
-def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reduction: EventNorm) -> Tensor:
+def gaussian_log_prob(
+    x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction
+) -> Tensor:
     """Log-density of a diagonal Gaussian with one standard deviation per decision.
 
     log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π], divided by D for "mean".
@@ -160,7 +162,7 @@ def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
     return std.reshape(std.shape + (1,) * (len(shape) - std.ndim))
 
 
-def reduce_event(values: Tensor, batch_dims: int, log_prob_reduction: EventNorm) -> Tensor:
+def reduce_event(values: Tensor, batch_dims: int, log_prob_reduction: LogProbReduction) -> Tensor:
     """Sum or average over all dimensions after the first batch_dims."""
     if log_prob_reduction not in ("mean", "sum"):
         raise ValueError(
