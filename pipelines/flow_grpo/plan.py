@@ -11,6 +11,7 @@ from typing import Any
 
 from visalign.adapters.catalogue import has_two_halves
 from visalign.data.assets import resolve_model
+from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.parts import Records, evenly_spaced
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 
@@ -98,7 +99,7 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
         torch.set_num_threads(config.run.threads)
     cuda = config.run.device == "auto" and torch.cuda.is_available()
     policy = build_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed)
-    condition = policy.encode([str(record["prompt"]) for record in records[:PROBE]])
+    condition = policy.encode(asked_of(policy, records[:PROBE]))
     count = len(condition)
     x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     x = x.to(policy.device, policy.storage_dtype)

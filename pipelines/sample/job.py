@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
-from visalign.flow.rollout import rollout
+from visalign.flow.rollout import asked_of, rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.seeds import sample_seed
 
@@ -154,7 +154,12 @@ def _drawn(
         seeds = [sample_seed("sample", p, s, i) for p, (_, s, i) in zip(prompts, part, strict=True)]
         with torch.no_grad():
             made = [
-                rollout(policy, policy.encode(prompts[at]), sigmas=grid, seeds=seeds[at]).latents
+                rollout(
+                    policy,
+                    policy.encode(asked_of(policy, [record for record, _, _ in part[at]])),
+                    sigmas=grid,
+                    seeds=seeds[at],
+                ).latents
                 for at in _slices(len(part), settings.batch_size)
             ]
             images = torch.cat([policy.decode(latents).float().cpu() for latents in made])

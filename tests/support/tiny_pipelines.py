@@ -85,6 +85,19 @@ def tiny_folder(name: str, folder: Path) -> Path:
     return folder
 
 
+def tiny_prompts(name: str, prompts: list[str]) -> list[Any]:
+    """Prompts, or records with a picture where the family edits one.
+
+    Args:
+        name: of the family.
+        prompts: texts.
+    """
+    if FAMILIES[name].source != "needed":
+        return list(prompts)
+    pictures = {prompt: random_rows(3, 16, 8, text=prompt).sigmoid() for prompt in prompts}
+    return [{"prompt": prompt, "source": pictures[prompt]} for prompt in prompts]
+
+
 def random_rows(*shape: int, text: str = "") -> torch.Tensor:
     """Normal numbers that depend on the text alone."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(text.encode())))
@@ -223,6 +236,12 @@ def _flux() -> Made:
     return pipe, shapes, {"image_size": (16, 8)}
 
 
+def _flux_kontext() -> Made:
+    pipe, shapes, options = _flux()
+    pipe = diffusers.FluxKontextPipeline(pipe.scheduler, pipe.vae, NO, NO, NO, NO, pipe.transformer)
+    return pipe, shapes, options
+
+
 def _flux2_parts(guidance_embeds: bool) -> tuple[Any, Any]:
     transformer = diffusers.Flux2Transformer2DModel(
         patch_size=1,
@@ -281,6 +300,16 @@ def _qwen_image() -> Made:
     pipe = diffusers.QwenImagePipeline(scheduler, _qwen_autoencoder(), NO, NO, transformer)
     shapes = {"prompt_embeds": (0, 16), "prompt_embeds_mask": (0,)}
     return pipe, shapes, {"guidance": 4.0, "image_size": (32, 16)}
+
+
+def _qwen_image_edit() -> Made:
+    module: Any = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit")
+    if not hasattr(module, "full_size"):  # the picture to edit is enlarged to a million pixels: here to 1024
+        module.full_size = module.calculate_dimensions
+        module.calculate_dimensions = lambda area, ratio: module.full_size(area / 1024, ratio)
+    pipe, shapes, options = _qwen_image()
+    pipe = diffusers.QwenImageEditPipeline(pipe.scheduler, pipe.vae, NO, NO, NO, pipe.transformer)
+    return pipe, shapes, options
 
 
 def _z_image() -> Made:

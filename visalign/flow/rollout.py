@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,18 @@ def _check_finite(latents: Tensor) -> None:
             "diverged weights (lower the learning rate, go back to an earlier checkpoint) or an overflow "
             "(store in bfloat16 or float32)."
         )
+
+
+def asked_of(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+    """What `policy.encode` is given for records: their prompts, or themselves if it takes a source.
+
+    Args:
+        policy: with `takes_source` True where it edits pictures.
+        records: with "prompt", and "source" where it does.
+    """
+    if getattr(policy, "takes_source", False):
+        return records
+    return [str(record["prompt"]) for record in records]
 
 
 def velocity_of(

@@ -13,8 +13,9 @@ from diffusers import DiffusionPipeline
 from tests.support.tiny_pipelines import tiny_folder, tiny_pipeline
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.catalogue import has_two_halves
+from visalign.adapters.pipeline.policy import picture_of
 from visalign.errors import UserError
-from visalign.flow.rollout import rollout
+from visalign.flow.rollout import asked_of, rollout
 
 SIZES: dict[str, tuple[int, int]] = {"sd15": (32, 16), "sdxl": (32, 16), "flux": (16, 8), "pixart": (16, 8)}
 PROMPTS = ["a red circle", "two blue squares left of a star"]
@@ -134,6 +135,29 @@ def test_refusals_of_what_is_given(folders, tmp_path):
     policy.save(tmp_path / "lora")
     with pytest.raises(UserError, match=r"The LoRA targets .* name no linear layer of this FluxTransf"):
         PipelinePolicy.from_pretrained(folders["flux"], lora_path=tmp_path / "lora")
+
+
+def test_pictures_to_edit(tmp_path):
+    """A file, an image or a tensor; each picture in a call of its own, prompts of one picture side by side."""
+    pipe, options = tiny_pipeline("flux_kontext")
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    pixels = torch.rand(3, 16, 8, generator=torch.Generator().manual_seed(1)).mul(255).round() / 255
+    image = picture_of(pixels)
+    image.save(tmp_path / "a.png")
+    given = [str(tmp_path / "a.png"), image, pixels, torch.zeros(3, 16, 8)]
+    condition = policy.encode([{"prompt": "a red circle", "source": source} for source in given])
+    x = torch.randn(1, *policy.latent_shape).repeat(4, 1, 1)
+    with torch.no_grad():
+        v = policy.velocity(x, torch.full((4,), 0.5), condition)
+    assert torch.equal(v[0], v[1]) and torch.equal(v[0], v[2]) and not torch.allclose(v[0], v[3], atol=1e-4)
+    records = [{"prompt": "a red circle"}]
+    assert asked_of(policy, records) is records
+    with pytest.raises(UserError, match=r"FluxKontextPipeline edits a picture, and a record has no 'source'"):
+        policy.encode(records)
+    with pytest.raises(UserError, match=r"The source 'nowhere.png' is no picture that can be read"):
+        policy.encode([{"prompt": "a", "source": "nowhere.png"}])
+    plain, options = tiny_pipeline("sd3")
+    assert asked_of(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == ["a red circle"]
 
 
 def test_a_video_is_judged_by_its_middle_frame():

@@ -97,6 +97,8 @@ def call_arguments(
                 f"image_size is {image_size}; this model makes multiples of {unit} pixels, height and width "
                 "alike or apart (one number or a pair)."
             )
+        if "max_area" in inspect.signature(type(pipe).__call__).parameters:
+            size["max_area"] = height * width
     if num_frames is not None:
         if family.frames is None:
             raise UserError(f"num_frames is {num_frames}, and {type(pipe).__name__} makes pictures.")

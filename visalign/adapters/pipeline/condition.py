@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 Encoded = Mapping[str, Any]
-"""One prompt: argument of the pipeline's call -> tensor of one sample, or a list of one tensor."""
+"""One prompt: argument of the pipeline's call -> tensor of one sample, or a list of one tensor; `image` is
+the picture to edit, one for all samples of a call."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,23 @@ def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
         rows: one per sample, with the same names.
         axes: argument -> axis of the samples, where it is not the first.
     """
-    return {name: _joined(name, [row[name] for row in rows], axes.get(name, 0)) for name in rows[0]}
+    shared = {"image": rows[0]["image"]} if "image" in rows[0] else {}
+    names = [name for name in rows[0] if name not in shared]
+    return shared | {name: _joined(name, [row[name] for row in rows], axes.get(name, 0)) for name in names}
 
 
 def lengths(row: Encoded, axes: Mapping[str, int]) -> tuple[int, ...]:
-    """The lengths that samples of one call must share: of tensors that no mask goes with.
+    """What samples of one call must share: the picture to edit, and the lengths of tensors without a mask.
 
     Args:
         row: one sample.
         axes: see `join`.
     """
     if any("mask" in name for name in row):
-        return ()
+        return (id(row.get("image")),)
     whole = [(v, axes.get(n, 0)) for n, v in row.items() if isinstance(v, Tensor) and "cu_seqlens" not in n]
-    return tuple(value.shape[axis + 1] for value, axis in whole if value.ndim > axis + 1)
+    sizes = (value.shape[axis + 1] for value, axis in whole if value.ndim > axis + 1)
+    return (id(row.get("image")), *sizes)
 
 
 def _joined(name: str, values: list[Any], axis: int) -> Any:

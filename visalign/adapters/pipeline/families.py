@@ -57,8 +57,8 @@ class Family:
     """Pattern of layers that the velocity does not depend on; "{last}" is the last block's number."""
     frames: int | None = None
     """Of a video where none are asked for; None makes single pictures."""
-    image: str | None = None
-    """The call's argument that takes the reference picture; None is text alone."""
+    source: Literal["none", "optional", "needed"] = "none"
+    """Whether the call's `image` is a picture to edit."""
 
 
 _FLUX = {"guidance": "embedded", "usual": 3.5, "unit": 2, "lora": JOINT}
@@ -103,11 +103,19 @@ FAMILIES: dict[str, Family] = {
         encodes="prompt_embeds pooled_prompt_embeds -",
         **_FLUX,  # type: ignore[arg-type]
     ),
+    "flux_kontext": Family(
+        pipelines=("FluxKontextPipeline",),
+        encodes="prompt_embeds pooled_prompt_embeds -",
+        fixed={"_auto_resize": False},
+        source="needed",
+        **{**_FLUX, "usual": 2.5},  # type: ignore[arg-type]
+    ),
     "flux2": Family(
         pipelines=("Flux2Pipeline",),
         encodes="prompt_embeds -",
         guidance="embedded",
         usual=4.0,
+        source="optional",
         unit=2,
         lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
     ),
@@ -116,10 +124,12 @@ FAMILIES: dict[str, Family] = {
         encodes="prompt_embeds -",
         guidance="two calls",
         unconditional=1,
+        source="optional",
         unit=2,
         lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
     ),
     "qwen_image": Family(pipelines=("QwenImagePipeline",), **_QWEN),  # type: ignore[arg-type]
+    "qwen_image_edit": Family(pipelines=("QwenImageEditPipeline",), source="needed", **_QWEN),  # type: ignore[arg-type]
     "z_image": Family(
         pipelines=("ZImagePipeline",),
         encodes="prompt_embeds negative_prompt_embeds",

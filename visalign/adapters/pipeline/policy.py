@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
@@ -172,16 +173,30 @@ class PipelinePolicy:
         return self._forward_count
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> PipelineCondition:
+    def encode(self, prompts: Sequence[str | Mapping[str, Any]]) -> PipelineCondition:
         """Encode B prompts by the pipeline's own `encode_prompt`, each unique one once and by itself, so that
         a prompt's encoding does not depend on its neighbours' lengths.
 
         Args:
-            prompts: B texts.
+            prompts: B texts; or records with "prompt" and "source", the picture to edit (a file, a PIL image
+                or [3, H, W] in [0, 1]).
+
+        Raises:
+            UserError: a picture is missing where the pipeline edits one, or cannot be read.
         """
-        places = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        unique = tuple(self._encode(prompt, guided=False) for prompt in places)
-        return PipelineCondition(unique, torch.tensor([places[prompt] for prompt in prompts]))
+        asked = [(p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts]
+        keys = [(text, source if isinstance(source, str) else id(source)) for text, source in asked]
+        first = dict(zip(reversed(keys), reversed(asked), strict=True))
+        places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        sources = {key: self._source(first[key][1]) for key in places}
+        own = self.guided and self.family.source != "none"  # the null prompt may look at the picture
+        unique = tuple(self._encode(first[key][0], guided=own, source=sources[key]) for key in places)
+        return PipelineCondition(unique, torch.tensor([places[key] for key in keys]))
+
+    @property
+    def takes_source(self) -> bool:
+        """Whether `encode` is to be given records, with the picture to edit."""
+        return self.family.source != "none"
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
         """Guided velocity dx/dσ; with gradient, only the conditional half carries it.
@@ -321,7 +336,8 @@ class PipelinePolicy:
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
         self._returned: list[tuple[Any, ...]] = []
-        null = self._encode("", guided=self.guided)
+        blank = Image.new("RGB", (64, 64), "white") if self.family.source == "needed" else None
+        null = self._encode("", guided=self.guided, source=blank)
         self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
         self._any: Encoded = {name: value for name, value in null.items() if name not in self._null}
         steps = FINE if self.prediction == "velocity" else 1
@@ -343,18 +359,30 @@ class PipelinePolicy:
                 network.enable_gradient_checkpointing()
         return layers
 
-    def _encode(self, prompt: str, *, guided: bool) -> Encoded:
+    def _source(self, source: Any) -> Image.Image | None:
+        """The picture to edit."""
+        if source is None and self.family.source == "needed":
+            raise UserError(
+                f"{type(self.pipe).__name__} edits a picture, and a record has no 'source'. Give each "
+                "record one: a .jsonl file of prompts with {prompt, source}, source being an image file."
+            )
+        if source is None or self.family.source == "none":
+            return None
+        return picture_of(source)
+
+    def _encode(self, prompt: str, *, guided: bool, source: Image.Image | None = None) -> Encoded:
         """One prompt, by whatever the pipeline's call asks of its `encode_prompt`."""
         self._returned.clear()
-        inputs: dict[str, Any] = {"prompt": [prompt], **self._scale(guided)}
+        given = {} if source is None else {"image": source}
+        inputs: dict[str, Any] = {"prompt": [prompt], **given, **self._scale(guided)}
         if "negative_prompt" in self._arguments and self.negative_prompt is not None:
             inputs["negative_prompt"] = [self.negative_prompt]
         try:
             self._run(inputs, None, None)
         except ValueError as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its call: {error}") from error
-        found = named(self._returned, self.family.encodes.split())
-        return found if guided else {k: v for k, v in found.items() if not k.startswith("negative_")}
+        found = {**named(self._returned, self.family.encodes.split()), **given}
+        return found if guided else _positive(found)
 
     def _scale(self, guided: bool) -> dict[str, float]:
         family = self.family
@@ -365,9 +393,12 @@ class PipelinePolicy:
     def _inputs(self, rows: Sequence[Encoded], *, guided: bool = False) -> dict[str, Any]:
         """Arguments of the call for n samples."""
         axes = self.family.batch_axis
-        inputs = {**join(rows, axes), **self._scale(guided)}
+        inputs = join(rows, axes)
         if guided or (self.guided and self.family.scale == "-"):  # a guider does not say when it is asked
-            inputs |= join([self._null] * len(rows), axes)
+            inputs = {**join([self._null] * len(rows), axes), **inputs}
+        else:
+            inputs = _positive(inputs)
+        inputs |= self._scale(guided)
         if "negative_prompt" in self._arguments:
             inputs["negative_prompt"] = None  # some calls have a default of their own
         return inputs
@@ -449,6 +480,31 @@ class PipelinePolicy:
             yield
         finally:
             self.pipe.scheduler = self._scheduler
+
+
+def picture_of(source: Any) -> Image.Image:
+    """A picture as pipelines take it.
+
+    Args:
+        source: a file, a PIL image, or [3, H, W] in [0, 1].
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if isinstance(source, Tensor):
+        levels = source.detach().cpu().float().clamp(0, 1).mul(255).round().to(torch.uint8)
+        return Image.fromarray(levels.permute(1, 2, 0).numpy())
+    if isinstance(source, Image.Image):
+        return source.convert("RGB")
+    try:
+        with Image.open(source) as opened:
+            return opened.convert("RGB")
+    except (OSError, AttributeError, ValueError) as error:
+        raise UserError(f"The source {source!r} is no picture that can be read ({error}).") from error
+
+
+def _positive(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if not name.startswith("negative_")}
 
 
 def _beside(value: Tensor, x: Tensor) -> Tensor:

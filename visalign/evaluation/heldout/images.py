@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from visalign.errors import UserError
-from visalign.flow.rollout import rollout
+from visalign.flow.rollout import asked_of, rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.seeds import sample_seed
 
@@ -64,7 +64,7 @@ def evaluate(
     kept, pictures = _evenly(len(prompts), max_images), []
     tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
-        for rows, images in _drawn(policy, prompts, drawn, sigmas, batch_size):
+        for rows, images in _drawn(policy, metadata, drawn, sigmas, batch_size):
             own = kept[(kept >= rows.start) & (kept < rows.stop)] - rows.start
             pictures.extend(_as_bytes(images[own], image_side))
             for name, reward in rewards.items():
@@ -82,13 +82,17 @@ def evaluate(
 
 
 def _drawn(
-    policy: DiffusionPolicy, prompts: Sequence[str], drawn: NDArray, sigmas: Tensor, batch_size: int
+    policy: DiffusionPolicy,
+    records: Sequence[Mapping[str, Any]],
+    drawn: NDArray,
+    sigmas: Tensor,
+    batch_size: int,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Batch by batch the rows and their pictures, [B, 3, H, W] float32 in [0, 1] on the CPU."""
-    condition = policy.encode(prompts)
-    for start in range(0, len(prompts), batch_size):
-        rows = range(start, min(start + batch_size, len(prompts)))
-        seeds = [sample_seed("heldout", prompts[row], int(drawn[row])) for row in rows]
+    condition = policy.encode(asked_of(policy, records))
+    for start in range(0, len(records), batch_size):
+        rows = range(start, min(start + batch_size, len(records)))
+        seeds = [sample_seed("heldout", str(records[row]["prompt"]), int(drawn[row])) for row in rows]
         part = condition.select(torch.tensor(rows))
         latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
         yield slice(rows.start, rows.stop), policy.decode(latents).detach().to("cpu", torch.float32)

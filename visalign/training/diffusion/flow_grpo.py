@@ -32,7 +32,7 @@ from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.replay import RATIO_BOUND, replay
-from visalign.flow.rollout import rollout
+from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.trajectory import Pairs, Trajectory
 from visalign.flow.transitions import Kernel
 from visalign.flow.windows import window_places
@@ -213,7 +213,7 @@ class FlowGRPO:
     ) -> tuple[Condition, Trajectory]:
         settings, policy = self.rollout, self.policy
         with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
-            condition = policy.encode([record["prompt"] for record in records])
+            condition = policy.encode(asked_of(policy, records))
             trajectory = rollout(
                 policy,
                 condition,
