@@ -71,6 +71,11 @@ class HeadTraining(Algorithm):
         """The loss of the update."""
         return {"loss": sums[0]["loss"]}
 
+    def restore(self, run: Context) -> None:
+        """The next batch is that of an uninterrupted run."""
+        for _ in range(run.counters.iteration):
+            self.collect(run)
+
 
 def train_heads(
     heads: HeieHeads,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from visalign.evaluation import HeldoutResult
 from visalign.evaluation.heldout.text import evaluate_text, prompt_text
 from visalign.pipelines.shared.job import (
-    Measure,
     PolicyRun,
     TrainingInterrupted,
     build_trainer,
@@ -93,7 +93,7 @@ def text_run(
 ) -> PolicyRun:
     """The run of a text policy."""
 
-    def measure(records: Records, seeds: Any) -> Any:
+    def measure(records: Records, seeds: Any) -> HeldoutResult:
         return evaluate_text(
             policy,
             rewards,
@@ -104,15 +104,14 @@ def text_run(
             correctness=config.evaluation.correctness,
         )
 
-    asked: Measure = measure
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, algorithm, on_the_way(config, asked, heldout)),
+        trainer=build_trainer(config, output, algorithm, on_the_way(config, measure, heldout)),
         fingerprints={key: fingerprint(records) for key, records in read.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,
-        measure=asked,
+        measure=measure,
         heldout=heldout,
         samples="completions",
         load_code=load_code(config, output, sees=policy.processor is not None),

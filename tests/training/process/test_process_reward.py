@@ -20,6 +20,7 @@ from visalign.errors import UserError
 from visalign.rewards import ImplicitProcessReward, ProcessRewardModel
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.steps import StepReading
+from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.process.implicit import train_implicit_process_reward
@@ -191,6 +192,31 @@ def test_a_trainer_goes_on_where_it_is_and_two_passes_are_one_run_of_two() -> No
 
     assert all(map(torch.equal, weights(2, goes_on=True), weights(1, 1, goes_on=True)))
     assert not all(map(torch.equal, weights(2, goes_on=True), weights(1, 1, goes_on=False)))
+
+
+def test_a_resumed_fit_is_the_fit(tmp_path: Path) -> None:
+    """With a folder the trainer keeps checkpoints; the order of the rows goes on as well."""
+
+    def train(folder: Path, *iterations: int) -> tuple[float, list[float]]:
+        for count in iterations:
+            torch.manual_seed(0)
+            parameter = nn.Parameter(torch.randn(5))
+            fit = LabelFit([("one", parameter)], FitSettings(batch_size=2))
+            fit.rows = range(5)
+            label = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+            fit.judge = lambda rows, odds=parameter, label=label: Judged(
+                odds=odds[rows] * odds.sum(),
+                label=label[rows],
+                loss=step_label_loss(odds[rows] * odds.sum(), label[rows]),
+            )
+            trainer = Trainer(
+                fit, run=RunSettings(folder=folder, iterations=count), optimizer=AdamWSettings(lr=0.1)
+            )
+            trainer.resume()
+            trainer.train()
+        return [r["loss"] for r in read_metrics(folder / "metrics.jsonl")][-1], parameter.tolist()
+
+    assert train(tmp_path / "two", 2, 4) == train(tmp_path / "one", 4)
 
 
 def test_dropout_acts_in_training_alone() -> None:

@@ -127,6 +127,11 @@ class LabelFit(Algorithm):
         """The mean loss over the labels."""
         return {"loss": report_labels(self.seen).loss}
 
+    def restore(self, run: Context) -> None:
+        """The next order is that of an uninterrupted run on the same rows."""
+        for _ in range(run.counters.iteration):
+            torch.randperm(len(self.rows), generator=self.order)
+
 
 def label_trainer(
     parameters: Iterable[tuple[str, nn.Parameter]], settings: FitSettings | None = None
