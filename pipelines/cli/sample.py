@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -41,11 +41,12 @@ def sample(
     """Make pictures of prompts: a folder of PNGs, a table that `visalign score` takes, and a grid."""
     with user_messages():
         from visalign.pipelines.sample.job import GRID, TABLE, SampleSettings, sample_pictures
-        from visalign.pipelines.shared.option_items import parse_options
-        from visalign.pipelines.shared.sections import check_dtype
+        from visalign.pipelines.shared.reward_options import parse_options
+        from visalign.pipelines.shared.sections import Dtype
         from visalign.rewards.catalogue import load_reward
+        from visalign.training.loop.optimizer import choice
 
-        check_dtype("--dtype", dtype)
+        choice("--dtype", dtype, get_args(Dtype))
         given: dict[str, Any] = parse_options(options or [])
         if isinstance(given.get("image_size"), list):
             given["image_size"] = tuple(given["image_size"])
