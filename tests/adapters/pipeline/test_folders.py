@@ -138,7 +138,7 @@ def test_refusals_of_what_is_given(folders, tmp_path):
 
 
 def test_pictures_to_edit(tmp_path):
-    """A file, an image or a tensor; each picture in a call of its own, prompts of one picture side by side."""
+    """A file, an image or a tensor; each picture goes in a call of its own."""
     pipe, options = tiny_pipeline("flux_kontext")
     policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
     pixels = torch.rand(3, 16, 8, generator=torch.Generator().manual_seed(1)).mul(255).round() / 255
