@@ -93,6 +93,19 @@ def algorithms() -> str:
     return table(("row", *TRAINED, "advantage · ratio · surrogate · mean", "also", "source"), rows)
 
 
+def regressions() -> str:
+    """The rows of regressions of pictures' velocities: what they lean on, what each picture costs, paper."""
+    rows = []
+    for name, row in importlib.import_module("visalign.core").REGRESSIONS.items():
+        levels = "T − 1" if row.levels is None else str(row.levels)
+        also = [f"kl {row.kl:g}"] if row.kl else []
+        also += ["old policy kept"] if row.keeps_old else []
+        also += [f"one noise per {row.noise}"] if row.noise != "sample" else []
+        shown = (code(row.loss), row.anchor, code(row.signal), levels, ", ".join(also), prose(row.source))
+        rows.append((code(name), *shown))
+    return table(("row", "loss", "anchor", "signal", "levels", "also", "source"), rows)
+
+
 def refusals() -> str:
     """Rows that a trainer refuses, with what it says."""
     names = importlib.import_module("visalign.core").NAMED

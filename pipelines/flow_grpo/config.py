@@ -21,7 +21,7 @@ from visalign.pipelines.shared.sections import (
     RunConfig,
 )
 from visalign.schema import STRICT
-from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
+from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 
@@ -142,6 +142,7 @@ class FlowGRPOConfig:
 
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
+        check_sampling(self.objective, self.rollout)
         self.evaluation.check_correctness(*self.rewards.terms)
 
 

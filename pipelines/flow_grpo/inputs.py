@@ -18,6 +18,7 @@ from visalign.pipelines.shared.parts import Records, build_records, load_terms, 
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.training.diffusion.flow_grpo import step_weights
+from visalign.training.diffusion.regression import checked_row
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
 
 from .config import ComparisonConfig, FlowGRPOConfig
@@ -77,8 +78,11 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         strata=strata,
         cycle=data.cycle,
     )
-    grid = torch.linspace(1, 0, rollout.steps + 1)  # the model's own has as many steps
-    step_weights(config.objective, rollout, grid)
+    if config.objective.regression is None:
+        grid = torch.linspace(1, 0, rollout.steps + 1)  # the model's own has as many steps
+        step_weights(config.objective, rollout, grid)
+    else:
+        checked_row(config.objective, rollout, world)
     judge = config.evaluation.correctness
     if judge is not None:
         check_judge(judge, rewards[judge], heldout[0])

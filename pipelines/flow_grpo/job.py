@@ -32,7 +32,7 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str,
 
 def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     """Everything a run needs; reads, writes nothing."""
-    from visalign.training import FlowGRPO
+    from visalign.training import FlowGRPO, VelocityRegression
 
     accelerator = build_accelerator(config.run, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
@@ -44,7 +44,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         steps=config.rollout.steps,
         timestep_schedule=config.rollout.timestep_schedule,
     )
-    algorithm = FlowGRPO(
+    kind = FlowGRPO if config.objective.regression is None else VelocityRegression
+    algorithm = kind(
         policy,
         inputs.reward,
         inputs.records,
@@ -60,7 +61,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         output=output,
         trainer=build_trainer(config, output, algorithm, on_the_way(config, measure, inputs.heldout)),
         fingerprints=inputs.fingerprints,
-        title=f"Flow-GRPO on {config.model.path}",
+        title=f"{_title(config)} on {config.model.path}",
         policy=policy,
         measure=measure,
         heldout=inputs.heldout,
@@ -72,6 +73,10 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         },
         seen=inputs.seen,
     )
+
+
+def _title(config: FlowGRPOConfig) -> str:
+    return "Flow-GRPO" if config.objective.regression is None else config.objective.algorithm
 
 
 def load_code(config: FlowGRPOConfig, output: Path) -> str:

@@ -14,6 +14,7 @@ from visalign.data.assets import resolve_model
 from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.parts import Records, evenly_spaced
 from visalign.training.diffusion.cost import forward_equivalents_per_image
+from visalign.training.diffusion.regression import planned_passes
 
 from .config import FlowGRPOConfig
 from .inputs import prepare
@@ -33,7 +34,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     inputs = prepare(config, world)
     heldout = inputs.heldout
     images = rollout.prompts_per_iteration * rollout.group_size
-    pairs = images * rollout.trained_per_image
+    pairs = images * _trained(config)
     updates = config.objective.epochs * optimizer.updates_per_iteration
     some = len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
@@ -71,22 +72,49 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     """Forward-equivalents per image; what a run counts when `trained_share` of its samples have a signal."""
     return forward_equivalents_per_image(
         steps=config.rollout.steps,
-        trained=config.rollout.trained_per_image,
-        guided=has_two_halves(resolve_model(config.model.path), config.model.adapter, config.model.guidance),
-        reference=_has_reference(config),
+        trained=_trained(config),
+        guided=_passes(config, None) > 1,
+        reference=_others(config),
         trained_share=trained_share,
         epochs=config.objective.epochs,
         asked_again=_asked_again(config),
+        guided_rollout=None
+        if config.rollout.guidance is None
+        else _passes(config, config.rollout.guidance) > 1,
     )
 
 
-def _has_reference(config: FlowGRPOConfig) -> bool:
-    """Whether each pair costs a pass of the reference."""
-    return config.objective.build(length=1).kl > 0
+def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
+    """Passes of the network under guidance of this scale; None is the model's own."""
+    scale = config.model.guidance if guidance is None else guidance
+    return 1 + has_two_halves(resolve_model(config.model.path), config.model.adapter, scale)
+
+
+def _trained(config: FlowGRPOConfig) -> int:
+    """Steps, or noise levels, of an image that are trained on in an epoch."""
+    row = config.objective.regression
+    return config.rollout.trained_per_image if row is None else row.level_count(config.rollout.steps)
+
+
+def _others(config: FlowGRPOConfig) -> float:
+    """Other policies that each pair costs a pass of."""
+    row = config.objective.regression
+    if row is None:
+        return float(config.objective.build(length=1).kl > 0)
+    updates = config.objective.epochs * config.optimizer.updates_per_iteration
+    return planned_passes(
+        row,
+        updates,
+        own=_passes(config, None),
+        reference=_passes(config, row.reference_guidance),
+        iterations=config.run.iterations,
+    )
 
 
 def _asked_again(config: FlowGRPOConfig) -> int:
     """Passes over all trained steps before the update, see `FlowGRPO.collect`."""
+    if config.objective.regression is not None:
+        return 0
     row = config.objective.build(length=1)
     return bool(row.kl_in_reward or row.advantage == "prl") + (row.importance_sampling is not None)
 
@@ -115,9 +143,8 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
             parameter.grad = None
 
     sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
-    reference = sample if _has_reference(config) else 0.0
-    per_step = _asked_again(config) * sample + config.objective.epochs * (train + reference)
-    per_image = config.rollout.steps * sample + decode + config.rollout.trained_per_image * per_step
+    per_step = _asked_again(config) * sample + config.objective.epochs * (train + _others(config) * sample)
+    per_image = config.rollout.steps * sample + decode + _trained(config) * per_step
     iteration = images * per_image
     evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
     total = config.run.iterations * iteration

@@ -20,6 +20,7 @@ from visalign.training import (
     RolloutSettings,
     RunSettings,
     Trainer,
+    VelocityRegression,
 )
 
 RECORDS = [
@@ -175,17 +176,21 @@ def toy_trainer(
     evaluate: Any = None,
     progress: Any = None,
     **arguments: Any,
-) -> Trainer[FlowGRPO]:
+) -> Trainer[Any]:
     """A trainer on the toy; each dictionary changes single settings, and the row's fields with `changes`."""
     chosen = dict(objective or {})
     row = {"algorithm": "flow_grpo"} if "algorithm" not in chosen else {}
     changes = {**(CHANGES if row else {}), **chosen.pop("changes", {})}
-    algorithm = FlowGRPO(
+    settings = DiffusionObjectiveSettings(**row, **chosen, changes=changes)
+    regression = settings.regression is not None
+    sampling = {key: value for key, value in ROLLOUT.items() if not (regression and key == "noise_level")}
+    kind: Any = VelocityRegression if regression else FlowGRPO
+    algorithm = kind(
         cast(DiffusionPolicy, policy or ToyPolicy()),
         reward or Brightness(),
         RECORDS,
-        rollout=RolloutSettings(**{**ROLLOUT, **(rollout or {})}),
-        objective=DiffusionObjectiveSettings(**row, **chosen, changes=changes),
+        rollout=RolloutSettings(**{**sampling, **(rollout or {})}),
+        objective=settings,
         accelerator=accelerator or Accelerator(cpu=True),
         **{"seed": 0, **arguments},
     )

@@ -69,6 +69,13 @@ ROOMS = {
         "log_win_probability mean_log_win pair_deviation soft_clamp uncertain_preference_loss"
     ),
     "preference.yes_no": "YesNo both_orders yes_no_answer yes_no_loss yes_no_pair_loss",
+    "regression.groupwise": "gdro_loss soft_plackett_luce",
+    "regression.losses": (
+        "covariance_guidance crd_loss matching_error matching_loss nft_loss preference_loss ram_loss "
+        "reward_probability"
+    ),
+    "regression.rows": "LOSSES REGRESSIONS PairOutput Regression SIGNALS named_regression",
+    "regression.signals": "best_share best_worst_pairs old_policy_decay soft_clip tilted_weights",
     "rewards.best_of": (
         "answer_counts best_of_n_kl_bound best_of_n_kl_estimate expected_best_of_k majority_at_k pass_at_k"
     ),
@@ -87,15 +94,13 @@ ROOMS = {
     "standalone.copo": "between_group_advantages consistency_entropy copo_advantages copo_weight",
     "standalone.entropy_weights": "empg_advantages empg_scale tea_weights weighted_entropy",
     "standalone.gradient_balance": "combine_gradients min_norm_weights smooth_weights",
-    "standalone.groupwise": "gdro_loss soft_plackett_luce",
     "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",
     "standalone.risk": (
         "conditional_value_at_risk mixed_value_at_risk range_value_at_risk soft_minimum track_quantile"
     ),
     "standalone.shaping": (
-        "jepo_credit likelihood_reward neighbour_weights preference_as_reward reward_fusion "
-        "reward_probability"
+        "jepo_credit likelihood_reward neighbour_weights preference_as_reward reward_fusion"
     ),
     "standalone.siren": "anchored_entropy_loss nucleus_entropy nucleus_mask peak_entropy siren_keep",
     "surrogates.aggregation": "MODES Counts row_tokens",

@@ -6,6 +6,7 @@ It needs a policy and a reward handed in; no model family and no judge comes in.
 
 from .diffusion.cost import forward_equivalents_per_image
 from .diffusion.flow_grpo import FlowGRPO
+from .diffusion.regression import VelocityRegression
 from .diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
 from .loop.checkpoint import CheckpointError
 from .loop.judging import RewardFailure
@@ -47,6 +48,7 @@ __all__ = [
     "TrainResult",
     "Trainer",
     "TrainingProgress",
+    "VelocityRegression",
     "check_batch_algebra",
     "forward_equivalents_per_image",
     "peak_memory_bytes",

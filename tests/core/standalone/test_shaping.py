@@ -17,7 +17,6 @@ from visalign.core.standalone.shaping import (
     neighbour_weights,
     preference_as_reward,
     reward_fusion,
-    reward_probability,
 )
 
 NAN = float("nan")
@@ -146,11 +145,6 @@ class TestJepo:
         assert_values(bound, -0.3, -0.3, -0.3, 7, -0.3, NAN)
 
 
-def test_reward_probability_is_affine_inside_its_bound() -> None:
-    assert_values(reward_probability(f64(-9, -5, 0, 2.4, 5, 9, NAN)), 0, 0, 0.5, 0.74, 1, 1, NAN)
-    assert reward_probability(torch.tensor([1.0]).half(), bound=2).item() == 0.75
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -173,7 +167,6 @@ def test_reward_probability_is_affine_inside_its_bound() -> None:
             "kind must be one of log_prob, mean_log_prob, prob, mean_prob; got 'p'",
         ),
         (lambda: jepo_credit(f64(1)[None], [0]), r"log_likelihood must be \[B\]; got shape \(1, 1\)"),
-        (lambda: reward_probability(f64(1), bound=INF), "bound must be positive and finite; got inf"),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

@@ -23,7 +23,7 @@ from visalign.training import (
     forward_equivalents_per_image,
     read_metrics,
 )
-from visalign.training.loop.metrics import TEXT_ONLY
+from visalign.training.loop.metrics import REGRESSION_ONLY, TEXT_ONLY
 
 
 def _weights(policy: ToyPolicy) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_each_iteration_logs_the_table(tmp_path):
     trainer.train()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     families = {key.split("/")[0] + "/*" if "/" in key else key for key in record}
-    assert families == set(METRICS) - set(TEXT_ONLY) - {"loss/*", "kl", "loss_scale"}
+    assert families == set(METRICS) - {*TEXT_ONLY, *REGRESSION_ONLY} - {"loss/*", "kl", "loss_scale"}
     assert record["heldout/accuracy"] == 0.5
     assert record["ratio_floor"] < 1e-5 < record["ratio_std"]
     assert record["valid_share"] == 1 and record["frac_reward_zero_std"] == 0
@@ -302,10 +302,10 @@ def test_a_lower_is_better_reward_is_turned_round(tmp_path):
         higher_is_better = False
 
     trainer = toy_trainer(tmp_path, reward=Lower())
-    assert trainer.algorithm.reward.range == (-1.0, 1.0)
+    assert trainer.algorithm.source.reward.range == (-1.0, 1.0)
     images = torch.rand(2, 3, 8, 8)
     torch.testing.assert_close(
-        trainer.algorithm.reward.score(images, ["dark", "dark"]).value,
+        trainer.algorithm.source.reward.score(images, ["dark", "dark"]).value,
         -Brightness().score(images, ["dark", "dark"]).value,
     )
 
@@ -394,8 +394,8 @@ def test_a_group_can_share_its_start(tmp_path, schedule):
     shared = {"shared_noise": True, "schedule": schedule, "noise_level": 0.5}
     trainer = toy_trainer(tmp_path, rollout={**shared, "sde_steps": [2]}, run={"iterations": 2})
     algorithm = trainer.algorithm
-    batch = algorithm.sampler.batch(0, 0, 1)
-    start = algorithm._shared_noise(batch)
+    batch = algorithm.source.sampler.batch(0, 0, 1)
+    start = algorithm.source._shared_noise(batch)
     first = batch.group_id == batch.group_id[0]
     assert torch.equal(start[first], start[first][:1].expand_as(start[first]))
     assert not torch.equal(start[~first][:1], start[:1])

@@ -21,11 +21,11 @@ from accelerate import Accelerator
 from tests.support.training_toy import toy_trainer
 torch.set_num_threads(1)
 folder, algorithm = Path(sys.argv[1]), sys.argv[2]
-wide = {"eps_low": 0.1, "eps_high": 0.1}
+wide = {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}} if "flow" in algorithm else {}
 accelerator = Accelerator(cpu=True)
 trainer = toy_trainer(
     folder,
-    objective={"algorithm": algorithm, "changes": {"kl": 0.01, "surrogate_options": wide}},
+    objective={"algorithm": algorithm, "changes": {"kl": 0.01, **wide}},
     run={"iterations": 2},
     accelerator=accelerator,
 )
@@ -37,7 +37,7 @@ accelerator.end_training()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo"])
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo", "diffusion_nft", "crd"])
 def test_two_processes_make_the_update_of_one(algorithm, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(CODE)
@@ -54,5 +54,7 @@ def test_two_processes_make_the_update_of_one(algorithm, tmp_path):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
     rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
     for mine, other in zip(*rows, strict=True):
-        for key in ("loss", "kl", "ratio_std", "frac_reward_zero_std", "grad_norm", "samples"):
+        both = ("loss", "frac_reward_zero_std", "trained_share", "grad_norm", "samples")
+        own = ("kl", "ratio_std") if "flow" in algorithm else ("loss/kl", "match_error", "anchor_distance")
+        for key in (*both, *own):
             assert mine[key] == pytest.approx(other[key], rel=1e-3), key

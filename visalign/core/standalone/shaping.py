@@ -185,24 +185,6 @@ def jepo_credit(log_likelihood: Tensor, group: Labels) -> tuple[Tensor, Tensor]:
     return bound[:, 0].to(dtype), credit[:, 0].to(dtype)
 
 
-def reward_probability(advantage: Tensor, *, bound: float = 5.0) -> Tensor:
-    """DiffusionNFT's optimality probability of a sample, r = clip(1/2 + A/(2 A_max), 0, 1).
-
-    Affine while |A| ≤ A_max: there, probabilities of combined advantages are combined probabilities.
-
-    Args:
-        advantage: any shape; no gradient.
-        bound: A_max > 0, in the unit of the advantage.
-
-    Returns:
-        The shape of advantage, in [0, 1], float32 or better; NaN where the advantage is NaN.
-
-    Zheng et al., DiffusionNFT, arXiv 2509.16117; MARBLE, arXiv 2605.06507 (A_max = 5).
-    """
-    check_positive(bound=bound)
-    return (0.5 + float32(advantage).detach() / (2 * bound)).clamp(0, 1)
-
-
 def _log_mean(total: Tensor, count: Tensor) -> Tensor:
     """log(total/count), exactly 0 where they are equal; finite where there is nothing."""
     return torch.where(total > 0, total, 1.0).log() - count.clamp(min=1).log()

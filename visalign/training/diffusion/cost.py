@@ -10,27 +10,30 @@ def forward_equivalents_per_image(
     steps: int,
     trained: int,
     guided: bool,
-    reference: bool,
+    reference: float,
     trained_share: float = 1.0,
     epochs: int = 1,
     asked_again: int = 0,
+    guided_rollout: bool | None = None,
 ) -> float:
     """The least that this configuration needs per image.
 
-    T·g + a·S·g + E·q·S·(g − 1 + 3 + [β > 0]·g) with g = 2 under guidance and 1 without: sampling; passes over
+    T·g + a·S·g + E·q·S·(g − 1 + 3 + r·g) with g = 2 under guidance and 1 without: sampling; passes over
     all trained steps before the update; per epoch and trained step one forward and one backward of the
-    conditional half, one forward of the unconditional half, and the reference. Old log-probabilities come
-    from the rollout and cost nothing.
+    conditional half, one forward of the unconditional half, and the other policies. Old log-probabilities
+    come from the rollout and cost nothing.
 
     Args:
         steps: T, denoising steps.
         trained: S, steps of an image that are trained on.
         guided: whether the guidance scale is above 1.
-        reference: whether a KL to the reference is taken (β > 0).
+        reference: r, other policies that are asked at each trained step: the reference for a KL (β > 0) or as
+            anchor, the old policy; a share where only some updates ask.
         trained_share: q, share of the samples that are back-propagated; the rest have no signal.
         epochs: E, passes over the samples of an iteration.
         asked_again: a, what is computed of every trained step before the update: the reference's log-prob for
             a KL in the reward, the policy's own for an off-policy correction.
+        guided_rollout: whether the sampling is guided; None: as `guided`.
 
     Example:
         Flow-GRPO on SD3.5 (10 steps, 9 trained, guidance 4.5, β > 0), where the published code spends 92:
@@ -41,5 +44,6 @@ def forward_equivalents_per_image(
         19.0
     """
     passes = 2 if guided else 1
-    pair = passes - 1 + 3 + (passes if reference else 0)
-    return float((steps + asked_again * trained) * passes + epochs * trained_share * trained * pair)
+    pair = passes - 1 + 3 + reference * passes
+    sampling = steps * (passes if guided_rollout is None else 1 + guided_rollout)
+    return float(sampling + asked_again * trained * passes + epochs * trained_share * trained * pair)

@@ -26,21 +26,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.core import PolicyOutput, Prepared, Trajectories
-from visalign.core.groups.labels import group_index, group_sum
 from visalign.core.surrogates.kl import gaussian_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
-from visalign.flow.noise import initial_noise
 from visalign.flow.replay import RATIO_BOUND, replay
-from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.trajectory import Pairs, Trajectory
 from visalign.flow.transitions import Kernel
 from visalign.flow.windows import window_places
-from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward
 from visalign.seeds import sample_seed
-from visalign.training.loop.judging import check_failures, judge, oriented
-from visalign.training.loop.runtime import PhaseClock
-from visalign.training.loop.sampler import Batch, PromptSampler
 from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.update import (
     PolicyStep,
@@ -51,7 +45,8 @@ from visalign.training.policy.update import (
     update_metrics,
 )
 
-from .settings import DiffusionObjectiveSettings, RolloutSettings
+from .pictures import Pictures, PictureSource
+from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
 
 
 class ReplayModule(nn.Module):
@@ -131,16 +126,23 @@ class FlowGRPO:
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
     ) -> None:
-        self.policy, self.reward, self.records, self.seed = policy, oriented(reward), records, seed
+        self.policy, self.seed = policy, seed
         self.rollout = rollout or RolloutSettings()
         self.settings = objective or DiffusionObjectiveSettings()
+        check_sampling(self.settings, self.rollout)
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
         self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
-        size = self.rollout.prompts_per_iteration, self.rollout.group_size
-        self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
-        sigmas = policy.sigmas(self.rollout.steps, timestep_schedule=self.rollout.timestep_schedule)
-        self.step_weights = step_weights(self.settings, self.rollout, sigmas)
-        policy.module.eval()  # dropout would make the replay another function than the rollout
+        self.source = PictureSource(
+            policy,
+            reward,
+            records,
+            rollout=self.rollout,
+            seed=seed,
+            accelerator=self.accelerator,
+            strata=strata,
+            cycle=cycle,
+        )
+        self.step_weights = step_weights(self.settings, self.rollout, self.source.sigmas)
         self.module = self.accelerator.prepare_model(ReplayModule(policy))
         self.ratio_bound: float | None = self._ratio_bound()
 
@@ -168,100 +170,31 @@ class FlowGRPO:
         return self.policy.forward_count.equivalents
 
     def collect(self, run: Context) -> Collected:
-        """Sample, decode and judge one iteration's groups.
-
-        Raises:
-            RewardFailure: see `judge`.
-            FloatingPointError: the rollout ended in latents that are not finite.
-        """
-        iteration, process = run.counters.iteration, self.accelerator
-        batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
-        sde_steps, trained = choose_steps(self.rollout, self.seed, iteration)
-        records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
-        if getattr(self.reward, "needs_group", False):  # win rates: a prompt may stand in two groups
-            for record, group in zip(records, batch.group_id.tolist(), strict=True):
-                record["group_id"] = group
-        condition, trajectory = self._sample(batch, records, sde_steps, run.clock)
-        with run.clock.phase("decode"), torch.no_grad(), process.autocast():
-            chunks = trajectory.latents.split(self.rollout.batch_size)
-            images = torch.cat([self.policy.decode(chunk).float().cpu() for chunk in chunks])
-        with run.clock.phase("reward"):
-            scores = judge(self.reward, images, records)
-        value, valid, group, parts = self._gather(scores, batch)
-        check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
+        """Sample, decode and judge one iteration's groups; see `PictureSource.collect`."""
+        sde_steps, trained = choose_steps(self.rollout, self.seed, run.counters.iteration)
+        made = self.source.collect(run.counters.iteration, run.clock, sde_steps)
         experience = Experience(
-            condition=condition,
-            trajectory=trajectory,
+            condition=made.condition,
+            trajectory=made.trajectory,
             trained=torch.tensor(trained),
-            trajectories=self._trajectories(value, valid, group, trajectory, trained),
-            first=process.process_index * len(batch),
+            trajectories=self._trajectories(made, trained),
+            first=made.first,
         )
         with run.clock.phase("replay"):
             self._ask_again(experience, run.micro_batch)
-        return Collected(
-            experience=experience,
-            samples=self.rollout.prompts_per_iteration * self.rollout.group_size,
-            metrics={**reward_metrics(value, valid, group), **parts},
-        )
+        return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
 
-    def _sample(
-        self,
-        batch: Batch,
-        records: Sequence[Mapping[str, Any]],
-        sde_steps: Sequence[int],
-        clock: PhaseClock,
-    ) -> tuple[Condition, Trajectory]:
-        settings, policy = self.rollout, self.policy
-        with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
-            condition = policy.encode(asked_of(policy, records))
-            trajectory = rollout(
-                policy,
-                condition,
-                sigmas=policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule),
-                sde_steps=sde_steps,
-                schedule=settings.schedule,
-                noise_level=settings.noise_level,
-                seeds=[sample_seed(self.seed, "sample", i) for i in batch.sample_id.tolist()],
-                noise=self._shared_noise(batch) if settings.shared_noise else None,
-                log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
-                batch_size=settings.batch_size,
-            )
-        return condition, trajectory
-
-    def _shared_noise(self, batch: Batch) -> Tensor:
-        """One start per group, [b, ...]."""
-        seeds = [sample_seed(self.seed, "group", group) for group in batch.group_id.tolist()]
-        return initial_noise(seeds, self.policy.latent_shape)
-
-    def _gather(self, scores: Scores, batch: Batch) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
-        """(value [B] float64, valid [B], group [B]) of all processes on CPU, and the means of the parts."""
-        own = scores.value.float().cpu()
-        columns = [own, *(part.float().cpu() for part in scores.parts.values())]
-        table = self._of_all(torch.stack(columns, 1)).double()
-        valid = self._of_all(scores.valid.cpu() & torch.isfinite(own))
-        parts = {
-            f"reward_part/{name}": float(table[:, i].nanmean())
-            for i, name in enumerate(scores.parts, start=1)
-        }
-        return table[:, 0], valid, self._of_all(batch.group_id), parts
-
-    def _of_all(self, own: Tensor) -> Tensor:
-        """[b, ...] of this process -> [B, ...] of all in rank order, on the CPU."""
-        gathered: Any = self.accelerator.gather(own.to(self.accelerator.device))
-        return gathered.cpu()
-
-    def _trajectories(
-        self, value: Tensor, valid: Tensor, group: Tensor, trajectory: Trajectory, trained: Sequence[int]
-    ) -> Trajectories:
-        old = self._of_all(trajectory.log_prob[:, list(trained)].contiguous())
+    def _trajectories(self, made: Pictures, trained: Sequence[int]) -> Trajectories:
+        trajectory = made.trajectory
+        old = self.source.of_all(trajectory.log_prob[:, list(trained)].contiguous())
         factor = self.step_weights[[trajectory.sde_steps[step] for step in trained]]
         plain = self.settings.step_weights is None and self.objective.step_weight == "uniform"
         return Trajectories(
             weight=torch.ones_like(old),
             old_log_prob=torch.zeros_like(old) if self.objective.ratio == "guard" else old,
-            group=group,
-            reward=value,
-            valid=valid,
+            group=made.group,
+            reward=made.value,
+            valid=made.valid,
             loss_weight=None if plain else factor.to(old.dtype).expand_as(old).contiguous(),
             decisions="denoising_steps",
         )
@@ -294,7 +227,7 @@ class FlowGRPO:
                     experience.trajectory.kernel,
                 )
             found.append(stats.log_prob)
-        return self._of_all(torch.cat(found).view(count, steps))
+        return self.source.of_all(torch.cat(found).view(count, steps))
 
     def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:
         """Advantages, denominators and the split into updates, over all processes' samples."""
@@ -468,24 +401,3 @@ def step_weights(settings: DiffusionObjectiveSettings, rollout: RolloutSettings,
         return torch.ones(rollout.steps)
     weight = guard_step_weight(sigmas.diff().float().cpu())
     return weight / weight[rollout.trained].mean()
-
-
-def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, float]:
-    """Mean and spreads of the reward over the samples that could be judged.
-
-    Args:
-        value: [B].
-        valid: bool [B].
-        group: [B] integer labels.
-    """
-    known = value[valid]
-    index, groups = group_index(group[valid], len(known))
-    count = group_sum(torch.ones(len(known), 1, dtype=torch.float64), index, groups)[:, 0]
-    mean = group_sum(known[:, None], index, groups)[:, 0] / count
-    spread = group_sum((known - mean[index]).square()[:, None], index, groups)[:, 0] / count
-    return {
-        "reward_mean": float(known.mean()),
-        "reward_std": float(known.std(correction=0)),
-        "reward_group_std": float(spread.sqrt().mean()),
-        "valid_share": float(valid.double().mean()),
-    }

@@ -7,15 +7,20 @@ ours differ. Values are checked when a setting is made, before anything is loade
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from visalign.errors import UserError
+import torch
+
+from visalign.core.objective.algorithms import NAMED
+from visalign.core.regression.rows import REGRESSIONS, PairOutput, Regression, named_regression
+from visalign.errors import UserError, suggestion
 from visalign.flow.transitions import LAST_IS_EXACT
 from visalign.flow.windows import WINDOW_ORDERS
 from visalign.training.loop.optimizer import at_least, choice
-from visalign.training.policy.settings import ObjectiveSettings
+from visalign.training.policy.settings import ObjectiveSettings, merged_changes
 
 
 def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
@@ -59,6 +64,9 @@ class RolloutSettings:
     """Start all samples of a group from one noise (DanceGRPO): they differ by their steps' noise alone."""
     train_steps: list[int] | None = None
     """Those of `sde_steps` that are trained on; null: all that are stochastic."""
+    guidance: float | None = None
+    """Guidance scale while samples for training are made, in regressions alone, whose loss does not ask how a
+    picture came about; null: the model's."""
     log_prob_reduction: str = "mean"
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
     batch_size: int = 64
@@ -69,6 +77,8 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         at_least("rollout.steps", self.steps, 1)
         at_least("rollout.batch_size", self.batch_size, 1)
+        if self.guidance is not None:
+            at_least("rollout.guidance", self.guidance, 0.0)
         choice("rollout.timestep_schedule", self.timestep_schedule, ("diffusers", "plain"))
         choice("rollout.schedule", self.schedule, ("flow", "dance", *LAST_IS_EXACT))
         choice("rollout.sde_window_order", self.sde_window_order, WINDOW_ORDERS)
@@ -145,7 +155,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     algorithm: str = "flow_grpo"
     """A row of `visalign.core.NAMED`: flow_grpo, flow_gspo, grpo_guard, flow_dppo, pref_grpo, and of the rows
     for text all that mean something on denoising steps: grpo, dr_grpo, rloo, reinforce_pp, dapo, cispo, sapo,
-    gmpo, ..."""
+    gmpo, ... Or of `visalign.core.REGRESSIONS`, which need no stochastic step: diffusion_nft, awm, v_grpo,
+    ram, reward_weighted, rejection, crd, gdro, diffusion_dpo, ..."""
     step_weights: list[float] | None = None
     """Factor of the policy's loss at each of the T steps, in place of the row's `step_weight`."""
     ratio_bound: float | None = None
@@ -153,9 +164,92 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
 
     def __post_init__(self) -> None:
+        if self.algorithm not in {**NAMED, **REGRESSIONS}:
+            allowed = [*NAMED, *REGRESSIONS]
+            raise UserError(
+                f"objective: there is no algorithm {self.algorithm!r}. {suggestion(self.algorithm, allowed)}"
+                f"Choose one of: {', '.join(allowed)}."
+            )
+        if self.regression is not None:
+            self._check_regression(self.regression)
+            return
         super().__post_init__()
         self.check("denoising_steps")
         if self.step_weights is not None and not all(math.isfinite(w) and w >= 0 for w in self.step_weights):
             raise UserError(
                 f"objective.step_weights is {self.step_weights}; weights are finite and not negative."
             )
+
+    @property
+    def regression(self) -> Regression | None:
+        """The row where `algorithm` names a regression, else None."""
+        if self.algorithm not in REGRESSIONS:
+            return None
+        try:
+            return named_regression(
+                self.algorithm, **merged_changes(self.rows.get(self.algorithm, {}), self.changes)
+            )
+        except (ValueError, TypeError) as error:
+            raise UserError(f"objective: {error}") from error
+
+    def _check_regression(self, row: Regression) -> None:
+        """Refuse what means nothing to a regression, and values that its functions refuse."""
+        at_least("objective.epochs", self.epochs, 1)
+        absent = {
+            "ratio_bound": ("ratio", ""),
+            "step_weights": ("denoising steps", "; objective.changes.weighting weighs noise levels"),
+        }
+        for name, (what, instead) in absent.items():
+            if getattr(self, name) is not None:
+                raise UserError(
+                    f"objective.{name} is {getattr(self, name)}, and objective.algorithm={self.algorithm} "
+                    f"has no {what}. Set objective.{name}=null{instead}."
+                )
+        some, one = torch.zeros(4, 2), torch.full((4,), 0.5)
+        pairs = PairOutput(v=some, target=some, sigma=one, anchor=some, guidance=some)
+        try:
+            signal, _ = row.prepare(torch.tensor([0.0, 1.0, 1.0, 0.0]), [0, 0, 1, 1])
+            if row.of_groups:
+                row.group_loss(one[:2], one[:2], signal[:2])
+            else:
+                row.pair_loss(pairs, signal)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"objective: {error}") from error
+
+
+_OF_STEPS = (
+    *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride", "shared_noise"),
+    *("train_steps", "schedule", "noise_level", "log_prob_reduction"),
+)
+"""Settings of stochastic steps; from one start the ODE makes one picture."""
+
+
+def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
+    """Refuse settings of stochastic steps for a regression, which has none, and more levels than there are.
+
+    Raises:
+        UserError: with what to set instead.
+    """
+    row = objective.regression
+    if row is None:
+        if rollout.guidance is not None:
+            raise UserError(
+                f"rollout.guidance is {rollout.guidance}, and objective.algorithm={objective.algorithm} "
+                "needs log-probs of the policy that sampled. Set rollout.guidance=null and model.guidance, "
+                "or take a regression, e.g. objective.algorithm=diffusion_nft."
+            )
+        return
+    usual = {item.name: item.default for item in fields(RolloutSettings)}
+    for name in _OF_STEPS:
+        if getattr(rollout, name) != usual[name]:
+            raise UserError(
+                f"rollout.{name} is {getattr(rollout, name)}, and objective.algorithm={objective.algorithm} "
+                f"samples along the ODE and learns at noised end points. Set rollout.{name}="
+                f"{json.dumps(usual[name])}; how many noise levels of an image are "
+                "trained is objective.changes.levels."
+            )
+    if not row.continuous and (row.levels or 0) > rollout.steps:
+        raise UserError(
+            f"objective.changes.levels is {row.levels}, and the sampler's grid has {rollout.steps} levels. "
+            f"Take at most {rollout.steps}, or levels between them too: objective.changes.continuous=true."
+        )

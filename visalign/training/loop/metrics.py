@@ -54,6 +54,10 @@ METRICS: dict[str, str] = {
     "clip_high": "the same of decisions with a positive advantage: the clip at 1 + eps_high, a mask",
     "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
     "log_prob_reduction mean); of a text policy the k3 estimate per token",
+    "match_error": "regressions of pictures: mean |v − (ε − x0)|² per latent number over trained pairs, the "
+    "pretraining loss on the policy's own samples",
+    "anchor_distance": "regressions of pictures: mean |v − v_anchor|² over trained pairs, the anchor the old "
+    "policy or the reference",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
     "lr": "learning rate of the iteration's last update",
     "adam_resolution": "median of √v̂/ε of AdamW over the trained numbers that had a gradient; below 10, ε "
@@ -85,6 +89,9 @@ TEXT_ONLY = (
     "perplexity",
 )
 """Keys that only trainers of text policies log."""
+
+REGRESSION_ONLY = ("match_error", "anchor_distance")
+"""Keys that only regressions of pictures log."""
 
 TIMES = ("seconds", "samples_per_second")
 """Families that differ between two runs of the same seed; every other value is reproducible on CPU."""

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from visalign.core.surrogates.ratio_check import check_log_ratio
 from visalign.errors import UserError
@@ -90,6 +90,9 @@ class Context:
     counters: Counters
     optimizer: AdamWSettings
     clock: PhaseClock
+    tensors: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """What the algorithm keeps, file stem -> name -> tensor, put here in `finish`; checkpoints hold it, and
+    `restore` finds it here."""
 
     @property
     def micro_batch(self) -> int:
@@ -434,7 +437,7 @@ class Trainer(Generic[A]):
             checkpoint.save(
                 self.run.folder / "checkpoints",
                 self.counters.iteration,
-                {**self.weights.tensors(), "ema": self.ema.state()},
+                {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()},
                 asdict(self.counters),
                 self.run.config,
                 keep=self.run.keep_checkpoints,
@@ -466,6 +469,8 @@ class Trainer(Generic[A]):
         self.weights.restore(loaded)
         self.ema.load(loaded.tensors["ema"])
         self.context.counters = Counters(**loaded.state)
+        own = loaded.tensors.keys() - {*self.weights.tensors(), "ema"}
+        self.context.tensors = {stem: loaded.tensors[stem] for stem in own}
         self.algorithm.restore(self.context)
         self.progress.go_on(self.counters.iteration, self.counters.seconds)
         self.progress.note(f"Resumed from {folder} after iteration {loaded.step}.")

@@ -12,6 +12,7 @@ import torch
 from visalign.core import Objective, PolicyOutput, Trajectories, named_objective
 from visalign.core.objective.data import Decisions
 from visalign.core.objective.decisions import check_decisions
+from visalign.core.regression.rows import REGRESSIONS, named_regression
 from visalign.errors import UserError
 from visalign.training.loop.optimizer import above_zero, at_least
 
@@ -53,10 +54,15 @@ class ObjectiveSettings:
         Raises:
             UserError: an unknown algorithm, field or option, with the nearest name.
         """
-        changes = _merged(self.rows.get(self.algorithm, {}), self.changes)
+        changes = merged_changes(self.rows.get(self.algorithm, {}), self.changes)
         try:
             for name, fields in self.rows.items():
-                named_objective(name, **fields)
+                (named_regression if name in REGRESSIONS else named_objective)(name, **fields)
+            if self.algorithm in REGRESSIONS:
+                raise ValueError(
+                    f"algorithm={self.algorithm} regresses the velocities of noised pictures, and a text has "
+                    "none. Take 'grpo', or 'reinforce_pp' without a clip."
+                )
             objective = named_objective(self.algorithm, **changes)
             if objective.aggregation == "dr_grpo" and objective.length is None:
                 objective = named_objective(self.algorithm, **{**changes, "length": length})
@@ -123,7 +129,7 @@ def _rehearse(objective: Objective, decisions: Decisions) -> None:
     objective.loss(prepared, PolicyOutput(log_prob=some, **says))
 
 
-def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def merged_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of both, the second's where both have one; options are merged one by one."""
     both = {**first, **second}
     for key in first.keys() & second.keys():

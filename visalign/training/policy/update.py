@@ -75,7 +75,7 @@ def prepare_steps(
         The updates, and what the advantages say of the samples (metrics).
     """
     whole = whole_groups or objective.aggregation == "group_token_mean"
-    parts = list(_parts(trajectories.group, settings.epochs, updates, seed, iteration, whole))
+    parts = list(split_updates(trajectories.group, settings.epochs, updates, seed, iteration, whole))
     prepared = objective.prepare_steps(trajectories, parts)
     every = _needs_all(objective)
     steps = []
@@ -91,7 +91,7 @@ def prepare_steps(
     return steps, {**signal, "trained_share": trained}
 
 
-def _parts(
+def split_updates(
     group: Any, epochs: int, updates: int, seed: int, iteration: int, whole_groups: bool
 ) -> Iterator[Tensor]:
     """The samples of each update, ascending, in a new random split for each epoch."""

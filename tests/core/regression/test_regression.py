@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regressions of velocities: hand values, identities, gradients, what the rows make of rewards, bad input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.core_values import assert_values, f64, normal
+from visalign.core.regression.losses import (
+    covariance_guidance,
+    crd_loss,
+    matching_error,
+    matching_loss,
+    nft_loss,
+    preference_loss,
+    ram_loss,
+    reward_probability,
+)
+from visalign.core.regression.rows import REGRESSIONS, PairOutput, named_regression
+from visalign.core.regression.signals import (
+    best_share,
+    best_worst_pairs,
+    soft_clip,
+    tilted_weights,
+)
+
+NAN, INF = float("nan"), float("inf")
+V, OLD, TARGET = normal(5, 2, 3), normal(5, 2, 3, seed=1), normal(5, 2, 3, seed=2)
+SIGMA, A = f64(0.1, 0.4, 0.6, 0.9, 1.0), f64(2, -1, 0, 7, -0.5)
+
+
+def _gradient(loss: Any, v: torch.Tensor = V) -> torch.Tensor:
+    leaf = v.clone().requires_grad_()
+    return torch.autograd.grad(loss(leaf).sum(), leaf)[0]
+
+
+def test_hand_values() -> None:
+    v, old, u = (f64(x)[None] for x in (1.0, 0.5, 2.0))
+    s, a = f64(0.5), f64(2.5)
+    # e = σ (u − v_old) = .75, d = σ (v − v_old) = .25, r = .75: 5 (.75 · .5² + .25 · 1²)
+    assert_values(nft_loss(v, old, u, s, a, weighted=False), 5 * (0.75 * 0.25 + 0.25))
+    # divided by |e ∓ d| = .5 and 1
+    assert_values(nft_loss(v, old, u, s, a), 5 * (0.75 * 0.25 / 0.5 + 0.25))
+    assert_values(ram_loss(v, old, u, f64(0.2)), (1 - (0.5 + 0.2 * (2 - 1))) ** 2)
+    assert_values(matching_error(v, u, s), 1)
+    for name, value in {"t": 0.5, "x0": 0.25, "epsilon": 0.25, "v": 0.5, "adaptive": 0.5}.items():
+        assert_values(matching_error(v, u, s, weighting=name), value)  # type: ignore[arg-type]
+    error, ref = f64(0.3, 0.7)[None], f64(0.4, 0.5)[None]
+    assert_values(preference_loss(error, ref, beta=2), math.log1p(math.exp(-0.1 - 0.2)))
+    # ρ = (.1, −.2) and R centred: (.15, −.15), (.5, −.5)
+    assert_values(crd_loss(error[0], ref[0], f64(1, 0), beta=2).reshape(1), (0.3 - 0.5) ** 2 / 2)
+    assert_values(covariance_guidance(f64(3, 1)[:, None], f64(1, -1)), -1)
+
+
+def test_reward_probability_is_affine_inside_its_bound() -> None:
+    assert_values(reward_probability(f64(-9, -5, 0, 2.4, 5, 9, NAN)), 0, 0, 0.5, 0.74, 1, 1, NAN)
+    assert reward_probability(torch.tensor([1.0]).half(), bound=2).item() == 0.75
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_unweighted_nft_is_the_common_form_and_an_advantage_weighted_step(beta: float) -> None:
+    bound, clipped = 5.0, A.clamp(-5, 5)
+    e = SIGMA[:, None, None] * (TARGET - OLD)
+    d = SIGMA[:, None, None] * (V - OLD)
+    products = torch.stack([-2 * e * d, bound * beta * d**2 + bound / beta * e**2]).flatten(2).mean(2)
+    closed = clipped * products[0] + products[1]
+    loss = nft_loss(V, OLD, TARGET, SIGMA, A, beta=beta, weighted=False)
+    torch.testing.assert_close(loss, closed, rtol=1e-12, atol=1e-13)
+    gamma, weight = clipped / (bound * beta), bound * beta * SIGMA**2
+    torch.testing.assert_close(
+        _gradient(lambda v: nft_loss(v, OLD, TARGET, SIGMA, A, beta=beta, weighted=False)),
+        _gradient(lambda v: matching_loss(v, OLD, TARGET - OLD, gamma, weight)),
+        rtol=1e-12,
+        atol=1e-13,
+    )
+
+
+def test_at_the_old_policy_the_forms_agree() -> None:
+    """NFT's gradient there is AWM's with w = σ² and RAM's with the old policy as anchor, up to the scale."""
+    nft = _gradient(lambda v: nft_loss(v, V, TARGET, SIGMA, A.clamp(-5, 5), weighted=False))
+    torch.testing.assert_close(
+        nft, _gradient(lambda v: A.clamp(-5, 5) * matching_error(v, TARGET, SIGMA, weighting="x0"))
+    )
+    ram = _gradient(lambda v: ram_loss(v, V, TARGET, A.clamp(-5, 5)))
+    torch.testing.assert_close(SIGMA[:, None, None] ** 2 * ram, nft)
+
+
+def test_the_prediction_weights_are_the_errors_of_those_predictions() -> None:
+    x0, noise, s = normal(5, 2, 3, seed=5), normal(5, 2, 3, seed=6), SIGMA[:, None, None]
+    x, u = (1 - s) * x0 + s * noise, noise - x0
+    root = torch.hypot(1 - s, s)
+    wanted = {"x0": x - s * V - x0, "epsilon": x + (1 - s) * V - noise}
+    # the v of arXiv 2202.00512 on the preserving path, α ε − s x0, of the predicted and the real noise and x0
+    wanted["v"] = ((1 - s) * wanted["epsilon"] - s * wanted["x0"]) / root
+    for name, error in wanted.items():
+        ours = matching_error(V, u, SIGMA, weighting=name)  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, error.square().flatten(1).mean(1))
+
+
+def test_two_samples_make_the_covariance_a_finite_difference() -> None:
+    x0 = normal(2, 3, 4)
+    torch.testing.assert_close(covariance_guidance(x0, f64(1, -1)), -(x0[0] - x0[1]) / 2)
+    torch.testing.assert_close(covariance_guidance(x0 + 7, f64(1, 1)), torch.zeros(3, 4).double())
+
+
+def test_crd_is_still_where_the_implicit_reward_is_the_real_one() -> None:
+    reward, old = f64(0.2, 0.9, 0.4), f64(1, 1, 1)
+    error = (old - reward / 2).requires_grad_()
+    for temperature in (None, 0.5):
+        (gradient,) = torch.autograd.grad(
+            crd_loss(error, old, reward, beta=2, temperature=temperature), error
+        )
+        assert gradient.abs().max() < 1e-12
+    assert torch.autograd.grad(crd_loss(error, old, reward, beta=2, form="bce"), error)[0].abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda v: nft_loss(v, OLD, TARGET, SIGMA, A, weighted=False),
+        lambda v: matching_loss(v, OLD, TARGET, A, SIGMA),
+        lambda v: matching_error(v, TARGET, SIGMA, weighting="ghuber"),
+        lambda v: preference_loss(matching_error(v, TARGET, SIGMA)[None, :2], f64(1, 2)[None], beta=0.5),
+    ],
+)
+def test_gradients_are_those_of_finite_differences(loss: Any) -> None:
+    assert torch.autograd.gradcheck(loss, (V.clone().requires_grad_(),))
+
+
+def test_nothing_of_an_anchor_or_a_signal_carries_gradient() -> None:
+    leaves = [t.clone().requires_grad_() for t in (OLD, TARGET, A)]
+    old, u, a = leaves
+    v = V.clone().requires_grad_()
+    for loss in (nft_loss(v, old, u, SIGMA, a), ram_loss(v, old, u, a.detach())):
+        (found, *others) = torch.autograd.grad(loss.sum(), [v, old, u], allow_unused=True)
+        assert found.abs().sum() > 0 and others == [None, None]
+
+
+REWARD, GROUP = f64(1, 0, 1, NAN, 2, 2, 5, 3), [0, 0, 0, 0, 1, 1, 2, 2]
+
+
+def test_signals() -> None:
+    assert_values(best_share(REWARD, GROUP, share=0.5), 1, 0, 1, 0, 0, 0, 1, 0)
+    assert_values(best_share(f64(1, 2, 3, 4), [0] * 4, share=0.75), 0, 1, 1, 1)
+    weight = tilted_weights(REWARD, GROUP, temperature=0.5)
+    assert_values(weight[3:6], 0, 0, 0)
+    assert weight[:3].sum() == pytest.approx(3) and weight[6] / weight[7] == pytest.approx(
+        math.exp(4), rel=1e-3
+    )
+    assert best_worst_pairs(REWARD, GROUP).tolist() == [[0, 1], [6, 7]]
+    assert best_worst_pairs(f64(1, 1), [0, 0]).shape == (0, 2)
+    assert_values(soft_clip(f64(0, 3, -300), 3), 0, 3 * math.tanh(1), -3)
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_missing_rewards_and_equal_groups_say_nothing(name: str) -> None:
+    row = REGRESSIONS[name]
+    signal, present = row.prepare(REWARD, GROUP, valid=torch.tensor([True] * 7 + [False]))
+    assert present.tolist() == [True] * 3 + [False] + [True] * 3 + [False]
+    assert not signal[~present].any() and bool(signal[:3].any())
+    if row.signal != "reward":
+        assert not signal[4:6].any()
+
+
+@pytest.mark.parametrize(
+    "name", sorted(n for n, row in REGRESSIONS.items() if not row.of_groups and n != "group_covariance")
+)
+def test_a_step_on_a_row_lowers_the_error_of_what_was_good(name: str) -> None:
+    row = named_regression(name, kl=0.0)
+    rest: dict[str, Any] = {"target": TARGET, "sigma": SIGMA, "anchor": V}
+    gradient = _gradient(lambda v: row.pair_loss(PairOutput(v=v, **rest), f64(1, 1, 1, 1, 1)))
+    assert (gradient * (V - TARGET)).sum() > 0
+
+
+def test_a_row_with_changes() -> None:
+    row = named_regression("diffusion_nft", loss_options={"beta": 0.1}, old_decay=[75, 0.0075, 0.999])
+    assert row.loss_options == {"beta": 0.1, "bound": 5.0, "weighted": True}
+    assert row.old_decay == (75, 0.0075, 0.999) and row.level_count(10) == 9
+    other = named_regression("diffusion_nft", signal="best", signal_options={"share": 0.5})
+    assert other.signal_options == {"share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("difusion_nft", {}, "no regression 'difusion_nft'. Did you mean 'diffusion_nft'"),
+        ("awm", {"betta": 1}, "no field 'betta'"),
+        ("awm", {"loss_options": {"beta": 1}}, "regression loss 'elbo' has no option 'beta'"),
+        ("awm", {"anchor": "reference"}, "anchor is 'reference'.*With loss='elbo' it is one of: old"),
+        ("ram", {"weighting": "t2"}, "weighting is 't2'"),
+        ("ram", {"levels": 0}, "levels is 0; train at least 1"),
+        ("ram", {"kl": -1.0}, "kl is -1.0"),
+        ("awm", {"kl_until": 5}, "kl_until is 5 with kl=0.0"),
+        ("awm", {"kl": 1.0, "kl_until": 0}, "kl_until is 0 .* an iteration, at least 1"),
+        ("awm", {"reference_guidance": 2.0}, "nothing leans on the reference. Set kl"),
+        ("ram", {"reference_guidance": -0.5}, "must be at least 0"),
+        ("diffusion_nft", {"old_decay": [0, 0.1, 1.0]}, r"give \[start, slope, end\]"),
+        ("diffusion_nft", {"level_range": [0.5, 0.5]}, "0 ≤ low < high ≤ 1"),
+        ("gdro", {"noise": "start"}, "noise='start' gives each its own"),
+    ],
+)
+def test_bad_rows_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        named_regression(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: nft_loss(V, OLD, TARGET, SIGMA, A, beta=0), "beta must be positive and finite; got 0"),
+        (lambda: reward_probability(f64(1), bound=INF), "bound must be positive and finite; got inf"),
+        (lambda: reward_probability(f64(1), mode="both"), "mode must be one of all, positive_only"),  # type: ignore[arg-type]
+        (lambda: matching_error(V, TARGET, SIGMA, weighting="t2"), "weighting must be one of uniform"),  # type: ignore[arg-type]
+        (lambda: preference_loss(A, A), r"\[P, 2\], the better sample first; got \(5,\)"),
+        (lambda: crd_loss(A, A, A, temperature=0), "temperature must be positive"),
+        (lambda: best_share(A, [0] * 5, share=0), "share must be above 0"),
+        (lambda: tilted_weights(A, [0] * 5, temperature=-1), "temperature must be positive"),
+        (lambda: soft_clip(A, 0), "bound must be positive"),
+    ],
+)
+def test_bad_input(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden families of the regressions of velocities: DiffusionNFT, AWM, Diffusion-DPO."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core.regression.losses import (
+    matching_error,
+    nft_loss,
+    preference_loss,
+    reward_probability,
+)
+from visalign.core.regression.signals import best_worst_pairs, old_policy_decay
+
+Outputs = dict[str, Any]
+_WEIGHTING = {"Uniform": "uniform", "t": "t", "t**2": "x0", "huber": "huber", "ghuber": "ghuber"}
+
+
+def _with_gradient(loss: Tensor, v: Tensor, name: str = "loss") -> Outputs:
+    (gradient,) = torch.autograd.grad(loss.sum(), v)
+    return {name: loss, "grad_v": gradient}
+
+
+def _nft(case: Any) -> Outputs:
+    params = case.params
+    x0, noise, sigma = case.tensor("x0"), case.tensor("noise"), case.tensor("t")
+    v, v_old, v_ref = case.tensor("v").requires_grad_(), case.tensor("v_old"), case.tensor("v_ref")
+    options = {"beta": params["mix_beta"], "bound": params["adv_clip_max"]}
+    weighted = "weight_min" in params
+    args = (v, v_old, noise - x0, sigma, case.tensor("advantages"))
+    policy = nft_loss(*args, **options, weighted=weighted).mean()
+    kl = (v - v_ref).square().mean()
+    return _with_gradient(policy + params.get("ref_kl_coef", 0.0) * kl, v)
+
+
+def _probability(case: Any) -> Outputs:
+    bound, a = case.params["adv_clip_max"], case.tensor("advantages")
+    return {mode: reward_probability(a, bound=bound, mode=mode) for mode in case.expected}  # type: ignore[arg-type]
+
+
+def _decay(case: Any) -> Outputs:
+    types = {"type0": (0, 0.0, 0.0), "type1": (0, 0.001, 0.5), "type2": (75, 0.0075, 0.999)}
+    return {
+        name: [old_policy_decay(s, start=start, slope=slope, end=end) for s in case.inputs["step"]]
+        for name, (start, slope, end) in types.items()
+    }
+
+
+def _awm(case: Any) -> Outputs:
+    v, sigma = case.tensor("v").requires_grad_(), case.tensor("timestep") / 1000
+    options: dict[str, Any] = {
+        "weighting": _WEIGHTING[case.params["weighting"]],
+        "power": case.params["power"],
+    }
+    log_prob = -matching_error(v, case.tensor("target"), sigma, **options)
+    return _with_gradient(log_prob, v, "log_prob")
+
+
+def _dpo(case: Any) -> Outputs:
+    target = case.tensor("noise") - case.tensor("x0")
+    v, v_ref, one = case.tensor("v").requires_grad_(), case.tensor("v_ref"), torch.ones(len(target)).double()
+    error, ref = (matching_error(each, target, one).view(-1, 2) for each in (v, v_ref))
+    return _with_gradient(preference_loss(error, ref, beta=case.params["beta"]).mean(), v)
+
+
+def _pairs(case: Any) -> Outputs:
+    group = list(case.inputs["group"])
+    pairs = best_worst_pairs(case.tensor("scores"), group)
+    return {"indices": pairs.flatten()}
+
+
+_VARIANTS: tuple[tuple[str, Callable[[Any], Outputs], set[str]], ...] = (
+    (r"nft_(un)?weighted_beta[\d.]+", _nft, {"mix_beta", "adv_clip_max", "ref_kl_coef", "weight_min"}),
+    (r"nft_reward_prob", _probability, {"adv_clip_max"}),
+    (r"nft_old_policy_decay", _decay, set()),
+    (r"awm_\w+", _awm, {"weighting", "power", "dtype"}),
+    (r"diffusion_dpo_beta[\d.]+", _dpo, {"beta", "order", "dtype"}),
+    (r"online_dpo_pairs", _pairs, set()),
+)
+
+
+def _family(case: Any) -> Outputs | None:
+    for pattern, function, known in _VARIANTS:
+        if re.fullmatch(pattern, case.variant) and set(case.params) <= known:
+            return function(case)
+    return None
+
+
+def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
+    """The preference loss and AWM were frozen in float32."""
+    if case.variant.startswith(("diffusion_dpo", "awm")):
+        return (1e-5, 1e-6, "largest")
+    return None
+
+
+FAMILIES = {"E_diffusion_losses": _family}
+TOLERANCES = {"E_diffusion_losses": _tolerance}

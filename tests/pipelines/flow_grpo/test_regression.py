@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regressions by the job that Flow-GRPO has: each row on a tiny SD3 pipeline, its cost, its plan, one run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.support.tiny_models import tiny_sd3_pipeline
+from visalign.adapters import SD3Policy
+from visalign.adapters.lora import LoraSettings
+from visalign.config import load_config
+from visalign.core.regression.rows import REGRESSIONS
+from visalign.errors import ConfigError
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
+from visalign.pipelines.flow_grpo.plan import planned_cost
+from visalign.pipelines.jobs import load_job
+from visalign.rewards import load_reward
+from visalign.training import RunSettings, Trainer, VelocityRegression
+from visalign.training.loop.metrics import read_metrics
+
+RECORDS = [{"prompt": text, "tag": ""} for text in ("a red circle", "two circles", "a blue square")]
+BASE = (
+    "model.lora.rank=4",
+    "rewards.terms={jpeg_size: {}}",
+    "rollout={prompts_per_iteration: 4, group_size: 4, steps: 4, batch_size: 16}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 2, micro_batch: 7, ema_every: 1}",
+    "evaluation={seeds: [0], rewards: {shapes_verifier: {}}}",
+    "run={iterations: 2, checkpoint_every: 1, device: cpu}",
+)
+
+
+def _config(*overrides: str) -> FlowGRPOConfig:
+    return load_config(FlowGRPOConfig, None, [*BASE, *overrides])
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_two_updates_of_each_row_on_a_picture_model(name, tmp_path):
+    """Gradients on the adapters alone, nothing infinite, and the passes that the plan counts."""
+    policy = SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4, alpha=8, seed=0), guidance=2.0)
+    frozen = {n: p.detach().clone() for n, p in policy.transformer.named_parameters() if not p.requires_grad}
+    config = _config(f"objective.algorithm={name}", "model.guidance=2.0")
+    algorithm = VelocityRegression(
+        policy,
+        load_reward("jpeg_size"),
+        RECORDS,
+        rollout=config.rollout,
+        objective=config.objective,
+        accelerator=Accelerator(cpu=True),
+    )
+    trainer = Trainer(algorithm, run=RunSettings(folder=tmp_path, iterations=2), optimizer=config.optimizer)
+    before = [p.detach().clone() for _, p in policy.trainable_parameters()]
+    for iteration in (1, 2, 3):  # the old policy of diffusion_nft differs from the third on
+        record = trainer.iterate()
+        assert trainer.counters.updates == 2 * iteration and trainer.counters.skipped == 0
+    assert all(math.isfinite(v) for v in record.values() if isinstance(v, float))
+    moved = [not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True)]
+    assert any(moved)
+    after = dict(policy.transformer.named_parameters())
+    assert all(torch.equal(after[n], kept) and after[n].grad is None for n, kept in frozen.items())
+    planned = planned_cost(config, record["trained_share"])
+    assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
+
+
+def test_a_run_by_the_configuration(tmp_path):
+    tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red circle\ntwo circles\n")
+    prompts = tmp_path / "prompts.txt"
+    config = _config(
+        f"model.path={tmp_path}/model",
+        f"data.train={prompts}",
+        f"data.heldout={prompts}",
+        "evaluation.correctness=null",
+        "evaluation.rewards={jpeg_size: {}}",
+        "objective={algorithm: ram, changes: {levels: 2, reference_guidance: 3.0}}",
+        "rollout.guidance=2.0",
+    )
+    summary = run(config, tmp_path / "out")
+    planned = plan(config, measure=False)
+    # 4 steps, two passes each; 2 levels of forward, backward and the guided reference
+    assert planned["cost"]["forward_equivalents_per_image"] == 4 * 2 + 2 * (3 + 2)
+    assert planned["batch"]["pairs_per_iteration"] == 16 * 2
+    for row in read_metrics(tmp_path / "out" / "metrics.jsonl"):
+        assert row["forward_equivalents_per_image"] == 18
+    assert summary["iterations"] == 2
+    assert (tmp_path / "out" / "lora" / "pytorch_lora_weights.safetensors").exists()
+    assert "<title>ram on" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_file_of_stochastic_steps_is_refused_with_what_to_set():
+    with pytest.raises(
+        ConfigError, match=r"rollout.sde_steps is \[0, 1, 2, 3, 4\].*Set rollout.sde_steps=null"
+    ):
+        load_job("shapes_quickstart", ["objective.algorithm=diffusion_nft", "objective.ratio_bound=null"])
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_the_shapes_configuration_takes_any_row(name: Any):
+    job = load_job("shapes_nft", [f"objective.algorithm={name}"])
+    assert job.config.objective.regression.loss == REGRESSIONS[name].loss
+    assert planned_cost(job.config) >= 10 + 3

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regressions of velocities on the toy: rows learn, micro-batches add up, costs and resumes are exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
+from visalign.core.regression.rows import REGRESSIONS
+from visalign.errors import UserError
+from visalign.training import (
+    DiffusionObjectiveSettings,
+    ObjectiveSettings,
+    RolloutSettings,
+    TextObjectiveSettings,
+    forward_equivalents_per_image,
+    read_metrics,
+)
+from visalign.training.diffusion.regression import checked_row, planned_passes
+from visalign.training.loop import checkpoint
+from visalign.training.loop.metrics import METRICS, REGRESSION_ONLY, without_times
+
+
+class GuidedToy(ToyPolicy):
+    """A toy whose guidance scale can be set; 1 is none."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, guidance: float = 1.0) -> None:
+        super().__init__(dtype)
+        self.guidance = guidance
+
+    def velocity(self, x: Any, sigma: Any, condition: Any, time: Any = None) -> Any:
+        self.guided = self.guidance != 1
+        return super().velocity(x, sigma, condition, time)
+
+
+def _gradients(policy: ToyPolicy) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
+
+
+def _weights(policy: ToyPolicy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for _, p in policy.trainable_parameters()])
+
+
+STRONGER: dict[str, dict[str, Any]] = {  # the toy's rewards differ by hundredths
+    "diffusion_nft": {"loss_options": {"beta": 0.02}},
+    "diffusion_nft_closed": {"loss_options": {"beta": 0.02}},
+    "ram": {"loss_options": {"scale": 500.0}},
+    "gdro": {"loss_options": {"tau": 0.005}},
+    "group_covariance": {"loss_options": {"scale": 3.0}},
+}
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_reward_rises(name, tmp_path):
+    objective = {"algorithm": name, "changes": STRONGER.get(name, {})}
+    trainer = toy_trainer(tmp_path, objective=objective, run={"iterations": 12})
+    trainer.train()
+    rewards = [r["reward_mean"] for r in read_metrics(tmp_path / "metrics.jsonl")]
+    assert trainer.counters.updates == 24 and trainer.counters.skipped == 0
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.015
+
+
+class _Partly(Brightness):
+    """No signal in the groups of "dark", and every seventh picture cannot be judged."""
+
+    def score(self, images, prompts, metadata=None):
+        scores = super().score(images, prompts, metadata)
+        dark = torch.tensor([p == "dark" for p in prompts])
+        valid = torch.arange(len(prompts)) % 7 != 3
+        value = torch.where(valid, torch.where(dark, 0.3, scores.value), float("nan"))
+        return replace(scores, value=value, valid=valid)
+
+
+def _gradient(tmp_path, micro_batch: int, objective: dict[str, Any]) -> torch.Tensor:
+    """The sum of the gradients of two updates, in float64; the policy has left the old one and the
+    reference."""
+    policy = ToyPolicy(torch.float64)
+    trainer = toy_trainer(
+        tmp_path,
+        policy=policy,
+        reward=_Partly(),
+        objective=objective,
+        optimizer={"micro_batch": micro_batch},
+    )
+    algorithm = trainer.algorithm
+    with torch.no_grad():
+        policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.01)
+    experience = algorithm.collect(trainer.context).experience
+    with torch.no_grad():
+        policy.net.shift.add_(0.01)
+    steps = [replace(s, on_policy=False) for s in algorithm.prepare(experience, trainer.context)]
+    for step in steps:
+        algorithm.backward(experience, step, trainer.context)
+    assert len(steps) == 2
+    return _gradients(policy)
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_accumulation_equals_one_big_batch(name, tmp_path):
+    """The rows of groups take two passes where a group does not fit."""
+    objective = {"algorithm": name, "changes": {"kl": 0.1}}
+    whole = _gradient(tmp_path, 10_000, objective)
+    assert whole.norm() > 1e-7
+    for micro_batch in (1, 3, 17):
+        parts = _gradient(tmp_path, micro_batch, objective)
+        torch.testing.assert_close(parts, whole, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_a_process_without_a_sample_moves_nothing(name, tmp_path):
+    policy = ToyPolicy()
+    trainer = toy_trainer(tmp_path, policy=policy, objective={"algorithm": name})
+    algorithm = trainer.algorithm
+    experience = algorithm.collect(trainer.context).experience
+    steps = algorithm.prepare(experience, trainer.context)
+    made = replace(experience.made, first=1000)
+    signal = torch.cat([torch.zeros(1000), experience.signal])
+    elsewhere = replace(experience, made=made, signal=signal)
+    for step in steps:
+        before = policy.count.forward_backward
+        sums = algorithm.backward(elsewhere, step, trainer.context)
+        assert policy.count.forward_backward - before == 1 and not any(sums.values())
+    assert not _gradients(policy).any()
+
+
+def test_samples_that_say_nothing_have_no_gradient_and_stay_in_the_denominator(tmp_path):
+    policy = ToyPolicy(torch.float64)
+    trainer = toy_trainer(
+        tmp_path,
+        policy=policy,
+        reward=_Partly(),
+        objective={"algorithm": "diffusion_nft_closed"},
+        optimizer={"updates_per_iteration": 1},
+    )
+    experience = trainer.algorithm.collect(trainer.context).experience
+    (step,) = trainer.algorithm.prepare(experience, trainer.context)
+    valid = int(experience.present.sum())
+    live = int((experience.signal != 0).sum())
+    assert step.on_policy and step.count == valid == 41 and len(step.units) == live < valid
+    assert experience.metrics["trained_share"] == live / 48
+    trainer.algorithm.backward(experience, step, trainer.context)
+    sparse = _gradients(policy).clone()
+    for _, parameter in policy.trainable_parameters():
+        parameter.grad = None
+    every = replace(step, units=list(experience.present.nonzero()[:, 0].split(1)))
+    trainer.algorithm.backward(experience, every, trainer.context)
+    torch.testing.assert_close(_gradients(policy), sparse, rtol=1e-9, atol=1e-14)
+
+
+COSTS = [
+    ("diffusion_nft_closed", {}, {}),
+    ("diffusion_nft_closed", {"levels": 2, "kl": 0.1}, {}),
+    ("diffusion_nft", {"old_decay": [0, 0.5, 0.5]}, {}),
+    ("awm", {"levels": 3}, {"updates_per_iteration": 1}),
+    ("ram", {"levels": 2, "reference_guidance": 3.0}, {}),
+    ("crd", {"levels": 2}, {}),
+    ("reward_weighted", {"levels": 1}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "optimizer"), COSTS)
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("sampling", [{}, {"guidance": 2.0}])
+def test_counted_cost_is_the_planned_one(tmp_path, name, changes, optimizer, guidance, sampling):
+    policy = GuidedToy(guidance=guidance)
+    trainer = toy_trainer(
+        tmp_path,
+        policy=policy,
+        objective={"algorithm": name, "changes": changes},
+        optimizer=optimizer,
+        rollout=sampling,
+        run={"iterations": 3},
+    )
+    trainer.train()
+    row = trainer.algorithm.row
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    updates, own = trainer.context.optimizer.updates_per_iteration, 1 + (guidance > 1)
+    planned = forward_equivalents_per_image(
+        steps=4,
+        trained=row.level_count(4),
+        guided=guidance > 1,
+        reference=planned_passes(row, updates, own=own, reference=2 if row.reference_guidance else own),
+        trained_share=last["trained_share"],
+        guided_rollout=None if not sampling else True,
+    )
+    assert last["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
+    assert last["trained_share"] == 1 and policy.guidance == guidance
+
+
+def test_a_pull_that_ends_costs_nothing_afterwards(tmp_path):
+    """k = 2, 1, 0, 0 with kl_until=2; half of four iterations ask the reference, two passes each."""
+    changes = {"levels": 2, "kl": 2.0, "kl_until": 2, "reference_guidance": 3.0}
+    trainer = toy_trainer(
+        tmp_path,
+        policy=GuidedToy(),
+        objective={"algorithm": "diffusion_nft_closed", "changes": changes},
+        optimizer={"updates_per_iteration": 1},
+    )
+    row, found, pull = trainer.algorithm.row, [], []
+    for _ in range(4):
+        record = trainer.iterate()
+        found.append(record["forward_equivalents_per_image"])
+        pull.append(record["loss/kl"])
+    assert [row.kl_at(i) for i in range(4)] == [2, 1, 0, 0]
+    assert pull[1] > 0 == pull[2] == pull[3]
+    assert found == [4 + 2 * 5, 4 + 2 * 5, 4 + 2 * 3, 4 + 2 * 3]
+    asked = planned_passes(row, 1, own=1, reference=2, iterations=4)
+    planned = forward_equivalents_per_image(steps=4, trained=2, guided=False, reference=asked)
+    assert planned == sum(found) / 4
+
+
+def test_each_iteration_logs_what_the_table_lists(tmp_path):
+    objective = {"algorithm": "diffusion_nft_closed", "changes": {"kl": 0.1}}
+    record = toy_trainer(tmp_path, objective=objective).iterate()
+    assert set(REGRESSION_ONLY) <= set(record) and {"loss/policy", "loss/kl"} <= set(record)
+    assert record["loss"] == pytest.approx(record["loss/policy"] + record["loss/kl"])
+    assert record["match_error"] > 0 and not {"ratio_mean", "kl_old", "clip_low"} & set(record)
+    assert {key.split("/")[0] + "/*" if "/" in key else key for key in record} <= set(METRICS)
+
+
+def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
+    """θ_old ← d θ_old + (1 − d) θ with d = 0, then 1/2; the pictures are the old policy's."""
+    policy = ToyPolicy()
+    trainer = toy_trainer(
+        tmp_path,
+        policy=policy,
+        objective={"algorithm": "diffusion_nft", "changes": {"old_decay": [0, 0.5, 0.5]}},
+    )
+    trainer.iterate()
+    first = _weights(policy)
+    trainer.iterate()
+    old = torch.cat([v.flatten() for v in trainer.context.tensors["old"].values()])
+    torch.testing.assert_close(old, (first + _weights(policy)) / 2)
+    made = trainer.algorithm.collect(trainer.context).experience.made.trajectory.latents
+    with trainer.algorithm._as_old():
+        again = trainer.algorithm.source.collect(2, trainer.clock).trajectory.latents
+    fresh = trainer.algorithm.source.collect(2, trainer.clock).trajectory.latents
+    assert torch.equal(made, again) and not torch.equal(made, fresh)
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "v_grpo", "ram"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name, tmp_path):
+    objective = {"algorithm": name, "changes": {"old_decay": [0, 0.2, 0.9]} if name != "ram" else {}}
+    ends = []
+    for folder, parts in ((tmp_path / "whole", (5,)), (tmp_path / "parts", (2, 5))):
+        for iterations in parts:
+            trainer = toy_trainer(folder, objective=objective, run={"iterations": iterations})
+            trainer.resume()
+            trainer.train()
+        stored = checkpoint.step_folder(folder / "checkpoints", 5)
+        files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
+        ends.append((files, [without_times(r) for r in read_metrics(folder / "metrics.jsonl")]))
+    assert ends[0] == ends[1]
+    assert ("old.safetensors" in ends[0][0]) == (name != "ram")
+
+
+def test_levels_are_stratified_and_shared_in_a_group(tmp_path):
+    changes = {"levels": 2, "noise": "group", "continuous": True}
+    trainer = toy_trainer(tmp_path, objective={"algorithm": "awm", "changes": changes})
+    algorithm = trainer.algorithm
+    made = algorithm.collect(trainer.context).experience.made
+    one, other = torch.arange(8), torch.arange(8, 16)  # two groups
+    for number, (low, high) in enumerate([(0.5, 1.0), (0.0, 0.5)]):
+        level = torch.full((8,), number)
+        _, target, sigma, time = algorithm._noised(made, one, level, 0)
+        assert len(sigma.unique()) == 1 and low <= sigma[0] <= high
+        assert torch.equal(time, 1000 * sigma)
+        noise = target + made.trajectory.latents[one]
+        torch.testing.assert_close(noise, noise[:1].expand_as(noise))
+        assert sigma[0] != algorithm._noised(made, other, level, 0)[2][0]
+        assert sigma[0] != algorithm._noised(made, one, level, 1)[2][0]
+
+
+def test_start_noise_is_the_noise_that_the_picture_was_made_from(tmp_path):
+    trainer = toy_trainer(
+        tmp_path, objective={"algorithm": "awm", "changes": {"noise": "start", "levels": 1}}
+    )
+    algorithm = trainer.algorithm
+    with torch.no_grad():  # the ODE of v = x is x0 = x1 Π (1 − Δσ)
+        algorithm.policy.net.base.weight.zero_()
+    made = algorithm.collect(trainer.context).experience.made
+    sample = torch.arange(48)
+    _, target, _, _ = algorithm._noised(made, sample, torch.zeros(48, dtype=torch.int64), 0)
+    noise = target + made.trajectory.latents
+    torch.testing.assert_close(noise * 0.75**4, made.trajectory.latents, rtol=1e-4, atol=1e-5)
+
+
+NFT = {"algorithm": "diffusion_nft"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"algorithm": "difusion_nft"}, r"no algorithm 'difusion_nft'. Did you mean 'diffusion_nft'"),
+        (
+            {**NFT, "ratio_bound": 0.1},
+            "objective.ratio_bound is 0.1.*has no ratio. Set objective.ratio_bound=null",
+        ),
+        ({**NFT, "step_weights": [1.0]}, "objective.step_weights is .*objective.changes.weighting"),
+        ({**NFT, "epochs": 0}, "objective.epochs is 0"),
+        ({**NFT, "changes": {"kll": 1}}, "a regression has no field 'kll'. Did you mean 'kl'"),
+        ({**NFT, "changes": {"loss_options": {"beta": -1.0}}}, "beta must be positive and finite; got -1.0"),
+        ({**NFT, "changes": {"loss_options": {"beta": "big"}}}, "^objective: "),
+        ({**NFT, "changes": {"clamp": -1.0}}, "bound must be positive"),
+        ({"algorithm": "gdro", "changes": {"loss_options": {"tau": 0.0}}}, "tau must be positive"),
+        ({"algorithm": "grpo", "changes": {"levels": 2}}, "an objective has no field 'levels'"),
+        ({"algorithm": "grpo", "rows": {"ram": {"levls": 2}}}, "no field 'levls'. Did you mean 'levels'"),
+    ],
+)
+def test_bad_objectives_are_refused(objective: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        DiffusionObjectiveSettings(**objective)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "world", "message"),
+    [
+        (
+            {"sde_steps": [0, 1]},
+            1,
+            r"rollout.sde_steps is \[0, 1\].*diffusion_nft.*Set rollout.sde_steps=null",
+        ),
+        ({"sde_window": 2}, 1, "Set rollout.sde_window=null; how many noise levels"),
+        ({"noise_level": 0.5}, 1, "Set rollout.noise_level=0.7"),
+        ({"schedule": "cps", "noise_level": 0.7}, 1, 'Set rollout.schedule="flow"'),
+        ({"shared_noise": True}, 1, "Set rollout.shared_noise=false"),
+        ({"steps": 3}, 1, "objective.changes.levels is 4, and the sampler's grid has 3 levels"),
+    ],
+)
+def test_rollouts_that_do_not_fit_are_refused(rollout: dict[str, Any], world: int, message: str):
+    objective = DiffusionObjectiveSettings(algorithm="diffusion_nft", changes={"levels": 4})
+    with pytest.raises(UserError, match=message):
+        checked_row(objective, RolloutSettings(**rollout), world)
+
+
+def test_a_group_over_two_processes_is_refused_where_it_is_compared():
+    odd = RolloutSettings(prompts_per_iteration=5, group_size=4)
+    for name in ("crd", "gdro", "diffusion_dpo", "group_covariance"):
+        with pytest.raises(UserError, match=f"{name} compares the samples of a group.*Use a multiple of 2"):
+            checked_row(DiffusionObjectiveSettings(algorithm=name), odd, 2)
+    checked_row(DiffusionObjectiveSettings(algorithm="awm"), odd, 2)
+
+
+def test_guidance_is_refused_where_it_cannot_be_set_or_breaks_the_ratio(tmp_path):
+    trainer = toy_trainer(tmp_path, objective=NFT, rollout={"guidance": 2.0})
+    with pytest.raises(UserError, match="ToyPolicy has no attribute guidance"):
+        trainer.iterate()
+    with pytest.raises(UserError, match=r"rollout.guidance is 2.0.*needs log-probs.*take a regression"):
+        toy_trainer(tmp_path, rollout={"guidance": 2.0})
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_text_refuses_a_regression_by_name(name):
+    for kind in (TextObjectiveSettings, ObjectiveSettings):
+        with pytest.raises(UserError, match=rf"algorithm={name} regresses .* a text has none\. Take 'grpo'"):
+            kind(algorithm=name)

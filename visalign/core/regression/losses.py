@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses on velocities at noised end points: a regression towards an anchor, tilted by the reward.
+
+Each sample x0 is noised as in pretraining, x_σ = (1 − σ) x0 + σ ε, and u = ε − x0 is the velocity that
+leads back to it. Most published losses are, up to terms without gradient,
+
+    w(σ) · mean |v − (v_anchor + γ(σ) · guidance)|²     (Reward Score Matching, arXiv 2604.17415)
+
+| loss | anchor | γ · guidance | w |
+|---|---|---|---|
+| DiffusionNFT, unweighted | v_old | A/(A_max β) · (u − v_old) | A_max β σ² |
+| RAM | v_ref | s A · (u − v) | 1 |
+| AWM, V-GRPO at the old policy; reward-weighted, rejection | u | 0 | A w(σ), negative for A < 0 |
+| group covariance; with two samples a finite difference | v_old | −s · mean_k A_k (x0_k − mean x0) | 1 |
+
+Nothing of an anchor or a guidance carries gradient. One number per row [N]; means are over the latent.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, softplus
+
+from visalign.core.checks import check_choice, check_positive
+from visalign.core.precision import float32
+
+Weighting = Literal["uniform", "t", "x0", "epsilon", "v", "huber", "ghuber", "adaptive"]
+Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+
+
+def matching_loss(v: Tensor, anchor: Tensor, guidance: Tensor, gamma: Tensor, weight: Tensor) -> Tensor:
+    """The common form, ℓ = w mean |v − sg(v_anchor + γ guidance)|².
+
+    Args:
+        v: [N, ...], differentiable.
+        anchor: [N, ...] v_anchor.
+        guidance: [N, ...], e.g. u − v_anchor, −∇r(x0), or `covariance_guidance`.
+        gamma: [N] γ.
+        weight: [N] w.
+
+    Returns:
+        [N].
+
+    Reward Score Matching, arXiv 2604.17415.
+    """
+    target = (anchor + _over(gamma, v) * guidance).detach()
+    return weight * _mean((float32(v) - target).square())
+
+
+def ram_loss(v: Tensor, v_ref: Tensor, target: Tensor, advantage: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Reinforce Adjoint Matching, ℓ = mean |v − sg(v_ref + s A (u − v))|².
+
+    Its fixed point is v − v_ref = s E[A (u − v) | x_σ], the velocity of the reference tilted by e^{sA} but
+    for the path cost, which is left out.
+
+    Args:
+        v: [N, ...], differentiable.
+        v_ref: [N, ...] of the anchor.
+        target: [N, ...] u = ε − x0.
+        advantage: [N] A. The paper has the reward itself, in [0, 1]; a baseline changes its variance alone.
+        scale: s, one over the strength of the KL to the reference.
+
+    Returns:
+        [N].
+
+    Bergmeister et al., arXiv 2605.10759, eq. 17.
+    """
+    return matching_loss(v, v_ref, target - v, scale * advantage, torch.ones_like(advantage))
+
+
+def covariance_guidance(x0: Tensor, advantage: Tensor) -> Tensor:
+    """The group's direction of better end points, −mean_k A_k (x0_k − mean x0), as a change of velocity.
+
+    With two samples and A = ±1 it is half their difference: a finite difference of the reward.
+
+    Args:
+        x0: [K, ...] end points of one prompt.
+        advantage: [K].
+
+    Returns:
+        [...], one direction for the group.
+
+    Reward Score Matching, arXiv 2604.17415, class of group estimates; FDFO, arXiv 2603.12893 (pairs).
+    """
+    return -_mean_rows(_over(advantage, x0) * (float32(x0) - float32(x0).mean(0)))
+
+
+def reward_probability(advantage: Tensor, *, bound: float = 5.0, mode: Mode = "all") -> Tensor:
+    """DiffusionNFT's optimality probability of a sample, r = clip(1/2 + A/(2 A_max), 0, 1).
+
+    Affine while |A| ≤ A_max: there, probabilities of combined advantages are combined probabilities.
+
+    Args:
+        advantage: any shape; no gradient.
+        bound: A_max > 0, in the unit of the advantage.
+        mode: what A becomes first: "all" itself, "positive_only" and "negative_only" cut at 0, "one_only" 1
+            where A > 0, "binary" its sign.
+
+    Returns:
+        The shape of advantage, in [0, 1], float32 or better; NaN where the advantage is NaN.
+
+    Raises:
+        ValueError: bound is not positive and finite, or an unknown mode.
+
+    Zheng et al., DiffusionNFT, arXiv 2509.16117; MARBLE, arXiv 2605.06507 (A_max = 5).
+    """
+    check_positive(bound=bound)
+    a = float32(advantage).detach()
+    forms = {"all": a, "positive_only": a.clamp(min=0), "negative_only": a.clamp(max=0)}
+    forms |= {"one_only": (a > 0).to(a.dtype), "binary": a.sign()}
+    check_choice("mode", mode, forms)
+    return (0.5 + forms[mode] / (2 * bound)).clamp(0, 1)
+
+
+def nft_loss(
+    v: Tensor,
+    v_old: Tensor,
+    target: Tensor,
+    sigma: Tensor,
+    advantage: Tensor,
+    *,
+    beta: float = 1.0,
+    bound: float = 5.0,
+    weighted: bool = True,
+    mode: Mode = "all",
+) -> Tensor:
+    """DiffusionNFT: good samples pull the velocity, bad ones push it, by a mirrored implicit policy.
+
+    v± = v_old ± β (v − v_old), x̂± = x_σ − σ v±, r the `reward_probability`:
+    ℓ = A_max [r mean |x̂₊ − x0|²/w₊ + (1 − r) mean |x̂₋ − x0|²/w₋] / β, w± = max(mean |x̂± − x0|, 1e-5).
+
+    Without the weights, with e = x̂_old − x0 and d = σ (v − v_old), it is
+    −2 A mean(e d) + A_max β mean d² + (A_max/β) mean e²: β is the strength of the pull to v_old alone.
+
+    Args:
+        v: [N, ...], differentiable.
+        v_old: [N, ...] of the policy that sampled.
+        target: [N, ...] u = ε − x0.
+        sigma: [N].
+        advantage: [N]; beyond ±A_max it counts as ±A_max.
+        beta: β > 0; published 1, and 0.1 for text in pictures.
+        bound: A_max.
+        weighted: the published, self-normalised form; False is the closed one.
+        mode: see `reward_probability`.
+
+    Returns:
+        [N].
+
+    Raises:
+        ValueError: a constant out of range.
+
+    Zheng et al., arXiv 2509.16117, eq. 5 and its code.
+    """
+    check_positive(beta=beta)
+    r = reward_probability(advantage, bound=bound, mode=mode)
+    e = (_over(sigma, v) * (target - v_old)).detach()  # x̂_old − x0 = σ (u − v_old)
+    d = _over(sigma, v) * (float32(v) - v_old.detach())
+    plus, minus = e - beta * d, e + beta * d
+    if weighted:
+        w_plus, w_minus = (_mean(error.detach().abs()).clamp(min=1e-5) for error in (plus, minus))
+    else:
+        w_plus = w_minus = torch.ones_like(r)
+    return bound / beta * (r * _mean(plus.square()) / w_plus + (1 - r) * _mean(minus.square()) / w_minus)
+
+
+def matching_error(
+    v: Tensor, target: Tensor, sigma: Tensor, *, weighting: Weighting = "uniform", power: float = 0.25
+) -> Tensor:
+    """The pretraining loss at one noise level, whose negative stands in for log π(x0).
+
+    With m = mean |v − u|²: uniform m; t σ m; x0 σ² m = mean |x̂0 − x0|²; epsilon (1 − σ)² m = mean |ε̂ − ε|²;
+    v ((1 − σ)² + σ²) m, the error of v-prediction; huber σ (√(m + 1e-10) − 1e-5); ghuber
+    σ ((m + 1e-10)^p − 1e-10^p)/p; adaptive mean |x̂0 − x0|² / sg(mean |x̂0 − x0|).
+
+    Args:
+        v: [N, ...], differentiable.
+        target: [N, ...] u = ε − x0.
+        sigma: [N].
+        weighting: see above.
+        power: p of "ghuber".
+
+    Returns:
+        [N].
+
+    Raises:
+        ValueError: an unknown weighting.
+
+    AWM, arXiv 2509.25050 (uniform to ghuber, but for epsilon and v); V-GRPO, arXiv 2604.23380, eq. 14
+    (adaptive); Diffusion-DPO, arXiv 2311.12908 (epsilon).
+    """
+    difference = float32(v) - target.detach()
+    m = _mean(difference.square())
+    if weighting == "huber":
+        return sigma * ((m + 1e-10).sqrt() - 1e-5)
+    if weighting == "ghuber":
+        return sigma * ((m + 1e-10) ** power - 1e-10**power) / power
+    if weighting == "adaptive":
+        return sigma * m / _mean(difference.detach().abs()).clamp(min=1e-5)
+    factors = {"uniform": torch.ones_like(sigma), "t": sigma, "x0": sigma**2, "epsilon": (1 - sigma) ** 2}
+    factors["v"] = factors["epsilon"] + factors["x0"]
+    check_choice("weighting", weighting, {**factors, "huber": 0, "ghuber": 0, "adaptive": 0})
+    return factors[weighting] * m
+
+
+def preference_loss(error: Tensor, anchor_error: Tensor, *, beta: float = 2000.0) -> Tensor:
+    """Diffusion-DPO, ℓ = −ln σ(−β/2 [(e_w − e_w^ref) − (e_l − e_l^ref)]), e a `matching_error`.
+
+    Both samples of a pair are noised to one level, by one noise where the estimate is to be steady.
+
+    Args:
+        error: [P, 2] e of the better and the worse sample, differentiable.
+        anchor_error: [P, 2] of the reference, or of the old policy.
+        beta: β > 0; published 2000, with the mean over the latent.
+
+    Returns:
+        [P].
+
+    Raises:
+        ValueError: shapes that do not fit, or beta out of range.
+
+    Wallace et al., arXiv 2311.12908, eq. 14; online: pairs of the best and the worst of a group.
+    """
+    check_positive(beta=beta)
+    if error.ndim != 2 or error.shape[1] != 2 or anchor_error.shape != error.shape:
+        raise ValueError(
+            f"error and anchor_error are [P, 2], the better sample first; got {tuple(error.shape)} and "
+            f"{tuple(anchor_error.shape)}."
+        )
+    gained = float32(error) - anchor_error.detach()
+    return softplus(beta / 2 * (gained[:, 0] - gained[:, 1]))
+
+
+def crd_loss(
+    error: Tensor,
+    anchor_error: Tensor,
+    reward: Tensor,
+    *,
+    beta: float = 1.0,
+    temperature: float | None = None,
+    form: Literal["mse", "bce"] = "mse",
+) -> Tensor:
+    """Centred Reward Distillation: the policy's implicit reward matches the real one, each less its mean.
+
+    With ρ = −(e − e_old) and R both centred in the group, ℓ = mean (β ρ − R)² / β, or the cross-entropy of
+    σ(β ρ) with σ(R). A temperature takes the centres twice, over softmax(R/T) and softmax(−R/T), and averages
+    the two losses.
+
+    Args:
+        error: [K] e of the samples of one prompt, differentiable.
+        anchor_error: [K] of the old policy.
+        reward: [K] R; `reward_probability` of the advantage in the public code.
+        beta: β > 0.
+        temperature: T > 0; None is the plain mean.
+        form: see above.
+
+    Returns:
+        A scalar; its centre of ρ carries no gradient.
+
+    Raises:
+        ValueError: a constant out of range.
+
+    Arxiv 2603.14128; a public implementation scales as here, times A_max.
+    """
+    check_positive(beta=beta, **({} if temperature is None else {"temperature": temperature}))
+    check_choice("form", form, ("mse", "bce"))
+    implied = anchor_error.detach() - float32(error)
+    reward = reward.detach().to(implied.dtype)
+    signs = (0.0,) if temperature is None else (1 / temperature, -1 / temperature)
+    losses = []
+    for sign in signs:
+        share = (reward * sign).softmax(0)
+        own = beta * (implied - (share * implied).sum().detach())
+        wanted = reward - (share * reward).sum()
+        each = (own - wanted).square()
+        if form == "bce":
+            each = binary_cross_entropy_with_logits(own, wanted.sigmoid(), reduction="none")
+        losses.append(each.mean() / beta)
+    return torch.stack(losses).mean()
+
+
+def _over(value: Tensor, event: Tensor) -> Tensor:
+    """[N] beside [N, ...]."""
+    return value.reshape(-1, *[1] * (event.ndim - 1))
+
+
+def _mean(value: Tensor) -> Tensor:
+    """[N, ...] -> [N]."""
+    return float32(value).flatten(1).mean(1)
+
+
+def _mean_rows(value: Tensor) -> Tensor:
+    return value.mean(0).detach()

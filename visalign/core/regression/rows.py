@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The named regressions: one row each, with the numbers of its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from visalign.core.advantages.group import clamp_advantages, group_advantages
+from visalign.core.groups.labels import Labels
+from visalign.core.groups.moments import present_entries
+from visalign.core.objective.options import Stage, pick
+from visalign.core.surrogates.ppo import ppo_clip
+from visalign.errors import suggestion
+
+from .groupwise import gdro_loss
+from .losses import (
+    Weighting,
+    covariance_guidance,
+    crd_loss,
+    matching_error,
+    matching_loss,
+    nft_loss,
+    preference_loss,
+    ram_loss,
+    reward_probability,
+)
+from .signals import best_share, soft_clip, tilted_weights
+
+Anchor = Literal["none", "old", "reference"]
+Noise = Literal["sample", "group", "start"]
+Signal = Literal["advantage", "tilt", "best", "reward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOutput:
+    """What is known of N (sample, noise level) pairs."""
+
+    v: Tensor
+    """[N, ...] velocity, differentiable."""
+    target: Tensor
+    """[N, ...] u = ε − x0."""
+    sigma: Tensor
+    """[N]."""
+    anchor: Tensor | None = None
+    """[N, ...] velocity of the row's anchor."""
+    guidance: Tensor | None = None
+    """[N, ...] `covariance_guidance` of each sample's group."""
+
+
+def _nft(pairs: PairOutput, signal: Tensor, **options: Any) -> Tensor:
+    return nft_loss(pairs.v, _anchor(pairs), pairs.target, pairs.sigma, signal, **options)
+
+
+def _ram(pairs: PairOutput, signal: Tensor, **options: Any) -> Tensor:
+    return ram_loss(pairs.v, _anchor(pairs), pairs.target, signal, **options)
+
+
+def _covariance(pairs: PairOutput, signal: Tensor, *, scale: float = 1.0) -> Tensor:
+    """|v − (v_anchor + s · covariance)|²; the signal is in the covariance already."""
+    assert pairs.guidance is not None
+    gamma = torch.full_like(pairs.sigma, scale)
+    return matching_loss(pairs.v, _anchor(pairs), pairs.guidance, gamma, torch.ones_like(gamma))
+
+
+def _elbo(error: Tensor, anchor_error: Tensor, signal: Tensor, **options: Any) -> Tensor:
+    # log r = −(e − e_old)
+    return ppo_clip(anchor_error.detach() - error, signal, **options)
+
+
+def _weighted(error: Tensor, anchor_error: Tensor, signal: Tensor) -> Tensor:
+    return signal * error
+
+
+def _crd(
+    error: Tensor, anchor_error: Tensor, signal: Tensor, *, bound: float = 5.0, **options: Any
+) -> Tensor:
+    return bound * crd_loss(error, anchor_error, reward_probability(signal, bound=bound), **options)
+
+
+def _dpo(error: Tensor, anchor_error: Tensor, signal: Tensor, **options: Any) -> Tensor:
+    return preference_loss(error[None], anchor_error[None], **options)[0]
+
+
+def _gdro(error: Tensor, anchor_error: Tensor, signal: Tensor, **options: Any) -> Tensor:
+    return gdro_loss(error[None], anchor_error[None], signal[None], **options)[0]
+
+
+def _anchor(pairs: PairOutput) -> Tensor:
+    assert pairs.anchor is not None
+    return pairs.anchor
+
+
+ON_VELOCITIES = {
+    "nft": Stage(nft_loss, _nft),
+    "ram": Stage(ram_loss, _ram),
+    "covariance": Stage(covariance_guidance, _covariance),
+}
+"""Losses of single pairs on the velocity itself."""
+ON_ERRORS = {"elbo": Stage(ppo_clip, _elbo), "weighted": Stage(_weighted, _weighted)}
+"""Losses of single pairs on their `matching_error`."""
+OF_GROUPS = {
+    "crd": Stage(crd_loss, _crd),
+    "dpo": Stage(preference_loss, _dpo),
+    "gdro": Stage(gdro_loss, _gdro),
+}
+"""Losses that compare the errors of several samples of a prompt at one noise level."""
+LOSSES = {**ON_VELOCITIES, **ON_ERRORS, **OF_GROUPS}
+
+SIGNALS: dict[str, Callable[..., Tensor]] = {
+    "advantage": group_advantages,
+    "tilt": tilted_weights,
+    "best": best_share,
+    "reward": lambda reward, group, *, valid=None: reward.double(),
+}
+"""What of the rewards a loss gets: name -> function of (reward [B], group, valid)."""
+
+_ANCHORS: dict[str, tuple[Anchor, ...]] = {
+    **dict.fromkeys(("nft", "ram", "covariance", "crd", "dpo", "gdro"), ("old", "reference")),
+    "elbo": ("old",),
+    "weighted": ("none",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression:
+    """Which regression a diffusion policy learns by; a row of choices as `Objective` is.
+
+    >>> named_regression("diffusion_nft", loss_options={"beta": 0.1}).loss_options["beta"]
+    0.1
+    """
+
+    source: str = ""
+    """Paper and equation."""
+    loss: str = "nft"
+    """A key of `LOSSES`."""
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    anchor: Anchor = "old"
+    """Whose velocity the loss leans on: the policy that sampled, the reference (before training), or none."""
+    weighting: Weighting | Literal["prediction"] = "uniform"
+    """w(σ) of the errors that a loss is made of, see `matching_error`; "prediction" is that of what the
+    network predicts, the velocity unless the trainer knows better."""
+    signal: Signal = "advantage"
+    """What of the rewards the loss gets: a key of `SIGNALS`."""
+    signal_options: Mapping[str, Any] = field(default_factory=dict)
+    clamp: float | None = None
+    """Bound of |A|."""
+    soft_clip: float | None = None
+    """η of η tanh(A/η)."""
+    levels: int | None = None
+    """Noise levels S that are trained per sample and pass; None: one fewer than the sampler's steps."""
+    level_range: tuple[float, float] = (0.0, 1.0)
+    """Part of the sampler's steps whose levels are trained: (0, 0.5) is the noisier half."""
+    continuous: bool = False
+    """Levels between those of the sampler's grid too."""
+    noise: Noise = "sample"
+    """Level and noise are drawn per "sample", or once for a "group"; "start" takes the noise that the sample
+    was made from."""
+    old_decay: tuple[float, float, float] = (0, 0.0, 0.0)
+    """(start, slope, end) of `old_policy_decay`: how much of the old policy, which samples, stays after an
+    iteration; (0, 0, 0) makes it the newest one."""
+    kl: float = 0.0
+    """k of k · mean |v − v_ref|², the pull to the reference."""
+    kl_until: int | None = None
+    """Iteration at which the pull is gone and the reference asked no more, k falling linearly from the first
+    on; None: it stays."""
+    reference_guidance: float | None = None
+    """Guidance scale w of the reference, v_ref = v(∅) + w (v(prompt) − v(∅)), so that a policy that samples
+    without guidance is drawn to what guidance gives (`kl_cfg` of CRD's code); None: the policy's own."""
+
+    def __post_init__(self) -> None:
+        for name in ("old_decay", "level_range"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        pick("regression loss", self.loss, LOSSES, self.loss_options)
+        for name, chosen, allowed in (
+            ("anchor", self.anchor, _ANCHORS[self.loss]),
+            ("weighting", self.weighting, (*get_args(Weighting), "prediction")),
+            ("signal", self.signal, tuple(SIGNALS)),
+            ("noise", self.noise, get_args(Noise)),
+        ):
+            if chosen not in allowed:
+                raise ValueError(
+                    f"{name} is {chosen!r}. {suggestion(str(chosen), allowed)}With loss={self.loss!r} it is "
+                    f"one of: {', '.join(allowed)}."
+                )
+        if self.levels is not None and self.levels < 1:
+            raise ValueError(f"levels is {self.levels}; train at least 1 noise level of a sample.")
+        if self.reference_guidance is not None and not 0 <= self.reference_guidance < float("inf"):
+            raise ValueError(
+                f"reference_guidance is {self.reference_guidance}; it must be at least 0, or None."
+            )
+        if self.reference_guidance is not None and not self.asks_reference:
+            raise ValueError(
+                "reference_guidance is set, and nothing leans on the reference. Set kl, e.g. kl=1, or "
+                "anchor='reference'."
+            )
+        if self.kl_until is not None and (self.kl_until < 1 or not self.kl):
+            raise ValueError(
+                f"kl_until is {self.kl_until} with kl={self.kl}; it is an iteration, at least 1, until "
+                "which a kl above 0 falls."
+            )
+        if not 0 <= self.kl < float("inf"):
+            raise ValueError(f"kl is {self.kl}; it must be at least 0 (0 is off).")
+        if len(self.old_decay) != 3 or not 0 <= self.old_decay[2] < 1 or min(self.old_decay) < 0:
+            raise ValueError(
+                f"old_decay is {self.old_decay}; give [start, slope, end], none below 0 and the end below 1, "
+                "e.g. [0, 0.001, 0.5]."
+            )
+        if len(self.level_range) != 2 or not 0 <= self.level_range[0] < self.level_range[1] <= 1:
+            raise ValueError(f"level_range is {self.level_range}; give [low, high] with 0 ≤ low < high ≤ 1.")
+        if self.of_groups and self.noise == "start":
+            raise ValueError(
+                f"loss={self.loss!r} compares samples at one noise; noise='start' gives each its own."
+            )
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether the loss couples the samples of a group."""
+        return self.loss in OF_GROUPS
+
+    @property
+    def pulls(self) -> bool:
+        """Whether the loss of a sample without signal has a gradient once the policy has left its anchor."""
+        return self.loss in ("nft", "ram", "covariance", "crd")
+
+    def kl_at(self, iteration: int) -> float:
+        """k after so many finished iterations."""
+        return self.kl * (1.0 if self.kl_until is None else max(0.0, 1 - iteration / self.kl_until))
+
+    @property
+    def asks_reference(self) -> bool:
+        """Whether each pair takes a pass of the reference."""
+        return self.kl > 0 or self.anchor == "reference"
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether the old policy outlives an iteration."""
+        return self.old_decay[2] > 0
+
+    def level_count(self, steps: int) -> int:
+        """S for a sampler of so many steps."""
+        return self.levels or max(1, steps - 1)
+
+    def prepare(self, reward: Tensor, group: Labels, *, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What each sample says, over all samples of an iteration.
+
+        Args:
+            reward: [B], any unit; NaN is missing.
+            group: [B] labels.
+            valid: bool [B].
+
+        Returns:
+            (signal [B] float64, present bool [B]); the signal of what is missing is 0, and so is that of
+            groups of equal rewards, but for "reward".
+        """
+        present = present_entries(reward, valid)
+        signal = SIGNALS[self.signal](reward.double(), group, valid=valid, **self.signal_options)
+        if self.clamp is not None:
+            signal = clamp_advantages(signal, self.clamp)
+        if self.soft_clip is not None:
+            signal = soft_clip(signal, self.soft_clip)
+        return torch.where(present, signal, 0.0).double(), present
+
+    def pair_loss(self, pairs: PairOutput, signal: Tensor) -> Tensor:
+        """ℓ of single pairs, [N].
+
+        Args:
+            pairs: what is known of them.
+            signal: [N].
+        """
+        signal = signal.to(pairs.sigma.dtype)
+        apply = LOSSES[self.loss].apply
+        if self.loss in ON_VELOCITIES:
+            return apply(pairs, signal, **self.loss_options)
+        error, anchor_error = self.errors(pairs)
+        return apply(error, anchor_error, signal, **self.loss_options)
+
+    def errors(self, pairs: PairOutput) -> tuple[Tensor, Tensor]:
+        """(error [N] differentiable, that of the anchor [N]) of a loss on errors."""
+        weighting: Any = "uniform" if self.weighting == "prediction" else self.weighting
+        own = matching_error(pairs.v, pairs.target, pairs.sigma, weighting=weighting)
+        if pairs.anchor is None:
+            return own, own.detach()
+        with torch.no_grad():
+            other = matching_error(pairs.anchor, pairs.target, pairs.sigma, weighting=weighting)
+        return own, other
+
+    def group_loss(self, error: Tensor, anchor_error: Tensor, signal: Tensor) -> Tensor:
+        """ℓ of samples of one prompt at one level, a scalar.
+
+        Args:
+            error: [K], differentiable; of "dpo" [2], the better first.
+            anchor_error: [K].
+            signal: [K].
+        """
+        return LOSSES[self.loss].apply(error, anchor_error, signal.to(error.dtype), **self.loss_options)
+
+
+_BATCH = {"scale": "batch", "ddof": 0}
+_NFT = Regression(
+    source="Zheng et al., DiffusionNFT, arXiv 2509.16117, as published: self-normalised, KL 1e-4",
+    loss="nft",
+    loss_options={"beta": 1.0, "bound": 5.0, "weighted": True},
+    signal_options=_BATCH,
+    clamp=5.0,
+    old_decay=(0, 0.001, 0.5),
+    kl=1e-4,
+)
+_AWM = Regression(
+    source="Xue et al., AWM, arXiv 2509.25050; clip range and bound of a public implementation",
+    loss="elbo",
+    loss_options={"eps_low": 1.0, "eps_high": 1.0},
+    signal_options=_BATCH,
+    clamp=1.0,
+)
+
+REGRESSIONS: dict[str, Regression] = {
+    "diffusion_nft": _NFT,
+    "diffusion_nft_closed": replace(
+        _NFT,
+        source="DiffusionNFT without self-normalisation, arXiv 2509.16117, eq. 5; on-policy, without KL",
+        loss_options={"beta": 1.0, "bound": 5.0, "weighted": False},
+        old_decay=(0, 0.0, 0.0),
+        kl=0.0,
+    ),
+    "awm": _AWM,
+    "v_grpo": replace(
+        _AWM,
+        source="Tang et al., V-GRPO, arXiv 2604.23380, eq. 14 and 17; there the ratio is of a sample",
+        loss_options={"eps_low": 1.0, "eps_high": float("inf")},
+        weighting="adaptive",
+        signal_options={"scale": "group", "ddof": 0},
+        clamp=None,
+        soft_clip=3.0,
+        levels=4,
+        continuous=True,
+        noise="group",
+    ),
+    "ram": Regression(
+        source="Bergmeister et al., RAM, arXiv 2605.10759, eq. 17, on advantages, there rewards in [0, 1]",
+        loss="ram",
+        loss_options={"scale": 1.0},
+        anchor="reference",
+        signal_options={"scale": "none"},
+        continuous=True,
+    ),
+    "group_covariance": Regression(
+        source="group estimate of the guidance in the form of arXiv 2604.17415",
+        loss="covariance",
+        loss_options={"scale": 1.0},
+        signal_options={"scale": "group", "ddof": 0},
+    ),
+    "reward_weighted": Regression(
+        source="Lee et al., arXiv 2302.12192; exponential weights, Fan et al., arXiv 2502.06061",
+        loss="weighted",
+        anchor="none",
+        signal="tilt",
+        signal_options={"temperature": 1.0},
+    ),
+    "rejection": Regression(
+        source="Dong et al., RAFT, arXiv 2304.06767: fine-tuning on the best of a group",
+        loss="weighted",
+        anchor="none",
+        signal="best",
+        signal_options={"share": 0.25},
+    ),
+    "crd": Regression(
+        source="Centered Reward Distillation, arXiv 2603.14128",
+        loss="crd",
+        loss_options={"beta": 1.0, "bound": 5.0},
+        signal_options=_BATCH,
+        clamp=5.0,
+    ),
+    "gdro": Regression(
+        source="GDRO, arXiv 2601.02036, on the samples of the iteration instead of stored ones",
+        loss="gdro",
+        loss_options={"beta": 12.0, "gamma": 0.5, "tau": 0.05},
+        anchor="reference",
+        signal="reward",
+        noise="group",
+    ),
+    "diffusion_dpo": Regression(
+        source="Wallace et al., Diffusion-DPO, arXiv 2311.12908, eq. 14, online: best and worst of a group",
+        loss="dpo",
+        loss_options={"beta": 2000.0},
+        anchor="reference",
+        weighting="prediction",
+        signal="reward",
+        noise="group",
+    ),
+}
+"""Name -> row. The numbers are the papers' where they give them."""
+
+
+def named_regression(name: str, **changes: Any) -> Regression:
+    """A row of `REGRESSIONS` with changes.
+
+    Args:
+        name: a key of `REGRESSIONS`.
+        changes: fields of `Regression`; a mapping is merged into the row's, unless its loss or signal is
+            changed too: then it replaces it.
+
+    Raises:
+        ValueError: an unknown name or field, with the nearest one, or what `Regression` refuses.
+    """
+    if name not in REGRESSIONS:
+        raise ValueError(
+            f"there is no regression {name!r}. {suggestion(name, REGRESSIONS)}Choose one of: "
+            f"{', '.join(REGRESSIONS)}."
+        )
+    row, known = REGRESSIONS[name], {item.name for item in fields(Regression)}
+    merged = dict(changes)
+    for key, value in changes.items():
+        if key not in known:
+            raise ValueError(
+                f"a regression has no field {key!r}. {suggestion(key, known)}Its fields: "
+                f"{', '.join(sorted(known))}."
+            )
+        choice = key.removesuffix("_options")
+        if choice != key and changes.get(choice, getattr(row, choice)) == getattr(row, choice):
+            merged[key] = {**getattr(row, key), **value}
+    return replace(row, **merged)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An iteration's pictures, whatever is learnt from them: prompts, rollout, decoding, judging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from visalign.core.groups.labels import group_index, group_sum
+from visalign.flow.noise import initial_noise
+from visalign.flow.rollout import asked_of, rollout
+from visalign.flow.trajectory import Trajectory
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
+from visalign.seeds import sample_seed
+from visalign.training.loop.judging import check_failures, judge, oriented
+from visalign.training.loop.runtime import PhaseClock
+from visalign.training.loop.sampler import Batch, PromptSampler
+
+from .settings import RolloutSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """b samples of this process, and what was said of all B."""
+
+    condition: Condition
+    trajectory: Trajectory
+    batch: Batch
+    value: Tensor
+    """[B] float64 of all processes in rank order, on the CPU."""
+    valid: Tensor
+    """bool [B]."""
+    group: Tensor
+    """[B] int64."""
+    first: int
+    """Place of this process's first sample among the B."""
+    metrics: Mapping[str, float]
+
+
+class PictureSource:
+    """Makes and judges pictures.
+
+    Args:
+        policy: on the accelerator's device.
+        reward: judges one image at a time; higher is better (or its sign is turned).
+        records: prompt records, each with "prompt"; handed to the reward as metadata.
+        rollout: how samples are made.
+        seed: of the run.
+        accelerator: without mixed precision: that is the policy's own matter.
+        strata: label per record, see `PromptSampler`.
+        cycle: see `PromptSampler`.
+
+    Raises:
+        UserError: sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        policy: DiffusionPolicy,
+        reward: PointwiseReward,
+        records: Sequence[Mapping[str, Any]],
+        *,
+        rollout: RolloutSettings,
+        seed: int,
+        accelerator: Accelerator,
+        strata: Sequence[str] | None = None,
+        cycle: Sequence[str] | None = None,
+    ) -> None:
+        self.policy, self.reward, self.records, self.seed = policy, oriented(reward), records, seed
+        self.rollout, self.accelerator = rollout, accelerator
+        size = rollout.prompts_per_iteration, rollout.group_size
+        self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
+        self.samples = size[0] * size[1]
+        self.sigmas = policy.sigmas(rollout.steps, timestep_schedule=rollout.timestep_schedule)
+        policy.module.eval()  # dropout would make a second look another function than the rollout
+
+    def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Pictures:
+        """Sample, decode and judge one iteration's groups.
+
+        Args:
+            iteration: iterations finished.
+            clock: of the run.
+            sde_steps: the stochastic steps.
+
+        Raises:
+            RewardFailure: see `judge`.
+            FloatingPointError: the rollout ended in latents that are not finite.
+        """
+        process = self.accelerator
+        batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
+        records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
+        if getattr(self.reward, "needs_group", False):  # win rates: a prompt may stand in two groups
+            for record, group in zip(records, batch.group_id.tolist(), strict=True):
+                record["group_id"] = group
+        condition, trajectory = self._sample(batch, records, sde_steps, clock)
+        with clock.phase("decode"), torch.no_grad(), process.autocast():
+            chunks = trajectory.latents.split(self.rollout.batch_size)
+            images = torch.cat([self.policy.decode(chunk).float().cpu() for chunk in chunks])
+        with clock.phase("reward"):
+            scores = judge(self.reward, images, records)
+        value, valid, parts = self._gather(scores)
+        group = self.of_all(batch.group_id)
+        check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
+        return Pictures(
+            condition=condition,
+            trajectory=trajectory,
+            batch=batch,
+            value=value,
+            valid=valid,
+            group=group,
+            first=process.process_index * len(batch),
+            metrics={**reward_metrics(value, valid, group), **parts},
+        )
+
+    def sample_seeds(self, sample_id: Tensor) -> list[int]:
+        """The seeds that samples' noise comes from."""
+        return [sample_seed(self.seed, "sample", i) for i in sample_id.tolist()]
+
+    def _sample(
+        self,
+        batch: Batch,
+        records: Sequence[Mapping[str, Any]],
+        sde_steps: Sequence[int],
+        clock: PhaseClock,
+    ) -> tuple[Condition, Trajectory]:
+        settings, policy = self.rollout, self.policy
+        with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
+            condition = policy.encode(asked_of(policy, records))
+            trajectory = rollout(
+                policy,
+                condition,
+                sigmas=self.sigmas,
+                sde_steps=sde_steps,
+                schedule=settings.schedule,
+                noise_level=settings.noise_level,
+                seeds=self.sample_seeds(batch.sample_id),
+                noise=self._shared_noise(batch) if settings.shared_noise else None,
+                log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
+                batch_size=settings.batch_size,
+            )
+        return condition, trajectory
+
+    def _shared_noise(self, batch: Batch) -> Tensor:
+        """One start per group, [b, ...]."""
+        seeds = [sample_seed(self.seed, "group", group) for group in batch.group_id.tolist()]
+        return initial_noise(seeds, self.policy.latent_shape)
+
+    def _gather(self, scores: Scores) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """(value [B] float64, valid [B]) of all processes on CPU, and the means of the parts."""
+        own = scores.value.float().cpu()
+        columns = [own, *(part.float().cpu() for part in scores.parts.values())]
+        table = self.of_all(torch.stack(columns, 1)).double()
+        valid = self.of_all(scores.valid.cpu() & torch.isfinite(own))
+        parts = {
+            f"reward_part/{name}": float(table[:, i].nanmean())
+            for i, name in enumerate(scores.parts, start=1)
+        }
+        return table[:, 0], valid, parts
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """[b, ...] of this process -> [B, ...] of all in rank order, on the CPU."""
+        gathered: Any = self.accelerator.gather(own.to(self.accelerator.device))
+        return gathered.cpu()
+
+
+def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, float]:
+    """Mean and spreads of the reward over the samples that could be judged.
+
+    Args:
+        value: [B].
+        valid: bool [B].
+        group: [B] integer labels.
+    """
+    known = value[valid]
+    index, groups = group_index(group[valid], len(known))
+    count = group_sum(torch.ones(len(known), 1, dtype=torch.float64), index, groups)[:, 0]
+    mean = group_sum(known[:, None], index, groups)[:, 0] / count
+    spread = group_sum((known - mean[index]).square()[:, None], index, groups)[:, 0] / count
+    return {
+        "reward_mean": float(known.mean()),
+        "reward_std": float(known.std(correction=0)),
+        "reward_group_std": float(spread.sqrt().mean()),
+        "valid_share": float(valid.double().mean()),
+    }

@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A diffusion policy trained by regression of its velocity at noised end points: DiffusionNFT, AWM, RAM, ...
+
+The rows are `visalign.core.REGRESSIONS`. They sample along the ODE on any grid, need no log-probs and no
+ratio, and learn from the clean latents alone.
+
+Where this deviates from the published code, always on purpose:
+* the old policy is not asked while it is the current one, and the reference only where the row leans on it;
+* samples without signal are left out where they have no gradient, but stay in the denominator;
+* levels and noise are functions of (seed, sample or group, pass): a resumed run equals an uninterrupted one;
+* noise levels are stratified over the sampler's grid: S levels of a sample lie in S equal parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from visalign.core.groups.group_statistics import group_extremes
+from visalign.core.groups.labels import group_index
+from visalign.core.regression.losses import covariance_guidance
+from visalign.core.regression.rows import PairOutput, Regression
+from visalign.core.regression.signals import best_worst_pairs, old_policy_decay
+from visalign.errors import UserError
+from visalign.flow.noise import initial_noise
+from visalign.flow.rollout import velocity_of
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward
+from visalign.seeds import sample_seed
+from visalign.training.loop.ema import EMA
+from visalign.training.loop.trainer import Collected, Context
+from visalign.training.policy.update import split_updates
+
+from .pictures import Pictures, PictureSource
+from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+
+OLD = "old"
+"""File stem of the old policy in a checkpoint."""
+SUMS = ("pairs", "loss/policy", "loss/kl", "match_error", "anchor_distance")
+"""What is added up over an update's pairs."""
+
+
+class VelocityModule(nn.Module):
+    """The policy's velocity as a module, so that DDP wraps it and synchronises the policy's gradients."""
+
+    def __init__(self, policy: DiffusionPolicy) -> None:
+        super().__init__()
+        self.network = policy.module
+        self._policy = policy
+
+    def forward(self, condition: Condition, x: Tensor, sigma: Tensor, time: Tensor) -> Tensor:
+        """[N, ...] under the current weights."""
+        return velocity_of(self._policy, x, sigma, condition, time)
+
+
+@dataclass(kw_only=True)
+class EndPoints:
+    """What an iteration learns from."""
+
+    made: Pictures
+    signal: Tensor
+    """[B] of all processes: what each sample says."""
+    present: Tensor
+    """bool [B]."""
+    guidance: Tensor | None = None
+    """[b, ...] of this process's samples, where the row takes the group's."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegressionStep:
+    """One optimizer update."""
+
+    units: list[Tensor]
+    """Samples, places among the B, that a loss is made of: one each, or those of a group."""
+    count: int
+    """Units that the loss is a mean over, those without a gradient included."""
+    epoch: int
+    kl: float
+    """k of this iteration."""
+    on_policy: bool
+    """Whether the weights are still those of the rollout, so that the old policy need not be asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outputs:
+    """What the policies say of N pairs."""
+
+    pairs: PairOutput
+    signal: Tensor
+    kl: Tensor | None
+    """[N] k · mean |v − v_ref|²."""
+
+
+class VelocityRegression:
+    """Trains a diffusion policy on a reward by a row of `REGRESSIONS`; an `Algorithm` for
+    `visalign.training.loop.trainer.Trainer`.
+
+    Args: as `FlowGRPO`; `objective.algorithm` names a regression.
+
+    Raises:
+        UserError: settings that do not fit each other.
+    """
+
+    together = False
+    ratio_bound = None
+
+    def __init__(
+        self,
+        policy: DiffusionPolicy,
+        reward: PointwiseReward,
+        records: Sequence[Mapping[str, Any]],
+        *,
+        rollout: RolloutSettings | None = None,
+        objective: DiffusionObjectiveSettings | None = None,
+        seed: int = 0,
+        accelerator: Accelerator | None = None,
+        strata: Sequence[str] | None = None,
+        cycle: Sequence[str] | None = None,
+    ) -> None:
+        self.policy, self.seed = policy, seed
+        self.rollout = rollout or RolloutSettings()
+        self.settings = objective or DiffusionObjectiveSettings(algorithm="diffusion_nft")
+        self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
+        row = checked_row(self.settings, self.rollout, self.accelerator.num_processes)
+        prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
+        self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
+        self.source = PictureSource(
+            policy,
+            reward,
+            records,
+            rollout=self.rollout,
+            seed=seed,
+            accelerator=self.accelerator,
+            strata=strata,
+            cycle=cycle,
+        )
+        self.levels = self.row.level_count(self.rollout.steps)
+        self.times = policy.times(self.source.sigmas)
+        self.module = self.accelerator.prepare_model(VelocityModule(policy))
+        self._old: EMA | None = None
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """What of the policy is trained."""
+        return self.policy.trainable_parameters()
+
+    def rates(self, lr: float) -> Mapping[str, float]:
+        """One rate for all."""
+        return {}
+
+    def compute_dtype(self) -> torch.dtype:
+        """Of the policy's network."""
+        return self.policy.compute_dtype
+
+    def forward_equivalents(self) -> int:
+        """One for a forward on one latent, two more for a backward."""
+        return self.policy.forward_count.equivalents
+
+    def collect(self, run: Context) -> Collected:
+        """Sample with the old policy, decode and judge one iteration's groups."""
+        updates = self.settings.epochs * run.optimizer.updates_per_iteration
+        if self._old is None and self.row.anchor == "old" and (self.row.keeps_old or updates > 1):
+            self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
+        if self._old is not None and not self.row.keeps_old:
+            self._blend(0.0)
+        old = self._as_old() if self.row.keeps_old else nullcontext()
+        with old, guided(self.policy, self.rollout.guidance):
+            made = self.source.collect(run.counters.iteration, run.clock)
+        signal, present = self.row.prepare(made.value, made.group, valid=made.valid)
+        experience = EndPoints(made=made, signal=signal, present=present)
+        if self.row.loss == "covariance":
+            experience.guidance = self._guidance(experience)
+        return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
+
+    def _guidance(self, experience: EndPoints) -> Tensor:
+        """[b, ...] the direction of each sample's group."""
+        made = experience.made
+        x0 = made.trajectory.latents
+        found = torch.zeros(x0.shape, dtype=torch.promote_types(x0.dtype, torch.float32), device=x0.device)
+        for label in made.batch.group_id.unique():
+            of_group = made.batch.group_id == label
+            places = (of_group & experience.present[made.first : made.first + len(x0)]).nonzero()[:, 0]
+            signal = experience.signal[made.first + places].to(found)
+            if len(places):
+                found[of_group] = covariance_guidance(x0[places], signal)
+        return found
+
+    def prepare(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
+        """The units of each update and their number, over all processes' samples."""
+        row, group = self.row, experience.made.group
+        per_epoch = run.optimizer.updates_per_iteration
+        parts = split_updates(
+            group, self.settings.epochs, per_epoch, self.seed, run.counters.iteration, row.of_groups
+        )
+        kl = row.kl_at(run.counters.iteration)
+        on_policy, steps, trained, seen = self._is_on_policy(), [], 0, 0
+        for number, sample in enumerate(parts):
+            units, count = self._units(experience, sample, kl > 0, on_policy)
+            seen += len(sample)
+            if units:
+                trained += sum(map(len, units))
+                epoch = number // per_epoch
+                steps.append(
+                    RegressionStep(units=units, count=count, epoch=epoch, kl=kl, on_policy=on_policy)
+                )
+                on_policy = False
+        known = experience.signal[experience.present].abs()
+        experience.metrics = {
+            "frac_reward_zero_std": float(_silent(experience).double().mean()),
+            "advantage_abs": float(known.mean()) if len(known) else 0.0,
+            "trained_share": trained / max(1, seen),
+        }
+        return steps
+
+    def _units(
+        self, experience: EndPoints, sample: Tensor, pulls: bool, on_policy: bool
+    ) -> tuple[list[Tensor], int]:
+        """(those with a gradient, how many the loss is a mean over) of an update's samples."""
+        row = self.row
+        present = sample[experience.present[sample]]
+        pulls = pulls or (row.pulls and not (on_policy and row.anchor == "old"))
+        if not row.of_groups:
+            live = present if pulls else present[experience.signal[present] != 0]
+            return list(live.split(1)), len(present)
+        group, value = experience.made.group[present], experience.made.value[present]
+        if row.loss == "dpo":
+            return list(present[best_worst_pairs(value, group)]), len(group.unique())
+        members = [present[group == label] for label in group.unique()]
+        silent = _silent(experience)
+        equal = pulls and row.pulls  # else a group of equal rewards says nothing at all
+        return [m for m in members if len(m) > 1 and (equal or not silent[m].all())], len(members)
+
+    def backward(self, experience: EndPoints, step: RegressionStep, run: Context) -> dict[str, float]:
+        """Add the gradient of the update, in micro-batches of flat (sample, level) pairs."""
+        first, size = experience.made.first, len(experience.made.batch)
+        own = [unit - first for unit in step.units if first <= int(unit[0]) < first + size]
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
+        # Σ over units and levels of ℓ / (count · S); DDP averages gradients over the processes
+        share = 1 / (step.count * self.levels)
+        scale = run.counters.loss_scale * self.accelerator.num_processes * share
+        batches = list(self._batches(own, run.micro_batch))
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            sums += self._backward_batch(experience, step, batch, run.micro_batch, scale, last)
+        if not batches:  # DDP must meet a backward of every process
+            nothing = torch.zeros(1, dtype=torch.int64)
+            said = self._ask(experience, step, nothing, nothing)
+            self.accelerator.backward(said.pairs.v.sum() * 0.0)
+        if self.accelerator.num_processes > 1:
+            sums = torch.as_tensor(self.accelerator.reduce(sums, "sum"))
+        found = dict(zip(SUMS, sums.tolist(), strict=True))
+        return {**found, "loss/policy": found["loss/policy"] * share, "loss/kl": found["loss/kl"] * share}
+
+    def _batches(self, units: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, int]]]:
+        """(unit, level) lists of at most `size` pairs, or of one unit that is larger."""
+        batch, held = [], 0
+        for unit in units:
+            for level in range(self.levels):
+                if batch and held + len(unit) > size:
+                    yield batch
+                    batch, held = [], 0
+                batch.append((unit, level))
+                held += len(unit)
+        if batch:
+            yield batch
+
+    def _backward_batch(
+        self,
+        experience: EndPoints,
+        step: RegressionStep,
+        batch: Sequence[tuple[Tensor, int]],
+        size: int,
+        scale: float,
+        last: bool,
+    ) -> Tensor:
+        """Gradient of some units; their `SUMS`."""
+        sample = torch.cat([unit for unit, _ in batch])
+        level = torch.cat([torch.full((len(unit),), number) for unit, number in batch])
+        lengths = [len(unit) for unit, _ in batch]
+        share = torch.cat([torch.full((n,), 1 / n) for n in lengths]).to(self.policy.device)
+        if len(sample) <= size:
+            with self._sync(last):
+                said = self._ask(experience, step, sample, level)
+                return self._finish(said, self._loss(said, lengths), share, scale)
+        # a group that does not fit: ∂ℓ/∂error of all its samples first, then the network's part by part; one
+        # forward more, and the same update
+        parts = torch.arange(len(sample)).split(size)
+        with torch.no_grad(), self._sync(False):
+            found = [self._ask(experience, step, sample[part], level[part]) for part in parts]
+        errors = [self.row.errors(said.pairs) for said in found]
+        leaf = torch.cat([error for error, _ in errors]).requires_grad_()
+        rest = torch.cat([other for _, other in errors]), torch.cat([said.signal for said in found])
+        loss = self.row.group_loss(leaf, *rest)
+        (slope,) = torch.autograd.grad(loss, leaf)
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
+        for part in parts:
+            with self._sync(last and part is parts[-1]):
+                said = self._ask(experience, step, sample[part], level[part])
+                own = (self.row.errors(said.pairs)[0] * slope[part]).sum()
+                sums += self._finish(said, own, share[part], scale)
+        sums[SUMS.index("loss/policy")] = float(loss.detach())
+        return sums
+
+    def _loss(self, said: _Outputs, lengths: Sequence[int]) -> Tensor:
+        """The sum of the units' losses."""
+        if not self.row.of_groups:
+            return self.row.pair_loss(said.pairs, said.signal).sum()
+        rows = (*self.row.errors(said.pairs), said.signal)
+        units = zip(*(each.split(list(lengths)) for each in rows), strict=True)
+        return torch.stack([self.row.group_loss(*unit) for unit in units]).sum()
+
+    def _sync(self, last: bool) -> Any:
+        """DDP decides in the forward whether gradients are exchanged: so around both."""
+        return nullcontext() if last else self.accelerator.no_sync(self.module)
+
+    def _finish(self, said: _Outputs, loss: Tensor, share: Tensor, scale: float) -> Tensor:
+        """Backward of a micro-batch's sum; its `SUMS`."""
+        pull = loss.new_zeros(()) if said.kl is None else (said.kl * share).sum()
+        self.accelerator.backward((loss + pull) * scale)
+        with torch.no_grad():
+            v, anchor = said.pairs.v, said.pairs.anchor
+            error = _mean_square(v, said.pairs.target).sum()
+            moved = error.new_zeros(()) if anchor is None else _mean_square(v, anchor).sum()
+            return torch.stack([error.new_tensor(len(v)), loss, pull, error, moved]).double()
+
+    def _ask(self, experience: EndPoints, step: RegressionStep, sample: Tensor, level: Tensor) -> _Outputs:
+        """What the policies say of N pairs.
+
+        Args:
+            experience: the end points.
+            step: of the update.
+            sample: [N] places among this process's samples.
+            level: [N] which of the S levels.
+        """
+        row, made = self.row, experience.made
+        condition = made.condition.select(sample)
+        x, target, sigma, time = self._noised(made, sample, level, step.epoch)
+        anchor = v_ref = None
+        # the others before the own forward: weights are swapped in place
+        with torch.no_grad(), self.accelerator.autocast():
+            if step.kl > 0 or row.anchor == "reference":
+                with self.policy.reference(), guided(self.policy, row.reference_guidance):
+                    v_ref = velocity_of(self.policy, x, sigma, condition, time)
+            if row.anchor == "old" and not step.on_policy:
+                with self._as_old():
+                    anchor = velocity_of(self.policy, x, sigma, condition, time)
+        v = self.module(condition, x, sigma, time)
+        anchors = {"none": None, "reference": v_ref, "old": v.detach() if step.on_policy else anchor}
+        guidance = None if experience.guidance is None else experience.guidance[sample.to(x.device)]
+        pairs = PairOutput(v=v, target=target, sigma=sigma, anchor=anchors[row.anchor], guidance=guidance)
+        kl = step.kl * _mean_square(v, v_ref) if step.kl > 0 and v_ref is not None else None
+        return _Outputs(pairs=pairs, signal=experience.signal[made.first + sample].to(v), kl=kl)
+
+    def _noised(
+        self, made: Pictures, sample: Tensor, level: Tensor, epoch: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]) of pairs."""
+        row, grid = self.row, self.source.sigmas
+        key = made.batch.group_id if row.noise == "group" else made.batch.sample_id
+        pairs = list(zip(key[sample].tolist(), level.tolist(), strict=True))
+        # S equal parts of the chosen stretch of the grid's T steps, one place in each
+        draws = [sample_seed(self.seed, "level", one, number, epoch) / 2**63 for one, number in pairs]
+        low, high = row.level_range
+        within = (level + torch.tensor(draws, dtype=torch.float64)) / self.levels
+        place = (low + (high - low) * within) * self.rollout.steps
+        step = place.long().clamp(max=self.rollout.steps - 1)
+        sigma, time = grid[step], self.times[step.to(self.times.device)]
+        if row.continuous:
+            sigma = torch.lerp(grid[step], grid[step + 1], (place - step).to(grid.dtype))
+            time = self.policy.times(sigma)
+        if row.noise == "start":
+            seeds = self.source.sample_seeds(made.batch.sample_id[sample])
+        else:
+            seeds = [sample_seed(self.seed, "target noise", one, number, epoch) for one, number in pairs]
+        stored = made.trajectory.latents[sample.to(made.trajectory.latents.device)]
+        x0 = stored.to(torch.promote_types(stored.dtype, torch.float32))
+        noise = initial_noise(seeds, self.policy.latent_shape).to(x0)
+        sigma, time = sigma.to(x0.device), time.to(x0.device)
+        wide = sigma.to(x0.dtype).reshape(-1, *[1] * (x0.ndim - 1))
+        # x_σ = (1 − σ) x0 + σ ε
+        return ((1 - wide) * x0 + wide * noise).to(stored.dtype), noise - x0, sigma.to(x0.dtype), time
+
+    def record(self, experience: EndPoints, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Metrics of the updates."""
+        if not sums:
+            return experience.metrics
+        total = {name: sum(each[name] for each in sums) for name in SUMS}
+        policy, kl, pairs = (total[name] for name in ("loss/policy", "loss/kl", "pairs"))
+        terms = {"loss/policy": policy / len(sums), "loss/kl": kl / len(sums)} if self.row.kl else {}
+        anchor = {} if self.row.anchor == "none" else {"anchor_distance": total["anchor_distance"] / pairs}
+        loss = {"loss": (policy + kl) / len(sums), **terms}
+        return {**experience.metrics, **loss, **anchor, "match_error": total["match_error"] / pairs}
+
+    def finish(self, run: Context) -> None:
+        """Move the old policy after the new one."""
+        if self._old is not None and self.row.keeps_old:
+            start, slope, end = self.row.old_decay
+            self._blend(old_policy_decay(run.counters.iteration - 1, start=int(start), slope=slope, end=end))
+            run.tensors[OLD] = self._old.state()
+
+    def restore(self, run: Context) -> None:
+        """Take up the old policy of a checkpoint."""
+        if self.row.keeps_old and self.row.anchor == "old":
+            self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
+            self._old.load(run.tensors[OLD])
+
+    def _blend(self, decay: float) -> None:
+        """θ_old ← decay θ_old + (1 − decay) θ."""
+        assert self._old is not None
+        self._old.decay = decay
+        self._old.update(1)
+
+    def _as_old(self) -> AbstractContextManager[None]:
+        """Inside, the policy is the old one; without one it is the current."""
+        return nullcontext() if self._old is None else self._old.applied()
+
+    def _is_on_policy(self) -> bool:
+        """Whether the old policy is the current one, bit for bit."""
+        if self._old is None:
+            return True
+        stored, named = self._old.state(), self.policy.trainable_parameters()
+        return all(torch.equal(stored[name], weight.detach().float()) for name, weight in named)
+
+
+def checked_row(
+    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, world: int = 1
+) -> Regression:
+    """The regression of a run, refused where the rollout or the processes do not fit it.
+
+    Raises:
+        UserError: with what to set instead.
+    """
+    row = objective.regression
+    if row is None:
+        raise UserError(f"objective.algorithm={objective.algorithm} is no regression; use FlowGRPO.")
+    check_sampling(objective, rollout)
+    if (row.of_groups or row.loss == "covariance") and rollout.prompts_per_iteration % world:
+        raise UserError(
+            f"objective.algorithm={objective.algorithm} compares the samples of a group, and "
+            f"rollout.prompts_per_iteration={rollout.prompts_per_iteration} would spread one over {world} "
+            f"processes. Use a multiple of {world}."
+        )
+    return row
+
+
+@contextmanager
+def guided(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
+    """Inside, the policy has another guidance scale; None leaves its own.
+
+    Raises:
+        UserError: the policy has no scale that can be set.
+    """
+    own: Any = getattr(policy, "guidance", None)
+    if scale is None:
+        yield
+        return
+    if not isinstance(own, int | float):
+        raise UserError(
+            f"{type(policy).__name__} has no attribute guidance that can be set, so rollout.guidance and "
+            "reference_guidance must be null."
+        )
+    changed: Any = policy
+    try:
+        changed.guidance = float(scale)
+        yield
+    finally:
+        changed.guidance = own
+
+
+def planned_passes(row: Regression, updates: int, *, own: int, reference: int, iterations: int = 1) -> float:
+    """Other policies that are asked at each pair, r of `forward_equivalents_per_image`.
+
+    Args:
+        row: the regression.
+        updates: optimizer updates per iteration, in all epochs.
+        own: passes of the policy itself: 2 under guidance.
+        reference: passes of the reference.
+        iterations: of the run, over which `Regression.kl_until` is averaged.
+    """
+    lasts = 1.0 if row.kl_until is None or row.anchor == "reference" else min(1.0, row.kl_until / iterations)
+    old = 1.0 if row.keeps_old else 1 - 1 / updates  # the first update of an iteration is on-policy
+    return row.asks_reference * lasts * reference / own + (old if row.anchor == "old" else 0.0)
+
+
+def _silent(experience: EndPoints) -> Tensor:
+    """bool [B]: the sample's group has one reward alone, or the sample none."""
+    index, groups = group_index(experience.made.group, len(experience.present))
+    low, high = group_extremes(experience.made.value, experience.present, index, groups)
+    return ~experience.present | (low == high)[index]
+
+
+def _mean_square(a: Tensor, b: Tensor) -> Tensor:
+    """mean |a − b|² of each row."""
+    return (a - b).square().flatten(1).mean(1)
