@@ -108,7 +108,7 @@ class VelocityRegression:
     """
 
     together = False
-    ratio_bound = None
+    ratio_bound: float | None = None
 
     def __init__(
         self,
