@@ -11,16 +11,25 @@ import torch
 from accelerate import Accelerator
 
 from tests.support.tiny_models import tiny_sd3_pipeline
+from tests.support.tiny_pipelines import tiny_pipeline
 from visalign.adapters import SD3Policy
 from visalign.adapters.lora import LoraSettings
+from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.config import load_config
 from visalign.core.regression.rows import REGRESSIONS
-from visalign.errors import ConfigError
+from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.jobs import load_job
 from visalign.rewards import load_reward
-from visalign.training import RunSettings, Trainer, VelocityRegression
+from visalign.training import (
+    DiffusionObjectiveSettings,
+    OptimizerSettings,
+    RunSettings,
+    Trainer,
+    VelocityRegression,
+)
+from visalign.training.diffusion.regression import check_guided
 from visalign.training.loop.metrics import read_metrics
 
 RECORDS = [{"prompt": text, "tag": ""} for text in ("a red circle", "two circles", "a blue square")]
@@ -103,3 +112,39 @@ def test_the_shapes_configuration_takes_any_row(name: Any):
     job = load_job("shapes_nft", [f"objective.algorithm={name}"])
     assert job.config.objective.regression.loss == REGRESSIONS[name].loss
     assert planned_cost(job.config) >= 10 + 3
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "diffusion_dpo", "ram"])
+@pytest.mark.parametrize("family", ["sd15", "flux", "z_image", "qwen_image"])
+def test_two_updates_on_other_kinds_of_family(family, name, tmp_path):
+    """A UNet that predicts noise, packed latents, lists of prompts, two calls: passes as counted."""
+    pipe, options = tiny_pipeline(family)
+    lora = LoraSettings(rank=4, alpha=8, seed=0)
+    policy = PipelinePolicy(pipe, **{**options, "guidance": None, "lora": lora})
+    config = _config("rollout={prompts_per_iteration: 1, group_size: 3, steps: 3, batch_size: 2}")
+    algorithm = VelocityRegression(
+        policy,
+        load_reward("jpeg_size"),
+        RECORDS,
+        rollout=config.rollout,
+        objective=DiffusionObjectiveSettings(algorithm=name, changes={"levels": 2}),
+        accelerator=Accelerator(cpu=True),
+    )
+    assert algorithm.row.weighting == (
+        "epsilon" if (family, name) == ("sd15", "diffusion_dpo") else "uniform"
+    )
+    run = RunSettings(folder=tmp_path, iterations=2)
+    trainer = Trainer(algorithm, run=run, optimizer=OptimizerSettings(lr=1e-3, updates_per_iteration=1))
+    records = [trainer.iterate() for _ in range(2)]
+    assert trainer.counters.updates == 2 and trainer.counters.skipped == 0
+    assert all(math.isfinite(v) for v in records[-1].values() if isinstance(v, float))
+    share = records[0]["trained_share"]  # each asks the reference
+    assert records[0]["forward_equivalents_per_image"] == pytest.approx(3 + 2 * share * (3 + 1))
+
+
+def test_guidance_that_changes_nothing_is_refused():
+    pipe, options = tiny_pipeline("qwen_image")
+    policy = PipelinePolicy(pipe, **{**options, "guidance": None})
+    with pytest.raises(UserError, match=r"guidance of 3.0 changes nothing in this PipelinePolicy"):
+        check_guided(policy, 3.0, "a red circle")
+    check_guided(SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4)), 3.0, "a red circle")

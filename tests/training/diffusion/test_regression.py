@@ -346,9 +346,8 @@ def test_a_group_over_two_processes_is_refused_where_it_is_compared():
 
 
 def test_guidance_is_refused_where_it_cannot_be_set_or_breaks_the_ratio(tmp_path):
-    trainer = toy_trainer(tmp_path, objective=NFT, rollout={"guidance": 2.0})
     with pytest.raises(UserError, match="ToyPolicy has no attribute guidance"):
-        trainer.iterate()
+        toy_trainer(tmp_path, objective=NFT, rollout={"guidance": 2.0})
     with pytest.raises(UserError, match=r"rollout.guidance is 2.0.*needs log-probs.*take a regression"):
         toy_trainer(tmp_path, rollout={"guidance": 2.0})
 

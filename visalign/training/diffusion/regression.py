@@ -144,6 +144,8 @@ class VelocityRegression:
         self.times = policy.times(self.source.sigmas)
         self.module = self.accelerator.prepare_model(VelocityModule(policy))
         self._old: EMA | None = None
+        for scale in (self.rollout.guidance, self.row.reference_guidance):
+            check_guided(policy, scale, str(records[0]["prompt"]))
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""
@@ -470,6 +472,29 @@ def guided(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
         yield
     finally:
         changed.guidance = own
+
+
+@torch.no_grad()
+def check_guided(policy: DiffusionPolicy, scale: float | None, prompt: str) -> None:
+    """Refuse a guidance scale that changes nothing: neither the passes of a velocity nor its numbers.
+
+    Raises:
+        UserError: see above, or as `guided`.
+    """
+    if scale is None or scale == getattr(policy, "guidance", None):
+        return
+    condition, count, seen = policy.encode([prompt]), policy.forward_count, []
+    x = initial_noise([0], policy.latent_shape).to(policy.device, policy.storage_dtype)
+    sigma = policy.sigmas(2)[1:2].to(policy.device)
+    for tried in (None, scale):
+        before = count.forward
+        with guided(policy, tried):
+            seen.append((velocity_of(policy, x, sigma, condition), count.forward - before))
+    if seen[0][1] == seen[1][1] == 1 and torch.equal(seen[0][0], seen[1][0]):
+        raise UserError(
+            f"A guidance of {scale} changes nothing in this {type(policy).__name__}: it was made without "
+            "guidance and has no unconditional half. Set rollout.guidance and reference_guidance to null."
+        )
 
 
 def planned_passes(row: Regression, updates: int, *, own: int, reference: int, iterations: int = 1) -> float:
