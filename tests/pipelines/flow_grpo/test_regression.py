@@ -29,7 +29,7 @@ from visalign.training import (
     Trainer,
     VelocityRegression,
 )
-from visalign.training.diffusion.regression import check_guided
+from visalign.training.diffusion.guidance import check_guided
 from visalign.training.loop.metrics import read_metrics
 
 RECORDS = [{"prompt": text, "tag": ""} for text in ("a red circle", "two circles", "a blue square")]
