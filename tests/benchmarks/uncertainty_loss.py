@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -181,12 +182,13 @@ def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: i
     features = train.features
     judge = HeadJudge(features.shape[1], features.mean(0), features.std(0) + 1e-4, seed)
     updates = int(epochs * train.labels.size / BATCH)
+    plain: dict[str, Any] = {"smoothing": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
             RewardModeling(
                 judge,
                 train,
-                objective=RewardObjectiveSettings(task=task, smoothing=0.0),
+                objective=RewardObjectiveSettings(task=task, **plain),
                 accelerator=Accelerator(cpu=True),
                 seed=seed,
             ),

@@ -236,8 +236,8 @@ def test_versions_and_memory():
         (RolloutSettings, {"steps": 0}, r"rollout\.steps is 0; it must be a finite number of at least 1"),
         (
             RolloutSettings,
-            {"schedule": "ddim"},
-            r"rollout\.schedule is 'ddim'\. Allowed: flow, dance, cps",
+            {"schedule": "ode"},
+            r"rollout\.schedule is 'ode'\. Allowed: flow, dance, cps, ddim",
         ),
         (RolloutSettings, {"noise_level": 0.0}, r"rollout\.noise_level is 0\.0; without noise"),
         (RolloutSettings, {"timestep_schedule": "nope"}, r"schedule is 'nope'\. Allowed: diffusers, plain"),
