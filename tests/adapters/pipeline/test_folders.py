@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 from tests.support.tiny_pipelines import tiny_folder, tiny_pipeline
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.catalogue import has_two_halves
-from visalign.adapters.pipeline.policy import picture_of
+from visalign.adapters.pipeline.condition import picture_of
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, rollout
 
@@ -42,6 +42,21 @@ def test_prompts_make_the_pipelines_pictures(folders, name):
         PROMPTS, height=size[0], width=size[1], latents=noise, num_inference_steps=3, output_type="pt", **call
     )[0]
     assert float((policy.decode(made) - expected).abs().max()) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["sd15", "qwen_image", "wan"])
+def test_a_scale_that_is_set_later(name):
+    pipe, options = tiny_pipeline(name)
+    usual = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    pipe, _ = tiny_pipeline(name)
+    later = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **{**options, "guidance": None})
+    x, sigma = torch.randn(1, *later.latent_shape), torch.tensor([0.5])
+    with torch.no_grad():
+        plain = later.velocity(x, sigma, later.encode(PROMPTS[:1]))
+        later.guidance = options["guidance"]
+        guided = later.velocity(x, sigma, later.encode(PROMPTS[:1]))
+        assert torch.equal(guided, usual.velocity(x, sigma, usual.encode(PROMPTS[:1])))
+    assert not torch.allclose(guided, plain, atol=1e-4)
 
 
 def test_dtypes_of_the_parts(folders):

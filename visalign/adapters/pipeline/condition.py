@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
+
+from visalign.errors import UserError
 
 Encoded = Mapping[str, Any]
 """One prompt: argument of the pipeline's call -> tensor of one sample, or a list of one tensor; `image` is
@@ -92,3 +95,33 @@ def _padded(value: Tensor, axis: int, length: int) -> Tensor:
     shape = list(value.shape)
     shape[axis] = length - shape[axis]
     return torch.cat([value, value.new_zeros(shape)], axis)
+
+
+def picture_of(source: Any) -> Image.Image:
+    """A picture as pipelines take it.
+
+    Args:
+        source: a file, a PIL image, or [3, H, W] in [0, 1].
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if isinstance(source, Tensor):
+        levels = source.detach().cpu().float().clamp(0, 1).mul(255).round().to(torch.uint8)
+        return Image.fromarray(levels.permute(1, 2, 0).numpy())
+    if isinstance(source, Image.Image):
+        return source.convert("RGB")
+    try:
+        with Image.open(source) as opened:
+            return opened.convert("RGB")
+    except (OSError, AttributeError, ValueError) as error:
+        raise UserError(f"The source {source!r} is no picture that can be read ({error}).") from error
+
+
+def positive(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what belongs to the unconditional half.
+
+    Args:
+        found: arguments of the call.
+    """
+    return {name: value for name, value in found.items() if not name.startswith("negative_")}

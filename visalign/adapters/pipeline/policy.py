@@ -28,7 +28,7 @@ from visalign.flow.parametrization import preserving_scale, velocity_of_predicti
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
 from .arguments import call_arguments, checked_guidance, known_family
-from .condition import Encoded, PipelineCondition, join, lengths, named
+from .condition import Encoded, PipelineCondition, join, lengths, named, picture_of, positive
 from .guidance import Halves
 from .lora import add_lora, load_lora, save_lora, settings_of
 from .schedulers import handing_scheduler, time_of
@@ -336,10 +336,9 @@ class PipelinePolicy:
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
         self._returned: list[tuple[Any, ...]] = []
-        blank = Image.new("RGB", (64, 64), "white") if self.family.source == "needed" else None
-        null = self._encode("", guided=self.guided, source=blank)
-        self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
-        self._any: Encoded = {name: value for name, value in null.items() if name not in self._null}
+        self._blank = Image.new("RGB", (64, 64), "white") if self.family.source == "needed" else None
+        self._null: Encoded = {}
+        self._any: Encoded = positive(self._encode("", guided=self.guided, source=self._blank))
         steps = FINE if self.prediction == "velocity" else 1
         self._run(self._inputs([self._any]), None, None, steps=steps)
         self._fine = self._scheduler.grid
@@ -382,7 +381,7 @@ class PipelinePolicy:
         except ValueError as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its call: {error}") from error
         found = {**named(self._returned, self.family.encodes.split()), **given}
-        return found if guided else _positive(found)
+        return found if guided else positive(found)
 
     def _scale(self, guided: bool) -> dict[str, float]:
         family = self.family
@@ -395,13 +394,21 @@ class PipelinePolicy:
         axes = self.family.batch_axis
         inputs = join(rows, axes)
         if guided or (self.guided and self.family.scale == "-"):  # a guider does not say when it is asked
-            inputs = {**join([self._null] * len(rows), axes), **inputs}
+            inputs = {**join([self._negative()] * len(rows), axes), **inputs}
         else:
-            inputs = _positive(inputs)
+            inputs = positive(inputs)
         inputs |= self._scale(guided)
         if "negative_prompt" in self._arguments:
             inputs["negative_prompt"] = None  # some calls have a default of their own
         return inputs
+
+    @torch.no_grad()
+    def _negative(self) -> Encoded:
+        """The unconditional half, encoded when first needed: the scale may be set later."""
+        if not self._null:
+            null = self._encode("", guided=True, source=self._blank)
+            self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
+        return self._null
 
     def _groups(self, rows: Sequence[Encoded], time: Tensor) -> list[list[int]]:
         """The samples that one call of the pipeline can take, in order of appearance."""
@@ -480,31 +487,6 @@ class PipelinePolicy:
             yield
         finally:
             self.pipe.scheduler = self._scheduler
-
-
-def picture_of(source: Any) -> Image.Image:
-    """A picture as pipelines take it.
-
-    Args:
-        source: a file, a PIL image, or [3, H, W] in [0, 1].
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    if isinstance(source, Tensor):
-        levels = source.detach().cpu().float().clamp(0, 1).mul(255).round().to(torch.uint8)
-        return Image.fromarray(levels.permute(1, 2, 0).numpy())
-    if isinstance(source, Image.Image):
-        return source.convert("RGB")
-    try:
-        with Image.open(source) as opened:
-            return opened.convert("RGB")
-    except (OSError, AttributeError, ValueError) as error:
-        raise UserError(f"The source {source!r} is no picture that can be read ({error}).") from error
-
-
-def _positive(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if not name.startswith("negative_")}
 
 
 def _beside(value: Tensor, x: Tensor) -> Tensor:
