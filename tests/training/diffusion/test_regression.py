@@ -64,6 +64,25 @@ def test_reward_rises(name, tmp_path):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.015
 
 
+class _Equal(Brightness):
+    """Says the same of every picture."""
+
+    def score(self, images, prompts, metadata=None):
+        scores = super().score(images, prompts, metadata)
+        return replace(scores, value=torch.full_like(scores.value, 0.5))
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_equal_rewards_teach_nothing(name, tmp_path):
+    policy = ToyPolicy()
+    before = _weights(policy).clone()
+    trainer = toy_trainer(tmp_path, policy=policy, reward=_Equal(), objective={"algorithm": name})
+    trainer.train()
+    if not trainer.algorithm.row.pulls:
+        assert trainer.counters.updates == 0 and torch.equal(_weights(policy), before)
+    assert _weights(policy).isfinite().all() and trainer.counters.skipped == 0
+
+
 class _Partly(Brightness):
     """No signal in the groups of "dark", and every seventh picture cannot be judged."""
 

@@ -229,7 +229,7 @@ class VelocityRegression:
         pulls = pulls or (row.pulls and not (on_policy and row.anchor == "old"))
         if not row.of_groups:
             live = present if pulls else present[experience.signal[present] != 0]
-            return list(live.split(1)), len(present)
+            return list(live[:, None]), len(present)
         group, value = experience.made.group[present], experience.made.value[present]
         if row.loss == "dpo":
             return list(present[best_worst_pairs(value, group)]), len(group.unique())
