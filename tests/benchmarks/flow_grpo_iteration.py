@@ -3,7 +3,7 @@
 
     git worktree add ../before COMMIT
     python tests/benchmarks/flow_grpo_iteration.py ../before
-    python tests/benchmarks/flow_grpo_iteration.py ../before --config shapes_quickstart model.guidance=2
+    python tests/benchmarks/flow_grpo_iteration.py ../before --config shapes_grpo_guard model.guidance=2
 
 Both sides train the same configuration by their own `visalign train`, in processes that take turns (this,
 other; other, this; ...), so that both see the same machine. The first iteration of each process warms up and

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a Flow-GRPO training step spends its time: the share outside the transformer must stay below 15 %.
 
-python tests/benchmarks/training_step.py                                        the quickstart as it is
+python tests/benchmarks/training_step.py                                        shapes_grpo_guard as it is
 python tests/benchmarks/training_step.py rollout.prompts_per_iteration=8        smaller iterations
 
 Transformer work is what the algorithm cannot do without, and nothing else:
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("overrides", nargs="*", help="settings as key.sub=value")
-    parser.add_argument("--config", default="shapes_quickstart", help="name or file of a configuration")
+    parser.add_argument("--config", default="shapes_grpo_guard", help="name or file of a configuration")
     parser.add_argument("--iterations", type=int, default=5, help="iterations measured (default 5)")
     parser.add_argument("--limit", type=float, default=0.15, help="share that is too much (default 0.15)")
     options = parser.parse_args(arguments)
