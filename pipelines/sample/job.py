@@ -56,6 +56,23 @@ class SampleSettings:
     def __post_init__(self) -> None:
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) != len(self.seeds):
             raise UserError(f"The seeds are {list(self.seeds)}; give different numbers from 0 up.")
+        refused = sorted({"dtype", "device", "lora", "model"} & set(self.options))
+        if refused:
+            raise UserError(
+                f"--option names {', '.join(refused)}, which is an option of its own (--{refused[0]})."
+            )
+        guidance, size = self.options.get("guidance", 1.0), self.options.get("image_size", 1)
+        if not isinstance(guidance, int | float):
+            raise UserError(f"guidance is {guidance!r}; give a number.")
+        pair = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size)
+        if not (isinstance(size, int) or pair):
+            raise UserError(f"image_size is {size!r}; give one number or [height, width].")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(
+                f"The device {self.device!r} cannot be used ({str(error).splitlines()[0]})."
+            ) from error
         for name in ("best_of", "steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
@@ -68,16 +85,19 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
         UserError, FileNotFoundError: see `load_policy`; the LoRA is of another model.
     """
     from visalign.adapters.catalogue import load_policy
+    from visalign.adapters.lora import LoraSettings
     from visalign.adapters.pipeline.lora import settings_of
     from visalign.pipelines.shared.parts import no_loading_bars
 
+    none = LoraSettings(rank=1)
     with no_loading_bars():
         policy: Any = load_policy(
             resolve_model(settings.model),
             adapter=settings.adapter,
             dtype=getattr(torch, settings.dtype),
             device=settings.device,
-            **({} if settings.lora is None else {"lora": settings_of(settings.lora)}),
+            defaults={"lora": none},  # frozen in its dtype: adapters that change nothing
+            lora=none if settings.lora is None else settings_of(settings.lora),
             **settings.options,
         )
         if settings.lora is not None:

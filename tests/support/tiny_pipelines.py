@@ -111,6 +111,8 @@ def _embedding(name: str, prompts: list[str], shapes: Mapping[str, tuple[int, ..
     sizes = [len(p) % 5 + 4 if varies else shape[0] for p in prompts]
     if "cu_seqlens" in name:
         return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    if "mask" in name and varies and len(set(sizes)) == 1:
+        return None  # as the pipelines have it where every token counts
     if "mask" in name:
         dtype = torch.bool if len(shape) == 2 else torch.long
         return torch.stack([torch.arange(max(sizes)) < size for size in sizes]).to(dtype)
@@ -239,7 +241,7 @@ def _flux() -> Made:
 def _flux_kontext() -> Made:
     pipe, shapes, options = _flux()
     pipe = diffusers.FluxKontextPipeline(pipe.scheduler, pipe.vae, NO, NO, NO, NO, pipe.transformer)
-    return pipe, shapes, options
+    return pipe, shapes, {**options, "call": {"_auto_resize": False}}  # else sources become a million pixels
 
 
 def _flux2_parts(guidance_embeds: bool) -> tuple[Any, Any]:
@@ -582,6 +584,7 @@ def _kandinsky5() -> Made:
         num_text_blocks=1,
         num_visual_blocks=2,
         axes_dims=(1, 1, 2),
+        visual_cond=True,
     )
     autoencoder = _hunyuan_autoencoder(16, (32, 64))
     pipe = diffusers.Kandinsky5T2VPipeline(transformer, autoencoder, NO, NO, NO, NO, _flow(shift=7.0))

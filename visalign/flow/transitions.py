@@ -65,7 +65,7 @@ class Transition:
             raise ValueError(
                 f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}, allowed "
                 "> 0. A step has std 0 or NaN under the ODE, at noise level 0, where σ' is not below σ, and "
-                "in the last step of CPS (σ' = 0). Leave such steps out of sde_steps."
+                "in the last step of CPS and DDIM (σ' = 0). Leave such steps out of sde_steps."
             )
         return gaussian_log_prob(x_next, self.mean, self.std, log_prob_reduction=log_prob_reduction)
 

@@ -59,6 +59,64 @@ def test_a_scale_that_is_set_later(name):
     assert not torch.allclose(guided, plain, atol=1e-4)
 
 
+def test_the_reference_of_a_network_trained_whole():
+    pipe, options = tiny_pipeline("sd3")
+    policy = PipelinePolicy(pipe, **options)
+    x, sigma, condition = (
+        torch.randn(1, *policy.latent_shape),
+        torch.tensor([0.5]),
+        policy.encode(PROMPTS[:1]),
+    )
+    with torch.no_grad():
+        before = policy.velocity(x, sigma, condition)
+        for _, weight in policy.trainable_parameters():
+            weight.mul_(1.1)
+        assert not torch.allclose(policy.velocity(x, sigma, condition), before, atol=1e-4)
+        with policy.reference():
+            assert torch.equal(policy.velocity(x, sigma, condition), before)
+
+
+def test_times_of_a_shift_that_the_noise_levels_do_not_share():
+    """CogView4: σ = μ / (μ + 1/u − 1), t = 1000 u."""
+    pipe, options = tiny_pipeline("cogview4")
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    sigmas, mu = policy.sigmas(4, timestep_schedule="plain"), policy._scheduler.mu
+    assert mu is not None
+    u = torch.tensor([1.0, 0.75, 0.5, 0.25])
+    torch.testing.assert_close(sigmas[:-1], mu / (mu + 1 / u - 1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(policy.times(sigmas[:-1]), 1000 * u, rtol=2e-3, atol=1.0)
+
+
+def test_times_that_are_laid_on_tokens_go_one_by_one():
+    pipe, options = tiny_pipeline("wan")
+    pipe.register_to_config(expand_timesteps=True, boundary_ratio=None)
+    pipe.transformer_2 = None
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    x, sigma = torch.randn(3, *policy.latent_shape), torch.tensor([0.9, 0.5, 0.2])
+    condition = policy.encode([*PROMPTS, PROMPTS[0]])
+    with torch.no_grad():
+        together = policy.velocity(x, sigma, condition)
+        alone = policy.velocity(x[1:2], sigma[1:2], condition.select(torch.tensor([1])))
+    torch.testing.assert_close(together[1:2], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_guider_follows_the_scale():
+    pipe, options = tiny_pipeline("hunyuan_image")
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    x, sigma, condition = (
+        torch.randn(1, *policy.latent_shape),
+        torch.tensor([0.5]),
+        policy.encode(PROMPTS[:1]),
+    )
+    with torch.no_grad():
+        found = []
+        for scale in (3.5, 7.0, 1.0):
+            policy.guidance = scale
+            found.append(policy.velocity(x, sigma, condition))
+    # v(∅) + w (v(prompt) − v(∅)) is a line in w
+    torch.testing.assert_close(found[1] - found[2], (found[0] - found[2]) * 6 / 2.5, rtol=1e-3, atol=1e-5)
+
+
 def test_dtypes_of_the_parts(folders):
     policy = PipelinePolicy.from_pretrained(
         folders["sd15"],
@@ -109,6 +167,23 @@ def test_what_guidance_costs(folders):
         ("sd3", {"image_size": 13}, r"image_size is 13; this model makes multiples of 2 pixels"),
         ("sana", {"image_size": (32, 16)}, r"SanaPipeline refuses its call: `height` and `width` have to be"),
         ("sd3", {"num_frames": 5}, r"num_frames is 5, and StableDiffusion3Pipeline makes pictures"),
+        ("sd3", {"guidance": "high"}, r"guidance is 'high'; it must be at least 1"),
+        ("sd3", {"image_size": "big"}, r"image_size is big; this model makes multiples"),
+        ("hidream", {"image_size": 32}, r"brings every size to an area of its own\. Leave image_size out"),
+        ("wan", {"num_frames": 6}, r"num_frames is 6; this model makes 1 \+ a multiple of 4"),
+        ("sd3", {"call": 3}, r"call is 3; give arguments of the pipeline's call by name"),
+        ("sd3", {"call": {"skip_guidance_layers": [0]}}, r"call names skip_guidance_layers, which .* be off"),
+        (
+            "sd3",
+            {"call": {"num_inference_steps": 3}},
+            r"call names num_inference_steps, which the policy gives",
+        ),
+        ("lumina2", {"call": {"cfg_trunc_ratio": 0.2}}, r"call names cfg_trunc_ratio, which"),
+        (
+            "flux2_klein",
+            {"negative_prompt": "ugly"},
+            r"negative_prompt is 'ugly', and Flux2KleinPipeline is not",
+        ),
         ("sd3", {"call": {"steps": 3}}, r"The call of StableDiffusion3Pipeline takes no steps\. It takes"),
         ("sd3", {"lora": LoraSettings(target_modules=("to_query",))}, r"\['to_query'\] name no linear layer"),
     ],
@@ -146,6 +221,9 @@ def test_refusals_of_what_is_given(folders, tmp_path):
         policy.sigmas(0)
     (tmp_path / "lora").mkdir()
     with pytest.raises(FileNotFoundError, match=r"holds no pytorch_lora_weights"):
+        PipelinePolicy.from_pretrained(folders["sd15"], lora_path=tmp_path / "lora")
+    (tmp_path / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"no file of tensors at all")
+    with pytest.raises(UserError, match=r"is no whole safetensors file"):
         PipelinePolicy.from_pretrained(folders["sd15"], lora_path=tmp_path / "lora")
     policy.save(tmp_path / "lora")
     with pytest.raises(UserError, match=r"The LoRA targets .* name no linear layer of this FluxTransf"):

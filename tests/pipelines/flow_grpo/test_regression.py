@@ -143,10 +143,11 @@ def test_two_updates_on_other_kinds_of_family(family, name, tmp_path):
 
 
 def test_guidance_that_changes_nothing_is_refused():
-    pipe, options = tiny_pipeline("hunyuan_image")  # the scale is its guider's
+    pipe, options = tiny_pipeline("hunyuan_image")
+    pipe.guider = pipe.ocr_guider = None  # a model without one takes no scale
     policy = PipelinePolicy(pipe, **{**options, "guidance": None})
     with pytest.raises(UserError, match=r"guidance of 3.0 changes nothing in this PipelinePolicy"):
-        check_guided(policy, 3.0, "a red circle")
+        check_guided(policy, 3.0, {"prompt": "a red circle"})
     pipe, options = tiny_pipeline("qwen_image")
-    check_guided(PipelinePolicy(pipe, **{**options, "guidance": None}), 3.0, "a red circle")
-    check_guided(SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4)), 3.0, "a red circle")
+    check_guided(PipelinePolicy(pipe, **{**options, "guidance": None}), 3.0, {"prompt": "a red circle"})
+    check_guided(SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4)), 3.0, {"prompt": "a red circle"})

@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from diffusers.guiders import ClassifierFreeGuidance
+from PIL import Image
 
 from visalign.errors import UserError
 
+from .condition import picture_of
 from .families import FAMILIES, PIPELINES, Family
 
 
@@ -35,8 +36,7 @@ def known_family(kind: Any, what: str) -> Family:
 
 
 def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float:
-    """The scale, if the pipeline can be guided by it; a guider that begins at a step's index is
-    exchanged, for one-step calls have no index.
+    """The scale, if the pipeline can be guided by it.
 
     Args:
         pipe: the pipeline.
@@ -44,27 +44,32 @@ def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float
         guidance: as asked for; None is the usual one.
 
     Raises:
-        UserError: out of range, or the model is distilled.
+        UserError: no number or out of range, or the model is distilled.
     """
     usual = family.off if family.usual is None else family.usual
-    scale = usual if guidance is None else float(guidance)
-    if not math.isfinite(scale) or scale < family.off:
+    scale = usual if guidance is None else guidance
+    number = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
+    if not number or scale < family.off:
         raise UserError(
-            f"guidance is {guidance}; it must be at least {family.off:g}, and {family.off:g} switches "
+            f"guidance is {guidance!r}; it must be at least {family.off:g}, and {family.off:g} switches "
             "guidance off."
         )
-    network = getattr(pipe, family.networks[0])
-    embeds = family.guidance != "embedded" or getattr(network.config, "guidance_embeds", True)
-    if pipe.config.get("is_distilled") or not embeds:
+    config = getattr(pipe, family.networks[0]).config
+    if getattr(config, "use_meanflow", False):
+        raise UserError(
+            f"This {type(pipe).__name__} predicts the mean velocity of a whole step, which no single time "
+            "has. Take the model that is not distilled."
+        )
+    embeds = family.guidance != "embedded" or getattr(config, "guidance_embeds", True)
+    guides = family.scale != "-" or pipe.components.get("guider") is not None
+    if pipe.config.get("is_distilled") or not embeds or not guides:
         if guidance is not None and scale > family.off:
             raise UserError(
                 f"This {type(pipe).__name__} is distilled: it takes no guidance, and guidance is {guidance}. "
                 "Leave model.guidance out."
             )
         return family.off
-    if family.scale == "-" and pipe.components.get("guider") is not None:
-        pipe.guider = pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
-    return scale
+    return float(scale)
 
 
 def call_arguments(
@@ -84,29 +89,109 @@ def call_arguments(
         more: the user's.
 
     Raises:
-        UserError: a size that the patches do not divide, frames of a picture, an unknown argument.
+        UserError: a size that the patches do not divide, frames of a picture or out of step, an argument that
+            is unknown or has a place of its own.
     """
-    size: dict[str, int] = {}
-    if image_size is not None:
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        size = {"height": height, "width": width}
-        spatial = getattr(pipe, "vae_scale_factor_spatial", 8)
-        unit = (getattr(pipe, "vae_scale_factor", None) or spatial) * family.unit
-        if any(side < unit or side % unit for side in (height, width)):
-            raise UserError(
-                f"image_size is {image_size}; this model makes multiples of {unit} pixels, height and width "
-                "alike or apart (one number or a pair)."
-            )
-        if "max_area" in inspect.signature(type(pipe).__call__).parameters:
-            size["max_area"] = height * width
+    taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
+    size = {} if image_size is None else _size(pipe, family, image_size)
+    if size and "max_area" in taken:
+        size["max_area"] = size["height"] * size["width"]
     if num_frames is not None:
         if family.frames is None:
             raise UserError(f"num_frames is {num_frames}, and {type(pipe).__name__} makes pictures.")
+        step = getattr(pipe, "vae_scale_factor_temporal", None) or getattr(
+            pipe, "vae_temporal_compression_ratio", 1
+        )
+        if num_frames < 1 or (num_frames - 1) % step:
+            raise UserError(f"num_frames is {num_frames}; this model makes 1 + a multiple of {step} of them.")
         size["num_frames"] = num_frames
-    taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
+    if more is not None and not isinstance(more, Mapping):
+        raise UserError(f"call is {more!r}; give arguments of the pipeline's call by name: {{NAME: VALUE}}.")
     unknown = sorted(set(more or ()) - set(taken))
     if unknown:
         raise UserError(
             f"The call of {type(pipe).__name__} takes no {', '.join(unknown)}. It takes {', '.join(taken)}."
         )
+    own = {*_GIVEN, *_BY_INDEX, *family.fixed, family.scale}
+    refused = sorted(n for n in more or () if n in own or "prompt" in n or n.startswith("callback"))
+    if refused:
+        raise UserError(
+            f"call names {', '.join(refused)}, which the policy gives itself or which must be off in "
+            "training. Use guidance, negative_prompt, image_size, num_frames and the settings of the rollout."
+        )
     return {**size, **(more or {}), **family.fixed}
+
+
+_GIVEN = (
+    "latents generator output_type num_inference_steps return_dict height width num_frames image sigmas "
+    "timesteps guidance_scale true_cfg_scale"
+).split()
+_BY_INDEX = ("skip_guidance_layers", "cfg_truncation", "cfg_trunc_ratio")
+"""Guidance that depends on the step's index, which one-step calls do not have."""
+
+
+def _size(pipe: Any, family: Family, image_size: Any) -> dict[str, int]:
+    sides = (image_size, image_size) if isinstance(image_size, int) else image_size
+    spatial = getattr(pipe, "vae_scale_factor_spatial", 8)
+    unit = (getattr(pipe, "vae_scale_factor", None) or spatial) * family.unit
+    pair = isinstance(sides, tuple | list) and len(sides) == 2 and all(isinstance(n, int) for n in sides)
+    if family.own_size:
+        raise UserError(
+            f"image_size is {image_size}, and the call of {type(pipe).__name__} brings every size to an area "
+            "of its own. Leave image_size out."
+        )
+    if not pair or any(side < unit or side % unit for side in sides):
+        raise UserError(
+            f"image_size is {image_size}; this model makes multiples of {unit} pixels, height and width "
+            "alike or apart (one number or a pair)."
+        )
+    return {"height": sides[0], "width": sides[1]}
+
+
+def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> str | None:
+    """The negative prompt, if the call has a place for it.
+
+    Args:
+        pipe: the pipeline.
+        family: its family.
+        negative_prompt: as asked for; None is the usual one.
+
+    Raises:
+        UserError: nothing is guided by one.
+    """
+    if negative_prompt is None:
+        return family.negative
+    taken = inspect.signature(type(pipe).__call__).parameters
+    if "negative_prompt" not in taken or family.guidance in ("embedded", "none"):
+        raise UserError(
+            f"negative_prompt is {negative_prompt!r}, and {type(pipe).__name__} is not guided by one. Leave "
+            "it out."
+        )
+    return negative_prompt
+
+
+def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Image.Image | None:
+    """The picture to edit; None where none is, or none is taken.
+
+    Args:
+        pipe: the pipeline.
+        family: its family.
+        source: see `picture_of`.
+        sized: whether the size of the result is set.
+
+    Raises:
+        UserError: it is missing, cannot be read, or would decide the size of the result.
+    """
+    if source is None and family.source == "needed":
+        raise UserError(
+            f"{type(pipe).__name__} edits a picture, and a record has no 'source'. Give each record one: a "
+            ".jsonl file of prompts with {prompt, source}, source being an image file."
+        )
+    if source is None or family.source == "none":
+        return None
+    if not sized:
+        raise UserError(
+            "A picture is to be edited and image_size is not set: each would have the size of its source, and "
+            "a batch has one. Set model.image_size."
+        )
+    return picture_of(source)

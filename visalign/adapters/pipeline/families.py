@@ -55,6 +55,8 @@ class Family:
     """Ends of the names of the layers that get adapters, where none are asked for."""
     unused: str | None = None
     """Pattern of layers that the velocity does not depend on; "{last}" is the last block's number."""
+    own_size: bool = False
+    """Whether the call makes pictures of an area of its own, whatever it is asked for."""
     frames: int | None = None
     """Of a video where none are asked for; None makes single pictures."""
     source: Literal["none", "optional", "needed"] = "none"
@@ -106,7 +108,6 @@ FAMILIES: dict[str, Family] = {
     "flux_kontext": Family(
         pipelines=("FluxKontextPipeline",),
         encodes="prompt_embeds pooled_prompt_embeds -",
-        fixed={"_auto_resize": False},
         source="needed",
         **{**_FLUX, "usual": 2.5},  # type: ignore[arg-type]
     ),
@@ -191,17 +192,19 @@ FAMILIES: dict[str, Family] = {
             "encoder_hidden_states_llama3": 1,
         },
         unit=2,
+        own_size=True,
         lora=("to_q", "to_k", "to_v", "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t"),
     ),
     "krea2": Family(
         pipelines=("Krea2Pipeline",),
         encodes="prompt_embeds prompt_embeds_mask",
         guidance="two calls",
+        off=0.0,  # as Z-Image
         unconditional=1,
         unit=2,
     ),
     "kandinsky5": Family(
-        pipelines=("Kandinsky5T2VPipeline", "Kandinsky5T2IPipeline"),
+        pipelines=("Kandinsky5T2VPipeline",),
         encodes="prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens",
         guidance="two calls",
         unconditional=1,

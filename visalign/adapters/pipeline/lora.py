@@ -15,7 +15,7 @@ from typing import Any
 
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import Linear
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ WEIGHT_FILE = "pytorch_lora_weights.safetensors"
 """The file that diffusers' `load_lora_weights` looks for."""
 METADATA = "lora_adapter_metadata"
 """Under which diffusers keeps rank, alpha and places in that file."""
+_OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 def add_lora(
@@ -144,9 +145,12 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     file = Path(folder) / WEIGHT_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
-    with safe_open(file, "pt") as opened:
-        entries = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-        return {name: opened.get_tensor(name) for name in opened.keys()}, entries
+    try:
+        with safe_open(file, "pt") as opened:
+            entries = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+            return {name: opened.get_tensor(name) for name in opened.keys()}, entries
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
 
 
 def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
@@ -167,6 +171,12 @@ def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
             f"{Path(folder) / WEIGHT_FILE} holds no adapters of one rank in diffusers' format (names that "
             "end in lora_A.weight). Load it with pipe.load_lora_weights and save it with "
             "pipe.save_lora_weights."
+        )
+    odd = [k for k, v in metadata.items() if v and k.rpartition(".")[2] in _OTHER_SCALES]
+    if odd:
+        raise UserError(
+            f"The LoRA in {folder} was made with {', '.join(odd)}, and training goes on with one α for all. "
+            "Fuse it into the model (pipe.fuse_lora(); pipe.save_pretrained) and add a new one."
         )
     rank = next(iter(ranks.values()))
     alpha = next((v for k, v in metadata.items() if k.endswith(".lora_alpha")), rank)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.guiders import ClassifierFreeGuidance
 from PIL import Image
 from torch import Tensor, nn
 
@@ -27,8 +28,8 @@ from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
-from .arguments import call_arguments, checked_guidance, known_family
-from .condition import Encoded, PipelineCondition, join, lengths, named, picture_of, positive
+from .arguments import call_arguments, checked_guidance, checked_negative, checked_source, known_family
+from .condition import Encoded, PipelineCondition, join, lengths, named, positive
 from .guidance import Halves
 from .lora import add_lora, load_lora, save_lora, settings_of
 from .schedulers import handing_scheduler, time_of
@@ -89,10 +90,13 @@ class PipelinePolicy:
         self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
         found = {name: getattr(pipe, name, None) for name in self.family.networks}
         self.networks: dict[str, Any] = {name: part for name, part in found.items() if part is not None}
-        self._mixed = self.family.mixed and len(self.networks) == 1  # the time decides which network it is
+        one_time = len(self.networks) > 1 or pipe.config.get("expand_timesteps")
+        self._mixed = (
+            self.family.mixed and not one_time
+        )  # the time decides which network, or is laid on tokens
         self.guidance = checked_guidance(pipe, self.family, guidance)
-        self.negative_prompt = self.family.negative if negative_prompt is None else negative_prompt
-        self.decode_batch = decode_batch
+        self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
+        self.decode_batch = max(1, decode_batch)
         self._fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
         if lora_path is not None:
             lora = settings_of(Path(lora_path), 0 if lora is None else lora.seed)
@@ -104,7 +108,7 @@ class PipelinePolicy:
         self.lora = lora
         if lora_path is not None:
             load_lora(self.networks, Path(lora_path))
-        self._trained = TrainedWeights(self.module, layers if lora_path is None else None)
+        self._trained = TrainedWeights(self.module, layers if lora_path is None and layers else None)
         self._forward_count = ForwardCount()
         self._halves = Halves(self.networks, self.family, self._forward_count)
         self._take_over(pipe)
@@ -188,7 +192,8 @@ class PipelinePolicy:
         keys = [(text, source if isinstance(source, str) else id(source)) for text, source in asked]
         first = dict(zip(reversed(keys), reversed(asked), strict=True))
         places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        sources = {key: self._source(first[key][1]) for key in places}
+        sized = "height" in self._fixed
+        sources = {key: checked_source(self.pipe, self.family, first[key][1], sized) for key in places}
         own = self.guided and self.family.source != "none"  # the null prompt may look at the picture
         unique = tuple(self._encode(first[key][0], guided=own, source=sources[key]) for key in places)
         return PipelineCondition(unique, torch.tensor([places[key] for key in keys]))
@@ -259,6 +264,8 @@ class PipelinePolicy:
         self._run(self._inputs([self._any]), None, None, steps=steps)
         scheduler = self._scheduler
         sigmas, times = scheduler.grid if timestep_schedule == "diffusers" else scheduler.levels(steps)
+        if timestep_schedule == "plain" and self.prediction == "velocity":
+            times = time_of(scheduler, sigmas[:-1], self._fine)
         self._times |= dict(zip(sigmas.tolist(), times.tolist(), strict=False))
         return sigmas
 
@@ -358,17 +365,6 @@ class PipelinePolicy:
                 network.enable_gradient_checkpointing()
         return layers
 
-    def _source(self, source: Any) -> Image.Image | None:
-        """The picture to edit."""
-        if source is None and self.family.source == "needed":
-            raise UserError(
-                f"{type(self.pipe).__name__} edits a picture, and a record has no 'source'. Give each "
-                "record one: a .jsonl file of prompts with {prompt, source}, source being an image file."
-            )
-        if source is None or self.family.source == "none":
-            return None
-        return picture_of(source)
-
     def _encode(self, prompt: str, *, guided: bool, source: Image.Image | None = None) -> Encoded:
         """One prompt, by whatever the pipeline's call asks of its `encode_prompt`."""
         self._returned.clear()
@@ -385,7 +381,10 @@ class PipelinePolicy:
 
     def _scale(self, guided: bool) -> dict[str, float]:
         family = self.family
-        if family.scale == "-":
+        if family.scale == "-":  # its guider has it; its own begins at a step's index, which one call has not
+            if self.pipe.components.get("guider") is not None:
+                scale = self.guidance if guided else family.off
+                self.pipe.guider = self.pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
             return {}
         return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
 
@@ -393,7 +392,7 @@ class PipelinePolicy:
         """Arguments of the call for n samples."""
         axes = self.family.batch_axis
         inputs = join(rows, axes)
-        if guided or (self.guided and self.family.scale == "-"):  # a guider does not say when it is asked
+        if guided:
             inputs = {**join([self._negative()] * len(rows), axes), **inputs}
         else:
             inputs = positive(inputs)
@@ -467,7 +466,11 @@ class PipelinePolicy:
         bound = inspect.signature(self._prepare).bind(*args, **kwargs)
         bound.arguments.pop("latents", None)
         made = self._prepare(*bound.args, **bound.kwargs)
-        drawn = made[0] if isinstance(made, tuple) else made
+        whole = made[0] if isinstance(made, tuple) else made
+        config = next(iter(self.networks.values())).config
+        # Kandinsky 5 lays a condition and a mask behind the channels of its latents
+        channels = config.in_visual_dim if getattr(config, "visual_cond", False) else whole.shape[-1]
+        drawn, rest = whole[..., :channels], whole[..., channels:]
         self.latent_shape: tuple[int, ...] = tuple(drawn.shape[1:])
         if self._start is None:
             return made
@@ -477,6 +480,7 @@ class PipelinePolicy:
             raise ValueError(
                 f"The latents are {list(given.shape)}; the pipeline works on {list(drawn.shape)}."
             )
+        given = given if decoding or not rest.shape[-1] else torch.cat([given, rest], -1)
         return (given, *made[1:]) if isinstance(made, tuple) else given
 
     @contextmanager

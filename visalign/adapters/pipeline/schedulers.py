@@ -75,7 +75,9 @@ class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
         """(σ [steps + 1], time [steps]) of the paper's grid, shifted once; `set_timesteps` has told `mu`."""
         settings: Any = self.config
         dynamic = settings.use_dynamic_shifting and self.mu is not None
-        sigmas = time_grid(steps, shift=math.exp(self.mu or 0.0) if dynamic else self.shift)
+        linear = settings.time_shift_type == "linear"
+        dynamic_shift = (self.mu or 1.0) if linear else math.exp(self.mu or 0.0)
+        sigmas = time_grid(steps, shift=dynamic_shift if dynamic else self.shift)
         return sigmas, sigmas[:-1] * settings.num_train_timesteps
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
-from visalign.flow.rollout import velocity_of
+from visalign.flow.rollout import asked_of, velocity_of
 from visalign.interfaces import DiffusionPolicy
 
 
@@ -40,23 +40,23 @@ def guided(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_guided(policy: DiffusionPolicy, scale: float | None, prompt: str) -> None:
-    """Refuse a guidance scale that changes nothing: neither the passes of a velocity nor its numbers.
+def check_guided(policy: DiffusionPolicy, scale: float | None, record: Mapping[str, Any]) -> None:
+    """Refuse a guidance scale that changes nothing of a velocity.
 
     Raises:
         UserError: see above, or as `guided`.
     """
     if scale is None or scale == getattr(policy, "guidance", None):
         return
-    condition, count, seen = policy.encode([prompt]), policy.forward_count, []
+    condition, count, seen = policy.encode(asked_of(policy, [record])), policy.forward_count, []
     x = initial_noise([0], policy.latent_shape).to(policy.device, policy.storage_dtype)
     sigma = policy.sigmas(2)[1:2].to(policy.device)
     for tried in (None, scale):
         before = count.forward
         with guided(policy, tried):
             seen.append((velocity_of(policy, x, sigma, condition), count.forward - before))
-    if seen[0][1] == seen[1][1] == 1 and torch.equal(seen[0][0], seen[1][0]):
+    if torch.equal(seen[0][0], seen[1][0]):
         raise UserError(
-            f"A guidance of {scale} changes nothing in this {type(policy).__name__}: it was made without "
-            "guidance and has no unconditional half. Set rollout.guidance and reference_guidance to null."
+            f"A guidance of {scale} changes nothing in this {type(policy).__name__}: it has no unconditional "
+            "half or is not told. Set rollout.guidance and reference_guidance to null."
         )

@@ -146,7 +146,7 @@ class VelocityRegression:
         self.module = self.accelerator.prepare_model(VelocityModule(policy))
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
-            check_guided(policy, scale, str(records[0]["prompt"]))
+            check_guided(policy, scale, records[0])
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""
