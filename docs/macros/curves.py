@@ -108,7 +108,7 @@ def _figure(name: str, curve: Curve) -> str:
     window = NEAREST if curve.points and len(table) >= 4 * NEAREST else 1
     x, (mean, low, high) = table[:, 0], (running_mean(column, window) for column in table.T[1:])
     shown = np.concatenate([low, high, curve.before, curve.after])
-    pad = float(np.ptp(shown)) / 12
+    pad = max(float(np.ptp(shown)) / 12, 1e-3)  # some judge ends where it began
     title = NAMES.get(curve.metric, curve.measure)
     frame = Frame(
         x=(0.0, float(x[-1])),

@@ -191,7 +191,7 @@ def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Image
         return None
     if not sized:
         raise UserError(
-            "A picture is to be edited and image_size is not set: each would have the size of its source, and "
+            "A picture is to be edited and image_size is not set: each would have its source's size, and "
             "a batch has one. Set model.image_size."
         )
     return picture_of(source)
