@@ -21,6 +21,12 @@ from visalign.flow.parametrization import preserving_scale
 from visalign.flow.replay import ratio_check
 from visalign.flow.rollout import rollout
 
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated")
 
 PROMPTS = ["a red circle", "two blue squares!", "a red circle"]

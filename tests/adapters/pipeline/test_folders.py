@@ -17,6 +17,12 @@ from visalign.adapters.pipeline.condition import picture_of
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, rollout
 
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 SIZES: dict[str, tuple[int, int]] = {"sd15": (32, 16), "sdxl": (32, 16), "flux": (16, 8), "pixart": (16, 8)}
 PROMPTS = ["a red circle", "two blue squares left of a star"]
 
@@ -114,7 +120,7 @@ def test_a_guider_follows_the_scale():
             policy.guidance = scale
             found.append(policy.velocity(x, sigma, condition))
     # v(∅) + w (v(prompt) − v(∅)) is a line in w
-    torch.testing.assert_close(found[1] - found[2], (found[0] - found[2]) * 6 / 2.5, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found[1] - found[2], (found[0] - found[2]) * 6 / 2.5, rtol=1e-3, atol=1e-4)
 
 
 def test_dtypes_of_the_parts(folders):
