@@ -69,8 +69,7 @@ class PipelinePolicy:
 
         Args:
             pipe: of a class in `FAMILIES`, on its device, in its dtype.
-            guidance: the scale; None and 1 are no guidance, or what a network with the scale as an input is
-                used with.
+            guidance: the scale; None is none, or the usual one of a network that takes it as an input.
             negative_prompt: of the unconditional half; None is the pipeline's own.
             lora: adapters to add and train; None trains the whole network.
             lora_path: saved adapters to go on from; their rank, alpha and places count.
@@ -96,7 +95,6 @@ class PipelinePolicy:
         )  # the time decides which network, or is laid on tokens
         self.guidance = checked_guidance(pipe, self.family, guidance)
         self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
-        self.decode_batch = max(1, decode_batch)
         self._fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
         if lora_path is not None:
             lora = settings_of(Path(lora_path), 0 if lora is None else lora.seed)
@@ -105,7 +103,7 @@ class PipelinePolicy:
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = self._make_trainable(lora, gradient_checkpointing)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
-        self.lora = lora
+        self.lora, self.decode_batch = lora, max(1, decode_batch)
         if lora_path is not None:
             load_lora(self.networks, Path(lora_path))
         self._trained = TrainedWeights(self.module, layers if lora_path is None and layers else None)

@@ -41,7 +41,7 @@ def guided(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
 
 @torch.no_grad()
 def check_guided(policy: DiffusionPolicy, scale: float | None, record: Mapping[str, Any]) -> None:
-    """Refuse a guidance scale that changes nothing of a velocity.
+    """Refuse a guidance scale that changes nothing: neither the passes of a velocity nor its numbers.
 
     Raises:
         UserError: see above, or as `guided`.
@@ -55,7 +55,7 @@ def check_guided(policy: DiffusionPolicy, scale: float | None, record: Mapping[s
         before = count.forward
         with guided(policy, tried):
             seen.append((velocity_of(policy, x, sigma, condition), count.forward - before))
-    if torch.equal(seen[0][0], seen[1][0]):
+    if seen[0][1] == seen[1][1] == 1 and torch.equal(seen[0][0], seen[1][0]):
         raise UserError(
             f"A guidance of {scale} changes nothing in this {type(policy).__name__}: it has no unconditional "
             "half or is not told. Set rollout.guidance and reference_guidance to null."
