@@ -177,6 +177,7 @@ def test_what_guidance_costs(folders):
         ("sd3", {"image_size": "big"}, r"image_size is big; this model makes multiples"),
         ("hidream", {"image_size": 32}, r"brings every size to an area of its own\. Leave image_size out"),
         ("wan", {"num_frames": 6}, r"num_frames is 6; this model makes 1 \+ a multiple of 4"),
+        ("sd3", {"decode_batch": 0}, r"decode_batch is 0; it must be at least 1"),
         ("sd3", {"call": 3}, r"call is 3; give arguments of the pipeline's call by name"),
         ("sd3", {"call": {"skip_guidance_layers": [0]}}, r"call names skip_guidance_layers, which .* be off"),
         (

@@ -148,6 +148,21 @@ def _size(pipe: Any, family: Family, image_size: Any) -> dict[str, int]:
     return {"height": sides[0], "width": sides[1]}
 
 
+def at_least_one(name: str, value: int) -> int:
+    """The value.
+
+    Args:
+        name: for the message.
+        value: a count.
+
+    Raises:
+        UserError: it is below 1.
+    """
+    if value < 1:
+        raise UserError(f"{name} is {value}; it must be at least 1.")
+    return value
+
+
 def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> str | None:
     """The negative prompt, if the call has a place for it.
 

@@ -28,7 +28,14 @@ from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
-from .arguments import call_arguments, checked_guidance, checked_negative, checked_source, known_family
+from .arguments import (
+    at_least_one,
+    call_arguments,
+    checked_guidance,
+    checked_negative,
+    checked_source,
+    known_family,
+)
 from .condition import Encoded, PipelineCondition, join, lengths, named, positive
 from .guidance import Halves
 from .lora import add_lora, load_lora, save_lora, settings_of
@@ -103,7 +110,7 @@ class PipelinePolicy:
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = self._make_trainable(lora, gradient_checkpointing)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
-        self.lora, self.decode_batch = lora, max(1, decode_batch)
+        self.lora, self.decode_batch = lora, at_least_one("decode_batch", decode_batch)
         if lora_path is not None:
             load_lora(self.networks, Path(lora_path))
         self._trained = TrainedWeights(self.module, layers if lora_path is None and layers else None)

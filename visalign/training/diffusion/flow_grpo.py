@@ -45,7 +45,7 @@ from visalign.training.policy.update import (
     update_metrics,
 )
 
-from .pictures import Pictures, PictureSource
+from .pictures import PictureAlgorithm, Pictures
 from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
 
 
@@ -92,7 +92,7 @@ class Experience:
     signal: dict[str, float] = field(default_factory=dict)
 
 
-class FlowGRPO:
+class FlowGRPO(PictureAlgorithm):
     """Trains a diffusion policy on a reward; an `Algorithm` for `visalign.training.loop.trainer.Trainer`.
 
     Args:
@@ -126,22 +126,12 @@ class FlowGRPO:
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
     ) -> None:
-        self.policy, self.seed = policy, seed
-        self.rollout = rollout or RolloutSettings()
         self.settings = objective or DiffusionObjectiveSettings()
-        check_sampling(self.settings, self.rollout)
-        self.objective = self.settings.build(length=self.rollout.trained_per_image)
-        self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
-        self.source = PictureSource(
-            policy,
-            reward,
-            records,
-            rollout=self.rollout,
-            seed=seed,
-            accelerator=self.accelerator,
-            strata=strata,
-            cycle=cycle,
-        )
+        rollout = rollout or RolloutSettings()
+        check_sampling(self.settings, rollout)
+        self.objective = self.settings.build(length=rollout.trained_per_image)
+        order: dict[str, Any] = {"seed": seed, "accelerator": accelerator, "strata": strata, "cycle": cycle}
+        super().__init__(policy, reward, records, rollout=rollout, **order)
         self.step_weights = step_weights(self.settings, self.rollout, self.source.sigmas)
         self.module = self.accelerator.prepare_model(ReplayModule(policy))
         self.ratio_bound: float | None = self._ratio_bound()
@@ -152,22 +142,6 @@ class FlowGRPO:
             return self.settings.ratio_bound
         is_sum = self.objective.ratio == "log_prob" and self.rollout.log_prob_reduction == "sum"
         return RATIO_BOUND * (math.prod(self.policy.latent_shape) if is_sum else 1)
-
-    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """What of the policy is trained."""
-        return self.policy.trainable_parameters()
-
-    def rates(self, lr: float) -> Mapping[str, float]:
-        """One rate for all."""
-        return {}
-
-    def compute_dtype(self) -> torch.dtype:
-        """Of the policy's network."""
-        return self.policy.compute_dtype
-
-    def forward_equivalents(self) -> int:
-        """One for a forward on one latent, two more for a backward."""
-        return self.policy.forward_count.equivalents
 
     def collect(self, run: Context) -> Collected:
         """Sample, decode and judge one iteration's groups; see `PictureSource.collect`."""
@@ -260,12 +234,6 @@ class FlowGRPO:
             **update_metrics(sums),
             **({"clip_range": min(clip)} if clip else {}),
         }
-
-    def finish(self, run: Context) -> None:
-        """Nobody else has the weights."""
-
-    def restore(self, run: Context) -> None:
-        """All that a run keeps is in the counters and the weights."""
 
     def _micro_batches(
         self, experience: Experience, step: PolicyStep, size: int

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from visalign.core.groups.labels import group_index, group_sum
 from visalign.flow.noise import initial_noise
@@ -20,6 +20,7 @@ from visalign.seeds import sample_seed
 from visalign.training.loop.judging import check_failures, judge, oriented
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
+from visalign.training.loop.trainer import Algorithm
 
 from .settings import RolloutSettings
 
@@ -187,3 +188,47 @@ def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, flo
         "reward_group_std": float(spread.sqrt().mean()),
         "valid_share": float(valid.double().mean()),
     }
+
+
+class PictureAlgorithm(Algorithm):
+    """What every training of a diffusion policy on judged pictures has.
+
+    Args:
+        policy: on the accelerator's device.
+        reward: judges one image at a time; higher is better (or its sign is turned).
+        records: prompt records, each with "prompt"; handed to the reward as metadata.
+        rollout: how samples are made.
+        seed: of the run.
+        accelerator: device, processes and trackers, without mixed precision: that is the policy's own matter.
+            None makes one on the policy's device.
+        strata: label per record, see `PromptSampler`.
+        cycle: see `PromptSampler`.
+    """
+
+    def __init__(
+        self,
+        policy: DiffusionPolicy,
+        reward: PointwiseReward,
+        records: Sequence[Mapping[str, Any]],
+        *,
+        rollout: RolloutSettings,
+        seed: int,
+        accelerator: Accelerator | None,
+        **order: Any,
+    ) -> None:
+        self.policy, self.seed, self.rollout = policy, seed, rollout
+        self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
+        given: dict[str, Any] = {"rollout": rollout, "seed": seed, "accelerator": self.accelerator, **order}
+        self.source = PictureSource(policy, reward, records, **given)
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """What of the policy is trained."""
+        return self.policy.trainable_parameters()
+
+    def compute_dtype(self) -> torch.dtype:
+        """Of the policy's network."""
+        return self.policy.compute_dtype
+
+    def forward_equivalents(self) -> int:
+        """One for a forward on one latent, two more for a backward."""
+        return self.policy.forward_count.equivalents

@@ -37,7 +37,7 @@ from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.update import split_updates
 
 from .guidance import check_guided, guided
-from .pictures import Pictures, PictureSource
+from .pictures import PictureAlgorithm, Pictures
 from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
 
 OLD = "old"
@@ -98,7 +98,7 @@ class _Outputs:
     """[N] k · mean |v − v_ref|²."""
 
 
-class VelocityRegression:
+class VelocityRegression(PictureAlgorithm):
     """Trains a diffusion policy on a reward by a row of `REGRESSIONS`; an `Algorithm` for
     `visalign.training.loop.trainer.Trainer`.
 
@@ -124,45 +124,18 @@ class VelocityRegression:
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
     ) -> None:
-        self.policy, self.seed = policy, seed
-        self.rollout = rollout or RolloutSettings()
         self.settings = objective or DiffusionObjectiveSettings(algorithm="diffusion_nft")
-        self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
+        order: dict[str, Any] = {"seed": seed, "accelerator": accelerator, "strata": strata, "cycle": cycle}
+        super().__init__(policy, reward, records, rollout=rollout or RolloutSettings(), **order)
         row = checked_row(self.settings, self.rollout, self.accelerator.num_processes)
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
-        self.source = PictureSource(
-            policy,
-            reward,
-            records,
-            rollout=self.rollout,
-            seed=seed,
-            accelerator=self.accelerator,
-            strata=strata,
-            cycle=cycle,
-        )
         self.levels = self.row.level_count(self.rollout.steps)
         self.times = policy.times(self.source.sigmas)
         self.module = self.accelerator.prepare_model(VelocityModule(policy))
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
             check_guided(policy, scale, records[0])
-
-    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """What of the policy is trained."""
-        return self.policy.trainable_parameters()
-
-    def rates(self, lr: float) -> Mapping[str, float]:
-        """One rate for all."""
-        return {}
-
-    def compute_dtype(self) -> torch.dtype:
-        """Of the policy's network."""
-        return self.policy.compute_dtype
-
-    def forward_equivalents(self) -> int:
-        """One for a forward on one latent, two more for a backward."""
-        return self.policy.forward_count.equivalents
 
     def collect(self, run: Context) -> Collected:
         """Sample with the old policy, decode and judge one iteration's groups."""
