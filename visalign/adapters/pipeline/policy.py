@@ -233,7 +233,8 @@ class PipelinePolicy:
         time = self.times(sigma) if time is None else time
         seen = x
         if self.prediction != "velocity":
-            seen = x / _beside(preserving_scale(sigma), x).to(x.dtype)
+            scale = preserving_scale(sigma).reshape(-1, *[1] * (x.ndim - 1))
+            seen = x / scale.to(x.dtype)
         rows, found = condition.rows(), []
         groups = self._groups(rows, time)
         with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
@@ -496,7 +497,3 @@ class PipelinePolicy:
             yield
         finally:
             self.pipe.scheduler = self._scheduler
-
-
-def _beside(value: Tensor, x: Tensor) -> Tensor:
-    return value.reshape(-1, *[1] * (x.ndim - 1))
