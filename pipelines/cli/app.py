@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,11 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue what the output
 
 def main() -> None:
     """Entry point of the installed command and of `python -m visalign`."""
-    app(prog_name="visalign")
+    try:
+        app(prog_name="visalign")
+    finally:
+        if "visalign.training" in sys.modules:
+            sys.modules["visalign.training"].end_processes()
 
 
 def _version(wanted: bool) -> None:

@@ -13,7 +13,7 @@ from .loop.judging import RewardFailure
 from .loop.metrics import METRICS, read_metrics
 from .loop.optimizer import AdamWSettings, OptimizerSettings
 from .loop.progress import TrainingProgress
-from .loop.runtime import peak_memory_bytes
+from .loop.runtime import end_processes, peak_memory_bytes
 from .loop.sampler import PromptSampler, check_batch_algebra
 from .loop.trainer import Algorithm, Counters, RunSettings, Trainer, TrainResult
 from .policy.settings import ObjectiveSettings

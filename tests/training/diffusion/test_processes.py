@@ -19,6 +19,7 @@ import sys, torch
 from pathlib import Path
 from accelerate import Accelerator
 from tests.support.training_toy import toy_trainer
+from visalign.training import end_processes
 torch.set_num_threads(1)
 folder, algorithm = Path(sys.argv[1]), sys.argv[2]
 wide = {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}} if "flow" in algorithm else {}
@@ -32,7 +33,7 @@ trainer = toy_trainer(
 trainer.train()
 if accelerator.is_main_process:
     torch.save([p.detach() for _, p in trainer.weights.named], folder / "weights.pt")
-accelerator.end_training()
+end_processes()
 """
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import distributed
 
 from visalign.errors import UserError
 
@@ -31,6 +32,19 @@ def one_process(accelerator: Accelerator | None, trained: Any) -> Accelerator:
             "command without accelerate launch or torchrun."
         )
     return accelerator
+
+
+def end_processes() -> None:
+    """Leave the other processes, if there are any; to be called last, before the interpreter ends.
+
+    A thread of gloo may still hold the last collective's tensor; where it lets go of it after the interpreter
+    has begun to end, the process aborts ("terminate called without an active exception"), and
+    DistributedDataParallel keeps the threads alive when the group is destroyed (PyTorch 2.14). So they get
+    the time they need.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        time.sleep(0.5)
 
 
 def peak_memory_bytes() -> dict[str, int]:
