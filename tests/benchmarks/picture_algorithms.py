@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms at equal cost on the embedded shapes world: same pictures, same forward-equivalents, three seeds.
+"""Algorithms at equal cost on the embedded shapes world: as many forward-equivalents each, three seeds.
 
     python tests/benchmarks/picture_algorithms.py --output runs/equal --budget 60000 --seeds 0 1 2
 
-Each row trains `shapes_grpo_guard` (log-probs) or `shapes_quickstart` (regressions) with the changes below for
-as many whole iterations as the budget buys, the learning rate falling to 0 over them; what exists in the
-folder is not run again. A row is its published form on these batches and rates; no row was tuned.
+Each row trains `shapes_grpo_guard` (log-probs) or `shapes_quickstart` (regressions) with the changes below
+for as many whole iterations as the budget buys, the rate falling to 0 over them; what the folder has is not
+run again. A row is its published loss on these batches, at this rate; none was tuned.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def train(name: str, seed: int, budget: float, folder: Path) -> None:
 
 
 def variety(folder: Path) -> float:
-    """Vendi score of 8 pictures of one prompt, mean over 24 held-out prompts: features of the packaged CLIP."""
+    """Vendi score of 8 pictures of a prompt by the packaged CLIP, mean over 24 held-out prompts."""
     import tempfile
 
     import torch

@@ -50,6 +50,7 @@ __all__ = [
     "TrainingProgress",
     "VelocityRegression",
     "check_batch_algebra",
+    "end_processes",
     "forward_equivalents_per_image",
     "peak_memory_bytes",
     "read_metrics",
