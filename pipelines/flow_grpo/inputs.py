@@ -19,6 +19,7 @@ from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.training.diffusion.flow_grpo import step_weights
 from visalign.training.diffusion.regression import checked_row
+from visalign.training.diffusion.reward_gradient import check_differentiable, checked_ascent
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
 
 from .config import ComparisonConfig, FlowGRPOConfig
@@ -78,7 +79,10 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         strata=strata,
         cycle=data.cycle,
     )
-    if config.objective.regression is None:
+    if config.objective.ascent is not None:
+        checked_ascent(config.objective, rollout)
+        check_differentiable(reward)
+    elif config.objective.regression is None:
         grid = torch.linspace(1, 0, rollout.steps + 1)  # the model's own has as many steps
         step_weights(config.objective, rollout, grid)
     else:

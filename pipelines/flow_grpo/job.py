@@ -32,7 +32,7 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str,
 
 def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     """Everything a run needs; reads, writes nothing."""
-    from visalign.training import FlowGRPO, VelocityRegression
+    from visalign.training import FlowGRPO, RewardGradient, VelocityRegression
 
     accelerator = build_accelerator(config.run, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
@@ -44,7 +44,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         steps=config.rollout.steps,
         timestep_schedule=config.rollout.timestep_schedule,
     )
-    kind = FlowGRPO if config.objective.regression is None else VelocityRegression
+    objective = config.objective
+    kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
         policy,
         inputs.reward,
@@ -76,7 +77,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
 
 
 def _title(config: FlowGRPOConfig) -> str:
-    return "Flow-GRPO" if config.objective.regression is None else config.objective.algorithm
+    named = config.objective.regression or config.objective.ascent
+    return config.objective.algorithm if named else "Flow-GRPO"
 
 
 def load_code(config: FlowGRPOConfig, output: Path) -> str:

@@ -70,8 +70,10 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
 
 def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     """Forward-equivalents per image; what a run counts when `trained_share` of its samples have a signal."""
+    ascent = config.objective.ascent
+    free = config.rollout.steps if ascent is None else ascent.counted(config.rollout.steps)[0]
     return forward_equivalents_per_image(
-        steps=config.rollout.steps,
+        steps=free,
         trained=_trained(config),
         guided=_passes(config, None) > 1,
         reference=_others(config),
@@ -92,13 +94,17 @@ def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
 
 def _trained(config: FlowGRPOConfig) -> int:
     """Steps, or noise levels, of an image that are trained on in an epoch."""
-    row = config.objective.regression
-    return config.rollout.trained_per_image if row is None else row.level_count(config.rollout.steps)
+    row, ascent, steps = config.objective.regression, config.objective.ascent, config.rollout.steps
+    if ascent is not None:
+        return ascent.counted(steps)[1]
+    return config.rollout.trained_per_image if row is None else row.level_count(steps)
 
 
 def _others(config: FlowGRPOConfig) -> float:
     """Other policies that each pair costs a pass of."""
-    row = config.objective.regression
+    row, ascent = config.objective.regression, config.objective.ascent
+    if ascent is not None:
+        return float(ascent.kl > 0)
     if row is None:
         return float(config.objective.build(length=1).kl > 0)
     updates = config.objective.epochs * config.optimizer.updates_per_iteration
@@ -113,7 +119,7 @@ def _others(config: FlowGRPOConfig) -> float:
 
 def _asked_again(config: FlowGRPOConfig) -> int:
     """Passes over all trained steps before the update, see `FlowGRPO.collect`."""
-    if config.objective.regression is not None:
+    if config.objective.regression is not None or config.objective.ascent is not None:
         return 0
     row = config.objective.build(length=1)
     return bool(row.kl_in_reward or row.advantage == "prl") + (row.importance_sampling is not None)

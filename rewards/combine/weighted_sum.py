@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,22 @@ class WeightedSum:
     def needs_group(self) -> bool:
         """Whether a term compares inside groups, so that the metadata must name them."""
         return any(getattr(reward, "needs_group", False) for reward, _ in self.rewards.values())
+
+    def gradient_terms(self) -> Iterator[tuple[str, Any, float]]:
+        """(label, reward, signed weight) of what Σ_m w_m d_m r_m / std_m adds up, for a sum of gradients.
+
+        Raises:
+            RewardError: the terms are z-scores of the batch, whose gradient couples its pictures.
+        """
+        if self._normalise == "batch":
+            raise RewardError(
+                f"{self.name} brings its terms to z-scores of the batch, which couples the pictures' "
+                "gradients. Set rewards.normalise to none or to fixed (each term's mean and std)."
+            )
+        for label, (reward, weight) in self.rewards.items():
+            std = self._normalise[label][1] if isinstance(self._normalise, dict) and weight else 1.0
+            if weight:
+                yield label, reward, weight / std * (1.0 if reward.higher_is_better else -1.0)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Judge with every reward and add up; images are read once for all of them."""

@@ -17,6 +17,7 @@ from visalign.training import (
     DiffusionObjectiveSettings,
     FlowGRPO,
     OptimizerSettings,
+    RewardGradient,
     RolloutSettings,
     RunSettings,
     Trainer,
@@ -153,6 +154,10 @@ class Brightness:
             value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="level", parts={"level": level}
         )
 
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        sign = torch.tensor([-1.0 if p == "dark" else 1.0 for p in prompts])
+        return images.mean((1, 2, 3)) * sign
+
 
 ROLLOUT = {"prompts_per_iteration": 6, "group_size": 8, "steps": 4, "batch_size": 48, "noise_level": 0.5}
 CHANGES = {
@@ -182,9 +187,10 @@ def toy_trainer(
     row = {"algorithm": "flow_grpo"} if "algorithm" not in chosen else {}
     changes = {**(CHANGES if row else {}), **chosen.pop("changes", {})}
     settings = DiffusionObjectiveSettings(**row, **chosen, changes=changes)
-    regression = settings.regression is not None
-    sampling = {key: value for key, value in ROLLOUT.items() if not (regression and key == "noise_level")}
-    kind: Any = VelocityRegression if regression else FlowGRPO
+    regression, ascent = settings.regression is not None, settings.ascent is not None
+    quiet = regression or ascent
+    sampling = {key: value for key, value in ROLLOUT.items() if not (quiet and key == "noise_level")}
+    kind: Any = VelocityRegression if regression else RewardGradient if ascent else FlowGRPO
     algorithm = kind(
         cast(DiffusionPolicy, policy or ToyPolicy()),
         reward or Brightness(),

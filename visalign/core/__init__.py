@@ -69,6 +69,7 @@ ROOMS = {
         "log_win_probability mean_log_win pair_deviation soft_clamp uncertain_preference_loss"
     ),
     "preference.yes_no": "YesNo both_orders yes_no_answer yes_no_loss yes_no_pair_loss",
+    "regression.ascents": "ASCENTS Ascent named_ascent",
     "regression.groupwise": "gdro_loss soft_plackett_luce",
     "regression.losses": (
         "covariance_guidance crd_loss matching_error matching_loss nft_loss preference_loss ram_loss "

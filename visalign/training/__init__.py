@@ -7,6 +7,7 @@ It needs a policy and a reward handed in; no model family and no judge comes in.
 from .diffusion.cost import forward_equivalents_per_image
 from .diffusion.flow_grpo import FlowGRPO
 from .diffusion.regression import VelocityRegression
+from .diffusion.reward_gradient import RewardGradient
 from .diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
 from .loop.checkpoint import CheckpointError
 from .loop.judging import RewardFailure
@@ -37,6 +38,7 @@ __all__ = [
     "OptimizerSettings",
     "PromptSampler",
     "RewardFailure",
+    "RewardGradient",
     "RewardModeling",
     "RewardObjectiveSettings",
     "RewardOptimizerSettings",

@@ -25,6 +25,7 @@ from visalign.rewards import load_reward
 from visalign.training import (
     DiffusionObjectiveSettings,
     OptimizerSettings,
+    RewardGradient,
     RunSettings,
     Trainer,
     VelocityRegression,
@@ -151,3 +152,41 @@ def test_guidance_that_changes_nothing_is_refused():
     pipe, options = tiny_pipeline("qwen_image")
     check_guided(PipelinePolicy(pipe, **{**options, "guidance": None}), 3.0, {"prompt": "a red circle"})
     check_guided(SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4)), 3.0, {"prompt": "a red circle"})
+
+
+@pytest.mark.parametrize("family", ["sd3", "sd15", "flux", "qwen_image"])
+def test_a_rewards_gradient_goes_through_the_decoder_and_the_last_steps(family, tmp_path):
+    """Two last steps of each kind of family: the gradient reaches the adapters alone, at the planned cost."""
+    lora = LoraSettings(rank=4, alpha=8, seed=0)
+    if family == "sd3":
+        policy: Any = SD3Policy(tiny_sd3_pipeline(), lora=lora)
+    else:
+        pipe, options = tiny_pipeline(family)
+        policy = PipelinePolicy(pipe, **{**options, "guidance": None, "lora": lora})
+    x = torch.randn(1, *policy.latent_shape, requires_grad=True)
+    v = policy.velocity(x, torch.tensor([0.5]), policy.encode(["a cat"]))
+    for made in (v, policy.decode(x)):  # an earlier step is reached through the latents
+        assert torch.autograd.grad(made.square().sum(), x)[0].any()
+    config = _config(
+        "rollout={prompts_per_iteration: 1, group_size: 3, steps: 3, batch_size: 2}",
+        "objective={algorithm: draft, changes: {last: 2, kl: 0.1}}",
+        "rewards.terms={clip_score: {}}",
+        "model.path=shapes-sd3",
+    )
+    algorithm = RewardGradient(
+        policy,
+        load_reward("clip_score"),
+        RECORDS,
+        rollout=config.rollout,
+        objective=config.objective,
+        accelerator=Accelerator(cpu=True),
+    )
+    optimizer = OptimizerSettings(lr=1e-3, updates_per_iteration=1, micro_batch=2)
+    trainer = Trainer(algorithm, run=RunSettings(folder=tmp_path, iterations=2), optimizer=optimizer)
+    before = [p.detach().clone() for _, p in policy.trainable_parameters()]
+    record = [trainer.iterate() for _ in range(2)][-1]
+    assert record["grad_norm"] > 0 and record["reward_gradient"] > 0 and math.isfinite(record["loss"])
+    moved = [not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True)]
+    assert sum(moved) > len(moved) / 2
+    assert all(p.grad is None for p in policy.module.parameters() if not p.requires_grad)
+    assert record["forward_equivalents_per_image"] == 1 + 2 * (3 + 1) == planned_cost(config)

@@ -38,7 +38,7 @@ end_processes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo", "diffusion_nft", "crd"])
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo", "diffusion_nft", "crd", "draft_lv"])
 def test_two_processes_make_the_update_of_one(algorithm, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(CODE)
@@ -55,7 +55,11 @@ def test_two_processes_make_the_update_of_one(algorithm, tmp_path):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
     rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
     for mine, other in zip(*rows, strict=True):
-        both = ("loss", "frac_reward_zero_std", "trained_share", "grad_norm", "samples")
-        own = ("kl", "ratio_std") if "flow" in algorithm else ("loss/kl", "match_error", "anchor_distance")
+        both = ("loss", "grad_norm", "samples", "reward_mean")
+        judged = ("frac_reward_zero_std", "trained_share")
+        velocities = (*judged, "loss/kl", "match_error", "anchor_distance")
+        own = {"flow": (*judged, "kl", "ratio_std"), "draf": ("loss/kl", "reward_gradient")}.get(
+            algorithm[:4], velocities
+        )
         for key in (*both, *own):
             assert mine[key] == pytest.approx(other[key], rel=1e-3), key

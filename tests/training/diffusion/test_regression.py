@@ -343,7 +343,7 @@ def test_bad_objectives_are_refused(objective: dict[str, Any], message: str):
             1,
             r"rollout.sde_steps is \[0, 1\].*diffusion_nft.*Set rollout.sde_steps=null",
         ),
-        ({"sde_window": 2}, 1, "Set rollout.sde_window=null; how many noise levels"),
+        ({"sde_window": 2}, 1, "objective.changes.levels of an image. Set rollout.sde_window=null"),
         ({"noise_level": 0.5}, 1, "Set rollout.noise_level=0.7"),
         ({"schedule": "cps", "noise_level": 0.7}, 1, 'Set rollout.schedule="flow"'),
         ({"shared_noise": True}, 1, "Set rollout.shared_noise=false"),
@@ -374,5 +374,7 @@ def test_guidance_is_refused_where_it_cannot_be_set_or_breaks_the_ratio(tmp_path
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_text_refuses_a_regression_by_name(name):
     for kind in (TextObjectiveSettings, ObjectiveSettings):
-        with pytest.raises(UserError, match=rf"algorithm={name} regresses .* a text has none\. Take 'grpo'"):
+        with pytest.raises(
+            UserError, match=rf"algorithm={name} trains on velocities .* a text has none\. Take 'grpo'"
+        ):
             kind(algorithm=name)

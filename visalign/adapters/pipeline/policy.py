@@ -287,7 +287,6 @@ class PipelinePolicy:
         images = self.decode_frames(latents)
         return images if images.ndim == 4 else images[:, images.shape[1] // 2].contiguous()
 
-    @torch.no_grad()
     def decode_frames(self, latents: Tensor) -> Tensor:
         """Pictures [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1].
 

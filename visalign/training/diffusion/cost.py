@@ -7,7 +7,7 @@ from __future__ import annotations
 
 def forward_equivalents_per_image(
     *,
-    steps: int,
+    steps: float,
     trained: int,
     guided: bool,
     reference: float,
@@ -24,7 +24,7 @@ def forward_equivalents_per_image(
     come from the rollout and cost nothing.
 
     Args:
-        steps: T, denoising steps.
+        steps: T, denoising steps of the sampling; without those that carry a gradient themselves.
         trained: S, steps of an image that are trained on.
         guided: whether the guidance scale is above 1.
         reference: r, other policies that are asked at each trained step: the reference for a KL (β > 0) or as

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from visalign.core.objective.algorithms import NAMED
+from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
 from visalign.core.regression.rows import REGRESSIONS, PairOutput, Regression, named_regression
 from visalign.errors import UserError, suggestion
 from visalign.flow.transitions import LAST_IS_EXACT
@@ -156,7 +157,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     """A row of `visalign.core.NAMED`: flow_grpo, flow_gspo, grpo_guard, flow_dppo, pref_grpo, and of the rows
     for text all that mean something on denoising steps: grpo, dr_grpo, rloo, reinforce_pp, dapo, cispo, sapo,
     gmpo, ... Or of `visalign.core.REGRESSIONS`, which need no stochastic step: diffusion_nft, awm, v_grpo,
-    ram, reward_weighted, rejection, crd, gdro, diffusion_dpo, ..."""
+    ram, reward_weighted, rejection, crd, gdro, diffusion_dpo, ... Or of `visalign.core.ASCENTS`, which go
+    through the reward's own gradient: draft, draft_lv, refl."""
     step_weights: list[float] | None = None
     """Factor of the policy's loss at each of the T steps, in place of the row's `step_weight`."""
     ratio_bound: float | None = None
@@ -164,14 +166,17 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
 
     def __post_init__(self) -> None:
-        if self.algorithm not in {**NAMED, **REGRESSIONS}:
-            allowed = [*NAMED, *REGRESSIONS]
+        allowed = [*NAMED, *REGRESSIONS, *ASCENTS]
+        if self.algorithm not in allowed:
             raise UserError(
                 f"objective: there is no algorithm {self.algorithm!r}. {suggestion(self.algorithm, allowed)}"
                 f"Choose one of: {', '.join(allowed)}."
             )
         if self.regression is not None:
             self._check_regression(self.regression)
+            return
+        if self.ascent is not None:
+            self._check_absent("; objective.changes.stop_range says where sampling stops")
             return
         super().__post_init__()
         self.check("denoising_steps")
@@ -192,19 +197,32 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
 
-    def _check_regression(self, row: Regression) -> None:
-        """Refuse what means nothing to a regression, and values that its functions refuse."""
+    @property
+    def ascent(self) -> Ascent | None:
+        """The row where `algorithm` goes through the reward's gradient, else None."""
+        if self.algorithm not in ASCENTS:
+            return None
+        try:
+            return named_ascent(
+                self.algorithm, **merged_changes(self.rows.get(self.algorithm, {}), self.changes)
+            )
+        except (ValueError, TypeError) as error:
+            raise UserError(f"objective: {error}") from error
+
+    def _check_absent(self, of_steps: str) -> None:
+        """Refuse what means nothing without stochastic steps."""
         at_least("objective.epochs", self.epochs, 1)
-        absent = {
-            "ratio_bound": ("ratio", ""),
-            "step_weights": ("denoising steps", "; objective.changes.weighting weighs noise levels"),
-        }
+        absent = {"ratio_bound": ("ratio", ""), "step_weights": ("stochastic steps", of_steps)}
         for name, (what, instead) in absent.items():
             if getattr(self, name) is not None:
                 raise UserError(
                     f"objective.{name} is {getattr(self, name)}, and objective.algorithm={self.algorithm} "
                     f"has no {what}. Set objective.{name}=null{instead}."
                 )
+
+    def _check_regression(self, row: Regression) -> None:
+        """Refuse what means nothing to a regression, and values that its functions refuse."""
+        self._check_absent("; objective.changes.weighting weighs noise levels")
         some, one = torch.zeros(4, 2), torch.full((4,), 0.5)
         pairs = PairOutput(v=some, target=some, sigma=one, anchor=some, guidance=some)
         try:
@@ -232,6 +250,8 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     """
     row = objective.regression
     if row is None:
+        if objective.ascent is not None:
+            _check_no_noise(objective, rollout, "through the reward's gradient")
         if rollout.guidance is not None:
             raise UserError(
                 f"rollout.guidance is {rollout.guidance}, and objective.algorithm={objective.algorithm} "
@@ -239,17 +259,19 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
                 "or take a regression, e.g. objective.algorithm=diffusion_nft."
             )
         return
-    usual = {item.name: item.default for item in fields(RolloutSettings)}
-    for name in _OF_STEPS:
-        if getattr(rollout, name) != usual[name]:
-            raise UserError(
-                f"rollout.{name} is {getattr(rollout, name)}, and objective.algorithm={objective.algorithm} "
-                f"samples along the ODE and learns at noised end points. Set rollout.{name}="
-                f"{json.dumps(usual[name])}; how many noise levels of an image are "
-                "trained is objective.changes.levels."
-            )
+    _check_no_noise(objective, rollout, "at noised end points, objective.changes.levels of an image")
     if not row.continuous and (row.levels or 0) > rollout.steps:
         raise UserError(
             f"objective.changes.levels is {row.levels}, and the sampler's grid has {rollout.steps} levels. "
             f"Take at most {rollout.steps}, or levels between them too: objective.changes.continuous=true."
         )
+
+
+def _check_no_noise(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, where: str) -> None:
+    usual = {item.name: item.default for item in fields(RolloutSettings)}
+    for name in _OF_STEPS:
+        if getattr(rollout, name) != usual[name]:
+            raise UserError(
+                f"rollout.{name} is {getattr(rollout, name)}, and objective.algorithm={objective.algorithm} "
+                f"samples along the ODE and learns {where}. Set rollout.{name}={json.dumps(usual[name])}."
+            )

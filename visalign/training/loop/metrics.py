@@ -58,6 +58,8 @@ METRICS: dict[str, str] = {
     "pretraining loss on the policy's own samples",
     "anchor_distance": "regressions of pictures: mean |v − v_anchor|² over trained pairs, the anchor the old "
     "policy or the reference",
+    "reward_gradient": "training through the reward's gradient: its mean L2 norm in the pixels of a "
+    "picture, all terms together",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
     "lr": "learning rate of the iteration's last update",
     "adam_resolution": "median of √v̂/ε of AdamW over the trained numbers that had a gradient; below 10, ε "
@@ -92,6 +94,9 @@ TEXT_ONLY = (
 
 REGRESSION_ONLY = ("match_error", "anchor_distance")
 """Keys that only regressions of pictures log."""
+
+ASCENT_ONLY = ("reward_gradient",)
+"""Keys that only training through the reward's gradient logs."""
 
 TIMES = ("seconds", "samples_per_second")
 """Families that differ between two runs of the same seed; every other value is reproducible on CPU."""

@@ -12,6 +12,7 @@ import torch
 from visalign.core import Objective, PolicyOutput, Trajectories, named_objective
 from visalign.core.objective.data import Decisions
 from visalign.core.objective.decisions import check_decisions
+from visalign.core.regression.ascents import ASCENTS, named_ascent
 from visalign.core.regression.rows import REGRESSIONS, named_regression
 from visalign.errors import UserError
 from visalign.training.loop.optimizer import above_zero, at_least
@@ -57,10 +58,14 @@ class ObjectiveSettings:
         changes = merged_changes(self.rows.get(self.algorithm, {}), self.changes)
         try:
             for name, fields in self.rows.items():
-                (named_regression if name in REGRESSIONS else named_objective)(name, **fields)
-            if self.algorithm in REGRESSIONS:
+                known = {
+                    **dict.fromkeys(REGRESSIONS, named_regression),
+                    **dict.fromkeys(ASCENTS, named_ascent),
+                }
+                known.get(name, named_objective)(name, **fields)
+            if self.algorithm in (*REGRESSIONS, *ASCENTS):
                 raise ValueError(
-                    f"algorithm={self.algorithm} regresses the velocities of noised pictures, and a text has "
+                    f"algorithm={self.algorithm} trains on velocities or pixels of pictures, and a text has "
                     "none. Take 'grpo', or 'reinforce_pp' without a clip."
                 )
             objective = named_objective(self.algorithm, **changes)

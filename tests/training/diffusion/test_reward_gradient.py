@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training through the reward's gradient: the gradient that is stated, at the cost that is planned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
+from visalign.core import ASCENTS, Ascent, named_ascent
+from visalign.errors import UserError
+from visalign.flow.noise import initial_noise
+from visalign.training import TextObjectiveSettings, read_metrics
+from visalign.training.diffusion.cost import forward_equivalents_per_image
+from visalign.training.diffusion.reward_gradient import image_gradient
+from visalign.training.loop.metrics import METRICS, without_times
+
+PICTURE = math.prod((3, 8, 8))
+
+
+def _one_update(folder, name="draft", policy=None, micro_batch=64, **changes):
+    """(trainer, its experience, the step, what backward said)."""
+    trainer = toy_trainer(
+        folder,
+        policy=policy or ToyPolicy(torch.float64),
+        objective={"algorithm": name, "changes": changes},
+        optimizer={"updates_per_iteration": 1, "micro_batch": micro_batch},
+    )
+    asked = trainer.algorithm.collect(trainer.context).experience
+    (step,) = trainer.algorithm.prepare(asked, trainer.context)
+    return trainer, asked, step, trainer.algorithm.backward(asked, step, trainer.context)
+
+
+def _gradient(trainer):
+    return torch.cat([p.grad.flatten() for _, p in trainer.weights.named])
+
+
+def _mean_reward(policy, algorithm, asked, stop, whole):
+    """What the row climbs, written out: Euler steps, the first `stop` of which carry no gradient."""
+    grid, seeds = algorithm.source.sigmas.double(), algorithm.source.sample_seeds(asked.batch.sample_id)
+    x = initial_noise(seeds, policy.latent_shape).double()
+    steps = len(grid) - 1
+    for k in range(steps if whole else stop + 1):
+        sigma = grid[k].expand(len(x))
+        with torch.set_grad_enabled(k >= stop):
+            v = policy.velocity(x, sigma, asked.condition)
+        x = x + (grid[k + 1] - grid[k] if whole or k < stop else -grid[k]) * v
+    images = policy.decode(x)
+    return Brightness().score_with_gradient(images, asked.prompts).double().mean()
+
+
+@pytest.mark.parametrize(("name", "changes"), [("draft", {"last": 1}), ("draft", {"last": 3}), ("refl", {})])
+def test_the_gradient_is_that_of_the_mean_reward(name, changes, tmp_path):
+    trainer, asked, step, said = _one_update(tmp_path, name, **changes)
+    found = _gradient(trainer).clone()
+    policy = trainer.algorithm.policy
+    for _, parameter in policy.trainable_parameters():
+        parameter.grad = None
+    mean = _mean_reward(policy, trainer.algorithm, asked, step.stop, name != "refl")
+    (-mean).backward()
+    torch.testing.assert_close(found, _gradient(trainer), rtol=1e-5, atol=1e-9)
+    assert found.norm() > 1e-4 and said["loss/policy"] == pytest.approx(-float(mean.detach()), rel=1e-5)
+
+
+def test_noising_again_takes_the_mean_of_all_predictions(tmp_path):
+    """x0 = x − σ v at the last level of n noises more; from x_σ = (1 − σ) x0 + σ ε."""
+    trainer, asked, step, _ = _one_update(tmp_path, "draft_lv", renoised=2)
+    algorithm, policy = trainer.algorithm, trainer.algorithm.policy
+    found = _gradient(trainer).clone()
+    for _, parameter in policy.trainable_parameters():
+        parameter.grad = None
+    everyone = torch.arange(len(asked.prompts))
+    x0, _ = algorithm._end(asked, step, everyone)
+    ends = [x0, *(algorithm._again(asked, step, everyone, x0.detach(), n)[0] for n in range(2))]
+    assert not torch.equal(ends[1], ends[2])
+    means = [Brightness().score_with_gradient(policy.decode(end), asked.prompts).mean() for end in ends]
+    (-sum(means) / 3).backward()
+    torch.testing.assert_close(found, _gradient(trainer), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ASCENTS)
+def test_reward_rises_at_the_planned_cost(name, tmp_path):
+    policy = ToyPolicy()
+    trainer = toy_trainer(
+        tmp_path, policy=policy, objective={"algorithm": name, "changes": {"kl": 0.01}}, run={"iterations": 8}
+    )
+    trainer.train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[-1]["reward_mean"] > rows[0]["reward_mean"] + 0.05
+    assert {key.split("/")[0] + "/*" if "/" in key else key for key in rows[-1]} <= set(METRICS)
+    free, carried = trainer.algorithm.row.counted(4)
+    planned = forward_equivalents_per_image(steps=free, trained=carried, guided=False, reference=1)
+    assert rows[-1]["forward_equivalents_per_image"] == pytest.approx(planned)
+
+
+@pytest.mark.parametrize("name", ASCENTS)
+def test_accumulation_equals_one_big_batch(name, tmp_path):
+    whole = _gradient(_one_update(tmp_path, name, kl=0.1)[0])
+    parts = _gradient(_one_update(tmp_path, name, micro_batch=5, kl=0.1)[0])
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-10)  # pictures are float32
+
+
+def test_a_process_without_a_sample_moves_nothing(tmp_path):
+    trainer, asked, step, _ = _one_update(tmp_path)
+    for _, parameter in trainer.algorithm.policy.trainable_parameters():
+        parameter.grad = None
+    trainer.algorithm._said = lambda *_: {}  # the other process's samples are not here to be counted
+    elsewhere = replace(step, sample=torch.tensor([48, 49]))
+    before = trainer.algorithm.policy.count.forward_backward
+    trainer.algorithm.backward(
+        replace(asked, value=torch.zeros(50), group=torch.zeros(50)), elsewhere, trainer.context
+    )
+    assert trainer.algorithm.policy.count.forward_backward == before + 1
+    assert not _gradient(trainer).any()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
+    objective = {"algorithm": "draft_lv", "changes": {"kl": 0.01}}
+    run = {"iterations": 4, "checkpoint_every": 2}
+    toy_trainer(tmp_path / "whole", objective=objective, run=run).train()
+    toy_trainer(tmp_path / "part", objective=objective, run={**run, "iterations": 2}).train()
+    again = toy_trainer(tmp_path / "part", objective=objective, run=run)
+    again.resume()
+    again.train()
+    both = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "part")]
+    assert [without_times(row) for row in both[0]] == [without_times(row) for row in both[1]]
+
+
+class _Two:
+    """Two terms, of which one is a thousand times the other."""
+
+    name, unit, higher_is_better = "two", "level", True
+
+    def gradient_terms(self):
+        yield "small", Brightness(), 1.0
+        yield "large", _Darkness(), -1.0
+
+
+class _Darkness(Brightness):
+    higher_is_better = False
+
+    def score_with_gradient(self, images, prompts):
+        return 1000 * images.square().mean((1, 2, 3))
+
+
+def test_each_term_has_unit_norm_where_normalised():
+    images = torch.rand(5, 3, 8, 8)
+    prompts = ["bright", "dark", "bright", "dark", "bright"]
+    value, slope = image_gradient(_Two(), images, prompts, Ascent(normalise=True))
+    sign = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]).reshape(-1, 1, 1, 1)
+    first = sign.expand_as(images) / PICTURE**0.5
+    second = images / images.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
+    torch.testing.assert_close(slope, first - second)
+    plain, raw = image_gradient(_Two(), images, prompts, Ascent())
+    torch.testing.assert_close(raw, sign / PICTURE - 2000 * images / PICTURE)
+    torch.testing.assert_close(value, plain)
+
+
+def test_a_picture_above_the_hinge_or_without_a_score_moves_nothing():
+    class Holes(Brightness):
+        def score_with_gradient(self, images, prompts):
+            return images.mean((1, 2, 3)) * torch.tensor([1.0, 1.0, torch.nan])
+
+    images = torch.stack([torch.full((3, 8, 8), level) for level in (0.2, 0.8, 0.5)])
+    value, slope = image_gradient(Holes(), images, ["bright"] * 3, Ascent(hinge=0.5))
+    assert value[:2].tolist() == pytest.approx([0.2, 0.8]) and value[2].isnan()
+    assert slope[0].any() and not slope[1:].any()
+
+
+def test_sampling_stops_where_the_row_says():
+    refl = ASCENTS["refl"]
+    assert list(refl.stops(40)) == list(range(30, 40)) and list(refl.stops(1)) == [0]
+    assert list(named_ascent("draft", last=3).stops(10)) == [7]
+    assert named_ascent("draft", last=3).counted(10) == (7, 3)
+    assert ASCENTS["draft_lv"].counted(10) == (9, 3) and refl.counted(40) == (34.5, 1)
+
+
+class _NoGradient(Brightness):
+    score_with_gradient = None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reward": _NoGradient()}, "'brightness' .* has no gradient in the pixels"),
+        ({"objective": {"algorithm": "draft", "changes": {"last": 5}}}, "last is 5, and rollout.steps is 4"),
+        ({"objective": {"algorithm": "draft", "changes": {"last": 0}}}, "last is 0; it is a whole number"),
+        ({"objective": {"algorithm": "refl", "changes": {"last": 2}}}, "Set stop_range=None, or last=1"),
+        ({"objective": {"algorithm": "refl", "changes": {"stop_range": [0.5, 0.2]}}}, "low < high"),
+        ({"objective": {"algorithm": "draft", "changes": {"lats": 2}}}, "has no 'lats'. Did you mean 'last'"),
+        ({"objective": {"algorithm": "draft", "step_weights": [1.0]}}, "has no stochastic steps"),
+        ({"rollout": {"sde_window": 2}}, "through the reward's gradient. Set rollout.sde_window=null"),
+        ({"rollout": {"guidance": 2.0}}, "rollout.guidance is 2.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        toy_trainer(tmp_path, **{"objective": {"algorithm": "draft"}, **arguments})
+
+
+def test_text_refuses_an_ascent_by_name():
+    with pytest.raises(UserError, match="trains on velocities or pixels of pictures"):
+        TextObjectiveSettings(algorithm="refl")

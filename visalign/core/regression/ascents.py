@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that train through the reward's gradient: which steps of a picture carry it, what is done to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from visalign.errors import suggestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ascent:
+    """Climb E[r(x0)] by ∂r/∂x0 · ∂x0/∂θ; sampling is along the ODE, without gradient but for its end."""
+
+    last: int = 1
+    """K, last denoising steps that carry the gradient (DRaFT-K)."""
+    renoised: int = 0
+    """n, times that the clean latent is noised again to the last level and predicted from there, each with a
+    gradient of its own; their mean, the sample's own included, is the step (DRaFT-LV)."""
+    stop_range: tuple[float, float] | None = None
+    """Part of the sampler's steps in one of which, drawn for each update, sampling stops; the picture is that
+    step's prediction x0 = x − σ v (ReFL). None: sample to the end."""
+    hinge: float | None = None
+    """h: climb −max(0, h − r), so that a picture whose reward is above h moves nothing (ReFL)."""
+    normalise: bool = False
+    """Bring each term's gradient in each picture to unit norm before the terms are added by their weights, so
+    that no term drowns another by its unit (R0)."""
+    kl: float = 0.0
+    """k of k · mean |v − v_ref|² at the steps that carry the gradient."""
+    source: str = ""
+    """Paper."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("last", 1), ("renoised", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it is a whole number of at least {least}.")
+        if not isinstance(self.normalise, bool):
+            raise ValueError(f"normalise is {self.normalise!r}; it is true or false.")
+        if not (math.isfinite(self.kl) and self.kl >= 0):
+            raise ValueError(f"kl is {self.kl}; it is finite and not negative.")
+        if self.hinge is not None and not math.isfinite(self.hinge):
+            raise ValueError(f"hinge is {self.hinge}; it is a value of the reward, or None.")
+        if self.stop_range is None:
+            return
+        if self.last > 1 or self.renoised:
+            raise ValueError(
+                f"stop_range is {list(self.stop_range)}, with last={self.last} and renoised={self.renoised}: "
+                "where sampling stops early, one step predicts the picture. Set stop_range=None, or last=1 "
+                "and renoised=0."
+            )
+        if len(self.stop_range) != 2 or not 0 <= self.stop_range[0] < self.stop_range[1] <= 1:
+            raise ValueError(f"stop_range is {list(self.stop_range)}; give two shares, 0 <= low < high <= 1.")
+
+    def stops(self, steps: int) -> range:
+        """The steps after which the rest carries the gradient, one of which is drawn."""
+        if self.stop_range is None:
+            return range(max(0, steps - self.last), max(0, steps - self.last) + 1)
+        low, high = (round(share * steps) for share in self.stop_range)
+        low = min(low, steps - 1)
+        return range(low, max(high, low + 1))
+
+    def counted(self, steps: int) -> tuple[float, int]:
+        """(mean steps without gradient, steps with one) of a picture."""
+        stops = self.stops(steps)
+        carried = 1 if self.stop_range is not None else min(self.last, steps) + self.renoised
+        return sum(stops) / len(stops), carried
+
+
+ASCENTS = {
+    "draft": Ascent(source="DRaFT-K, arXiv 2309.17400"),
+    "draft_lv": Ascent(renoised=2, source="DRaFT-LV, arXiv 2309.17400"),
+    "refl": Ascent(stop_range=(0.75, 1.0), source="ReFL, arXiv 2304.05977"),
+}
+"""Name -> row; `objective.changes` and `objective.rows.NAME` change its fields."""
+
+
+def named_ascent(name: str, **changes: Any) -> Ascent:
+    """A row with changes.
+
+    Raises:
+        ValueError: an unknown name or field, or a value out of range.
+    """
+    if name not in ASCENTS:
+        raise ValueError(f"There is no {name!r}. {suggestion(name, ASCENTS)}Choose of: {', '.join(ASCENTS)}.")
+    known = [item.name for item in fields(Ascent)]
+    for key in changes:
+        if key not in known:
+            raise ValueError(
+                f"{name} has no {key!r}. {suggestion(key, known)}What can be changed: {', '.join(known)}."
+            )
+    if isinstance(changes.get("stop_range"), list):
+        changes = {**changes, "stop_range": tuple(changes["stop_range"])}
+    return replace(ASCENTS[name], **changes)
