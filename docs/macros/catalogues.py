@@ -30,6 +30,10 @@ def entries(name: str) -> Iterator[tuple[str, type, Mapping[str, Any], str]]:
         yield key, kind, options, file.as_posix()
 
 
+OFFERS = ("score", "compare", "score_with_gradient")
+"""What a judge of pictures may be able to do."""
+
+
 def judges() -> str:
     """Every judge of pictures by name."""
     units = importlib.import_module("visalign.rewards.scorers.units").JUDGE_UNITS
@@ -38,7 +42,11 @@ def judges() -> str:
         unit = (
             units[name].unit if name in units else getattr(kind(**options) if options else kind, "unit", "")
         )
-        has = [word for word in ("score", "compare") if callable(getattr(kind, word, None))]
+        has = [
+            word
+            for word in ("score", "compare", "score_with_gradient")
+            if callable(getattr(kind, word, None))
+        ]
         starts = [option.default for option in inspect.signature(kind).parameters.values()]
         packaged = [code(value) for value in starts if isinstance(value, str) and value in PACKAGED]
         rows.append(

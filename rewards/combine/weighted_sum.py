@@ -72,6 +72,11 @@ class WeightedSum:
         self.range = self._total_range()
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Label -> weight of the terms that are added; the part "label.weighted" is each by itself."""
+        return {label: weight for label, (_, weight) in self.rewards.items() if weight}
+
+    @property
     def needs_group(self) -> bool:
         """Whether a term compares inside groups, so that the metadata must name them."""
         return any(getattr(reward, "needs_group", False) for reward, _ in self.rewards.values())

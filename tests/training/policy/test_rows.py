@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.text_toy import toy_text_trainer, weights_of
-from tests.support.training_toy import toy_trainer
-from visalign.core import NAMED
+from tests.support.text_toy import Letters, toy_text_trainer, weights_of
+from tests.support.training_toy import Brightness, toy_trainer
+from visalign.core import NAMED, gdpo_advantages, group_advantages
 from visalign.core.objective.decisions import ON_STEPS
 from visalign.errors import UserError
+from visalign.interfaces import Scores
+from visalign.rewards import WeightedSum, WeightedTextSum
 from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings
 
 TEXT_ONLY = {
-    *("ppo", "ppo_kl", "ppo_ptx", "remax", "opo", "gdpo", "dppo_tv", "dppo_kl", "top_entropy"),
+    *("ppo", "ppo_kl", "ppo_ptx", "remax", "opo", "dppo_tv", "dppo_kl", "top_entropy"),
     *("clip_cov", "kl_cov", "flowrl"),
 }
 """Rows that are refused for denoising steps."""
-STEPS_ONLY = {"flow_grpo", "flow_gspo", "grpo_guard", "flow_dppo", "pref_grpo", "gdpo"}
-"""Rows that are refused for tokens; gdpo needs several rewards, which the trainers sum."""
+STEPS_ONLY = {"flow_grpo", "flow_gspo", "grpo_guard", "flow_dppo", "pref_grpo"}
+"""Rows that are refused for tokens."""
 
 
 def _gain(advantage: torch.Tensor, weight: torch.Tensor, moved: torch.Tensor) -> float:
@@ -139,3 +142,52 @@ def test_an_off_policy_correction_compares_rollout_and_replay(tmp_path):
             collected = trainer.algorithm.collect(trainer.context).experience.trajectories
             assert collected.rollout_log_prob is not None
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+class _Loud(Brightness):
+    """The share of red light, ten thousand fold: a sum hears it alone."""
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        value = 1e4 * images[:, 0].mean((1, 2))
+        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="level")
+
+
+class _LoudLetters(Letters):
+    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
+        scores = super().score(completions, prompts, metadata)
+        return replace(scores, value=1e4 * scores.value)
+
+
+def _hears_each_term(trainer: Any) -> None:
+    algorithm, context = trainer.algorithm, trainer.context
+    experience = algorithm.collect(context).experience
+    steps = algorithm.prepare(experience, context)
+    order = torch.cat([step.sample for step in steps]).argsort()
+    found = torch.cat([step.prepared.advantage for step in steps])[order].reshape(len(order), -1)[:, 0]
+    t = experience.trajectories
+    assert t.reward.shape == (len(order), 2) and list(t.reward_weights) == [1.0, 0.5]
+    expected = gdpo_advantages(t.reward, [1.0, 0.5], t.group, ddof=0)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
+    inside = group_advantages(t.reward.double(), t.group, ddof=0)
+    for column in inside.T:  # the advantage of the sum correlates with the loud one alone
+        assert torch.corrcoef(torch.stack([expected.double(), column]))[0, 1] > 0.3
+
+
+def test_gdpo_of_pictures_hears_each_term_of_a_sum(tmp_path):
+    terms = {"light": (Brightness(), 1.0), "red": (_Loud(), 0.5)}
+    reward = WeightedSum(terms, allow_mixed_units=True)
+    objective = {"algorithm": "gdpo", "ratio_bound": 1e-4}
+    _hears_each_term(
+        toy_trainer(tmp_path, reward=reward, objective=objective, optimizer={"updates_per_iteration": 1})
+    )
+
+
+@pytest.mark.parametrize("dynamic", [None, {}])
+def test_gdpo_of_texts_hears_each_term_of_a_sum(dynamic, tmp_path):
+    terms = {"a": (Letters("a"), 1.0), "e": (_LoudLetters("e"), 0.5)}
+    reward = WeightedTextSum(terms, allow_mixed_units=True)
+    _hears_each_term(
+        toy_text_trainer(
+            tmp_path, "gdpo", reward=reward, dynamic=dynamic, optimizer={"updates_per_iteration": 1}
+        )
+    )

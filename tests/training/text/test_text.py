@@ -416,7 +416,6 @@ def test_ptx_without_texts_is_refused(tmp_path):
         ({"heads_lr": 0.0}, "heads_lr is 0.0"),
         ({"target_kl": 0.1}, "adapts the penalty of the surrogate ppo_kl, and grpo has ppo_clip"),
         ({"algorithm": "flow_dppo"}, "The row 'flow_dppo'.*Take 'dppo_kl'"),
-        ({"algorithm": "gdpo"}, "normalises several rewards one by one"),
     ],
 )
 def test_objective_settings_are_refused_by_name(settings, message):

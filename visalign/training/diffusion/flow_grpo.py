@@ -35,7 +35,9 @@ from visalign.flow.transitions import Kernel
 from visalign.flow.windows import window_places
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward
 from visalign.seeds import sample_seed
+from visalign.training.loop.judging import reward_weights
 from visalign.training.loop.trainer import Collected, Context
+from visalign.training.policy.settings import MATRIX_ADVANTAGES
 from visalign.training.policy.update import (
     PolicyStep,
     backward,
@@ -162,12 +164,14 @@ class FlowGRPO(PictureAlgorithm):
         trajectory = made.trajectory
         old = self.source.of_all(trajectory.log_prob[:, list(trained)].contiguous())
         factor = self.step_weights[[trajectory.sde_steps[step] for step in trained]]
+        one_by_one = self.objective.advantage in MATRIX_ADVANTAGES
         plain = self.settings.step_weights is None and self.objective.step_weight == "uniform"
         return Trajectories(
             weight=torch.ones_like(old),
             old_log_prob=torch.zeros_like(old) if self.objective.ratio == "guard" else old,
             group=made.group,
-            reward=made.value,
+            reward=made.columns if one_by_one else made.value,
+            reward_weights=list(reward_weights(self.source.reward).values()) if one_by_one else (),
             valid=made.valid,
             loss_weight=None if plain else factor.to(old.dtype).expand_as(old).contiguous(),
             decisions="denoising_steps",

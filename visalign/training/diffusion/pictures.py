@@ -17,7 +17,7 @@ from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.trajectory import Trajectory
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.seeds import sample_seed
-from visalign.training.loop.judging import check_failures, judge, oriented
+from visalign.training.loop.judging import check_failures, judge, oriented, reward_columns
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
 from visalign.training.loop.trainer import Algorithm
@@ -38,6 +38,8 @@ class Pictures:
     """bool [B]."""
     group: Tensor
     """[B] int64."""
+    columns: Tensor
+    """[B, M] float64, each term of the reward by itself."""
     first: int
     """Place of this process's first sample among the B."""
     metrics: Mapping[str, float]
@@ -114,6 +116,7 @@ class PictureSource:
             value=value,
             valid=valid,
             group=group,
+            columns=self.of_all(reward_columns(self.reward, scores)),
             first=process.process_index * len(batch),
             metrics={**reward_metrics(value, valid, group), **parts},
         )

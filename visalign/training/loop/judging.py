@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from visalign.errors import UserError
@@ -68,6 +69,21 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
         f"reward {name!r} could not judge {failed} of {len(valid)} samples; at most {limit:.0%} may fail "
         f"(rollout.max_failure_rate). Reasons: {reasons}. Mend the reward, then go on with --resume."
     )
+
+
+def reward_weights(reward: Any) -> dict[str, float]:
+    """Label -> weight of what a reward adds up, as `visalign.rewards.WeightedSum` does; of another itself."""
+    return dict(getattr(reward, "weights", None) or {reward.name: 1.0})
+
+
+def reward_columns(reward: Any, scores: Scores) -> Tensor:
+    """[B, M] float64 on the CPU: what each term of a sum says by itself, higher is better, for advantages
+    that normalise the terms one by one."""
+    weights = reward_weights(reward)
+    if f"{next(iter(weights))}.weighted" not in scores.parts:
+        return scores.value.double().cpu()[:, None]
+    columns = [scores.parts[f"{label}.weighted"].double().cpu() / w for label, w in weights.items()]
+    return torch.stack(columns, 1)
 
 
 class Reversed:

@@ -89,12 +89,6 @@ class ObjectiveSettings:
             check_decisions(objective, decisions, name=self.algorithm)
         except ValueError as error:
             raise UserError(f"objective: {error}") from error
-        if objective.advantage in MATRIX_ADVANTAGES:
-            raise UserError(
-                f"objective.algorithm={self.algorithm} normalises several rewards one by one "
-                f"(advantage {objective.advantage}), and this trainer hands over their sum. Use "
-                "Objective.prepare with Trajectories.reward [B, M] in your own loop."
-            )
         try:
             _rehearse(objective, decisions)
         except (ValueError, TypeError) as error:
@@ -112,7 +106,8 @@ def _rehearse(objective: Objective, decisions: Decisions) -> None:
     Raises:
         ValueError, TypeError: what a stage says of its options, or of what it lacks.
     """
-    some = torch.zeros(4, 2)
+    some, reward = torch.zeros(4, 2), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    one_by_one = objective.advantage in MATRIX_ADVANTAGES
     more: dict[str, Any] = {"loss_weight": some + 1}
     says: dict[str, Any] = {"kl": some, "divergence": some}
     if decisions == "tokens":
@@ -125,7 +120,8 @@ def _rehearse(objective: Objective, decisions: Decisions) -> None:
             ref_log_prob=some,
             rollout_log_prob=some,
             group=[0, 0, 1, 1],
-            reward=torch.tensor([0.0, 1.0, 1.0, 0.0]),
+            reward=torch.stack([reward, reward], 1) if one_by_one else reward,
+            reward_weights=(1.0, 1.0) if one_by_one else (),
             ptx_weight=some if objective.ptx else None,
             decisions=decisions,
             **more,

@@ -14,10 +14,11 @@ from visalign.core import Objective, Trajectories
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, join_rollouts
-from visalign.training.loop.judging import check_failures, judge
+from visalign.training.loop.judging import check_failures, judge, reward_columns
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.trainer import Collected
+from visalign.training.policy.settings import MATRIX_ADVANTAGES
 
 from .dynamic_groups import DynamicGroups
 from .parts import Records, TextParts
@@ -65,13 +66,13 @@ def collect(
     """
     if groups is None:
         rounds = [_round(parts, sampler, iteration, settings, clock)]
-        kept = rounds[0].rollout, rounds[0].scores.value.float(), _valid(rounds[0])
+        kept = rounds[0].rollout, _reward(parts, rounds[0], objective), _valid(rounds[0])
     else:
         rounds = []
         while groups.wants_more:
             rounds.append(_round(parts, sampler, groups.round, settings, clock))
             _feed(groups, rounds[-1], len(rounds) - 1)
-        kept = _taken(groups, rounds)
+        kept = _taken(groups, [_reward(parts, made, objective) for made in rounds], rounds)
     metrics = _metrics(rounds)
     if groups is not None:
         metrics |= {f"groups/{key}": float(getattr(groups.last, key)) for key in GROUP_COUNTS}
@@ -133,7 +134,16 @@ def _feed(groups: DynamicGroups, made: _Round, place: int) -> None:
     groups.feed(labels, made.scores.value.float().cpu(), _valid(made), payload=payload)
 
 
-def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> tuple[TextRollout, Tensor, Tensor] | None:
+def _reward(parts: TextParts, made: _Round, objective: Objective) -> Tensor:
+    """[B], or [B, M] where the objective normalises the terms one by one."""
+    if objective.advantage in MATRIX_ADVANTAGES:
+        return reward_columns(parts.reward, made.scores).float()
+    return made.scores.value.float()
+
+
+def _taken(
+    groups: DynamicGroups, rewards: Sequence[Tensor], rounds: Sequence[_Round]
+) -> tuple[TextRollout, Tensor, Tensor] | None:
     """The samples of the groups that the step trains on, in the order of the groups."""
     taken = groups.take()
     if not taken:
@@ -141,7 +151,7 @@ def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> tuple[TextRollout
     parts = [rounds[group.payload].rollout.rows(group.index) for group in taken]
     return (
         join_rollouts(parts),
-        torch.cat([group.rewards for group in taken]),
+        torch.cat([rewards[group.payload][group.index] for group in taken]),
         torch.cat([group.valid for group in taken]),
     )
 

@@ -13,7 +13,7 @@ from visalign.core import Objective, Trajectories, filter_overlong
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
-from visalign.training.loop.judging import judge
+from visalign.training.loop.judging import judge, reward_weights
 
 from .parts import TextParts
 from .settings import TextRolloutSettings
@@ -40,7 +40,7 @@ def trajectories_of(
     Args:
         parts: who is asked.
         rollout: B completions.
-        reward: [B].
+        reward: [B], or [B, M] of a sum's terms.
         valid: [B] bool, False where the reward failed.
         iteration: iterations finished, for the draws of Clip-Cov.
         settings: how the completions were made.
@@ -75,6 +75,8 @@ def trajectories_of(
         more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
     if settings.truncated == "mask":
         more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
+    if reward.ndim == 2:
+        more["reward_weights"] = list(reward_weights(parts.reward).values())
     return rollout.trajectories(reward, valid=valid, **more)
 
 
