@@ -30,6 +30,11 @@ def sample(
         list[str] | None, typer.Option("--reward", "-r", help="Also score the pictures.")
     ] = None,
     best_of: Annotated[int, typer.Option(help="Draw so many for each seed, keep the best by -r.")] = 1,
+    steer: Annotated[
+        str | None,
+        typer.Option(help="Steps such as 3,5,7: there the draws are resampled by -r (Feynman-Kac)."),
+    ] = None,
+    strength: Annotated[float, typer.Option(help="With --steer: of exp(strength * reward).")] = 10.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     batch_size: Annotated[int, typer.Option(help="Pictures at once.")] = 16,
@@ -56,6 +61,8 @@ def sample(
             lora=lora,
             seeds=numbers(seeds),
             best_of=best_of,
+            resample_after=[] if steer is None else numbers(steer, "--steer"),
+            strength=strength,
             steps=steps,
             batch_size=batch_size,
             dtype=dtype,
@@ -67,7 +74,7 @@ def sample(
         typer.echo(f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {GRID} to look at.")
 
 
-def numbers(text: str) -> list[int]:
+def numbers(text: str, option: str = "--seeds") -> list[int]:
     """Numbers as typed: 0,1,5 or 0-7.
 
     Raises:
@@ -77,7 +84,7 @@ def numbers(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--seeds is {text!r}; give numbers from 0 up, such as 0,1,2 or 0-7.")
+            raise UserError(f"{option} is {text!r}; give numbers from 0 up, such as 0,1,2 or 0-7.")
         found += range(int(first), int(last or first) + 1)
     return found
 

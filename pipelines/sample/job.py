@@ -17,7 +17,8 @@ from torch import Tensor
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, rollout
-from visalign.interfaces import DiffusionPolicy, PointwiseReward
+from visalign.flow.steering import steered_rollout
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.seeds import sample_seed
 
 TABLE = "images.jsonl"
@@ -40,8 +41,15 @@ class SampleSettings:
     """A picture of each prompt for each."""
     best_of: int = 1
     """Draw so many for each seed and keep the one that the rewards like best."""
+    resample_after: Sequence[int] = ()
+    """Steps, 0 to T − 2, after which the `best_of` draws of a seed are resampled by the rewards of their
+    predicted pictures (Feynman-Kac steering); none: the draws do not meet."""
+    strength: float = 10.0
+    """λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum."""
+    noise_level: float = 0.7
+    """Of the noise that sets the children of a resampled draw apart."""
     steps: int = 10
-    """Denoising steps, without noise on the way."""
+    """Denoising steps; without noise on the way where nothing is resampled."""
     timestep_schedule: str = "diffusers"
     """See `rollout.timestep_schedule`."""
     batch_size: int = 16
@@ -76,6 +84,17 @@ class SampleSettings:
         for name in ("best_of", "steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        after = list(self.resample_after)
+        if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= self.steps - 2):
+            raise UserError(
+                f"Draws are to be resampled (--steer) after the steps {after}; of {self.steps} steps give "
+                f"rising ones from 0 to {self.steps - 2}: noise after the last one sets them apart."
+            )
+        if after and self.best_of < 2:
+            raise UserError("--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more.")
+        for name in ("strength", "noise_level"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"{name} is {getattr(self, name)}; it must be above 0 and finite.")
 
 
 def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
@@ -172,25 +191,13 @@ def _drawn(
         part = [(record, seed, i) for record, seed in asked[start : start + together] for i in range(count)]
         prompts = [str(record["prompt"]) for record, _, _ in part]
         seeds = [sample_seed("sample", p, s, i) for p, (_, s, i) in zip(prompts, part, strict=True)]
+        judge = _Judge(rewards, prompts, [dict(record) for record, _, _ in part])
         with torch.no_grad():
-            made = [
-                rollout(
-                    policy,
-                    policy.encode(asked_of(policy, [record for record, _, _ in part[at]])),
-                    sigmas=grid,
-                    seeds=seeds[at],
-                ).latents
-                for at in _slices(len(part), settings.batch_size)
-            ]
-            images = torch.cat([policy.decode(latents).float().cpu() for latents in made])
-        scores = {
-            name: reward.score(images, prompts, [dict(record) for record, _, _ in part])
-            for name, reward in rewards.items()
-        }
-        liked = torch.zeros(len(part))
-        for name, score in scores.items():
-            sign = 1.0 if rewards[name].higher_is_better else -1.0
-            liked += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
+            condition = policy.encode(asked_of(policy, [record for record, _, _ in part]))
+            latents = _denoised(policy, condition, settings, grid, seeds, judge)
+            chunks = latents.split(settings.batch_size)
+            images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
+        scores, liked = judge(images)
         for first in range(0, len(part), count):
             drawn += count
             best = first + int(liked[first : first + count].argmax())
@@ -199,8 +206,47 @@ def _drawn(
             yield drawn, row, _picture(images[best])
 
 
-def _slices(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, count, size))
+@dataclass(frozen=True)
+class _Judge:
+    """What the rewards say of pictures of these prompts."""
+
+    rewards: Mapping[str, PointwiseReward]
+    prompts: Sequence[str]
+    records: Sequence[Mapping[str, Any]]
+
+    def __call__(self, images: Tensor) -> tuple[dict[str, Scores], Tensor]:
+        """(label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed)."""
+        scores = {name: r.score(images, self.prompts, self.records) for name, r in self.rewards.items()}
+        liked = torch.zeros(len(images))
+        for name, score in scores.items():
+            sign = 1.0 if self.rewards[name].higher_is_better else -1.0
+            liked += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
+        return scores, liked
+
+
+def _denoised(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    settings: SampleSettings,
+    grid: Tensor,
+    seeds: Sequence[int],
+    judge: _Judge,
+) -> Tensor:
+    """[N, ...] final latents: along the ODE, or steered."""
+    if not settings.resample_after:
+        return rollout(policy, condition, sigmas=grid, seeds=seeds, batch_size=settings.batch_size).latents
+    return steered_rollout(
+        policy,
+        condition,
+        lambda images: judge(images)[1],
+        sigmas=grid,
+        seeds=seeds,
+        particles=settings.best_of,
+        resample_after=settings.resample_after,
+        strength=settings.strength,
+        noise_level=settings.noise_level,
+        batch_size=settings.batch_size,
+    )
 
 
 def _picture(image: Tensor) -> Image.Image:

@@ -12,6 +12,7 @@ from .parametrization import flow_sigma, preserving_scale, velocity_of_predictio
 from .replay import StepStats, ratio_check, replay
 from .rollout import rollout
 from .schedules import diffusers_time_grid, noise_rate, time_grid
+from .steering import steered_rollout
 from .trajectory import Pairs, Trajectory
 from .transitions import Kernel, Transition, cps_step, sde_step
 
@@ -35,6 +36,7 @@ __all__ = [
     "rollout",
     "sample_seed",
     "sde_step",
+    "steered_rollout",
     "step_noise",
     "time_grid",
     "velocity_of_prediction",

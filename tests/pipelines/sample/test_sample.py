@@ -58,6 +58,31 @@ def test_the_best_of_several(folder, tmp_path):
     assert all(best["sharpness"] >= one["sharpness"] for one, best in pairs)
 
 
+def test_steered_draws_go_where_the_reward_is(folder, tmp_path):
+    """Against as many draws that do not meet, without noise on the way: the mean over eight seeds."""
+    common = (
+        "a red circle",
+        "-m",
+        folder,
+        "--steps",
+        6,
+        "--seeds",
+        "0-7",
+        "-r",
+        "saturation",
+        "--best-of",
+        4,
+    )
+    assert run(*common, "-o", tmp_path / "apart").exit_code == 0
+    steered = run(*common, "--steer", "1,2,3,4", "--strength", 100, "-o", tmp_path / "steered")
+    assert steered.exit_code == 0, steered.output
+    apart, met = (
+        sum(row["saturation"] for row in rows(tmp_path / name)) / 8 for name in ("apart", "steered")
+    )
+    assert met > apart
+    assert len({row["saturation"] for row in rows(tmp_path / "steered")}) == 8
+
+
 def test_adapters_of_a_run_are_used(folder, tmp_path):
     policy = load_policy(folder, lora=LoraSettings(rank=2, alpha=4))
     with torch.no_grad():
@@ -87,6 +112,9 @@ def test_adapters_of_a_run_are_used(folder, tmp_path):
         (("--option", "guidance=abc"), "guidance is 'abc'; give a number"),
         (("--option", "image_size=[16]"), "image_size is (16,); give one number or [height, width]"),
         (("--option", "dtype=float16"), "--option names dtype, which is an option of its own (--dtype)"),
+        (("--steer", "1"), "--steer resamples the draws of a seed: give best_of"),
+        (("--steer", "9", "--best-of", 2, "-r", "sharpness"), "of 10 steps give rising ones from 0 to 8"),
+        (("--steer", "x"), "--steer is 'x'; give numbers from 0 up"),
         (("--device", "foo"), "The device 'foo' cannot be used"),
         (("-m", "nowhere"), "There is no model folder nowhere"),
         (("--dtype", "int8"), "int8"),

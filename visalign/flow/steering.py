@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feynman-Kac steering: samples of a prompt that are resampled on the way by the reward of where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Condition, DiffusionPolicy
+from visalign.seeds import sample_seed
+
+from .noise import initial_noise, step_noise
+from .parametrization import preserving_scale
+from .rollout import velocity_of
+from .transitions import LAST_IS_EXACT, Kernel, sde_step
+
+
+@torch.no_grad()
+def steered_rollout(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    reward: Callable[[Tensor], Tensor],
+    *,
+    sigmas: Tensor,
+    seeds: Sequence[int],
+    particles: int,
+    resample_after: Sequence[int],
+    strength: float = 10.0,
+    schedule: str = "flow",
+    noise_level: float = 0.7,
+    batch_size: int | None = None,
+) -> Tensor:
+    """Denoise groups of `particles` samples by the SDE and resample each group after some steps.
+
+    After such a step k the picture is predicted, x̂0 = x_k − σ_k v, without another pass of the network,
+    decoded and judged: r_k. A particle is drawn again in proportion to exp(λ (r_k − r_prev)); the product
+    along a path is exp(λ r), so the group goes to p(x0) exp(λ r(x0)).
+    Draws are systematic: a particle of weight w among n has ⌊n w⌋ or ⌈n w⌉ children. What the reward cannot
+    judge has no child, unless nothing in its group could be judged.
+
+    Args:
+        policy: as for `rollout`.
+        condition: B · particles samples, those of a group side by side.
+        reward: images [B · particles, 3, H, W] -> [B · particles], higher is better, NaN where not known.
+        sigmas: [T + 1], see `rollout`.
+        seeds: one per sample.
+        particles: samples of a group, at least 2.
+        resample_after: steps, rising, in 0 to T − 2; later noise sets the children apart.
+        strength: λ, per unit of the reward.
+        schedule: "flow", "dance", "cps" or "ddim".
+        noise_level: of the schedule.
+        batch_size: samples per forward; all by default.
+
+    Returns:
+        [B · particles, ...] final latents.
+
+    Raises:
+        ValueError: particles, steps or strength out of range.
+
+    Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
+    """
+    grid = torch.as_tensor(sigmas).cpu().float()
+    count, steps, after = len(condition), len(grid) - 1, list(resample_after)
+    if particles < 2 or count % particles or len(seeds) != count:
+        raise ValueError(
+            f"{count} samples, {len(seeds)} seeds, groups of {particles}: give whole groups of at least 2, "
+            "and a seed for each sample."
+        )
+    if not after or after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= steps - 2:
+        raise ValueError(f"resample_after is {after}; give rising steps among 0 to {steps - 2}.")
+    if not 0 < strength < float("inf"):
+        raise ValueError(f"strength is {strength}; it must be above 0 and finite.")
+    kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=grid[1].item())
+    exact = kernel.schedule in LAST_IS_EXACT
+    noise = initial_noise(seeds, policy.latent_shape)
+    if policy.prediction != "velocity":
+        noise = noise * preserving_scale(grid[0]).to(noise)
+    x = noise.to(device=policy.device, dtype=policy.storage_dtype)
+    levels, times = grid.to(x.device), policy.times(grid).to(x.device)
+    chunks = torch.arange(count).split(batch_size or count)
+    said = torch.zeros(count, dtype=torch.float64)
+    for k in range(steps):
+        images = []
+        for rows in chunks:
+            part, at = x[rows], (len(rows),)
+            sigma, onward = levels[k].expand(at), levels[k + 1].expand(at)
+            v = velocity_of(policy, part, sigma, condition.select(rows), times[k].expand(at))
+            if k in after:
+                images.append(policy.decode((part - levels[k] * v).to(x.dtype)).float().cpu())
+            if exact and k == steps - 1:
+                moved = sde_step(part, v, sigma, onward, schedule="none").mean
+            else:
+                own = step_noise([seeds[i] for i in rows.tolist()], k, policy.latent_shape)
+                moved = kernel.step(part, v, sigma, onward).sample(own)
+            x[rows] = moved.to(x.dtype)
+        if k in after:
+            value = reward(torch.cat(images)).double().cpu()
+            known = value.isfinite()
+            value = torch.where(known, value, said)
+            weight = torch.where(known, strength * (value - said), -torch.inf)
+            parents = _parents(weight, particles, [sample_seed("steer", seed, k) for seed in seeds])
+            x, said = x[parents.to(x.device)], value[parents]
+    return x
+
+
+def _parents(log_weight: Tensor, particles: int, seeds: Sequence[int]) -> Tensor:
+    """[M] place of each particle's parent, in its own group, by systematic resampling."""
+    groups = log_weight.view(-1, particles)
+    known = groups.isfinite()
+    groups = torch.where(known.any(1, keepdim=True), groups, 0.0)  # nothing known: all alike
+    edges = groups.softmax(1).cumsum(1)
+    offset = torch.tensor(seeds[::particles], dtype=torch.float64) / 2**63
+    points = (torch.arange(particles, dtype=torch.float64) + offset[:, None]) / particles
+    chosen = torch.searchsorted(edges, points, right=True).clamp(max=particles - 1)
+    return (chosen + particles * torch.arange(len(groups))[:, None]).flatten()
