@@ -6,19 +6,20 @@ from __future__ import annotations
 import dis
 import errno
 import os
+import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from visalign.signals import Stopped, name_of, stopped_by_sigterm
+
 USER_ERROR = 2
 """Exit code when something given cannot be used."""
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
 
 _SYSTEM = {
     errno.ENOSPC,
@@ -39,20 +40,22 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
     traceback; so does everything when VISALIGN_TRACEBACK is set.
 
     Args:
-        resume: the command that continues the job, said after Ctrl-C.
+        resume: the command that continues the job, said after Ctrl-C and SIGTERM.
 
     Raises:
-        typer.Exit: code 2 after a user's error, 130 after Ctrl-C.
+        typer.Exit: code 2 after a user's error, 130 after Ctrl-C, 143 after SIGTERM.
     """
     form = warnings.formatwarning
     if not os.environ.get("VISALIGN_TRACEBACK"):
         warnings.formatwarning = _plain_warning
     try:
-        yield
-    except KeyboardInterrupt:
+        with stopped_by_sigterm() if resume else nullcontext():
+            yield
+    except KeyboardInterrupt as stop:
+        number = stop.signal if isinstance(stop, Stopped) else signal.SIGINT
         then = f" Continue with:\n\n  {resume}" if resume else ""
-        show_message(f"Stopped by Ctrl-C.{then}", title="Interrupted", style="yellow")
-        raise typer.Exit(INTERRUPTED) from None
+        show_message(f"Stopped by {name_of(number)}.{then}", title="Interrupted", style="yellow")
+        raise typer.Exit(128 + number) from None
     except (ValueError, RuntimeError, TypeError, OSError) as error:
         if os.environ.get("VISALIGN_TRACEBACK") or not is_deliberate(error):
             raise

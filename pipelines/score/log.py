@@ -9,13 +9,14 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
 from visalign.data.sets.image_references import PARQUET
 from visalign.errors import UserError
+from visalign.locks import LOCK, check_free, hold
 from visalign.rewards.base.identity import Identity
 
 from .image_rows import ImageRow
@@ -51,22 +52,28 @@ class ScoreLog(Generic[Entry]):
         entry: What a line holds beside its key.
 
     Raises:
-        UserError: The file holds scores of another judge or of another version of one, or is none of ours.
+        UserError: The file holds scores of another judge or of another version of one, or is none of ours, or
+            another process, which is named, writes it.
     """
 
     def __init__(self, path: Path | None, judges: Mapping[str, Identity], entry: type[Entry]) -> None:
         self._found: dict[str, Entry] = {}
         self._file: TextIO | None = None
-        if path is None:
-            return
+        self._open = ExitStack()
+        if path is not None:
+            with self._open:
+                self._open.enter_context(hold(_lock_of(path), what=f"'{path}'"))
+                self._file = self._open.enter_context(self._begin(path, judges, entry))
+                self._open = self._open.pop_all()
+
+    def _begin(self, path: Path, judges: Mapping[str, Identity], entry: type[Entry]) -> TextIO:
         if path.is_file() and path.stat().st_size:
             self._read(path, judges, entry)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
             known = {name: {"digest": i.digest, "identity": asdict(i)} for name, i in judges.items()}
             header = json.dumps({"format": FORMAT, "judges": known}, ensure_ascii=False, default=str)
             path.write_text(header + "\n", encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+        return path.open("a", encoding="utf-8")
 
     def __len__(self) -> int:
         return len(self._found)
@@ -87,9 +94,8 @@ class ScoreLog(Generic[Entry]):
 
     def close(self) -> None:
         """Close the file, which stays; scores can still be read."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file = None
+        self._open.close()
 
     def _read(self, path: Path, judges: Mapping[str, Identity], entry: type[Entry]) -> None:
         raw = path.read_bytes()
@@ -120,6 +126,7 @@ class RowLog:
     """
 
     def __init__(self, path: Path, rewards: Mapping[str, Any], *, resume: bool) -> None:
+        check_free(_lock_of(path), what=f"'{path}'")
         if not resume and path.is_file() and path.stat().st_size:
             raise UserError(
                 f"'{path}' holds the scores of a run that was stopped. Go on with --resume, or remove it."
@@ -140,6 +147,10 @@ class RowLog:
 
     def __exit__(self, *_: object) -> None:
         self._log.close()
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + LOCK)
 
 
 def part_of(output: Path) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visalign.config import flatten
+from visalign.signals import Stopped
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
 from .parts import Records, evenly_spaced, heldout_metrics, no_loading_bars
-from .run_folder import check_same_run, check_unchanged, write_beginning
+from .run_folder import check_unchanged, claimed, write_beginning
 from .sections import FREE_KEYS
 
 if TYPE_CHECKING:
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
     from visalign.training.loop.trainer import Counters
 
 
-class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C: the iteration was finished and saved; the command line says how to go on and exits with 130."""
+class TrainingInterrupted(Stopped):
+    """Ctrl-C or SIGTERM: the iteration was finished and saved; the command line says how to go on."""
 
 
 def resume_command(config: str, overrides: Sequence[str], folder: Path) -> str:
@@ -87,12 +89,18 @@ def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path]
 
     Raises:
         UserError: something in the configuration or the folder cannot be used.
-        TrainingInterrupted: after Ctrl-C.
+        TrainingInterrupted: after Ctrl-C or SIGTERM.
     """
+    output = Path(output)
+    with claimed(config, output, resume=resume, free=FREE_KEYS):
+        return _run_claimed(config, output, resume, build)
+
+
+def _run_claimed(
+    config: Any, output: Path, resume: bool, build: Callable[[Any, Path], Job]
+) -> dict[str, Any]:
     import torch
 
-    output = Path(output)
-    check_same_run(config, output, resume=resume, free=FREE_KEYS)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     job = build(config, output)
@@ -120,7 +128,7 @@ def _work(job: Job, resume: bool) -> dict[str, Any]:
     with job.trainer.progress:
         result = job.trainer.train()
     if result.stopped == "interrupted":
-        raise TrainingInterrupted
+        raise TrainingInterrupted(result.signal or signal.SIGINT)
     summary = job.after(before, result, measuring)
     job.trainer.accelerator.wait_for_everyone()
     return summary

@@ -7,7 +7,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from visalign.atomic import write_atomic
 from visalign.config import config_to_yaml, load_config
 from visalign.errors import UserError
+from visalign.locks import LOCK, check_free, hold
 
 FINGERPRINTS = "inputs.json"
 """File of a run folder: what was read -> SHA-256 of its content."""
@@ -58,12 +60,36 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
         raise UserError(
             f"There is no folder '{folder}' to resume. Give its path, or start anew without --resume."
         )
-    is_first = int(os.environ.get("RANK", "0")) == 0  # the others may find what the first has just written
-    if not resume and is_first and folder.is_dir() and any(folder.iterdir()):
+    if _is_first() and folder.is_dir():
+        check_free(folder / LOCK, what=f"The output folder '{folder}'")
+    if not resume and _is_first() and folder.is_dir() and _content(folder):
         raise UserError(
             f"The output folder '{folder}' is not empty, and nothing is overwritten. Give another --output, "
             "or continue its run with --resume."
         )
+
+
+@contextmanager
+def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -> Iterator[None]:
+    """`check_same_run`, and nobody else works in the folder while the block runs.
+
+    Raises:
+        UserError: as there, or another process, which is named, works in it.
+    """
+    check_run_folder(output, resume=resume)
+    with hold(output / LOCK, what=f"The output folder '{output}'") if _is_first() else nullcontext():
+        check_same_run(config, output, resume=resume, free=free)
+        yield
+
+
+def _is_first() -> bool:
+    """Whether this is the process that writes; the others may find what it has just written."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _content(folder: Path) -> bool:
+    """Whether there is anything but a lock."""
+    return any(entry.name != LOCK for entry in folder.iterdir())
 
 
 def check_same_run(config: Any, output: Path, *, resume: bool, free: Collection[str]) -> None:
@@ -82,7 +108,7 @@ def check_same_run(config: Any, output: Path, *, resume: bool, free: Collection[
     from visalign.training.loop.checkpoint import check_same_config
 
     check_run_folder(output, resume=resume)
-    if resume and any(output.iterdir()):
+    if resume and _content(output):
         if not (output / "config.yaml").is_file():
             raise UserError(
                 f"There is no run in '{output}' to resume: it has no config.yaml. Give the folder of a run."

@@ -22,8 +22,8 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.shared.parts import Records
 from visalign.pipelines.shared.run_folder import (
-    check_same_run,
     check_unchanged,
+    claimed,
     fingerprint,
     summary_json,
     write_beginning,
@@ -170,15 +170,15 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> dict[st
         RewardFailure: too many completions of a point could not be judged.
     """
     begin, output = time.perf_counter(), Path(output)
-    check_same_run(config, output, resume=resume, free=FREE_KEYS)
-    inputs = _prepare(config)
-    prints = {"data.train": fingerprint(inputs.records)}
-    if resume:
-        check_unchanged(output, prints)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    completions = _sample(config, inputs, output, prints)
-    return _select(config, inputs, completions, output, begin)
+    with claimed(config, output, resume=resume, free=FREE_KEYS):
+        inputs = _prepare(config)
+        prints = {"data.train": fingerprint(inputs.records)}
+        if resume:
+            check_unchanged(output, prints)
+        if config.run.threads is not None:
+            torch.set_num_threads(config.run.threads)
+        completions = _sample(config, inputs, output, prints)
+        return _select(config, inputs, completions, output, begin)
 
 
 def _prepare(config: TextSampleConfig) -> _Inputs:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
-import signal
 
 import pytest
 import torch
@@ -211,18 +209,6 @@ def test_phases_add_up():
     taken = clock.take()
     assert set(taken) == {"a", "b", "total"} and taken["b"] <= taken["a"] <= taken["total"]
     assert set(clock.take()) == {"total"}
-
-
-def test_first_interrupt_is_a_flag_and_the_second_stops():
-    said = []
-    before = signal.getsignal(signal.SIGINT)
-    with runtime.InterruptFlag(said.append) as flag:
-        assert not flag.raised
-        os.kill(os.getpid(), signal.SIGINT)
-        assert flag.raised and "press again" in said[0]
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_versions_and_memory():

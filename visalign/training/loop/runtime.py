@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process a run lives in: phase times, Ctrl-C, memory."""
+"""The process a run lives in: phase times, memory."""
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,34 +95,3 @@ class PhaseClock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-class InterruptFlag:
-    """Turns the first Ctrl-C into a flag that the loop reads; a second one stops at once.
-
-    Outside the main thread, where Python allows no signal handlers, Ctrl-C keeps its usual meaning.
-
-    Args:
-        notice: called with one sentence when the first Ctrl-C arrives.
-    """
-
-    def __init__(self, notice: Callable[[str], object] = print) -> None:
-        self.raised = False
-        self._notice = notice
-        self._previous: object = None
-
-    def __enter__(self) -> InterruptFlag:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]  # what signal() gave us
-            self._previous = None
-
-    def _handle(self, _signum: int, _frame: object) -> None:
-        if self.raised:
-            raise KeyboardInterrupt
-        self.raised = True
-        self._notice("Ctrl-C: finishing this iteration and saving it; press again to stop at once.")

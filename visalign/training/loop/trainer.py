@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -26,13 +26,15 @@ from torch import Tensor, nn
 
 from visalign.core.surrogates.ratio_check import check_log_ratio
 from visalign.errors import UserError
+from visalign.locks import LOCK, hold
+from visalign.signals import InterruptFlag
 
 from . import checkpoint
 from .ema import EMA
 from .metrics import MetricsFile
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
 from .progress import TrainingProgress
-from .runtime import InterruptFlag, PhaseClock
+from .runtime import PhaseClock
 
 Evaluate = Callable[[int], Mapping[str, float]]
 """Iterations finished -> name -> number."""
@@ -186,7 +188,9 @@ class TrainResult:
 
     counters: Counters
     stopped: str
-    """"finished", "interrupted" (Ctrl-C) or "max_seconds"."""
+    """"finished", "interrupted" (Ctrl-C, SIGTERM) or "max_seconds"."""
+    signal: int | None = None
+    """That interrupted this process."""
 
 
 class Trainer(Generic[A]):
@@ -244,21 +248,23 @@ class Trainer(Generic[A]):
         return self.context.clock
 
     def train(self) -> TrainResult:
-        """Run until the last iteration, the time budget, or Ctrl-C; the last state is always saved.
+        """Run until the last iteration, the time budget, Ctrl-C or SIGTERM; the last state is always saved.
 
         A resumed run whose budget is spent does nothing, as one that has reached its last iteration.
 
         Raises:
             CheckpointError: a checkpoint could not be written, or its weights are not finite.
+            FolderInUse: another process works in the run's folder.
             RatioError: the ratio is not 1 at the first update.
             RewardFailure: too many samples could not be judged; and what else the algorithm raises.
         """
-        counters, metrics = self.counters, None
-        if self.accelerator.is_main_process:
-            metrics = MetricsFile(self.run.folder / "metrics.jsonl", after=counters.iteration)
-        saved = counters.iteration
-        self.clock.take()
-        with InterruptFlag(self.progress.note) as interrupt:
+        counters, folder = self.counters, self.run.folder
+        own = hold(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
+        first = self.accelerator.is_main_process
+        with own if first else nullcontext(), InterruptFlag(self.progress.note) as interrupt:
+            metrics = MetricsFile(folder / "metrics.jsonl", after=counters.iteration) if first else None
+            saved = counters.iteration
+            self.clock.take()
             stopped = "max_seconds" if self._agreed(self._is_over_budget()) else "finished"
             while stopped == "finished" and counters.iteration < self.run.iterations:
                 record = self.iterate()
@@ -279,7 +285,7 @@ class Trainer(Generic[A]):
                 f"Warning: {counters.iteration} iterations made no update: the weights are as at the start. "
                 + ("Every gradient was infinite or NaN." if counters.skipped else "No sample had a signal.")
             )
-        return TrainResult(counters=counters, stopped=stopped)
+        return TrainResult(counters=counters, stopped=stopped, signal=interrupt.by)
 
     def iterate(self) -> dict[str, Any]:
         """One iteration: collect, prepare, update, record; returns its record."""

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes in one folder, and processes that are told to end: what is refused, what is saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from visalign.locks import LOCK, FolderInUse, check_free, hold
+from visalign.pipelines.score.log import RowLog, ScoreLog
+from visalign.pipelines.score.score import ScoreRow
+from visalign.pipelines.shared.run_folder import check_run_folder
+from visalign.signals import InterruptFlag, Stopped, stopped_by_sigterm
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks of files and no SIGTERM there")
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLDS = (
+    "import sys, time\nfrom pathlib import Path\nfrom visalign.locks import hold\n"
+    "with hold(Path(sys.argv[1]), what='x'):\n    print('held', flush=True)\n    time.sleep(600)\n"
+)
+
+
+@contextmanager
+def held_elsewhere(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds a lock."""
+    command = [sys.executable, "-c", HOLDS, str(lock)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        yield other
+    finally:
+        other.kill()
+        other.wait()
+        assert other.stdout is not None
+        other.stdout.close()
+
+
+def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
+    lock = tmp_path / "run" / LOCK
+    with held_elsewhere(lock) as other:
+        message = rf"^The run is in use by process {other.pid} on .+ since \d{{4}}-.+ \(-c .*\)\. Wait until"
+        with pytest.raises(FolderInUse, match=message), hold(lock, what="The run"):
+            pass
+        with pytest.raises(FolderInUse, match=rf"The output folder '.*run' is in use by process {other.pid}"):
+            check_run_folder(tmp_path / "run", resume=True)
+    assert lock.is_file()  # of a killed holder: it says nothing any more
+    check_run_folder(tmp_path / "run", resume=False)
+    with hold(lock, what="The run"), hold(lock, what="The run"):
+        assert json.loads(lock.read_text())["process"] == os.getpid()
+    assert not lock.exists()
+
+
+def test_a_folder_made_for_a_lock_goes_with_it_where_nothing_was_written(tmp_path: Path) -> None:
+    with hold(tmp_path / "a" / "b" / LOCK, what="x"):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert not (tmp_path / "a").exists()
+    with hold(tmp_path / "a" / "b" / LOCK, what="x"):
+        (tmp_path / "a" / "file").touch()
+    assert os.listdir(tmp_path / "a") == ["file"]
+
+
+def test_scores_of_one_file_are_written_by_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json.part"
+    with held_elsewhere(path.with_name(path.name + LOCK)) as other:
+        for resume in (True, False):
+            with pytest.raises(
+                FolderInUse, match=rf"'.*scores\.json\.part' is in use by process {other.pid}"
+            ):
+                RowLog(path, {}, resume=resume)
+    log = ScoreLog(path, {}, ScoreRow)
+    with pytest.raises(FolderInUse):
+        subprocess_lock(path)
+    log.close()
+    assert os.listdir(tmp_path) == [path.name]
+    path.write_text("no scores of ours\n")
+    with pytest.raises(ValueError, match="holds no scores of ours"):
+        ScoreLog(path, {}, ScoreRow)
+    subprocess_lock(path)  # let go of after the refusal
+
+
+def subprocess_lock(path: Path) -> None:
+    """Try the lock of a file in another process, as `check_free`."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom visalign.locks import check_free\n"
+        "check_free(Path(sys.argv[1]), what='x')\n"
+    )
+    command = [sys.executable, "-c", code, f"{path}{LOCK}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if "FolderInUse" in done.stderr:
+        raise FolderInUse(done.stderr)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with pytest.warns(UserWarning, match="The run cannot be locked .No locks available.. See that no second"):
+        with hold(tmp_path / LOCK, what="The run"):
+            pass
+    check_free(tmp_path / LOCK, what="The run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_flag_and_the_second_stops(number: signal.Signals) -> None:
+    said: list[str] = []
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with InterruptFlag(said.append) as flag:
+        assert not flag.raised
+        os.kill(os.getpid(), number)
+        assert flag.raised and flag.by == number
+        again = "press again" if number == signal.SIGINT else "SIGTERM: .*send it again"
+        assert re.match(f".*{again} to stop at once", said[0])
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), number)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_sigterm_ends_forks_of_the_process_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    with stopped_by_sigterm():
+        reading, writing = os.pipe()
+        if (fork := os.fork()) == 0:
+            os.write(writing, b"up")  # Python forgets a signal that comes before
+            time.sleep(60)
+            os._exit(0)
+        assert os.read(reading, 2) == b"up"
+        os.kill(fork, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 143
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_sigterm_saves_a_run_and_a_second_run_in_its_folder_is_refused(tmp_path: Path) -> None:
+    """With the command line, as a scheduler does it."""
+    small = (
+        "data.tasks=[add]",
+        "data.size=20",
+        "data.heldout_per_task=1",
+        "rollout.prompts_per_iteration=2",
+        "rollout.group_size=2",
+        "rollout.max_new_tokens=16",
+        "run.device=cpu",
+        "run.threads=1",
+        "run.iterations=100000",
+        "run.checkpoint_every=100000",
+    )
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "visalign", "train", "text_grpo", *small, "-o", str(folder)]
+    words = tmp_path / "words.txt"
+    with words.open("w") as file:
+        first = subprocess.Popen(command, stderr=file, stdout=file, cwd=ROOT)
+    try:
+        end = time.monotonic() + 120
+        metrics = folder / "metrics.jsonl"
+        while not (metrics.is_file() and metrics.stat().st_size):
+            assert time.monotonic() < end and first.poll() is None, words.read_text()
+            time.sleep(0.1)
+        second = subprocess.run([*command, "--resume"], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert second.returncode == 2
+        assert f"is in use by process {first.pid} on" in second.stderr and "text_grpo" in second.stderr
+        assert not list(folder.glob("checkpoints/step_*"))
+        first.send_signal(signal.SIGTERM)
+        first.wait(timeout=120)
+    finally:
+        first.kill()
+        first.wait()
+    said = words.read_text()
+    assert first.returncode == 143, said
+    assert "SIGTERM: finishing this iteration and saving it" in said
+    assert "Stopped by SIGTERM. Continue with:" in said and said.rstrip().endswith("--resume")
+    assert len(list(folder.glob("checkpoints/step_*"))) == 1 and not (folder / LOCK).exists()

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and SIGTERM: a run that saves first, a command that closes its files and says how to go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class InterruptFlag:
+    """Turns the first Ctrl-C or SIGTERM into a flag that the loop reads; a second one stops at once.
+
+    Outside the main thread, where Python allows no signal handlers, they keep their usual meaning. Forks of
+    the process (a loader's workers) leave Ctrl-C to it, and end at SIGTERM.
+
+    Args:
+        notice: called with one sentence when the first one arrives.
+    """
+
+    def __init__(self, notice: Callable[[str], object] = print) -> None:
+        self.raised = False
+        self.by: int | None = None
+        """The signal that came."""
+        self._notice = notice
+        self._previous: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> InterruptFlag:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _handle(self, number: int, _frame: object) -> None:
+        if os.getpid() != self._process:
+            return None if number == signal.SIGINT else os._exit(128 + number)
+        if self.raised:
+            raise Stopped(number)
+        self.raised, self.by = True, number
+        again = "press again" if number == signal.SIGINT else "send it again"
+        self._notice(f"{name_of(number)}: finishing this iteration and saving it; {again} to stop at once.")
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that ends the process; `signal` is its number."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
+def name_of(number: int) -> str:
+    """A signal as people call it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """Inside the block SIGTERM raises `Stopped`, so that what is open is closed and a message can be said."""
+    process = os.getpid()
+
+    def stop(number: int, _frame: object) -> None:
+        if os.getpid() != process:
+            os._exit(128 + number)
+        raise Stopped(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
