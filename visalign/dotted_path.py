@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError, said_by, suggestion
 
 
 def named_object(path: str, *, what: str, error: type[Exception] = UserError) -> Any:
@@ -31,6 +31,8 @@ def named_object(path: str, *, what: str, error: type[Exception] = UserError) ->
     'cwd'
     """
     place, _, attribute = path.rpartition(":")
+    if not place or not attribute:
+        raise error(f"{path!r} names no {what}; write 'package.module:Name' or 'path/to/file.py:Name'.")
     module = _from_file(Path(place), what, error) if place.endswith(".py") else _from_name(place, path, error)
     found: Any = module
     for step in attribute.split("."):
@@ -74,24 +76,31 @@ def _from_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
         raise error(f"{file} cannot be imported; give a Python file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    is_whole = False
     try:
         spec.loader.exec_module(module)
-        is_whole = True
-    finally:
-        if not is_whole:
-            del sys.modules[spec.name]
+    except (Exception, SystemExit) as problem:  # whatever stands in it
+        del sys.modules[spec.name]
+        raise _broken(str(file), problem, error) from problem
     return module
+
+
+def _broken(what: str, problem: BaseException, error: type[Exception]) -> Exception:
+    """A user's module that raised while it was imported."""
+    if isinstance(problem, ModuleNotFoundError):
+        mend = f" It imports {problem.name!r}, which is not installed: python -m pip install {problem.name}."
+        return error(f"{what} cannot be imported.{mend}")
+    return error(f"{what} cannot be imported: it raised {said_by(problem)}.")
 
 
 def _from_name(module: str, path: str, error: type[Exception]) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as problem:
-        if problem.name and (module == problem.name or module.startswith(problem.name + ".")):
-            mend = "Is it installed, or on PYTHONPATH? A file can be named directly: 'path/to/file.py:Name'."
-        else:
-            mend = (
-                f"It imports {problem.name!r}, which is not installed: python -m pip install {problem.name}."
-            )
-        raise error(f"{path!r}: the module {module!r} cannot be imported. {mend}") from problem
+    except (Exception, SystemExit) as problem:
+        named = f"{path!r}: the module {module!r}"
+        missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
+        if missing and (module == missing or module.startswith(missing + ".")):
+            raise error(
+                f"{named} cannot be imported. Is it installed, or on PYTHONPATH? A file can be named "
+                "directly: 'path/to/file.py:Name'."
+            ) from problem
+        raise _broken(named, problem, error) from problem

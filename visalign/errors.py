@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
 
 
@@ -13,6 +15,25 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """A configuration file or an override that cannot be used."""
+
+
+def said_by(error: BaseException) -> str:
+    """An error of a user's own code: its kind, its words, and the last line of theirs that it went through.
+
+    >>> said_by(KeyError("seed"))
+    "KeyError: 'seed'"
+    """
+    words = "sys.exit(...)" if isinstance(error, SystemExit) else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{words}: {error.msg} ({error.filename}, line {error.lineno})"
+    if said := str(error):
+        words += f": {said}"
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        if module.split(".")[0] != "visalign" and not file.startswith((*libraries, "<")):
+            return f"{words} ({file}, line {line})"
+    return words
 
 
 def nearest(given: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:

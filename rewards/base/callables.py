@@ -81,7 +81,12 @@ def read_numbers(name: str, answer: Any, size: int, *, noun: str, place: str) ->
     `place` what stands before the index of a wrong entry ("at position").
     """
     if isinstance(answer, Tensor | np.ndarray):
-        answer = answer.tolist() if answer.ndim == 1 else [answer.tolist()]
+        if answer.ndim != 1:
+            raise RewardError(
+                f"Reward {name!r} returned the shape {list(answer.shape)}; needed is [{size}], one number "
+                f"per {noun}{': squeeze the last axis' if tuple(answer.shape) == (size, 1) else ''}."
+            )
+        answer = answer.tolist()
     if isinstance(answer, str) or not isinstance(answer, Sequence):
         raise RewardError(
             f"Reward {name!r} returned a {type(answer).__name__}; needed is a list of {size} numbers, one "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from types import TracebackType
 
-from visalign.errors import UserError
+from visalign.errors import UserError, said_by
 from visalign.interfaces import Scores
 
 from .contract import RewardError
@@ -25,7 +25,7 @@ def failure_reasons(scores: Scores) -> list[str | None]:
 
 
 class Naming:
-    """Turns what a reward raises into a RewardError that names the reward; the cause stays chained.
+    """Turns what a reward raises, sys.exit included, into a RewardError that names it and its line.
 
     Errors that are messages already pass as they are.
     """
@@ -39,18 +39,17 @@ class Naming:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, RewardError | UserError):
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, RewardError | UserError):
             raise RewardError(
-                f"Reward {self.name!r} raised {type(error).__name__}: {error}. See the cause above for the "
-                "line; for a sample that cannot be judged return None (a function) or valid=False (a class) "
-                "instead of raising."
+                f"Reward {self.name!r} raised {said_by(error)}. For a sample that cannot be judged return "
+                "None (a function) or valid=False (a class) instead of raising."
             ) from error
 
 
 class Attempt:
-    """Keeps the exception of a probed call, so that the report can name it instead of stopping there."""
+    """Keeps the exception of a probed call, sys.exit included, so that the report can name it."""
 
-    error: Exception | None = None
+    error: Exception | SystemExit | None = None
 
     def __enter__(self) -> Attempt:
         return self
@@ -58,9 +57,9 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):
             self.error = error
-        return isinstance(error, Exception)
+        return self.error is not None
 
 
 class FailureAlarm:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from visalign.errors import said_by
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.callables import (
     Parameters,
@@ -134,13 +135,13 @@ class TextFunctionReward:
     def _shown(self, completion: str) -> Any:
         return [{"role": "assistant", "content": completion}] if self._as_messages else completion
 
-    def _failed(self, error: Exception) -> str:
+    def _failed(self, error: BaseException) -> str:
         """The reason of a masked call, or the error that names the reward."""
         if self._mask:
-            return f"{self.name} raised {type(error).__name__}: {error}"
+            return f"{self.name} raised {said_by(error)}"
         raise RewardError(
-            f"Reward {self.name!r} raised {type(error).__name__}: {error}. See the cause above for the line; "
-            "for a completion that cannot be judged return None, or set on_error='mask'."
+            f"Reward {self.name!r} raised {said_by(error)}. For a completion that cannot be judged return "
+            "None, or set on_error='mask'."
         ) from error
 
     def _verdict(self, answer: float | str) -> TextVerdict:

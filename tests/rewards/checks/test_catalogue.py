@@ -145,6 +145,8 @@ def test_dotted_paths(tmp_path):
             "module 'no_such_module' cannot be imported. Is it installed, or on PYTHONPATH",
         ),
         ("nowhere.py:f", {}, "There is no file nowhere.py"),
+        ("nowhere.py:", {}, "'nowhere.py:' names no reward; write"),
+        (":f", {}, "':f' names no reward; write"),
         ("visalign.rewards.statistics:JpegSiz", {}, r"has no 'JpegSiz'. Did you mean 'JpegSize'\?"),
         (
             "jpeg_size",
@@ -217,7 +219,7 @@ def test_a_file_may_hold_a_dataclass(tmp_path):
     rewards = [load_reward(f"{tmp_path}/{place}:f") for place in ("mine.py", "other/mine.py")]
     assert [reward.score(IMAGES, PROMPTS).value[0].item() for reward in rewards] == [7.0, 8.0]
     (tmp_path / "mine.py").write_text("import no_such_thing\n")
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(RewardError, match="no_such_thing"):
         load_reward(f"{tmp_path}/mine.py:f")
     added = set(sys.modules) - known
     assert len(added) == 1 and "mine" not in added
@@ -301,10 +303,35 @@ def test_exception_is_named_and_chained():
         raise KeyError("brightness")
 
     with pytest.raises(
-        RewardError, match=r"Reward 'broken' raised KeyError: 'brightness'.*return None"
+        RewardError, match=r"Reward 'broken' raised KeyError: 'brightness' \(.*test_catalogue\.py, line \d+\)"
     ) as caught:
         value(broken)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.__cause__, KeyError) and "return None" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_reward_that_ends_the_program_does_not(code):
+    """A run that ended with code 0 and without a word would look finished."""
+    with pytest.raises(RewardError, match=rf"'leaves' raised sys\.exit\(\.\.\.\): {code} \(.*py, line"):
+        value(lambda images: sys.exit(code), name="leaves")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(images:", r"it raised SyntaxError: '\(' was never closed \(.*torn\.py, line 1\)\."),
+        ("x = 1\n1 / 0", r"it raised ZeroDivisionError: division by zero \(.*torn\.py, line 2\)\."),
+        ("import sys\nsys.exit(0)", r"it raised sys\.exit\(\.\.\.\): 0 \(.*torn\.py, line 2\)\."),
+        ("import no_such_package", "It imports 'no_such_package', which is not installed: python -m pip"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeypatch, source, message):
+    (tmp_path / "torn.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    for place in (f"{tmp_path}/torn.py:f", "torn:f"):
+        with pytest.raises(RewardError, match=rf"torn.* cannot be imported[.:] {message}"):
+            load_reward(place)
+        assert not [name for name in sys.modules if "visalign_own_torn" in name]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +339,11 @@ def test_exception_is_named_and_chained():
     [
         ([1, 2], "returned 2 scores for 3 images; return one number per image"),
         (torch.zeros(4), "returned 4 scores for 3 images"),
-        (torch.zeros(3, 1), "returned 1|position 0"),
+        (
+            torch.zeros(3, 1),
+            r"returned the shape \[3, 1\]; needed is \[3\], one number per image: squeeze the last axis",
+        ),
+        (np.zeros((3, 2)), r"returned the shape \[3, 2\]; needed is \[3\], one number per image\."),
         (["1", "2", "3"], r"returned '1' \(str\) at position 0; needed is a number, or None"),
         (1.5, "returned a float; needed is a list of 3 numbers"),
         (None, "returned a NoneType; needed is a list of 3 numbers"),
@@ -326,7 +357,7 @@ def test_exception_is_named_and_chained():
     ],
 )
 def test_wrong_answers(answer, message):
-    with pytest.raises(RewardError, match=f"Reward 'mine' {message}|{message}"):
+    with pytest.raises(RewardError, match=f"Reward 'mine' .*{message}"):
         value(lambda images: answer, name="mine")
 
 

@@ -118,7 +118,7 @@ def answer(value) -> Scores:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (KeyError("gone"), r"Reward 'mine' raised KeyError: 'gone'.*for a sample that cannot be judged"),
+        (KeyError("gone"), r"Reward 'mine' raised KeyError: 'gone'.*For a sample that cannot be judged"),
         (
             [1.0] * 4,
             r"returned a list; it must return .*visalign\.rewards\.check_text_reward\(reward\) finds",

@@ -130,7 +130,10 @@ def test_one_completion_at_a_time():
         ([1.0], "returned 1 scores for 2 completions; return one number per completion"),
         (3.0, "returned a float; needed is a list of 2 numbers"),
         (["1", 2], r"returned '1' \(str\) for completion 0; needed is a number, or None"),
-        (torch.ones(2, 1), "returned 1 scores for 2 completions"),
+        (
+            torch.ones(2, 1),
+            r"returned the shape \[2, 1\]; needed is \[2\], one number per completion: squeeze",
+        ),
         ([1.0, 7.0], r"returned 7, outside its declared range \(0.0, 1.0\)"),
     ],
 )
@@ -154,7 +157,8 @@ def test_not_a_number_is_missing_and_an_exception_is_named_or_masked():
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     masked = TextFunctionReward(divide, on_error="mask").score(["a", ""], ["?"] * 2)
     assert masked.valid.tolist() == [True, False]
-    assert masked.reason == [None, "divide raised ZeroDivisionError: division by zero"]
+    assert masked.reason is not None and masked.reason[0] is None
+    assert str(masked.reason[1]).startswith("divide raised ZeroDivisionError: division by zero (")
 
     def break_all(completions, **columns):
         raise KeyError("gone")
