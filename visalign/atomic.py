@@ -8,12 +8,12 @@ import tempfile
 from pathlib import Path
 
 
-def write_atomic(path: Path, content: bytes) -> Path:
+def write_atomic(path: Path, content: bytes | str) -> Path:
     """Write a file beside its place, flush it to disk, then rename it: a reader never sees half of it.
 
     Args:
         path: Where it shall stand; missing folders are made.
-        content: All of it.
+        content: All of it. Text becomes UTF-8; bytes of file names that are no text are escaped as in JSON.
 
     Returns:
         The path.
@@ -22,6 +22,8 @@ def write_atomic(path: Path, content: bytes) -> Path:
         OSError: Where the folder cannot be written or the disk is full; a file that stood there before
             survives, and nothing new is left behind.
     """
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

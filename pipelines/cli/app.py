@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -64,6 +65,9 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the command."""
+    for stream in (sys.stdout, sys.stderr):  # file names may be no text, and terminals know not every letter
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @app.command()

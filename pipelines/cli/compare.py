@@ -61,9 +61,7 @@ def _writer(
         from visalign.pipelines.shared.run_folder import pretty
 
         is_page = output.suffix.lower() == ".html"
-        return "Page" if is_page else "JSON", write_atomic(
-            output, (page() if is_page else pretty(result)).encode()
-        )
+        return "Page" if is_page else "JSON", write_atomic(output, page() if is_page else pretty(result))
 
     return write
 

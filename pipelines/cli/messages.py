@@ -22,6 +22,11 @@ USER_ERROR = 2
 """Exit code when something given cannot be used."""
 
 _SYSTEM = {
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EIO,
+    errno.EMFILE,
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EACCES,
@@ -59,7 +64,9 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
     except (ValueError, RuntimeError, TypeError, OSError) as error:
         if os.environ.get("VISALIGN_TRACEBACK") or not is_deliberate(error):
             raise
-        show_message(describe(error), title="Error", style="red")
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        then = f" Make room, then continue with:\n\n  {resume}" if full and resume else ""
+        show_message(f"{describe(error)}.{then}" if then else describe(error), title="Error", style="red")
         raise typer.Exit(USER_ERROR) from None
     finally:
         warnings.formatwarning = form

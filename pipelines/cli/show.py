@@ -175,7 +175,7 @@ def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> Non
     else:
         Console(file=stream).print(score_table(rows))
     if output is not None and isinstance(stream, io.StringIO):
-        write_atomic(output, stream.getvalue().encode())
+        write_atomic(output, stream.getvalue())
 
 
 def score_table(rows: Sequence[ScoreRow]) -> Group:

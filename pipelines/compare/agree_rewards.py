@@ -138,8 +138,8 @@ def _pairs(
 def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
     """Write `agreement.json` and `agreement.html` with the pictures that are shown."""
     names = dict.fromkeys(shown["image"] for pair in result["pairs"] for shown in pair["parted"])
-    write_atomic(folder / RESULT, pretty(result).encode())
-    return write_atomic(folder / PAGE, agree_page(result, shown_pictures(names)).encode())
+    write_atomic(folder / RESULT, pretty(result))
+    return write_atomic(folder / PAGE, agree_page(result, shown_pictures(names)))
 
 
 def _is_pairs(path: Path) -> bool:

@@ -118,8 +118,8 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Write `evaluation.json` and `evaluation.html`, each whole or not at all."""
     from visalign.evaluation.pages.reward_page import evaluation_page
 
-    write_atomic(folder / RESULT, pretty(result).encode())
-    write_atomic(folder / PAGE, evaluation_page(result).encode())
+    write_atomic(folder / RESULT, pretty(result))
+    write_atomic(folder / PAGE, evaluation_page(result))
 
 
 def _load_judges(names: Sequence[str]) -> dict[str, Any]:

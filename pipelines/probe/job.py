@@ -123,5 +123,5 @@ def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *
         shown = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
         pictures[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
-    write_atomic(folder / RESULT, pretty(result).encode())
-    return write_atomic(folder / PAGE, probe_page(result, original, pictures).encode())
+    write_atomic(folder / RESULT, pretty(result))
+    return write_atomic(folder / PAGE, probe_page(result, original, pictures))

@@ -19,6 +19,7 @@ from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.steering import steered_rollout
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
+from visalign.pipelines.shared.run_folder import check_place
 from visalign.seeds import sample_seed
 
 TABLE = "images.jsonl"
@@ -153,6 +154,7 @@ def sample_pictures(
     rewards = rewards or {}
     if settings.best_of > 1 and not rewards:
         raise UserError(f"best_of is {settings.best_of} and nothing says what is best; give a reward (-r).")
+    check_place(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is no empty folder. Give another one, so that no picture is lost.")
     policy = load_sampler(settings)

@@ -72,8 +72,8 @@ class ScoreLog(Generic[Entry]):
         else:
             known = {name: {"digest": i.digest, "identity": asdict(i)} for name, i in judges.items()}
             header = json.dumps({"format": FORMAT, "judges": known}, ensure_ascii=False, default=str)
-            path.write_text(header + "\n", encoding="utf-8")
-        return path.open("a", encoding="utf-8")
+            path.write_text(header + "\n", encoding="utf-8", errors="backslashreplace")
+        return path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def __len__(self) -> int:
         return len(self._found)
@@ -184,7 +184,7 @@ def score_key(images: Sequence[str], prompt: str, metadata: Mapping[str, Any] | 
     """What one score is of, 32 hex digits: images with size and time of their files, prompt, metadata."""
     parts = [[image, *_state(image)] for image in images]
     text = json.dumps([parts, prompt, metadata], ensure_ascii=False, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def number(value: Any) -> float | None:

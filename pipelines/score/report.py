@@ -56,7 +56,7 @@ def write_score_page(path: Path, summary: Mapping[str, Any]) -> Path:
     names = {
         row["image"] for reward in summary["rewards"] for side in ("best", "worst") for row in reward[side]
     }
-    return write_atomic(path, score_page(summary, shown_pictures(sorted(names))).encode())
+    return write_atomic(path, score_page(summary, shown_pictures(sorted(names))))
 
 
 def shown_pictures(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from visalign.errors import UserError, suggestion
 
+from .run_folder import check_place
+
 
 def parse_options(items: list[str]) -> dict[str, Any]:
     """`NAME=VALUE` items as options, the value read as YAML.
@@ -76,6 +78,7 @@ def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 
     Raises:
         RewardError: a reward has no identity, or scores images against their group.
+        UserError: the folder is a file, or cannot be written.
     """
     if folder is None:
         return rewards
@@ -83,6 +86,9 @@ def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     from visalign.rewards.cache.reward import CachedJudge, CachedReward
     from visalign.rewards.cache.store import ScoreCache
 
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"The cache '{folder}' is a file. Give a folder with --cache.")
+    check_place(folder)
     cache = ScoreCache(folder)
     return {
         label: CachedReward(reward, cache)

@@ -56,6 +56,7 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"The output '{folder}' is a file. Give a folder with --output.")
+    check_place(folder)
     if resume and not folder.is_dir():
         raise UserError(
             f"There is no folder '{folder}' to resume. Give its path, or start anew without --resume."
@@ -165,8 +166,22 @@ def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
         raise UserError(
             f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}."
         )
+    check_place(path)
     if path.exists():
         raise UserError(f"'{path}' exists, and nothing is overwritten. Give another name or remove it.")
+
+
+def check_place(path: Path) -> None:
+    """Refuse a path that nothing can be written to, before hours of work for it.
+
+    Raises:
+        UserError: it stands below a file, or in a folder that may not be written or is none of this system.
+    """
+    there = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), Path("/"))
+    if not there.is_dir():
+        raise UserError(f"'{there}' is no folder, so nothing can be written to '{path}'. Give another place.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"The folder '{there}' may not be written, so '{path}' cannot. Give another place.")
 
 
 def pretty(result: Any) -> str:

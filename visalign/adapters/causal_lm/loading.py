@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -40,19 +41,32 @@ def load_causal_lm(
             f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
             "model.save_pretrained wrote; for a LoRA alone give its base model here and load() it after."
         )
-    config: Any = AutoConfig.from_pretrained(name)
+    config: Any = from_pretrained(AutoConfig, name)
     if config.model_type in VISION_LANGUAGE:
         processor = _load_processor(name, config.model_type)
-        seeing: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
+        seeing: Any = from_pretrained(AutoModelForImageTextToText, name, dtype=dtype)
         return seeing, processor
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"{name} is a {config.model_type}, which is no causal language model. Choose a model that "
             f"AutoModelForCausalLM loads, or one that sees: {', '.join(VISION_LANGUAGE)}."
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    tokenizer: Any = AutoTokenizer.from_pretrained(name)
+    model: Any = from_pretrained(AutoModelForCausalLM, name, dtype=dtype)
+    tokenizer: Any = from_pretrained(AutoTokenizer, name)
     return model, tokenizer
+
+
+def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    """What a class of transformers loads by that name; an error that says what to correct where it cannot."""
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{kind.__name__} cannot load {name} ({said}). Correct the path, or the name and the access to "
+            "the hub; where there is none, fetch it elsewhere (`hf download NAME --local-dir FOLDER`) and "
+            "give that folder."
+        ) from error
 
 
 def _load_processor(name: str, kind: str) -> ProcessorMixin:

@@ -21,6 +21,7 @@ from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.text import TextRollout
 
+from .loading import from_pretrained
 from .replay import pack
 
 FILE = "value_head.safetensors"
@@ -93,7 +94,7 @@ class ValueModel(nn.Module):
             dtype: of the trunk.
             device: where it goes.
         """
-        trunk: Any = AutoModel.from_pretrained(str(folder_or_id), dtype=dtype)
+        trunk: Any = from_pretrained(AutoModel, str(folder_or_id), dtype=dtype)
         model = cls(trunk.to(device))
         if (Path(folder_or_id) / FILE).is_file():
             model.head.load(Path(folder_or_id))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs and caches that cannot be written, full disks, hubs out of reach, prompts that are no text."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from visalign.adapters.causal_lm.loading import load_causal_lm
+from visalign.errors import UserError
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.score.log import ScoreLog
+
+PICTURE = ("score", "picture.png", "-r", "sharpness", "-p", "x")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (8, 8), "red").save("picture.png")
+    Path("file").write_text("a file")
+    return tmp_path
+
+
+def visalign(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*PICTURE, "-o", "file/x.json"),
+        (*PICTURE, "--page", "file/x.html"),
+        (*PICTURE, "--cache", "file/x"),
+        ("compare", "picture.png", "picture.png", "-r", "sharpness", "-p", "x", "-o", "file/x.html"),
+        ("rank", "picture.png", "picture.png", "-r", "sharpness", "-p", "x", "-o", "file/x.html"),
+        ("agree", ".", "-r", "sharpness", "-r", "jpeg_size", "-p", "x", "-o", "file/x"),
+        ("evaluate", "shapes:pairs", "-r", "sharpness", "-o", "file/x"),
+        ("probe-reward", "sharpness", "-o", "file/x"),
+        ("sample", "shapes:heldout", "-o", "file/x"),
+        ("train", "text_grpo", "-o", "file/x"),
+        ("train", "text_sample", "-o", "file/x"),
+        ("train-reward", "shapes_hpsv3", "-o", "file/x"),
+    ],
+    ids=" ".join,
+)
+def test_a_place_below_a_file_is_refused_before_any_work(arguments: tuple[str, ...], here: Path) -> None:
+    result = visalign(*arguments)
+    assert result.exit_code == 2
+    assert f"Error: '{here / 'file'}' is no folder, so nothing can be written to 'file/x" in result.stderr
+
+
+def test_a_cache_that_is_a_file_is_refused() -> None:
+    result = visalign(*PICTURE, "--cache", "file")
+    assert (
+        result.exit_code == 2 and "The cache 'file' is a file. Give a folder with --cache." in result.stderr
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_refused(here: Path) -> None:
+    (here / "closed").mkdir(mode=0o500)
+    result = visalign(*PICTURE, "-o", "closed/x.json")
+    assert result.exit_code == 2 and "may not be written" in result.stderr
+
+
+def test_a_full_disk_in_score_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, entries: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScoreLog, "add", full)
+        patch.setattr(sys, "argv", ["visalign", *PICTURE, "-o", "x.json"])
+        result = visalign(*PICTURE, "-o", "x.json")
+    assert result.exit_code == 2
+    assert "No space left on device. Make room, then continue with:" in result.stderr
+    assert "visalign score picture.png -r sharpness -p x -o x.json --resume" in result.stderr
+    assert visalign(*PICTURE, "-o", "x.json", "-f", "json", "--resume").exit_code == 0
+    assert len(json.loads(Path("x.json").read_text())) == 1
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "table"])
+def test_prompts_that_are_no_text_are_written_so_that_json_reads_them(form: str) -> None:
+    odd = "caf\udce9"  # Latin-1 bytes of a command line, as Python reads them
+    given = ("score", "picture.png", "-r", "sharpness", "-p", odd)
+    assert visalign(*given, "-f", form, "-o", "out").exit_code == 0
+    raw = Path("out").read_bytes().decode("utf-8")  # valid UTF-8
+    if form.startswith("json"):
+        read = json.loads(raw)
+        assert (read[0] if form == "json" else read)["prompt"] == odd
+    for more in ("-f", "json"), ("--page", "page.html"):
+        assert visalign(*given, *more).exit_code == 0
+
+
+def test_a_text_model_that_the_hub_does_not_give_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, **_: object) -> None:
+        raise OSError("We couldn't connect to the hub.\nCheck your connection.")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
+    with pytest.raises(
+        UserError, match=r"AutoConfig cannot load org/model \(We couldn't connect to the hub\.\)"
+    ):
+        load_causal_lm("org/model", dtype=torch.float32)
