@@ -62,7 +62,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     ),
     "boxed_answer": (
         _ANSWERS,
-        {"compare": "auto", "extract": "boxed", "normalise": "latex", "name": "boxed_answer"},
+        {"compare": "math", "extract": "boxed", "normalise": "latex", "name": "boxed_answer"},
     ),
     "list_answer": (_ANSWERS, {"compare": "list", "extract": "last_line", "name": "list_answer"}),
     "text_format": "visalign.rewards.text.format:TextFormat",

@@ -20,13 +20,19 @@ NUMBER_LIMIT = 400
 
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)({_PLAIN})(?:[eE]([+-]?\d{{1,4}})|\*10(?:\^|\*\*)\(?([+-]?\d{{1,4}})\)?)?")
-_POWER = re.compile(r"([+-]?)10(?:\^|\*\*)\(?([+-]?\d{1,4})\)?")
-_RATIO = re.compile(rf"([+-]?)(?:(\d+)\s+)?({_PLAIN})/({_PLAIN})")
-_LAST_NUMBER = re.compile(rf"(?<![\w.])[+-]?(?:{_PLAIN})(?:[eE][+-]?\d{{1,4}}|/\d+)?%?")
+_POWER = re.compile(rf"([+-]?)({_PLAIN})(?:\^|\*\*)(?:\(([+-]?\d{{1,4}})\)|([+-]?\d{{1,4}}))")
+_RATIO = re.compile(rf"([+-]?)(?:(\d+)\s+)?({_PLAIN})/([+-]?)({_PLAIN})")
+_ROOT = re.compile(r"([+-]?)\\sqrt\s*(?:\{(\d+)\)|(\d))")
+_BRACED = r"\{(?:[^{}]|\{[^{}]{0,80}\}){0,80}\}"
+_LAST_NUMBER = re.compile(
+    rf"(?<![\w.])[+\-−]?(?:(?:\d+\s*)?\\(?:[dtc]?frac\s*(?:{_BRACED}|\d)\s*(?:{_BRACED}|\d)"
+    rf"|sqrt\s*(?:\[[^\]]{{0,9}}\])?\s*(?:{_BRACED}|\d))"
+    rf"|(?:{_PLAIN})(?:[eE][+-]?\d{{1,4}}|/\d+|\^(?:{_BRACED}|[+-]?\d+))?(?:\s*\\?%)?)(?:\s*\\pi)?"
+)
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_ASSIGNED = re.compile(r"[A-Za-z](?:_?\w)?\s*=\s*")
+_ASSIGNED = re.compile(r"([A-Za-z](?:_?\w)?)\s*=\s*")
 _SPACING = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\:", "\\ ", "\\(", "\\)", "\\[", "\\]", "~")
 _CURRENCY = ("\\$", "$", "€", "£", "¥")
 _SIGNS = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "\\times": "*", "\\cdot": "*", "{,}": ","}
@@ -103,7 +109,9 @@ def normalise_latex(text: str) -> str:
     for sign in ("−", "–"):
         answer = answer.replace(sign, "-")
     answer = re.sub(r"\\[dtc]frac", r"\\frac", answer.replace("{,}", ","))
-    answer = "".join(answer.strip("$").split())
+    # blanks go, but for those between digits that are no groups of three: "1 2" is not 12
+    answer = re.sub(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))", "\0", answer.strip("$").strip())
+    answer = "".join(answer.split()).replace("\0", " ")
     return answer[:-1] if answer.endswith(".") else answer
 
 
@@ -119,8 +127,9 @@ def parse_number(
 ) -> Fraction | None:
     r"""The exact value of a number, however it is written.
 
-    Read are 1234.5, 1,234.5 (groups of three), 3/4, 1 3/4, \frac{3}{4}, 1.5e3, 1.5×10^3, 50%, a leading
-    currency sign, and a leading "x =". NaN, infinity, words, and other rests are no number.
+    Read are 1234.5, 1,234.5 (groups of three), 3/4, 1 3/4, \frac{3}{4}, 1.5e3, 1.5×10^3, 2^{10}, \sqrt{16}
+    (of squares), 50%, a leading currency sign, and a leading "x =". NaN, infinity, words, and other rests are
+    no number.
 
     Args:
         given: text, int, float or Fraction.
@@ -152,6 +161,12 @@ def parse_number(
     return None if value is None else value / scale
 
 
+def names_differ(one: object, other: object) -> bool:
+    """Whether two answers name different unknowns: x = 1 and y = 1."""
+    names = [_ASSIGNED.match(str(text).replace("$", "").strip()) for text in (one, other)]
+    return names[0] is not None and names[1] is not None and names[0][1] != names[1][1]
+
+
 def _written_plainly(text: str) -> str:
     """LaTeX and typography as the signs of a plain number."""
     text = _TEXT.sub(r"\1", text)
@@ -171,14 +186,21 @@ def _written_plainly(text: str) -> str:
 
 def _value(text: str) -> Fraction | None:
     if hit := _RATIO.fullmatch(text):
-        below = _plain(hit[4])
+        below = _plain(hit[5])
         if below == 0:
             return None
         value = _plain(hit[3]) / below + int(hit[2] or 0)
-        return -value if hit[1] == "-" else value
+        return -value if (hit[1] == "-") != (hit[4] == "-") else value
     if hit := _POWER.fullmatch(text):
-        sign, mantissa, exponent = hit[1], Fraction(1), int(hit[2])
-    elif hit := _NUMBER.fullmatch(text):
+        base, power = _plain(hit[2]), int(hit[3] or hit[4])
+        if abs(power) > NUMBER_LIMIT or (base == 0 and power <= 0):
+            return None
+        return -(base**power) if hit[1] == "-" else base**power
+    if hit := _ROOT.fullmatch(text):
+        squared = int(hit[2] or hit[3])
+        root = math.isqrt(squared)
+        return None if root * root != squared else Fraction(-root if hit[1] == "-" else root)
+    if hit := _NUMBER.fullmatch(text):
         sign, mantissa, exponent = hit[1], _plain(hit[2]), int(hit[3] or hit[4] or 0)
     else:
         return None
@@ -209,7 +231,8 @@ def parse_list(given: object) -> list[Any] | None:
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(text)
     items = _split(text)
-    if len(items) == 1 and text[0] in "[({" and text[-1] in "])}" and _is_one_group(text):
+    pair = text[0] + text[-1]  # "[1, 2)" is an interval, not a list
+    if len(items) == 1 and pair in ("[]", "()", "{}") and _is_one_group(text):
         inner = text[1:-1].strip()
         return _split(inner) if inner else []
     return items

@@ -17,9 +17,10 @@ from typing import Any
 from visalign.data.text_tasks.tasks import TASKS, check_answer
 
 from .contract import TextRule, TextVerdict, after_marker, shortened
-from .parsing import EXTRACTORS, NORMALISERS, parse_list, parse_number
+from .parsing import EXTRACTORS, NORMALISERS, names_differ, parse_list, parse_number
+from .symbolic import is_installed, symbolically_equal
 
-COMPARISONS = ("exact", "number", "list", "auto")
+COMPARISONS = ("exact", "number", "list", "auto", "math")
 LONGEST_LIST = 256
 """Items of the longest list that is compared."""
 
@@ -33,7 +34,9 @@ class VerifiableAnswer(TextRule):
     - "number": |answer - truth| ≤ max(absolute, relative · |truth|), in exact arithmetic; forms as in
       `parse_number`;
     - "list": as many items, each equal to its counterpart as a number or else as normalised text;
-    - "auto": numbers where both are numbers, else exact.
+    - "auto": numbers where both are numbers, else exact; of x = 1 and y = 1 the names count;
+    - "math": as "auto", and where they are not both numbers, equal as mathematics: by math-verify where it is
+      installed (`pip install visalign[math]`), else as "auto". Decimals are exact: 0.333 is not 1/3.
 
     For all but "list" the ground truth may be a list of alternatives, of which one must be met.
     """
@@ -187,11 +190,14 @@ class VerifiableAnswer(TextRule):
     def _equal(self, answer: Any, truth: Any) -> bool:
         if self._compare != "exact":
             left, right = self._number(answer), self._number(truth)
-            if left is not None and right is not None:
+            if left is not None and right is not None and not names_differ(answer, truth):
                 return abs(left - right) <= max(self._absolute, self._relative * abs(right))
             if self._compare == "number":
                 return False
-        return self._normalise(str(answer)) == self._normalise(str(truth))
+        left, right = self._normalise(str(answer)), self._normalise(str(truth))
+        if left == right or self._compare != "math" or not is_installed():
+            return left == right
+        return symbolically_equal(left, right)
 
     def _number(self, given: Any) -> Fraction | None:
         return parse_number(given, percent=self._percent, units=self._units)

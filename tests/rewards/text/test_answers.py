@@ -56,6 +56,12 @@ def judge(reward, completion, answer, prompt="?"):
         ("x = 5", 5),
         ("−3", -3),
         (r"\text{7}", 7),
+        (r"2^{10}", 1024),
+        ("2**-2", Fraction(1, 4)),
+        ("-2^2", -4),
+        (r"\sqrt{16}", 4),
+        (r"-\sqrt 9", -3),
+        (r"\frac{3}{-4}", Fraction(-3, 4)),
         (0.1, Fraction(1, 10)),
         (3, 3),
         (1e16, 10**16),
@@ -69,6 +75,7 @@ def test_numbers_are_read_exactly(text, value):
     "text",
     [
         *("nan", "NaN", "inf", "-Infinity", "∞", "1/0", "12,34", "1,2345", "five", "", "5 cm", "1 2", "0x10"),
+        *("0^0", "0^-1", "2^9999", r"\sqrt{2}", r"\sqrt{-4}", "2^2^2", r"\frac{1}{-0}"),
         *("1e5000", "1e99999999999", "9" * 5000, "1.2.3", "٣x", float("nan"), float("inf"), True, None),
     ],
 )
@@ -104,7 +111,11 @@ def test_boxes(text, boxes):
 
 
 @pytest.mark.parametrize(
-    "text", ["\\boxed{" * 20_000, "\\boxed{a}" * 20_000, "<answer>" * 20_000, "1," * 50_000]
+    "text",
+    [
+        *("\\frac{1" * 20_000, "\\frac{1}{" * 20_000, "1^{" * 20_000, "\\sqrt{" + "a" * 100_000),
+        *("\\boxed{" * 20_000, "\\boxed{a}" * 20_000, "<answer>" * 20_000, "1," * 50_000),
+    ],
 )
 @pytest.mark.parametrize("extract", ["boxed", "answer_tag", "last_number"])
 def test_long_texts_take_linear_time(text, extract):
@@ -159,6 +170,34 @@ def test_numbers_within_a_tolerance():
     assert judge(whole, "1e400", "1e400")[0] == 1  # exact: no float overflows
 
 
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        (r"so it is \frac{3}{4}.", "3/4"),
+        (r"so it is -1\dfrac{3}{4}", "-7/4"),
+        (r"that makes 2^{10}", 1024),
+        (r"that makes 2^10 = 1024 or 2^{-1}", "1/2"),
+        (r"thus \sqrt{16}", 4),
+        ("it is −5", -5),
+        (r"or 12.5\%", "1/8"),
+        ("in 2024 it was 3/4.", "0.75"),
+    ],
+)
+def test_the_last_number_is_read_whole(text, truth):
+    assert judge(load_text_reward("numeric_answer"), text, truth)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        *[(r"\frac{3}{4}", 4), (r"2^{10}", 10), (r"\sqrt{2}", 2), (r"2\sqrt{3}", 3), (r"\sqrt[3]{5}", 5)],
+        *[("−5", 5), (r"3\pi", 3), (r"\frac{\sqrt{2}}{7}", 7), (r"5^{2x}", 2)],
+    ],
+)
+def test_no_part_of_an_expression_is_the_last_number(text, truth):
+    assert judge(load_text_reward("numeric_answer"), f"it is {text}", truth)[0] == 0
+
+
 def test_lists():
     reward = load_text_reward("list_answer")
     assert judge(reward, "So:\n[1, 2.0, three]", [1, 2, "Three"])[0] == 1
@@ -171,6 +210,7 @@ def test_lists():
     assert judge(loose, "1; 1", [1, 3])[0] == 0
     assert parse_list("(1,2),(3,4)") == ["(1,2)", "(3,4)"] and parse_list("{a; b}") == ["a", "b"]
     assert parse_list(r"\{1, 2\}") == ["1", "2"] and parse_list("") is None
+    assert judge(reward, "[1, 2)", "(1, 2]")[0] == 0 and judge(reward, "[1, 2)", "[1, 2)")[0] == 1
 
 
 def test_places_of_an_answer():
@@ -204,7 +244,7 @@ def test_without_a_ground_truth_there_is_no_score():
     ("options", "message"),
     [
         ({"extract": "box"}, "extract is 'box'; allowed are whole, last_line, boxed, answer_tag"),
-        ({"compare": "math"}, "compare is 'math'; allowed are exact, number, list, auto"),
+        ({"compare": "maths"}, "compare is 'maths'; allowed are exact, number, list, auto, math"),
         ({"absolute": -1.0, "compare": "number"}, "absolute is -1.0; allowed are finite numbers"),
         ({"relative": 0.1}, "compare='exact' has no tolerance; choose 'number'"),
         ({"pattern": "(a)"}, "a pattern goes with extract='pattern'"),

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that are equal, and answers that only look so: a table made by hand."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from visalign.rewards.catalogue import load_text_reward
+from visalign.rewards.text import symbolic, verifiable
+
+PLAIN = [
+    (r"\frac{1}{2}", "0.5"),
+    (r"\dfrac{1}{2}", r"\frac12"),
+    ("0.50", "1/2"),
+    ("1,000", "1000"),
+    (r"10\%", "0.1"),
+    ("50%", r"\frac{1}{2}"),
+    ("2^{10}", "1024"),
+    ("10^{-3}", "0.001"),
+    ("−5", "-5"),
+    (r"-\frac{3}{4}", r"\frac{-3}{4}"),
+    (r"\frac{3}{-4}", "-3/4"),
+    (r"1\frac{3}{4}", "7/4"),
+    ("x = 5", "5"),
+    (r"x=\frac{1}{3}", r"\frac{1}{3}"),
+    (r"\$18.90", "18.9"),
+    (r"1.5\times 10^3", "1500"),
+    (r"\frac{6}{8}", r"\frac{3}{4}"),
+    ("(1, 2)", r"\left(1,2\right)"),
+    ("[0,1)", r"\left[0,1\right)"),
+    (r"(-\infty, 3]", r"(-\infty,3]"),
+    (r"\textbf{C}", "C"),
+]
+"""Equal without math-verify."""
+MATHS = [
+    (r"\sqrt{16}", "4"),
+    (r"5\text{ cm}", "5"),
+    (r"90^\circ", "90"),
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+    (r"\sqrt{\frac{1}{4}}", r"\frac{1}{2}"),
+    (r"\frac{\pi}{2}", r"0.5\pi"),
+    (r"2\pi", r"\pi \cdot 2"),
+    (r"\sqrt[3]{27}", "3"),
+    (r"\log_2 8", "3"),
+    (r"\sin(\pi/6)", r"\frac12"),
+    (r"e^{\ln 3}", "3"),
+    ("5!", "120"),
+    (r"\binom{5}{2}", "10"),
+    (r"\frac{1+\sqrt{5}}{2}", r"\frac{\sqrt5+1}{2}"),
+    ("x+1", "1+x"),
+    ("(x+1)^2", "x^2+2x+1"),
+    ("2(x+3)", "2x+6"),
+    (r"\frac{x}{2}", r"\frac{1}{2}x"),
+    ("x^{-1}", r"\frac{1}{x}"),
+    ("a^2-b^2", "(a-b)(a+b)"),
+    ("3x^2y", "3yx^2"),
+    (r"\frac{x^2-1}{x-1}", "x+1"),
+    ("y=2x+1", "2x+1"),
+    (r"\cos^2 x", r"1-\sin^2 x"),
+    (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}"),
+    ("e^{2x}", "(e^x)^2"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    (r"(\frac{1}{2}, 3)", "(0.5,3)"),
+    (r"x\in[0,1]", "[0,1]"),
+    (r"(0,1)\cup(2,3)", r"(2,3)\cup(0,1)"),
+    ("1, 2", "2, 1"),
+    ("x=1, x=2", "1,2"),
+    (r"\pm 2", "2,-2"),
+    (r"\emptyset", r"\{\}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
+    ("3+4i", "4i+3"),
+    (r"\text{(A)}", "A"),
+    ("x>2", "2<x"),
+    (r"x\ge 2", r"x \geq 2"),
+]
+"""Equal where math-verify is installed."""
+DIFFERENT = [
+    ("0.333", r"\frac{1}{3}"),
+    ("3.14", r"\pi"),
+    ("1.414", r"\sqrt{2}"),
+    ("0.3333333", "1/3"),
+    ("5%", "5"),
+    ("50%", "50"),
+    ("[0,1)", "(0,1)"),
+    ("[0,1]", "(0,1)"),
+    ("(0,1]", "[0,1)"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2)", r"\{1,2\}"),
+    ("x", "X"),
+    (r"\{1,2\}", r"\{1,2,3\}"),
+    ("1, 2", "1"),
+    ("12", "1,2"),
+    ("x+1", "x-1"),
+    ("(x+1)^2", "x^2+1"),
+    (r"\frac{1}{2}", "2"),
+    ("2^{10}", "10"),
+    (r"\sqrt{2}", "2"),
+    (r"2\sqrt{3}", "3"),
+    (r"-\frac{1}{2}", r"\frac{1}{2}"),
+    ("x>2", "x<2"),
+    (r"x\ge2", "x>2"),
+    ("5 or 6", "6"),
+    ("I think 4", "4"),
+    ("y=2x+1", "y=2x+2"),
+    ("A", "B"),
+    (r"\text{yes}", r"\text{no}"),
+    ("1000000", "1000001"),
+    ("0.1234567", "0.1234568"),
+    ("12345678901234567890", "12345678901234567891"),
+    ("10^{20}+1", "10^{20}"),
+    (r"\infty", r"-\infty"),
+    (r"\pm 2", "2"),
+    ("", "4"),
+    ("x=1", "y=1"),
+    ("3+4i", "3-4i"),
+    (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}2&1\end{pmatrix}"),
+    ("2x", "2y"),
+    ("100 cm", "1"),
+    ("1 2", "12"),
+    ("1e999", "1e998"),
+    (r"\sqrt{2}", "1.41421356237"),
+    ("x = 5 or 6", "5"),
+    ("4, 5", "(4,5)"),
+    (r"\text{4 apples}", r"\text{5 apples}"),
+]
+
+
+def right(answer: str, truth: str) -> bool:
+    reward = load_text_reward("boxed_answer")
+    scores = reward.score([rf"so \boxed{{{answer}}}"], ["?"], [{"answer": truth}])
+    assert scores.valid.all(), scores.reason
+    return bool(scores.value.item())
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiable, "is_installed", lambda: False)
+
+
+@pytest.fixture
+def installed() -> None:
+    pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize(("answer", "truth"), PLAIN)
+def test_equal_by_our_own_reading(answer: str, truth: str, alone: None) -> None:
+    assert right(answer, truth) and right(truth, answer)
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_different_by_our_own_reading(answer: str, truth: str, alone: None) -> None:
+    assert not right(answer, truth)
+
+
+@pytest.mark.parametrize(("answer", "truth"), [*PLAIN, *MATHS])
+def test_equal_as_mathematics(answer: str, truth: str, installed: None) -> None:
+    assert right(answer, truth)
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_different_as_mathematics(answer: str, truth: str, installed: None) -> None:
+    assert not right(answer, truth)
+
+
+def test_a_comparison_that_never_ends_is_ended(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert right("x+1", "1+x")
+    monkeypatch.setattr(symbolic, "SECONDS", 1.0)
+    begun = time.monotonic()
+    assert not right("9^{9^{9^{9^{9}}}}+x", "x+9^{9^{9^{9^{8}}}}")
+    assert time.monotonic() - begun < 30
+    monkeypatch.undo()
+    assert right("x+2", "2+x")
+
+
+def test_comparisons_in_threads_and_after_the_process_was_killed(installed: None) -> None:
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: found.append(right("a+b", "b+a"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+    process = symbolic._asker()._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert right("a+c", "c+a") and not right("a+c", "c-a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 900,
+        r"\frac" * 150,
+        "\x00",
+        "$",
+        "$$1$$ $2$",
+        r"\boxed{}",
+        "__import__('os').system('ls')",
+        "{" * 99,
+    ],
+)
+def test_what_is_no_mathematics_is_never_an_error(text: str, installed: None) -> None:
+    assert not symbolic.symbolically_equal(text, "1")
+    assert right("a+c", "c+a")
