@@ -27,6 +27,9 @@ class Identity:
     """Folder name or hub id of the weights."""
     weights: str = ""
     """Fingerprint of the weight files (`fingerprint`), or "" where there are none or they are remote."""
+    revision: str = ""
+    """Commit of the hub's repository, or "" where the weights came another way; says what the weights' own
+    fingerprint says, so it is no part of the digest."""
     template: str | None = None
     """The prompt template as text, if the judge has one."""
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
@@ -43,8 +46,16 @@ class Identity:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole record, 64 hex digits."""
-        return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()
+        """SHA-256 of the record, 64 hex digits."""
+        record = {name: value for name, value in asdict(self).items() if name != "revision"}
+        return hashlib.sha256(_canonical(record).encode()).hexdigest()
+
+    @property
+    def line(self) -> str:
+        """Whose numbers these are, in a line: judge, model, its revision or fingerprint, and the digest."""
+        weights = f"revision {self.revision[:12]}" if self.revision else f"weights {self.weights[:12]}"
+        known = f", {weights}" if self.revision or self.weights.strip("+ ") else ""
+        return f"{self.judge}: {self.model}{known}, identity {self.digest[:12]}"
 
     def differences(self, other: Identity) -> list[str]:
         """Names of the fields in which two judges differ."""

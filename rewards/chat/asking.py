@@ -32,7 +32,8 @@ class ServedJudge:
         base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
         model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None.
         server: a `ChatServer` instead of the two, which several judges may share.
-        template: instead of ours: a `Template`, or the text alone, with the names in braces that ours has.
+        template: instead of ours: a `Template`, or the text alone, with the names in braces that ours has,
+            before which the pictures are put without labels, as the published texts want them.
         default: ours.
         needed: names that the template must hold.
         answers: K to each question.
@@ -82,6 +83,7 @@ class ServedJudge:
         *,
         top_logprobs: int = 0,
         fields: Mapping[str, str] | None = None,
+        source: bool = False,
     ) -> Scores:
         """Scores of B pictures, each the mean of its n readable answers.
 
@@ -95,10 +97,11 @@ class ServedJudge:
             unit: of the value.
             top_logprobs: alternatives of the first token to ask for.
             fields: further names that the template fills.
+            source: show the picture under "source" in a record first.
         """
         size = len(request)
         reasons = list(request.images.reasons)
-        rows, queries = requests(request, self.template, reasons, fields)
+        rows, queries = requests(request, self.template, reasons, fields, source=source)
 
         def reader(reply: Reply) -> tuple[Mapping[str, float], str]:
             return read(reply), reply.text
@@ -156,15 +159,12 @@ def connect(
 def as_template(
     name: str, given: Template | str | None, default: Template, *, needed: Sequence[str] = ("prompt",)
 ) -> Template:
-    """The template that a judge was given, or its own; a text with names in braces becomes one with the same
-    pictures. It must hold the names that are `needed`.
+    """The template that a judge was given, or its own; a text with names in braces comes behind as many
+    pictures, and nothing between them. It must hold the names that are `needed`.
     """
     template = given if isinstance(given, Template) else default
     if isinstance(given, str):
-        labels = [part["text"] for part in _parts(default)[:-1] if part["type"] == "text"]
-        template = question(
-            default.name, given, pictures=labels or [""] * default.images, words=default.words
-        )
+        template = question(default.name, given, pictures=[""] * default.images, words=default.words)
     if missing := [field for field in needed if field not in template.fields]:
         raise RewardError(
             f"{name}: the template has no {{{missing[0]}}}; write it where the text is to stand. A template "
@@ -184,8 +184,3 @@ def failed(answers: Sequence[Any]) -> str:
         return first
     count = sum(isinstance(answer, AnswerError) for answer in answers)
     return f"{count} of {len(answers)} answers failed, the first so: {first}"
-
-
-def _parts(template: Template) -> list[Mapping[str, Any]]:
-    content = template.messages[-1]["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

@@ -1,50 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UnifiedReward: a served vision-language model gives a picture points from 1 to 5.
+"""UnifiedReward: a vision-language model gives a picture, or an edit of one, points.
 
-Source: Wang et al., "Unified Reward Model for Multimodal Understanding and Generation", arXiv 2503.05236;
-checkpoints CodeGoat24/UnifiedReward-*. The questions ask for the published forms of the answer in our own
-words; to ask a checkpoint in the words that it was trained with, give them as `template`. Peers score an
-answer that cannot be read 0 or with the batch mean; here it is masked.
+Source: Wang et al., "Unified Reward Model for Multimodal Understanding and Generation", arXiv 2503.05236, its
+versions 2.0 and Edit; checkpoints CodeGoat24/UnifiedReward-*. The questions are those of their training
+(`published_wording`). Peers score an answer that cannot be read 0 or with the batch mean; here it is masked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, read_request
-from visalign.rewards.reading.ratings import all_aspects, aspect_mean, final_score
+from visalign.rewards.reading.ratings import all_aspects, aspect_mean, final_score, listed_scores
 
 from .asking import ServedJudge
 from .messages import Reply, question
+from .published_wording import PUBLISHED
 
-_CAPTION = "\n\nText Caption: [{prompt}]"
+Mode = Literal["aspects", "final", "edit_following", "edit_quality"]
 
-ASPECTS = question(
-    "unified_reward_aspects",
-    "This picture was generated from the text caption below. Rate it from 1 to 5 on three axes.\n"
-    "- Alignment Score: how well its content agrees with the caption.\n"
-    "- Coherence Score: how consistent it is in itself, without glitches and distorted objects.\n"
-    "- Style Score: how attractive it looks, whatever the caption says.\n\n"
-    "Answer in this form alone:\n\n"
-    "Alignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z" + _CAPTION,
-)
-FINAL = question(
-    "unified_reward_final",
-    "This picture was generated from the text caption below. Judge two things: how well it agrees with the "
-    "caption in its objects, their attributes and their relations; and its visual quality, such as clarity, "
-    "detail, color and appeal. First list the elements of the caption, each as 'element (type): value', with "
-    "value 1 if the picture shows it and 0 if not. Then give one score from 1 to 5 after 'Final Score:'."
-    + _CAPTION,
-)
+
+def _aspects(reply: Reply) -> dict[str, float]:
+    scores = all_aspects(reply.text)
+    return {"value": aspect_mean(scores)[0], **scores}
+
+
+def _final(reply: Reply) -> dict[str, float]:
+    return {"value": final_score(reply.text)}
+
+
+def _listed(*names: str) -> Callable[[Reply], dict[str, float]]:
+    def read(reply: Reply) -> dict[str, float]:
+        scores = listed_scores(reply.text, count=len(names), low=0.0, high=25.0)
+        return {"value": sum(scores) / len(scores), **dict(zip(names, scores, strict=True))}
+
+    return read
+
+
+_READERS: dict[str, Callable[[Reply], dict[str, float]]] = {
+    "aspects": _aspects,
+    "final": _final,
+    "edit_following": _listed("success", "restraint"),
+    "edit_quality": _listed("naturalness", "no_artifacts"),
+}
 
 
 class UnifiedReward(ServedJudge):
-    """Points from 1 to 5 for a picture and its prompt.
+    """Points for a picture and its prompt, from 1 to 5; for edits from 0 to 25.
 
     "aspects": the mean of alignment, coherence and style, which are in the parts. "final": the number after
-    "Final Score:". With more than one answer the score is their mean, with their standard deviation.
+    "Final Score:". "edit_following": the mean of how well an edit does what the prompt, its instruction, asks
+    for ("success"), and of how little else it changes ("restraint"); the source picture is the record's
+    "source", a file, a PIL image or an array. "edit_quality": the mean of "naturalness" and "no_artifacts" of
+    the edit alone. With more than one answer the score is their mean, with their standard deviation.
     """
 
     name = "unified_reward"
@@ -57,7 +67,7 @@ class UnifiedReward(ServedJudge):
         base_url: str | None = None,
         model: str | None = None,
         *,
-        mode: Literal["aspects", "final"] = "aspects",
+        mode: Mode = "aspects",
         **asking: Any,
     ) -> None:
         """Say who is asked, and what.
@@ -65,25 +75,21 @@ class UnifiedReward(ServedJudge):
         Args:
             base_url: see `ServedJudge`.
             model: see `ServedJudge`.
-            mode: "aspects" or "final".
-            **asking: of `ServedJudge`; the template holds {prompt}.
+            mode: "aspects", "final", "edit_following" or "edit_quality".
+            **asking: of `ServedJudge`; the template holds {prompt} where the published one does.
         """
-        if mode not in ("aspects", "final"):
-            raise RewardError(f"{self.name}: mode is {mode!r}; allowed are 'aspects' and 'final'.")
+        if mode not in get_args(Mode):
+            raise RewardError(f"{self.name}: mode is {mode!r}; allowed are {', '.join(get_args(Mode))}.")
         self.mode = mode
-        super().__init__(base_url, model, default=ASPECTS if mode == "aspects" else FINAL, **asking)
+        if mode.startswith("edit"):
+            self.unit, self.range = "points from 0 to 25", (0.0, 25.0)
+        self._source = mode == "edit_following"
+        default = question(f"unified_reward_{mode}", PUBLISHED[mode], pictures=[""] * (1 + self._source))
+        needed = () if mode == "edit_quality" else ("prompt",)
+        super().__init__(base_url, model, **{"default": default, "needed": needed, **asking})
         self.identity = self.identified(mode=mode, **self.drawing)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Points per image; metadata is not looked at."""
+        """Points per image; of the metadata an edit's "source" is looked at."""
         request = read_request(self.name, images, prompts, metadata)
-        return self.rate(request, _aspects if self.mode == "aspects" else _final, self.unit)
-
-
-def _aspects(reply: Reply) -> dict[str, float]:
-    scores = all_aspects(reply.text)
-    return {"value": aspect_mean(scores)[0], **scores}
-
-
-def _final(reply: Reply) -> dict[str, float]:
-    return {"value": final_score(reply.text)}
+        return self.rate(request, _READERS[self.mode], self.unit, source=self._source)

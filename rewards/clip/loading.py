@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.weights.checkpoint_files import dtype_of, listed, local_folder, read_tensors
+from visalign.rewards.weights.checkpoint_files import dtype_of, listed, read_tensors
+from visalign.rewards.weights.hub import TRANSFORMERS_FILES, is_hub_id, local_folder
 
 from .encoder import ClipEncoder, ClipParts
-from .open_clip_folder import CONFIG, check_end_token, load_open_clip, open_clip_place
+from .open_clip_folder import CONFIG, WEIGHTS, check_end_token, load_open_clip, open_clip_place
 from .published_layouts import CLIP_VIT_H_14, load_transformers_clip
 
 TRANSFORMERS = "transformers:"
@@ -29,7 +30,10 @@ TRANSFORMERS = "transformers:"
 BASE = "clip_base.json"
 CHANGES = "clip_changes.safetensors"
 
-HUB_FILES = ("*.json", "*.txt", "*.safetensors", "pytorch_model*.bin")
+HUB_FILES = (*TRANSFORMERS_FILES, "mlp_pytorch_model.bin", CHANGES, "hp_head.safetensors", WEIGHTS)
+"""Of transformers' models, of ICTHP's two parts, and of what is written here."""
+OPEN_CLIP_FILES = (CONFIG, WEIGHTS, "open_clip_pytorch_model.bin", "*token*.json", "vocab.*", "merges.txt")
+"""Of open_clip's models."""
 
 
 def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precision: str = "fp32") -> ClipParts:
@@ -37,8 +41,10 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
 
     Args:
         model: a folder of open_clip (`open_clip_folder` describes it) or of transformers (config.json of
-            model_type "clip"); a name of the package's own models; "transformers:organisation/model"; or what
-            else `load_open_clip` takes.
+            model_type "clip"), or the weight file of the latter (without a config.json beside it CLIP
+            ViT-H/14's); a name of the package's own models; a hub id "organisation/model", which is read as
+            what it holds, open_clip's files first, or after "transformers:" as that alone; or what else
+            `load_open_clip` takes.
         device: where the towers go.
         precision: of the towers: "fp32", "bf16" or "fp16".
 
@@ -49,10 +55,18 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
             that loses the end token.
     """
     dtype_of(precision)
+    if Path(model).is_file():
+        state, folder = read_tensors(model), Path(model).parent
+        return load_transformers_clip(
+            folder, state=state, config=CLIP_VIT_H_14, device=device, precision=precision
+        )
     if str(model).startswith(TRANSFORMERS):
         folder = local_folder(str(model).removeprefix(TRANSFORMERS), HUB_FILES)
         return load_transformers_clip(folder, device=device, precision=precision)
     folder = Path(str(model).removeprefix("local-dir:"))
+    if not folder.is_dir() and is_hub_id(model):
+        is_open_clip = (local_folder(model, (CONFIG,)) / CONFIG).is_file()
+        folder = model = local_folder(model, OPEN_CLIP_FILES if is_open_clip else HUB_FILES)
     if folder.is_dir() and not (folder / CONFIG).is_file() and (folder / "config.json").is_file():
         return load_transformers_clip(folder, device=device, precision=precision)
     found, preprocess, tokenizer = load_open_clip(model, device=device, precision=precision)
@@ -90,12 +104,17 @@ def load_fine_tuned_clip(
     """Load a fine-tuned contrastive model: as `ClipParts.save` wrote it (also the changes to a base alone,
     `save_changes`), or as ICTHP published it, a bare `pytorch_model.bin` of a CLIP ViT-H/14 included.
     `subfolder` is looked into where the folder has it ("hp_backbone"); one without config.json is read as
-    CLIP ViT-H/14.
+    CLIP ViT-H/14, and its texts by open_clip's tokenizer, as ICTHP's evaluation reads them.
     """
     file = Path(model)
     if file.is_file():
         return load_transformers_clip(
-            file.parent, state=read_tensors(file), config=CLIP_VIT_H_14, device=device, precision=precision
+            file.parent,
+            state=read_tensors(file),
+            config=CLIP_VIT_H_14,
+            device=device,
+            precision=precision,
+            tokenizer="open_clip",
         )
     folder = find_folder(model)
     if subfolder and (folder / subfolder).is_dir():
@@ -104,7 +123,9 @@ def load_fine_tuned_clip(
         return _load_changes(folder, subfolder=subfolder, device=device, precision=precision)
     if (folder / CONFIG).is_file():
         return load_clip(folder, device=device, precision=precision)
-    return load_transformers_clip(folder, config=CLIP_VIT_H_14, device=device, precision=precision)
+    return load_transformers_clip(
+        folder, config=CLIP_VIT_H_14, device=device, precision=precision, tokenizer="open_clip"
+    )
 
 
 def save_changes(

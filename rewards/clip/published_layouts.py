@@ -77,10 +77,11 @@ def load_transformers_clip(
     config: Mapping[str, Any] | None = None,
     device: str | torch.device = "cpu",
     precision: str = "fp32",
+    tokenizer: str = "transformers",
 ) -> ClipParts:
     """Load a `CLIPModel` folder, strictly: config.json (or `config`), weights (or `state`), and where there
     are any tokenizer and preprocessor_config.json. Without a tokenizer a vocabulary of 49408 gets CLIP's
-    own, which comes with open_clip.
+    own, as `tokenizer` reads texts: "transformers" or "open_clip", which also undoes HTML ("&amp;").
     """
     from transformers import CLIPConfig, CLIPModel
     from transformers.initialization import no_init_weights
@@ -92,12 +93,12 @@ def load_transformers_clip(
     known = read_folder(folder) if state is None else state
     load_strict(model, drop_known(known, POSITION_IDS), str(folder))
     model.to(device=torch.device(device), dtype=dtype_of(precision)).eval().requires_grad_(False)
-    tokenizer = _tokenizer(folder, model.config.text_config)
+    found = _tokenizer(folder, model.config.text_config, tokenizer)
     return ClipParts(
         encoder=ClipEncoder(model).eval(),
         preprocess=_preprocessing(folder, int(model.config.vision_config.image_size)),
-        tokenizer=tokenizer,
-        end=_transformers_end(model.config.text_config, tokenizer),
+        tokenizer=found,
+        end=_transformers_end(model.config.text_config, found),
         place=folder,
     )
 
@@ -117,7 +118,7 @@ def _read_config(folder: Path, config: Mapping[str, Any] | None) -> Mapping[str,
     return settings
 
 
-def _tokenizer(folder: Path, text: Any) -> Callable[..., Tensor]:
+def _tokenizer(folder: Path, text: Any, otherwise: str) -> Callable[..., Tensor]:
     length = int(text.max_position_embeddings)
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         from transformers import AutoTokenizer
@@ -130,7 +131,15 @@ def _tokenizer(folder: Path, text: Any) -> Callable[..., Tensor]:
         )
     from open_clip import SimpleTokenizer
 
-    return SimpleTokenizer(context_length=length)
+    words = SimpleTokenizer(context_length=length)
+    if otherwise == "open_clip":
+        return words
+    from transformers import CLIPTokenizer
+
+    marks = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+    vocabulary = {marks.get(word, word): place for word, place in words.encoder.items()}
+    merges: Any = list(words.bpe_ranks)
+    return TextTokenizer(CLIPTokenizer(vocab=vocabulary, merges=merges), length)
 
 
 def _transformers_end(text: Any, tokenizer: Any) -> int:

@@ -19,6 +19,7 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import check_options
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
+from visalign.rewards.weights.hub import revision_of
 from visalign.rewards.weights.resize import fitting_pictures, model_levels, model_pixels, normalised
 
 from .encoder import ClipEncoder, ClipParts
@@ -109,6 +110,7 @@ class ClipTowers:
             judge=judge,
             model=self.source,
             weights=f"{self.fingerprint} {head}".rstrip(),
+            revision=revision_of(self.parts.place),
             preprocessing=self.preprocess,
             dtype=self.precision,
             options=options,

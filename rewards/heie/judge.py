@@ -85,7 +85,8 @@ class Heie:
         write_reasons: bool = True,
         max_new_tokens: int = 128,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        precision: str = "auto",
+        **loading: Any,
     ) -> None:
         """Load the model and its heads.
 
@@ -100,7 +101,8 @@ class Heie:
             write_reasons: let `explain` write them.
             max_new_tokens: of the reasons.
             device: where the model runs.
-            precision: of its weights; heads are float32 always.
+            precision: of its weights, as in `engine_of`; heads are float32 always.
+            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
 
         Raises:
             ValueError: options that are not allowed, or heads of other sizes than the model's.
@@ -111,7 +113,7 @@ class Heie:
             raise ValueError(
                 f"{self.name}: tiles is {tiles} and size {size}; allowed are whole numbers from 1."
             )
-        self.engine = engine_of(model, device=device, precision=precision)
+        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         self.heads = heads if isinstance(heads, HeieHeads) else HeieHeads.load(_find(heads, model))
         sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
         if (sizes.hidden, sizes.features) != (width, width):  # a picture's features are its tokens

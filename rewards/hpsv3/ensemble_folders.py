@@ -26,7 +26,7 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import ADAPTER, base_of
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings
-from visalign.rewards.weights.checkpoint_files import local_folder
+from visalign.rewards.weights.hub import local_folder
 
 from .ensemble_model import TOKEN, LoraEnsembleModel
 from .model import CLAMP, HEAD_FILE, TEMPLATE

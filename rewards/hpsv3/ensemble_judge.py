@@ -83,7 +83,7 @@ class LoraEnsembleReward:
         min_members: int = 2,
         base: str | Path | None = None,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        precision: str = "auto",
         **options: Any,
     ) -> None:
         """Note the model, which is loaded at the first score.
@@ -96,8 +96,9 @@ class LoraEnsembleReward:
                 What a single member says has no known deviation.
             base: the base model, in place of the one that judge.json names.
             device: where it runs.
-            precision: of the base, "fp32", "bf16" or "fp16"; adapters and heads are float32 always.
-            **options: of `VisionLanguageEngine`: max_tokens_per_batch (all members counted), ...
+            precision: of the base, "fp32", "bf16", "fp16", or "auto", which is bf16 but on the CPU; adapters
+                and heads are float32 always.
+            **options: of `engine_of`: attention, device_map, max_tokens_per_batch (all members counted), ...
 
         Raises:
             ValueError: an option that is not allowed. What loading raises comes with the first score.
@@ -113,7 +114,7 @@ class LoraEnsembleReward:
             )
         self.value, self.beta, self.min_members = value, beta, min_members
         self._given, self._base = model, base
-        self._options = {**options, "device": device, "dtype": dtype_of(precision, f"{self.name}: ")}
+        self._options = {**options, "device": device, "dtype": dtype_of(precision, f"{self.name}: ", device)}
 
     @classmethod
     def from_members(

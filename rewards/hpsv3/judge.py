@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HPSv3: how much people prefer a picture for its prompt, with a mean and a standard deviation.
 
-Source: Ma et al., "HPSv3: Towards Wide-Spectrum Human Preference Score", arXiv 2508.03789. `hpsv3_loading`
-says which folders are read, and how the published weights get the instruction text that they were trained
-with: it is read from `judge.json` or passed as an option, since another text gives other scores.
+Source: Ma et al., "HPSv3: Towards Wide-Spectrum Human Preference Score", arXiv 2508.03789. `loading` says
+which files and folders are read; published weights are asked in the words of their training (`published`).
 
 Differences from the released inference: the standard deviation is returned, not its logarithm; the head runs
 at the reward token alone; a reward token in a prompt is escaped; the mode of positions is explicit. By the
@@ -30,6 +29,7 @@ from torch import nn
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import make_scores, prompt_problem, read_request, scatter
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.vlm.engine import check_loading
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
@@ -40,7 +40,7 @@ from .model import REWARD_TOKEN, TEMPLATE, HPSv3Batch, HPSv3Model
 __all__ = ["REWARD_TOKEN", "TEMPLATE", "HPSv3", "HPSv3Batch", "HPSv3Model"]
 
 PUBLISHED = "MizzenAI/HPSv3"
-"""Hub id of the published weights; they need `base="Qwen/Qwen2-VL-7B-Instruct"` and their template."""
+"""Hub id of the published weights; config and processor come from `loading.BASE`."""
 
 
 class HPSv3:
@@ -58,26 +58,29 @@ class HPSv3:
         base: str | Path | None = None,
         template: Template | None = None,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        precision: str = "auto",
         **options: Any,
     ) -> None:
         """Note the model, which is loaded at the first score.
 
         Args:
-            model: packaged name, folder in our layout or the published one, hub id (`PUBLISHED`), or the
-                module.
+            model: packaged name, folder in our layout or the published one, the published file, hub id
+                (`PUBLISHED`), or the module.
             base: config and processor for the published layout; see `hpsv3_loading.load_hpsv3`.
             template: in place of the folder's.
             device: where it runs.
-            precision: of the vision-language model, "fp32", "bf16" or "fp16"; the head is float32 always.
-            **options: of `VisionLanguageEngine`: positions, max_tokens_per_batch, min_pixels, ...
+            precision: of the vision-language model, "fp32", "bf16", "fp16", or "auto", which is bf16 but on
+                the CPU; the head is float32 always.
+            **options: of `engine_of`: attention, device_map, quantisation, positions, max_tokens_per_batch,
+                min_pixels, ...
 
         Raises:
             ValueError: an unknown precision. What `load_hpsv3` raises comes with the first score.
         """
+        check_loading(self.name, options)
         self._given = model
         self._options = {"base": base, "template": template, "device": device, **options}
-        self._options["dtype"] = dtype_of(precision, "hpsv3: ")
+        self._options["dtype"] = dtype_of(precision, "hpsv3: ", device)
 
     @cached_property
     def model(self) -> HPSv3Model:

@@ -7,9 +7,8 @@ whole model or the name of its base with a LoRA.
 The published one: one file of 736 tensors named `visual.*`, `model.*`, `lm_head.weight`, `rm_head.*` (the
 names of transformers 4; 5 nests tower and language model in `model`), in which the vocabulary holds the
 reward token (151 658 for the 7B model). Its config and processor are those of the model that it was trained
-from. The text of its instruction is not in the file, and scores mean nothing under another text: write it,
-with `{prompt}` and the reward token, into a `judge.json` beside the file ({"templates": {"hpsv3": ...}}, see
-`vlm.template`), or pass it as `template`.
+from (`BASE`, of which the small files alone are fetched). Its instruction is built in (`published`); a
+`judge.json` beside the file ({"templates": {"hpsv3": ...}}, see `vlm.template`) or `template` replaces it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,21 @@ from torch import Tensor
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.vlm.engine import VisionLanguageEngine
-from visalign.rewards.vlm.loading import base_of, find_model, load_processor
+from visalign.rewards.vlm.loading import PLACING, base_of, find_model, load_processor, placed, placing_options
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
-from visalign.rewards.weights.checkpoint_files import listed, local_folder, quiet_loading, read_tensors
+from visalign.rewards.weights.checkpoint_files import listed, quiet_loading, read_tensors
+from visalign.rewards.weights.hub import SMALL_FILES, local_folder, revision_of
 from visalign.vision.patches import smart_resize as _smart_resize
 
 from .head import RanknetHead
 from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model
+from .published import PUBLISHED_TEMPLATE
 
 PIXELS = 448 * 448
 """Of each resized picture in the published model: least and most alike."""
 _FILES = ("*.safetensors", "*.pt", "*.pth", "*.bin")
+BASE = "Qwen/Qwen2-VL-7B-Instruct"
+"""Whose config and processor the published weights need."""
 
 MIN_PIXELS = 56 * 56
 """Qwen2-VL's default."""
@@ -56,19 +59,19 @@ def load_hpsv3(
 
     Args:
         place: folder, packaged name, hub id, or the published file itself.
-        base: folder or hub id with config and processor for the published layout, whose folder has none; in
-            our layout in place of what judge.json names.
+        base: folder or hub id with config and processor for the published layout; where its folder has none
+            and None is given, `BASE`. In our layout in place of what judge.json names.
         template: in place of the folder's.
         device: where it runs.
         dtype: of the vision-language model; the head is float32 always.
-        **options: of `VisionLanguageEngine`.
+        **options: of `VisionLanguageEngine.from_pretrained`.
 
     Returns:
         The model in evaluation mode, without gradients.
 
     Raises:
         FileNotFoundError: a part is missing.
-        RewardError: keys that are missing or unexpected, each named; or no template for published weights.
+        RewardError: keys that are missing or unexpected, each named.
     """
     folder = _folder(place)
     if folder.is_dir() and "head" in JudgeSettings.read(folder).rest:
@@ -108,11 +111,11 @@ def _load_ours(
     clamp = head_settings.get("clamp", CLAMP)
     model = HPSv3Model(
         engine,
-        _head(tensors).to(device),
+        _head(tensors).to(engine.network.device),
         template=template,
         clamp=None if clamp is None else (float(clamp[0]), float(clamp[1])),
     )
-    model.add_token(None if token is None else token.to(device))
+    model.add_token(None if token is None else token.to(engine.network.device))
     engine.settle(weights)
     return model
 
@@ -128,31 +131,22 @@ def _load_published(
 ) -> HPSv3Model:
     file, folder = (place, place.parent) if place.is_file() else (_weight_file(place), place)
     settings = JudgeSettings.read(folder)
-    template = template or settings.templates.get("hpsv3")
-    if template is None:
-        raise RewardError(
-            f"The published weights {file.name} were trained with one instruction text, which is not part of "
-            f"them. Write it with {{prompt}} and {REWARD_TOKEN} into {SETTINGS} beside them, as "
-            '{"templates": {"hpsv3": {"messages": [...]}}}, or pass it as template.'
-        )
-    if base is None and not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no config.json and processor. Pass base=, the folder or hub id of the model "
-            "that it was trained from (Qwen2-VL-7B-Instruct), or copy its small files there."
-        )
-    source = find_model(base or folder)
+    template = template or settings.templates.get("hpsv3", PUBLISHED_TEMPLATE)
+    own = (folder / "config.json").is_file()
+    source = find_model(base or (folder if own else BASE), SMALL_FILES)
     processor = load_processor(source)
-    state = read_tensors(file)
+    state = read_tensors(file, "model" if file.suffix in (".pt", ".pth") else None, optional=True)
     head = _head({key: state.pop(key) for key in list(state) if key.startswith("rm_head.")})
-    model = _backbone(source, _renamed(state), dtype)
+    placing = {name: options.pop(name) for name in PLACING if name in options}
+    model = _backbone(source, _renamed(state), placing_options(dtype, device, **placing))
     options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
     options.setdefault("positions", settings.positions or "1d")
     engine = VisionLanguageEngine(
-        model.to(device),
+        placed(model, device, **placing),
         processor,
         **{"name": folder.name, "settings": settings, **options},
     )
-    found = HPSv3Model(engine, head.to(device), template=template, clamp=None)
+    found = HPSv3Model(engine, head.to(engine.network.device), template=template, clamp=None)
     found.add_token(model.get_input_embeddings().weight[-1].clone())
     vocabulary, place_of = len(model.get_input_embeddings().weight), engine.rows.specials[REWARD_TOKEN]
     if place_of != vocabulary - 1:
@@ -161,10 +155,11 @@ def _load_published(
             f"last of {vocabulary}. Give the processor of the model that they were trained from."
         )
     engine.settle(fingerprint(file))
+    engine.revision = revision_of(folder)
     return found
 
 
-def _backbone(source: str | Path, state: dict[str, Tensor], dtype: torch.dtype) -> Any:
+def _backbone(source: str | Path, state: dict[str, Tensor], options: dict[str, Any]) -> Any:
     """The vision-language model of a config with these weights, all of them and no other."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForImageTextToText
 
@@ -178,7 +173,7 @@ def _backbone(source: str | Path, state: dict[str, Tensor], dtype: torch.dtype) 
     check_keys(wanted, state)
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with quiet_loading():
-        return kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+        return kind.from_pretrained(None, config=config, state_dict=state, **options)
 
 
 def check_keys(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

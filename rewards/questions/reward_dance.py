@@ -11,7 +11,7 @@ of the questions. A model folder's `judge.json` replaces the wording.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -81,8 +81,9 @@ class _YesNoJudge:
         min_mass: float = MIN_MASS,
         max_new_tokens: int = 128,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
-        **options: Any,
+        precision: str = "auto",
+        options: Mapping[str, Any],
+        **loading: Any,
     ) -> None:
         """Load the model and choose the question.
 
@@ -101,8 +102,9 @@ class _YesNoJudge:
             min_mass: smallest probability of yes and no together that counts as an answer.
             max_new_tokens: of a reason.
             device: where the model runs.
-            precision: of its weights: "fp32", "bf16" or "fp16".
-            **options: of the judge itself, for the identity.
+            precision: of its weights, as in `engine_of`.
+            options: of the judge itself, for the identity.
+            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
 
         Raises:
             ValueError: options that are not allowed, or an instruction that the template has no place for.
@@ -113,7 +115,7 @@ class _YesNoJudge:
                 f"{self.name}: write_reasons without decision_first: the question then asks for one word. "
                 "Set both."
             )
-        self.engine = engine_of(model, device=device, precision=precision)
+        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         ours = long if decision_first else short
         self.template = template or self.engine.template(ours.name, ours)
         self._fields = check_fields(self.template, instruction=instruction)
@@ -168,12 +170,12 @@ class RewardDance(_YesNoJudge):
             value: "log_odds", or "prob" as in the paper, over yes and no.
             device: where the model runs.
             **asking: instruction, decision_first, write_reasons, template, yes, no, min_mass, max_new_tokens,
-                precision.
+                precision, and those of `engine_of`.
         """
         if value not in UNITS:
             raise ValueError(f"{self.name}: value is {value!r}; allowed are {', '.join(UNITS)}.")
         self.value, self.unit, self.range = value, *UNITS[value]
-        super().__init__(model, short=YES_NO, long=EXPLAIN, device=device, **asking, value=value)
+        super().__init__(model, short=YES_NO, long=EXPLAIN, device=device, options={"value": value}, **asking)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score per (image, prompt); metadata is not looked at."""
@@ -226,9 +228,8 @@ class RewardDancePairs(_YesNoJudge):
                 order with the left one second.
         """
         self.both_orders = both_orders
-        super().__init__(
-            model, short=PAIR, long=PAIR_EXPLAIN, device=device, **asking, both_orders=both_orders
-        )
+        options = {"both_orders": both_orders}
+        super().__init__(model, short=PAIR, long=PAIR_EXPLAIN, device=device, options=options, **asking)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None

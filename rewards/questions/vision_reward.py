@@ -67,7 +67,8 @@ class VisionReward:
         min_mass: float = MIN_MASS,
         max_unanswered: float = 0.5,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        precision: str = "auto",
+        **loading: Any,
     ) -> None:
         """Load the model and the checklist.
 
@@ -84,7 +85,8 @@ class VisionReward:
             min_mass: smallest probability of yes and no together that counts as an answer.
             max_unanswered: the share of unanswered questions above which a picture is not scored.
             device: where the model runs.
-            precision: of its weights.
+            precision: of its weights, as in `engine_of`.
+            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
 
         Raises:
             ValueError: options that are not allowed, or a template without {question}.
@@ -96,7 +98,7 @@ class VisionReward:
             raise ValueError(
                 f"{self.name}: max_unanswered is {max_unanswered}; allowed are shares in [0, 1]."
             )
-        self.engine = engine_of(model, device=device, precision=precision)
+        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         self.checklist = checklist_of(checklist, self.engine)
         self.template = template or self.engine.template("checklist", CHECKLIST)
         if "question" not in self.template.fields:

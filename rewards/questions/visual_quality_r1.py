@@ -90,7 +90,8 @@ class VisualQuality:
         min_mass: float = MIN_MASS,
         variance_floor: float = FLOOR,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        precision: str = "auto",
+        **loading: Any,
     ) -> None:
         """Load the model and choose how it rates.
 
@@ -108,14 +109,15 @@ class VisualQuality:
                 smallest "digit_mass".
             variance_floor: γ of the comparison, in squared rating steps.
             device: where the model runs.
-            precision: of its weights.
+            precision: of its weights, as in `engine_of`.
+            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
 
         Raises:
             ValueError: options that are not allowed.
             RewardError: the model or its score tokens cannot be used.
         """
         _check(mode, thinking, answers, min_mass, variance_floor)
-        self.engine = engine_of(model, device=device, precision=precision)
+        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         kind = ("rating_thinking", RATING_THINKING) if thinking else ("rating", RATING)
         self.template = template or self.engine.template(*kind)
         self.mode, self.answers, self.seed, self.temperature = mode, answers, seed, temperature

@@ -6,9 +6,11 @@ What a careful reader would call unclear is an `AnswerError` with its reason; no
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 """A decimal number with a point; a comma is read neither as a decimal mark nor as a thousands mark."""
@@ -71,6 +73,23 @@ def statement(text: str) -> Statement:
     if not rest.strip():
         raise AnswerError("the judge thought and gave no answer")
     return Statement(rest.strip(), False)
+
+
+def json_object(text: str, key: str) -> dict[str, Any]:
+    """The last complete JSON object in a text that has a key, words around it allowed."""
+    decoder = json.JSONDecoder()
+    found, start = None, text.find("{")
+    while start >= 0:
+        try:
+            read, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start = text.find("{", start + 1)
+            continue
+        found = read if isinstance(read, dict) and key in read else found
+        start = text.find("{", end)
+    if found is None:
+        raise AnswerError(f"the judge's text holds no complete JSON object with a {key}")
+    return found
 
 
 def check_range(value: float, low: float, high: float) -> float:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from .numbers import NUMBER, AnswerError, check_range, single_number, statement
+from .numbers import NUMBER, AnswerError, check_range, json_object, single_number, statement
 
 ASPECTS = ("alignment", "coherence", "style")
 """UnifiedReward's three aspects, in the order in which it writes them."""
@@ -191,6 +191,15 @@ def boxed_scores(text: str, *, count: int = 1, low: float = 1.0, high: float = 1
     if wrong := [part for part in parts if re.fullmatch(NUMBER, part) is None]:
         raise AnswerError(f"the judge boxed {wrong[0]!r}, which is no number")
     return [check_range(float(part), low, high) for part in parts]
+
+
+def listed_scores(text: str, *, count: int = 2, low: float = 0.0, high: float = 25.0) -> list[float]:
+    """The numbers of the list "score" in a JSON object, words around it allowed; so many, in the range."""
+    given = json_object(text, "score")["score"]
+    numbers = given if isinstance(given, list) else [given]
+    if len(numbers) != count or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+        raise AnswerError(f"the judge's score is {given!r:.60}; asked for is a list of {count} numbers")
+    return [check_range(float(number), low, high) for number in numbers]
 
 
 def _one(name: str, given: Sequence[float]) -> float:

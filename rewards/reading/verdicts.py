@@ -8,14 +8,13 @@ an unreadable answer for a tie; here an answer that asserts both options, or non
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .numbers import NUMBER, AnswerError, statement
+from .numbers import NUMBER, AnswerError, json_object, statement
 
 OPTIONS = ("Image 1 is better", "Image 2 is better")
 """The two sentences that UnifiedReward writes."""
@@ -55,6 +54,8 @@ _TIE = re.compile(
 )
 _ORDINAL = {1: "first", 2: "second"}
 _SIDE = {side: re.compile(rf"\b(?:video|image|picture)\s*{side}\b", re.IGNORECASE) for side in (1, 2)}
+_ASPECT = re.compile(r"^[\s*#-]*(\w+)\s+score[\s*]*:[\s*]*$", re.IGNORECASE | re.MULTILINE)
+"""A heading of UnifiedReward 2.0 over the two scores of one aspect."""
 _EITHER = re.compile(r"\b1\s*(?:/|or|\|)\s*2\b", re.IGNORECASE)
 _TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.IGNORECASE)
 
@@ -136,6 +137,25 @@ def pair_scores(
     return scores[0], scores[1]
 
 
+def aspect_pair_scores(text: str) -> dict[str, tuple[float, float]]:
+    """UnifiedReward 2.0's scores of a pair: name of an aspect in small letters ("alignment", "coherence",
+    "style") -> the scores of both pictures, which add up to 1. {} where the text has no such headings.
+
+    >>> aspect_pair_scores("Style Score:\\n Image 1: 0.4\\n Image 2: 0.6")
+    {'style': (0.4, 0.6)}
+    """
+    said = statement(text).text
+    headings = list(_ASPECT.finditer(said))
+    found: dict[str, tuple[float, float]] = {}
+    for number, heading in enumerate(headings):
+        name = heading[1].lower()
+        last = number + 1 == len(headings)
+        scores = pair_scores(said[heading.end() : None if last else headings[number + 1].start()])
+        if found.setdefault(name, scores) != scores:
+            raise AnswerError(f"the judge gave {name} twice, with other scores")
+    return found
+
+
 @dataclass(frozen=True)
 class FlexAnswer:
     """UnifiedReward-Flex's judgement of a pair."""
@@ -151,10 +171,12 @@ class FlexAnswer:
         overall_weight: float = 1.0,
         dim_weight: float = 1.0,
         category_weights: Sequence[float] | None = None,
+        first: int | None = None,
     ) -> float:
         """Probability that the first is better: (w_o p + w_d Σ c_i p_i / Σ c_i) / (w_o + w_d), ties 0.5.
 
         Args:
+            first: categories that count, the first of the answer; Pref-GRPO's code counts 3. All when None.
             overall_weight: w_o, of the overall winner.
             dim_weight: w_d, of the mean over the categories.
             category_weights: c_i of the first categories; 1 for those beyond.
@@ -162,7 +184,7 @@ class FlexAnswer:
         weights = [*(category_weights or ()), *[1.0] * len(self.categories)]
         rated = [
             (w, half)
-            for w, side in zip(weights, self.categories.values(), strict=False)
+            for w, side in zip(weights, list(self.categories.values())[:first], strict=False)
             if (half := _half(side)) is not None
         ]
         overall = {1: 1.0, 2: 0.0, 0: 0.5}[self.winner]
@@ -186,7 +208,7 @@ def flex_winner(said: Any) -> int:
 
 def flex_answer(text: str) -> FlexAnswer:
     """Read a Flex judgement: a JSON object with "winner" and "categories", words around it allowed."""
-    held = _json_object(text)
+    held = json_object(text, "winner")
     listed = held.get("categories", [])
     categories: dict[str, int | None] = {}
     for number, category in enumerate(listed if isinstance(listed, list) else [], 1):
@@ -198,23 +220,6 @@ def flex_answer(text: str) -> FlexAnswer:
         except AnswerError:
             categories[name] = None
     return FlexAnswer(flex_winner(held["winner"]), categories)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    """The last complete JSON object in the text that has a winner."""
-    decoder = json.JSONDecoder()
-    found, start = None, text.find("{")
-    while start >= 0:
-        try:
-            read, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            start = text.find("{", start + 1)
-            continue
-        found = read if isinstance(read, dict) and "winner" in read else found
-        start = text.find("{", end)
-    if found is None:
-        raise AnswerError("the judge's text holds no complete JSON object with a winner")
-    return found
 
 
 def _subject(option: str, side: int) -> str:

@@ -21,7 +21,8 @@ from visalign.rewards.clip.loading import load_clip
 from visalign.rewards.clip.open_clip_folder import CONFIG, check_end_token
 from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
 from visalign.rewards.clip.towers import ClipJudge
-from visalign.rewards.weights.checkpoint_files import PRECISIONS, load_strict, local_folder, read_tensors
+from visalign.rewards.weights.checkpoint_files import PRECISIONS, load_strict, read_tensors
+from visalign.rewards.weights.hub import local_folder
 
 FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
 """version -> name of the published file."""

@@ -25,8 +25,9 @@ from visalign.rewards.base.contract import RewardError, make_scores, prompt_prob
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
 from visalign.rewards.weights.affine_head import AffineHead, standardise
-from visalign.rewards.weights.checkpoint_files import dtype_of, load_strict, local_folder, read_tensors
+from visalign.rewards.weights.checkpoint_files import dtype_of, load_strict, read_tensors
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
+from visalign.rewards.weights.hub import local_folder
 from visalign.rewards.weights.resize import fitting_pictures, model_levels, model_pixels, normalised
 
 from .units import INFINITE
@@ -108,7 +109,7 @@ class ImageReward:
         """Note the model, which is loaded at the first score.
 
         Args:
-            model: a folder with ImageReward.pt and med_config.json, or its hub id.
+            model: ImageReward.pt, its folder with med_config.json, or its hub id.
             tokenizer: folder or hub id of BERT's uncased tokenizer; the model's folder if it holds one, else
                 google-bert/bert-base-uncased.
             max_tokens: length to which prompts are cut; more than the published 35 leaves what it was trained
@@ -137,18 +138,19 @@ class ImageReward:
         self._patches = FeatureCache(cache_bytes)
 
     @cached_property
-    def folder(self) -> Path:
-        """Where the weights lie."""
-        return local_folder(self.source, (WEIGHTS, CONFIG, *_TOKENIZER_FILES))
+    def file(self) -> Path:
+        """The weights."""
+        if Path(self.source).is_file():
+            return Path(self.source)
+        return local_folder(self.source, (WEIGHTS, CONFIG, *_TOKENIZER_FILES)) / WEIGHTS
 
     @cached_property
     def model(self) -> ImageRewardModel:
         """The network; the towers in the chosen precision, the head in float32."""
-        file = self.folder / WEIGHTS
-        med = self.folder / CONFIG
+        med = self.file.parent / CONFIG
         model = build(
-            read_tensors(file),
-            str(file),
+            read_tensors(self.file),
+            str(self.file),
             med_config=med if med.is_file() else None,
             vision_heads=self._vision_heads,
         )
@@ -162,8 +164,8 @@ class ImageReward:
         """BERT's tokenizer."""
         from transformers import AutoTokenizer
 
-        own = any((self.folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-        source = self._tokenizer_source or (self.folder if own else TOKENIZER)
+        own = any((self.file.parent / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+        source = self._tokenizer_source or (self.file.parent if own else TOKENIZER)
         return AutoTokenizer.from_pretrained(local_folder(source, _TOKENIZER_FILES))
 
     @cached_property
@@ -258,7 +260,7 @@ class ImageReward:
         return Identity(
             judge=self.name,
             model=self.source,
-            weights=fingerprint(self.folder / WEIGHTS),
+            weights=fingerprint(self.file),
             preprocessing=self.preprocess,
             dtype=self.precision,
             options={"max_tokens": self.max_tokens},

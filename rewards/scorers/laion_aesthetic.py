@@ -9,6 +9,7 @@ Source: Schuhmann, christophschuhmann/improved-aesthetic-predictor (`sac+logos+a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from visalign.rewards.clip.loading import TRANSFORMERS
 from visalign.rewards.clip.towers import ClipJudge
 from visalign.rewards.weights.affine_head import AffineHead
 from visalign.rewards.weights.checkpoint_files import read_tensors
+from visalign.rewards.weights.hub import is_hub_id, local_folder
 
 from .units import INFINITE
 
@@ -54,15 +56,17 @@ class LaionAesthetic(ClipJudge):
         """Note the models, which are loaded at the first score.
 
         Args:
-            model: what `load_clip` takes: a folder of clip-vit-large-patch14 in transformers' layout,
-                "transformers:" and its hub id, or "ViT-L-14:openai" of open_clip.
-            head: the .pth file.
+            model: what `load_clip` takes: clip-vit-large-patch14 as a folder, its weight file or its hub id,
+                or "ViT-L-14:openai" of open_clip.
+            head: the .pth file, or a folder or hub id that holds `PUBLISHED_HEAD`.
             device: where the tower runs.
             **towers: of `ClipJudge`.
         """
-        self.head_file = Path(head)
+        self._head_place = head
         self._head: tuple[int, Head] | None = None
-        super().__init__(model, device=device, **towers)
+        # Both repositories feed OpenAI's own transform, which crops as torchvision does.
+        crop = {"crop_rounding": "nearest", **towers.pop("preprocess", {})}
+        super().__init__(model, device=device, preprocess=crop, **towers)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Rate each image; prompts and metadata are not looked at."""
@@ -76,6 +80,14 @@ class LaionAesthetic(ClipJudge):
         """[B] float32 ratings of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
         features = self.towers.image_features_with_gradient(images)
         return self._rate(features.cpu()).to(features.device)
+
+    @cached_property
+    def head_file(self) -> Path:
+        """The head."""
+        place = Path(self._head_place)
+        if place.is_dir() or (not place.is_file() and is_hub_id(place) and place.suffix != ".pth"):
+            return local_folder(place, (PUBLISHED_HEAD,)) / PUBLISHED_HEAD
+        return place
 
     def _rate(self, features: Tensor) -> Tensor:
         if self._head is None:

@@ -12,7 +12,7 @@ identity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.dotted_path import check_options
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
@@ -95,7 +96,7 @@ class VisionLanguageEngine:
                 f"max_tokens_per_batch is {max_tokens_per_batch} and feature_bytes {feature_bytes}; allowed "
                 "are whole numbers from 1, and from 0."
             )
-        self.model, self.processor, self.name = model, processor, name
+        self.model, self.processor, self.name, self.revision = model, processor, name, ""
         self.settle(weights)
         self.settings = settings or JudgeSettings()
         pictures = picture_encoder(model, processor, **pixels)
@@ -123,21 +124,40 @@ class VisionLanguageEngine:
         positions: str | None = None,
         adapter: str | Path | None = None,
         attention: str = "sdpa",
+        device_map: Any = None,
+        quantisation: str | None = None,
         **options: Any,
     ) -> VisionLanguageEngine:
-        """Load a model with its processor and its `judge.json`: a folder as `save_pretrained` writes it, a
-        packaged name, or a hub id. `adapter` is a LoRA as peft saves it, merged into the weights,
-        `attention` an implementation of transformers, `options` those of the class.
+        """Load a model with its processor and its `judge.json`.
+
+        Args:
+            folder_or_id: a folder as `save_pretrained` writes it, a packaged name, or a hub id.
+            device: where it runs.
+            dtype: of the weights.
+            positions: of the class.
+            adapter: a LoRA as peft saves it, which is merged into the weights.
+            attention: an implementation of transformers: "sdpa", "flash_attention_2", "eager", ...
+            device_map: of transformers, instead of `device`: "auto" spreads a model over all GPUs.
+            quantisation: "int8" or "int4" of the language part, by bitsandbytes.
+            **options: of the class.
 
         Raises:
             FileNotFoundError: the folder or a part of it is missing.
             RewardError: it is no such model.
         """
         loaded = load_seeing_model(
-            folder_or_id, device=device, dtype=dtype, adapter=adapter, attention=attention
+            folder_or_id,
+            device=device,
+            dtype=dtype,
+            adapter=adapter,
+            attention=attention,
+            device_map=device_map,
+            quantisation=quantisation,
         )
         options = {"name": loaded.name, "settings": loaded.settings, "weights": loaded.weights, **options}
-        return cls(loaded.model, loaded.processor, positions=positions, **options)
+        engine = cls(loaded.model, loaded.processor, positions=positions, **options)
+        engine.revision = loaded.revision
+        return engine
 
     def template(self, kind: str, default: Template) -> Template:
         """The folder's template of a kind ("yes_no", "rating", "pair", "hpsv3", ...), or the given one."""
@@ -152,6 +172,7 @@ class VisionLanguageEngine:
         return {
             "model": self.name,
             "weights": self.weights,
+            "revision": self.revision,
             "template": template.text,
             "preprocessing": self.network.pictures.settings(),
             "dtype": str(self.network.trunk.get_input_embeddings().weight.dtype).removeprefix("torch."),
@@ -259,13 +280,54 @@ class VisionLanguageEngine:
         return str(self._print)
 
 
-def engine_of(model: Any, *, device: str | torch.device = "cpu", precision: str = "fp32") -> Any:
+def engine_of(
+    model: Any,
+    name: str,
+    *,
+    device: str | torch.device = "cpu",
+    precision: str = "auto",
+    **loading: Any,
+) -> Any:
     """The vision-language engine that a judge was given, which several may share, or that of a model folder,
     hub id or packaged name; log-odds and scores are float32 whatever the precision of the weights.
+
+    Args:
+        model: engine, folder, hub id or packaged name.
+        name: of the judge, for messages.
+        device: where the model runs.
+        precision: of its weights: "fp32", "bf16", "fp16", or "auto", which is bf16 but on the CPU.
+        **loading: of `VisionLanguageEngine.from_pretrained`: attention, device_map, quantisation,
+            max_tokens_per_batch, min_pixels, max_pixels, ...
     """
+    dtype = dtype_of(precision, f"{name}: ", device)
     if not isinstance(model, str | Path):
+        if loading:
+            raise RewardError(
+                f"{name}: the model is loaded already, so {', '.join(loading)} cannot be set; give them to "
+                "VisionLanguageEngine.from_pretrained."
+            )
         return model
-    return VisionLanguageEngine.from_pretrained(model, device=device, dtype=dtype_of(precision))
+    check_loading(name, loading)
+    return VisionLanguageEngine.from_pretrained(model, device=device, dtype=dtype, **loading)
+
+
+def check_loading(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options of a judge that `VisionLanguageEngine.from_pretrained` does not know."""
+
+    def loading(
+        positions: Any = 0,
+        adapter: Any = 0,
+        attention: Any = 0,
+        device_map: Any = 0,
+        quantisation: Any = 0,
+        max_tokens_per_batch: Any = 0,
+        max_tokens: Any = 0,
+        feature_bytes: Any = 0,
+        min_pixels: Any = 0,
+        max_pixels: Any = 0,
+    ) -> None: ...
+
+    check_options(name, loading, options, RewardError)
 
 
 def _full(rows: Sequence[TokenRow | None], width: int, compute: Any) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,14 @@ from visalign.data.assets import resolve_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.weights.checkpoint_files import listed, quiet_loading
+from visalign.rewards.weights.hub import TRANSFORMERS_FILES, is_hub_id, local_folder, revision_of
 
 from .template import SETTINGS, JudgeSettings
 
+PLACING = ("attention", "device_map", "quantisation")
+"""Options of a vision-language judge that say how its weights are held."""
+QUANTISATIONS = ("int8", "int4")
+"""Of the language part's linear layers, by bitsandbytes; the vision part and the head stay as they are."""
 ADAPTER = "adapter_config.json"
 """The file by which peft knows the folder of a LoRA."""
 
@@ -35,7 +41,9 @@ class LoadedModel:
     settings: JudgeSettings
     name: str
     weights: str
-    """Fingerprint of the weight files; "" for a hub id."""
+    """Fingerprint of the weight files."""
+    revision: str
+    """Commit of the hub's repository; "" for other folders."""
 
 
 def load_seeing_model(
@@ -44,15 +52,15 @@ def load_seeing_model(
     device: str | torch.device,
     dtype: torch.dtype,
     adapter: str | Path | None,
-    attention: str,
     merge: bool = True,
+    **placing: Any,
 ) -> LoadedModel:
-    """See `VisionLanguageEngine.from_pretrained`."""
+    """See `VisionLanguageEngine.from_pretrained`; `placing` are its options of `PLACING`."""
     from transformers import AutoModelForImageTextToText
 
     own = resolve_model(folder_or_id)
     folders = [own] if isinstance(own, Path) else []
-    adapters = [] if adapter is None else [adapter]
+    adapters = [] if adapter is None else [_adapter_folder(adapter)]
     while folders and has_base(folders[-1]):  # a LoRA or settings alone, on a base that may be one again
         if is_adapter(folders[-1]):
             adapters.insert(0, folders[-1])
@@ -64,10 +72,11 @@ def load_seeing_model(
     place = find_model(folder_or_id)
     settings = next((JudgeSettings.read(f) for f in folders if (f / SETTINGS).is_file()), JudgeSettings())
     processor = load_processor(place)
+    options = placing_options(dtype, device, **placing)
     try:
         with quiet_loading():
             loaded: Any = AutoModelForImageTextToText.from_pretrained(
-                str(place), dtype=dtype, attn_implementation=attention, output_loading_info=True
+                str(place), output_loading_info=True, **options
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise RewardError(
@@ -78,20 +87,70 @@ def load_seeing_model(
     _check_loaded(str(folder_or_id), told)
     for one in adapters:
         model = add_adapter(model, one, merge=merge or one is not adapters[-1])
-    weights = fingerprint(place) if isinstance(place, Path) else ""
-    weights = "+".join([weights, *(fingerprint(one) for one in adapters)])
+    weights = "+".join([fingerprint(place), *(fingerprint(one) for one in adapters)])
     return LoadedModel(
-        model=model.to(device).eval().requires_grad_(False),
+        model=placed(model, device, **placing).eval().requires_grad_(False),
         processor=processor,
         settings=settings,
         name=own.name if isinstance(own, Path) else own,
         weights=weights,
+        revision=revision_of(place),
     )
 
 
-def find_model(folder_or_id: str | Path) -> Path | str:
-    """An existing folder with a config, or a hub id."""
+def placing_options(
+    dtype: torch.dtype,
+    device: str | torch.device,
+    *,
+    attention: str = "sdpa",
+    device_map: Any = None,
+    quantisation: str | None = None,
+) -> dict[str, Any]:
+    """Arguments of transformers' from_pretrained for the options `PLACING`.
+
+    Raises:
+        RewardError: an unknown quantisation, or one without the package that it needs.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    if quantisation is not None:
+        if quantisation not in QUANTISATIONS:
+            raise RewardError(
+                f"quantisation is {quantisation!r}; allowed are {', '.join(QUANTISATIONS)}, or none."
+            )
+        if find_spec("bitsandbytes") is None:
+            raise RewardError(
+                f"quantisation {quantisation!r} needs bitsandbytes: pip install bitsandbytes. Or give a "
+                "checkpoint that is stored quantised."
+            )
+        from transformers import BitsAndBytesConfig
+
+        kept: list[str] = ["visual", "vision_tower", "multi_modal_projector", "lm_head"]
+        settings: dict[str, Any] = {"load_in_8bit": True, "llm_int8_skip_modules": kept}
+        if quantisation == "int4":
+            settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": kept}
+            settings["bnb_4bit_compute_dtype"] = dtype
+        options["quantization_config"] = BitsAndBytesConfig(**settings)
+        device_map = device_map if device_map is not None else {"": str(device)}
+    return options if device_map is None else {**options, "device_map": device_map}
+
+
+def placed(model: Any, device: str | torch.device, **placing: Any) -> Any:
+    """The model on its device; one that was placed while it was loaded stays where it is."""
+    where: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
+    if away := sorted({str(one) for one in where.values()} & {"disk", "meta"}):
+        raise RewardError(
+            f"device_map puts parts of the model on {', '.join(away)}, where a judge cannot read them. Give "
+            "a map over devices that hold it all, a quantisation, or a smaller model."
+        )
+    is_placed = bool(where) or placing.get("device_map") is not None or placing.get("quantisation")
+    return model if is_placed else model.to(device)
+
+
+def find_model(folder_or_id: str | Path, patterns: Sequence[str] = TRANSFORMERS_FILES) -> Path:
+    """An existing folder with a config, or the local copy of a hub id's files of these names."""
     place = resolve_model(folder_or_id)
+    if not isinstance(place, Path) and is_hub_id(place):
+        place = local_folder(place, patterns)
     if isinstance(place, Path):
         if not (place / "config.json").is_file():
             raise FileNotFoundError(
@@ -99,15 +158,13 @@ def find_model(folder_or_id: str | Path) -> Path | str:
                 "save_pretrained wrote; for a LoRA alone give its base model here and the LoRA as adapter."
             )
         return place
-    if place.count("/") != 1 or place[0] in "./~":
-        raise FileNotFoundError(
-            f"There is no model folder {place}. Give a folder with config.json, weights and processor, a "
-            "packaged name, or a hub id owner/name."
-        )
-    return place
+    raise FileNotFoundError(
+        f"There is no model folder {place}. Give a folder with config.json, weights and processor, a "
+        "packaged name, or a hub id owner/name."
+    )
 
 
-def load_processor(place: Path | str) -> Any:
+def load_processor(place: Path) -> Any:
     """The processor of a model that sees."""
     from transformers import AutoProcessor, ProcessorMixin
 
@@ -122,6 +179,12 @@ def load_processor(place: Path | str) -> Any:
             "from: AutoProcessor.from_pretrained(original).save_pretrained(folder)."
         )
     return found
+
+
+def _adapter_folder(adapter: str | Path) -> str | Path:
+    """The folder of a LoRA, fetched where it is a hub id."""
+    is_here = Path(adapter).exists() or not is_hub_id(adapter)
+    return adapter if is_here else local_folder(adapter, ("adapter_*",))
 
 
 def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:

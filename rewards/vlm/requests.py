@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from visalign.rewards.base.contract import Request, RewardError, prompt_problem
+from visalign.rewards.base.images import load_images
 from visalign.vision.patches import PatchCutter
 from visalign.vision.pictures import Picture, PictureFeatures, pixel_digest, tower_features
 
@@ -311,13 +312,19 @@ def _count(ids: Sequence[int], special: frozenset[int]) -> int:
 
 
 def requests(
-    request: Request, template: Template, reasons: list[str | None], fields: Mapping[str, str] | None = None
+    request: Request,
+    template: Template,
+    reasons: list[str | None],
+    fields: Mapping[str, str] | None = None,
+    *,
+    source: bool = False,
 ) -> tuple[list[int], list[Any]]:
     """(rows, queries) of the images that can be judged; the others get a reason in place, also a prompt
     without a visible character where the template asks for it. `fields` are further names that the
-    template fills.
+    template fills; with `source` the picture that was edited comes before its edit.
     """
     rows, queries = [], []
+    before = source_pictures(request.metadata, reasons) if source else {}
     for row, image in request.images.readable():
         if reasons[row] is not None:
             continue
@@ -326,8 +333,28 @@ def requests(
             reasons[row] = reason
             continue
         rows.append(row)
-        queries.append(Query(images=[image], prompt=prompt, fields=dict(fields or {})))
+        shown = [before[row], image] if source else [image]
+        queries.append(Query(images=shown, prompt=prompt, fields=dict(fields or {})))
     return rows, queries
+
+
+def source_pictures(
+    metadata: Sequence[Mapping[str, Any] | None], reasons: list[str | None]
+) -> dict[int, Tensor]:
+    """row -> the picture under "source" in its record, that was edited; a row without one gets its reason."""
+    told = enumerate(metadata)
+    given = {row: record["source"] for row, record in told if record and "source" in record}
+    read = load_images(list(given.values()))
+    found = {}
+    for row in range(len(metadata)):
+        if row not in given:
+            reasons[row] = reasons[row] or 'its record has no "source", the picture that was edited'
+    for row, image, reason in zip(given, read.images, read.reasons, strict=True):
+        if image is None:
+            reasons[row] = reasons[row] or f"the source picture: {reason}"
+        else:
+            found[row] = image
+    return found
 
 
 def check_fields(template: Template, *, instruction: str = "") -> dict[str, str]:

@@ -32,17 +32,21 @@ _held: list[Any] = []
 """One entry for each `quiet_loading` that is open; the first is the hook that the user had."""
 
 
-def dtype_of(precision: str, name: str = "") -> torch.dtype:
-    """The dtype of one of `PRECISIONS`; `name` stands before the message of an unknown one."""
+def dtype_of(precision: str, name: str = "", device: str | torch.device | None = None) -> torch.dtype:
+    """The dtype of one of `PRECISIONS`; `name` stands before the message of an unknown one. With a device
+    also of "auto": float32 on the CPU and bfloat16 elsewhere.
+    """
+    if precision == "auto" and device is not None:
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     if precision not in PRECISIONS:
         raise ValueError(f"{name}precision is {precision!r}; allowed are {', '.join(PRECISIONS)}.")
     return PRECISIONS[precision]
 
 
-def read_tensors(file: str | Path, inside: str | None = None) -> dict[str, Tensor]:
+def read_tensors(file: str | Path, inside: str | None = None, *, optional: bool = False) -> dict[str, Tensor]:
     """The state dict of one weight file on the CPU: .safetensors, or a file of `torch.save` (.bin, .pt,
     .pth), read with weights_only=True. `inside` is the key under which it stands in the file, if it does
-    ("state_dict").
+    ("state_dict"); `optional`, it may stand there or at the top.
     """
     file = Path(file)
     if not file.is_file():
@@ -51,10 +55,10 @@ def read_tensors(file: str | Path, inside: str | None = None) -> dict[str, Tenso
         content = _read(file)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
         raise RewardError(
-            f"{file} cannot be read as weights ({type(error).__name__}: {_said(error)}). It must be complete "
-            "and hold tensors only; download it again, or store its state dict as .safetensors."
+            f"{file} cannot be read as weights ({type(error).__name__}: {first_sentence(error)}). It must be "
+            "complete and hold tensors only; download it again, or store its state dict as .safetensors."
         ) from error
-    if inside is not None:
+    if inside is not None and not (optional and isinstance(content, Mapping) and inside not in content):
         if not isinstance(content, Mapping) or inside not in content:
             found = ", ".join(sorted(map(str, content))[:_SHOWN]) if isinstance(content, Mapping) else ""
             raise RewardError(
@@ -122,29 +126,6 @@ def drop_known(state: Mapping[str, Tensor], suffixes: Sequence[str]) -> dict[str
     return {key: value for key, value in state.items() if not key.endswith(tuple(suffixes))}
 
 
-def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
-    """A folder on this disk, or the local copy of a hub repository "organisation/model", of which the files
-    of these patterns are fetched if they can be.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    if str(name).count("/") != 1 or str(name).startswith((".", "/")):
-        raise RewardError(
-            f"There is no folder {str(name)!r}. Allowed: an existing folder, or a hub id "
-            "'organisation/model'."
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=list(patterns)))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RewardError(
-            f"The model {str(name)!r} is not on this disk and cannot be fetched from here "
-            f"({type(error).__name__}: {_said(error)}). Where there is a network, run `hf download {name} "
-            "--local-dir FOLDER`, and give that folder as the model."
-        ) from error
-
-
 def _read(file: Path) -> Any:
     if file.suffix == ".safetensors":
         from safetensors import SafetensorError
@@ -157,7 +138,7 @@ def _read(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _said(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
     """The first sentence of a library's message."""
     lines = str(error).splitlines() or ["no message"]
     return lines[0].split(". ")[0][:200]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -19,11 +20,15 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.chat.deepseek_grm import DeepSeekGRM
 from visalign.rewards.chat.lift import Lift
+from visalign.rewards.chat.published_wording import PUBLISHED
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.chat.unified_reward import UnifiedReward
 from visalign.rewards.chat.unified_reward_pairs import UnifiedRewardPairs
 from visalign.rewards.chat.yes_no import YesNoServer
 from visalign.rewards.questions.visual_quality_r1 import VisualQuality
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.reading.ratings import listed_scores
+from visalign.rewards.reading.verdicts import aspect_pair_scores
 
 QUICK = {"retries": 0, "timeout": 5.0, "max_failure_rate": 1.0}
 
@@ -182,6 +187,114 @@ def test_pairs_in_both_orders(mode, expected, bias):
     assert found.parts["position_bias"].tolist() == pytest.approx(bias, abs=2e-3)
     # the second row is the first one turned: two requests for both, and one of equals
     assert len(stub.asked) == 3
+
+
+def test_version_2_scores_a_pair_by_aspects():
+    """The form of the example that is published beside the script."""
+
+    def said(first: float) -> str:
+        share = {"Alignment": first, "Coherence": 1 - first, "Style": 0.40790000557899475}
+        return "\n\n".join(
+            f"{name} Score:\n Image 1: {value}\n Image 2: {1 - value}" for name, value in share.items()
+        )
+
+    with serving(lambda body: chat(said(0.9 if light(body)[0] > 0.5 else 0.3))) as stub:
+        judge = UnifiedRewardPairs(stub.url, "tiny", mode="score", both_orders=False, **QUICK)
+        found = judge.compare(bright(0.6), bright(0.2), ["a"])
+        both = UnifiedRewardPairs(stub.url, "tiny", mode="score", **QUICK)
+        turned = both.compare(bright(0.6), bright(0.2), ["a"])
+    assert found.prob.item() == pytest.approx((0.9 + 0.1 + 0.4079) / 3, abs=1e-4)
+    assert {name: round(part.item(), 4) for name, part in found.parts.items()} == {
+        "alignment": 0.9,
+        "coherence": 0.1,
+        "style": 0.4079,
+        "left_first": round((0.9 + 0.1 + 0.4079) / 3, 4),
+    }
+    assert turned.parts["alignment"].item() == pytest.approx((0.9 + 0.7) / 2)
+    assert turned.parts["style"].item() == pytest.approx(0.5)
+    with pytest.raises(AnswerError, match="alignment twice, with other scores"):
+        aspect_pair_scores(said(0.9) + "\n" + said(0.8))
+    with serving(lambda body: chat(said(0.9).split("\n\n")[0])) as stub:
+        part = UnifiedRewardPairs(stub.url, "tiny", mode="score", **QUICK).compare(
+            bright(0.6), bright(0.2), ["a"]
+        )
+    assert "gives no scores for coherence, style" in str((part.reason or [""])[0])
+
+
+DIGESTS = {
+    "aspects": "75d52d3ae771",
+    "final": "f56f919ce3bc",
+    "rank": "0fd2f5c43a06",
+    "score": "828e9ab2f81c",
+    "think": "342f6a4bd0ef",
+    "think_qwen3": "a8a0d8081824",
+    "flex": "bd0c2d5635a7",
+    "edit_rank": "7677b54f3278",
+    "edit_following": "b9c27cd06366",
+    "edit_quality": "ddb40baa511d",
+}
+"""Of the texts in the repository's scripts, with {prompt} for their caption or instruction."""
+
+
+def test_the_published_questions_are_asked_letter_by_letter():
+    found = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in PUBLISHED.items()}
+    assert found == DIGESTS
+    with serving(lambda body: chat("Image 1 is better")) as stub:
+        UnifiedRewardPairs(stub.url, "tiny", both_orders=False, **QUICK).compare(
+            bright(0.6), bright(0.2), ["a {cat}"]
+        )
+        own = UnifiedRewardPairs(stub.url, "tiny", both_orders=False, template="Which? {prompt}", **QUICK)
+        own.compare(bright(0.6), bright(0.2), ["a"])
+    wanted = (PUBLISHED["rank"].replace("{prompt}", "a {cat}"), "Which? a")
+    for body, text in zip(stub.asked, wanted, strict=True):
+        kinds = [part["type"] for part in body["messages"][0]["content"]]
+        assert kinds == ["image_url", "image_url", "text"], "nothing stands between the pictures"
+        assert words(body) == text
+
+
+def test_flex_counts_three_categories_by_name():
+    names = ("alignment", "quality", "art", "personal")
+    said = json.dumps(
+        {
+            "categories": [{"name": n, "cat_winner": f"Image {1 + (n == 'personal')}"} for n in names],
+            "winner": "Image 1",
+        }
+    )
+    with serving(lambda body: chat(said)) as stub:
+        options = {"mode": "flex", "both_orders": False, **QUICK}
+        judge = UnifiedRewardPairs(stub.url, "tiny", **options)
+        published = UnifiedRewardPairs(stub.url, "tiny", flex_categories="first_three", **options)
+        values = [j.compare(bright(0.6), bright(0.2), ["a"]).prob.item() for j in (judge, published)]
+    assert values == pytest.approx([(1 + 3 / 4) / 2, 1])
+    assert judge.identity.differences(published.identity) == ["options"]
+    with pytest.raises(RewardError, match=r"flex_categories is 'three'; allowed are all, first_three"):
+        UnifiedRewardPairs("http://a", "m", mode="flex", flex_categories="three")  # type: ignore[arg-type]
+
+
+def test_edits_are_shown_behind_their_source():
+    def answer(body):
+        shades = light(body)
+        if len(shades) == 3:
+            return chat(f"Image {1 + (shades[1] < shades[2])} is better" if shades[0] == 1 else "?")
+        success = 25 if len(shades) == 2 and shades[0] == 1 else 0
+        return chat(f'{{"reasoning": "short", "score": [{success}, 15]}}')
+
+    source = {"source": Image.new("RGB", (4, 4), "white")}
+    with serving(answer) as stub:
+        pairs = UnifiedRewardPairs(stub.url, "tiny", mode="edit_rank", **QUICK)
+        better = pairs.compare(bright(0.6, 0.6), bright(0.2, 0.2), ["darker"] * 2, [source, None])
+        judge = UnifiedReward(stub.url, "tiny", mode="edit_following", **QUICK)
+        missing = [source, {}, {"source": "nowhere.png"}]
+        found = judge.score(bright(0.6, 0.6, 0.6), ["darker"] * 3, missing)
+        quality = UnifiedReward(stub.url, "tiny", mode="edit_quality", **QUICK).score(bright(0.6), [""])
+    assert better.prob[0] == 1 and better.valid.tolist() == [True, False]
+    assert found.value[0] == 20 and found.parts["success"][0] == 25 and found.unit == "points from 0 to 25"
+    assert found.valid.tolist() == [True, False, False] and found.reason is not None
+    assert found.reason[1] == 'its record has no "source", the picture that was edited'
+    assert str(found.reason[2]).startswith("the source picture: ")
+    assert quality.value[0] == 7.5 and quality.parts["no_artifacts"][0] == 15
+    with pytest.raises(AnswerError, match="asked for is a list of 2 numbers"):
+        listed_scores('{"score": [3]}')
 
 
 def test_a_judge_of_places_gives_a_half():
@@ -386,7 +499,10 @@ def test_the_command_line_finds_the_server_in_the_environment(tmp_path: Path, mo
     ("make", "message"),
     [
         (lambda: UnifiedReward(), "base_url is None and model None; give the address"),
-        (lambda: load_reward("unified_reward", mode="points"), "mode is 'points'; allowed are 'aspects' and"),
+        (
+            lambda: load_reward("unified_reward", mode="points"),
+            "mode is 'points'; allowed are aspects, final",
+        ),
         (lambda: UnifiedReward("http://a", "m", template="Rate it"), r"the template has no \{prompt\}"),
         (lambda: UnifiedReward("http://a", "m", retrys=1), "Did you mean 'retries'"),
         (lambda: UnifiedReward("http://a", server=ChatServer("http://a", "m")), "not both"),

@@ -11,11 +11,12 @@ import open_clip
 import pytest
 import torch
 
+from tests.support.hub import hub, offline
 from tests.support.rewards_published_layouts import CLIP_H14, open_clip_vit, transformers_clip
 from tests.support.rewards_tiny_clip import CONTEXT, save_tiny_clip
 from tests.support.rewards_tiny_transformers import END, save_tiny_transformers_clip, tiny_clip_state
 from visalign.rewards import RewardError
-from visalign.rewards.clip.loading import load_clip
+from visalign.rewards.clip.loading import load_clip, load_fine_tuned_clip
 from visalign.rewards.clip.published_layouts import CLIP_VIT_H_14
 from visalign.rewards.scorers.clip_score import ClipScore
 
@@ -61,6 +62,11 @@ def test_without_a_tokenizer_clips_own_is_used_if_the_vocabulary_is_clips(tmp_pa
     parts = load_clip(place)
     assert parts.end == 49407
     assert parts.tokenizer(["hello " * 50]).shape == (1, CONTEXT)
+    # as transformers' CLIPTokenizer reads the published files: HTML stays; open_clip undoes it
+    ids = parts.tokenizer(["Tom &amp; Jerry"])[0].tolist()
+    assert ids[: ids.index(49407)] == [49406, 2435, 261, 6259, 282, 9164]
+    ids = load_fine_tuned_clip(place / "pytorch_model.bin").tokenizer(["Tom &amp; Jerry"])[0].tolist()
+    assert ids[: ids.index(49407)] == [49406, 2435, 261, 9164], "ICTHP's evaluation uses open_clip's"
 
 
 def test_missing_and_unexpected_keys_are_named(folder, tmp_path):
@@ -137,17 +143,24 @@ def test_other_models_and_precisions_are_refused(folder, tmp_path):
 
 
 def test_hub_ids_say_what_to_do_without_a_network(monkeypatch, images):
-    import huggingface_hub
-
-    def offline(*_args, **_options):
-        raise FileNotFoundError("no network\nand more")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    offline(monkeypatch)
     reward = ClipScore("transformers:openai/clip-vit-base-patch32")
     with pytest.raises(RewardError, match=r"not on this disk.*run `hf download openai/clip-vit-base-patch32"):
         reward.score(images[:1], PROMPTS[:1])
     with pytest.raises(RewardError, match="There is no folder 'nothing'"):
         load_clip("transformers:nothing")
+
+
+@pytest.mark.parametrize("prefix", ["", "transformers:"])
+def test_hub_ids_are_read_as_what_they_hold(monkeypatch, folder, images, prefix):
+    hub(monkeypatch, {"openai/tiny": folder})
+    reward = ClipScore(f"{prefix}openai/tiny")
+    assert torch.equal(reward.score(images, PROMPTS).value, ClipScore(folder).score(images, PROMPTS).value)
+
+
+def test_a_weight_file_is_a_model(folder, images):
+    one = ClipScore(folder / "model.safetensors")
+    assert torch.equal(one.score(images, PROMPTS).value, ClipScore(folder).score(images, PROMPTS).value)
 
 
 @pytest.mark.parametrize("kind", ["transformers", "open_clip"])

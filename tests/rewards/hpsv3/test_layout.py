@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HPSv3's published layout: a tiny checkpoint under the published names, the key list of the real size."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2VLConfig
 
+from tests.support.hub import hub, offline
 from tests.support.tiny_judges import noise
 from tests.support.tiny_vision_language_models import tiny_processor, tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
@@ -19,6 +21,7 @@ from visalign.rewards.hpsv3.judge import TEMPLATE, HPSv3, HPSv3Model
 from visalign.rewards.hpsv3.loading import check_keys, current_keys, load_hpsv3
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
+from visalign.rewards.weights.checkpoint_files import dtype_of
 
 PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
 PROMPTS = ["a cat", "a red dog", "a cat"]
@@ -48,8 +51,10 @@ def test_the_published_layout(tmp_path) -> None:
     keys = set(load_file(file))
     assert {"visual.merger.mlp.0.weight", "model.layers.1.self_attn.q_proj.bias", "lm_head.weight"} <= keys
     options: dict[str, Any] = {"base": tmp_path / "base", "min_pixels": 64, "max_pixels": 4096}
-    with pytest.raises(RewardError, match=r"one instruction text, .*\"templates\": \{\"hpsv3\""):
-        HPSv3.from_pretrained(file, **options)
+    built_in = HPSv3.from_pretrained(file, **options).model
+    text = built_in.template.messages[0]["content"][1]["text"]
+    # of the instruction and the line of the reward token in the package hpsv3 1.0.0
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "e61d58f3c7d3"
     JudgeSettings(templates={"hpsv3": TEMPLATE}).write(tmp_path)
     judge = HPSv3(tmp_path, **options)
     assert judge.model.clamp is None and judge.model.engine.positions == "1d"
@@ -60,9 +65,36 @@ def test_the_published_layout(tmp_path) -> None:
     torch.testing.assert_close(scores.std, HPSv3(own).score(PICTURES, PROMPTS).std, rtol=1e-5, atol=1e-5)
     standard = load_hpsv3(tmp_path, base=tmp_path / "base").engine.network.pictures.settings()
     assert standard["min_pixels"] == standard["max_pixels"] == 200704
-    torch.save(load_file(file), tmp_path / "HPSv3.pt")
-    file.unlink()
-    torch.testing.assert_close(HPSv3(tmp_path, **options).score(PICTURES, PROMPTS).value, scores.value)
+    for state in (load_file(file), {"model": load_file(file)}):  # as training writes it, too
+        torch.save(state, tmp_path / "HPSv3.pt")
+        again = HPSv3(tmp_path / "HPSv3.pt", **options)
+        torch.testing.assert_close(again.score(PICTURES, PROMPTS).value, scores.value)
+
+
+def test_config_and_processor_come_from_the_base_of_the_published_model(tmp_path, monkeypatch) -> None:
+    file, _ = published(tmp_path)
+    log = hub(monkeypatch, {"Qwen/Qwen2-VL-7B-Instruct": tmp_path / "base"})
+    options: dict[str, Any] = {"min_pixels": 64, "max_pixels": 4096, "template": TEMPLATE}
+    found = HPSv3(file, **options).score(PICTURES, PROMPTS)
+    own = HPSv3(file, base=tmp_path / "base", **options).score(PICTURES, PROMPTS)
+    assert torch.equal(found.value, own.value)
+    assert "weights" not in " ".join(log) and "safetensors" not in " ".join(log), "small files alone"
+
+
+def test_options_of_the_weights(tmp_path) -> None:
+    file, _ = published(tmp_path)
+    base: dict[str, Any] = {"base": tmp_path / "base", "template": TEMPLATE}
+    base |= {"min_pixels": 64, "max_pixels": 4096}
+    plain = HPSv3(file, **base).score(PICTURES, PROMPTS).value
+    for options in ({"device_map": {"": "cpu"}}, {"attention": "eager"}, {"max_tokens_per_batch": 40}):
+        found = HPSv3(file, **base, **options).score(PICTURES, PROMPTS).value
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RewardError, match="Did you mean 'device_map'"):
+        HPSv3(file, **base, devicemap="auto")
+    with pytest.raises(RewardError, match="quantisation is 'int2'; allowed are int8, int4, or none"):
+        HPSv3.from_pretrained(file, **base, quantisation="int2")
+    assert dtype_of("auto", device="cpu") == torch.float32
+    assert dtype_of("auto", device="cuda:1") == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -93,9 +125,10 @@ def test_wrong_keys_are_refused_by_name(tmp_path, change, message) -> None:
         load_hpsv3(file, base=tmp_path / "base", template=TEMPLATE)
 
 
-def test_missing_parts_are_named(tmp_path) -> None:
+def test_missing_parts_are_named(tmp_path, monkeypatch) -> None:
     file, _ = published(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"holds no config.json and processor\. Pass base="):
+    offline(monkeypatch)
+    with pytest.raises(RewardError, match=r"'Qwen/Qwen2-VL-7B-Instruct' is not on this disk"):
         load_hpsv3(file, template=TEMPLATE)
     (tmp_path / "other.pt").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"holds 2 weight files and no judge\.json with a head"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from tests.support.rewards_published_layouts import head, random_state
 from tests.support.rewards_tiny_transformers import SIZES, save_tiny_transformers_clip
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.base.contract import read_request
-from visalign.rewards.scorers.laion_aesthetic import LaionAesthetic, read_head
+from visalign.rewards.scorers.clip_score import ClipScore
+from visalign.rewards.scorers.laion_aesthetic import PUBLISHED_HEAD, LaionAesthetic, read_head
+from visalign.rewards.weights.resize import model_levels
 
 WIDTH = SIZES["embed"]
 NARROW = (24, 12, 8, 4, 1)
@@ -53,6 +56,24 @@ def test_score_equals_the_layers_by_hand(folder, images, kind):
     assert scores.unit == "rating 1-10"
     torch.testing.assert_close(scores.value, by_hand(state, features, kind == "relu"), rtol=1e-5, atol=1e-6)
     assert (features.norm(dim=1) - 1).abs().min() > 0.05, "the tower's embedding must not be of length 1"
+
+
+def test_the_crop_is_torchvisions(folder):
+    """OpenAI's transform, written down: where three columns are left over the crop begins at the second."""
+    size = SIZES["image"]
+    wide = torch.zeros(1, 3, size, size + 3)
+    wide[..., 0:2] = 1.0
+    reward = LaionAesthetic(folder, head=folder / "single.pth")
+    assert not model_levels(wide[0], reward.towers.preprocess).any(), "both bright columns are cut off"
+    same = LaionAesthetic(folder, head=folder / "single.pth").score(torch.zeros(1, 3, size, size), [""])
+    assert torch.equal(reward.score(wide, [""]).value, same.value)
+    assert model_levels(wide[0], ClipScore(folder).towers.preprocess).any(), "transformers' crop keeps one"
+
+
+def test_the_head_of_a_folder(folder, tmp_path, images):
+    shutil.copy(folder / "linear.pth", tmp_path / PUBLISHED_HEAD)
+    file = LaionAesthetic(folder, head=folder / "linear.pth").score(images, PROMPTS).value
+    assert torch.equal(LaionAesthetic(folder, head=tmp_path).score(images, PROMPTS).value, file)
 
 
 def test_one_linear_layer(folder, images):
