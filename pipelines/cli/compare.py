@@ -15,6 +15,7 @@ from rich.text import Text
 
 from .messages import user_messages
 from .options import AsJson, Cache, LabelOptions, Rewards, tell
+from .show import tell_whose
 
 Prompt = Annotated[str, typer.Option("--prompt", "-p", help="What the images should show.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")]
@@ -45,6 +46,7 @@ def compare(
         result["images"] = {"A": str(first), "B": str(second)}
         page = partial(compare_page, result, images, [first.name, second.name])
         tell(result, show_comparison, as_json, _writer(result, page, output))
+        tell_whose(judges, [prompt])
     if result["votes"].get("failed"):
         raise typer.Exit(1)
 
@@ -126,6 +128,7 @@ def rank(
         found = order([str(path) for path in paths], prompt, judge, budget=budget, level=level)
         result = ranking_record(found, [str(path) for path in paths], prompt, reward, judge)
         tell(result, show_ranking, as_json, _writer(result, partial(ranking_page, result), output))
+        tell_whose({reward: judge}, [prompt])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
         typer.echo(

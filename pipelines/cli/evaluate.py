@@ -108,6 +108,8 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     console.print(Text(f"{about['name']}: {about['size']} {what}"))
     for finding in about["findings"]:
         console.print(Text(f"  {finding['message']}"))
+    for name, told in (result.get("whose") or {}).items():
+        console.print(Text(f"{name} is {told}."), soft_wrap=True)
     names = [escape(judge["judge"]["name"]) for judge in judges]
     for entry in (table for tables in evaluation_tables(result).values() for table in tables):
         table = Table("", *names, title=entry.title, title_justify="left", box=None, pad_edge=False)

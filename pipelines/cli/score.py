@@ -65,7 +65,7 @@ def score(
         from visalign.pipelines.shared.reward_options import load_each, with_cache
         from visalign.rewards.catalogue import load_reward
 
-        from .show import show_scores
+        from .show import show_scores, tell_whose
 
         started, table = time.perf_counter(), image_rows(images, prompt)
         rewards = with_cache(load_each(reward, options or [], load_reward), cache)
@@ -73,6 +73,7 @@ def score(
         with scoring(part, rewards, len(table), resume=resume) as keeping:
             rows = score_rows(table, rewards, batch_size=batch_size, **keeping)
         show_scores(rows, form.value, output)
+        tell_whose(rewards, [row.prompt for row in rows])
         if page is not None:
             summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
             typer.echo(f"Page: {write_score_page(page, summary)}", err=True)

@@ -201,3 +201,14 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.4g}"
     return str(value)
+
+
+def tell_whose(judges: Mapping[str, Any], prompts: Sequence[str]) -> None:
+    """A line per judge on the error stream: whose numbers these are, and whether it belongs there."""
+    from visalign.pipelines.score.whose import foreign, whose
+
+    console = Console(stderr=True)
+    for label, judge in judges.items():
+        console.print(Text(f"{label} is {whose(judge)}."), soft_wrap=True)
+        if caution := foreign(judge, prompts):
+            console.print(Text(f"! {label}: {caution}"), soft_wrap=True)

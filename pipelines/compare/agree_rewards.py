@@ -24,6 +24,7 @@ from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.log import judge_identity
 from visalign.pipelines.score.report import shown_pictures
 from visalign.pipelines.score.score import ScoreRow, score_rows
+from visalign.pipelines.score.whose import whose
 from visalign.pipelines.shared.run_folder import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
@@ -177,6 +178,7 @@ def _reward_record(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]
         "unit": reward.unit,
         "higher_is_better": reward.higher_is_better,
         "digest": judge_identity(reward).digest,
+        "whose": whose(reward),
         "judged": len(known),
         "failed": len(rows) - len(known),
         "reasons": {reason: reasons.count(reason) for reason in list(dict.fromkeys(reasons))[:3]},

@@ -16,6 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
 from visalign.pipelines.score.image_rows import require_text_name
 from visalign.pipelines.score.log import number
+from visalign.pipelines.score.whose import foreign, whose
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import load_images
@@ -79,6 +80,8 @@ def compare_images(
                 entries.append(_scored(label, judge, images, prompt, metadata))
             else:
                 entries.append(_compared(label, judge, images, prompt, metadata))
+            entries[-1]["whose"] = whose(judge)
+            entries[-1]["notes"] += filter(None, [foreign(judge, [prompt])])
     votes: dict[str, list[str]] = {}
     for entry in entries:
         votes.setdefault(entry["winner"], []).append(entry["label"])

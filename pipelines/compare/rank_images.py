@@ -11,6 +11,7 @@ from visalign.evaluation.pages.rank_page import SHOWN, rank_page
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import number
 from visalign.pipelines.score.report import shown_pictures
+from visalign.pipelines.score.whose import foreign, whose
 from visalign.rewards.pairs.ranking import Ranking
 
 
@@ -54,6 +55,8 @@ def ranking_record(
         "prompt": prompt,
         "judge": reward,
         "unit": found.unit,
+        "whose": whose(judge),
+        "caution": foreign(judge, [prompt]),
         "higher_is_better": is_pairwise or bool(getattr(judge, "higher_is_better", True)),
         "level": found.level,
         "calls": found.calls,

@@ -21,6 +21,7 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
+from visalign.pipelines.score.whose import foreign, whose
 from visalign.pipelines.shared.reward_options import with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 
@@ -100,11 +101,17 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     reports, whole, failed = _reports(source, scores, options.settings)
     comparisons, incomparable = _comparisons(source, whole, options.settings)
     failed += incomparable
+    asked = source.pairs if isinstance(source, PreferenceSet) else source.records
+    prompts = [row.prompt or "" for row in asked]
+    for name, judge in judges.items():
+        if caution := foreign(judge, prompts):
+            findings.append(Finding(kind="packaged judge", count=1, message=f"{name}: {caution}"))
     findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in failed]
     result = {
         "format": "visalign evaluation 1",
         "set": _set_record(source, options, findings),
         "judges": reports,
+        "whose": {name: whose(judge) for name, judge in judges.items()},
         "comparisons": comparisons,
         "failed": failed,
         "seconds": round(time.perf_counter() - started, 3),

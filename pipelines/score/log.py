@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from visalign.rewards.base.identity import Identity
 
 from .image_rows import ImageRow
 from .score import ScoreRow
+from .whose import judge_identity
 
 FORMAT = "visalign scores 1"
 ENDING = ".part"
@@ -156,28 +156,6 @@ def _lock_of(path: Path) -> Path:
 def part_of(output: Path) -> Path:
     """The working file of an output."""
     return output.with_name(output.name + ENDING)
-
-
-def judge_identity(judge: Any) -> Identity:
-    """The judge's own identity, or one from its name, unit, class and source file where it has none.
-
-    What such a judge reads besides, weights or settings, is not known: give it an identity to have that seen.
-    """
-    own = getattr(judge, "identity", None)
-    if isinstance(own, Identity):
-        return own
-    kind = f"{type(judge).__module__}:{type(judge).__qualname__}"
-    options = {"unit": getattr(judge, "unit", "probability")}
-    return Identity(judge=judge.name, model=kind, weights=_source(judge), options=options)
-
-
-def _source(judge: Any) -> str:
-    """SHA-256 of the files that a judge's class, and the user's function in it, are written in."""
-    digest = hashlib.sha256()
-    for part in (type(judge), getattr(judge, "_function", None)):
-        with suppress(TypeError, OSError):  # built in, made on the fly: there is no file
-            digest.update(Path(inspect.getfile(part)).read_bytes())  # type: ignore[arg-type]
-    return digest.hexdigest()
 
 
 def score_key(images: Sequence[str], prompt: str, metadata: Mapping[str, Any] | None) -> str:

@@ -18,6 +18,7 @@ from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.images import load_images
 
 from .score import ScoreRow
+from .whose import foreign, whose
 
 SHOWN = 8
 """Best and worst pictures of each reward that the page shows."""
@@ -34,9 +35,10 @@ def score_summary(
     """What N·M scores say of N images and M rewards.
 
     Returns:
-        JSON-able: `images`, `prompts`, `seconds` and `rewards`, each with `label`, `unit`,
-        `higher_is_better`, `judged`, `failed`, `failures` (reason, count and some images, most frequent
-        first), `mean`, `spread`, `mean_std` of its own uncertainty, `quantiles` {percent: value}, `histogram`
+        JSON-able: `images`, `prompts`, `seconds` and `rewards`, each with `label`, `unit`, `whose` number it
+        is, `caution` where a packaged judge does not belong, `higher_is_better`, `judged`, `failed`,
+        `failures` (reason, count and some images, most frequent first), `mean`, `spread`, `mean_std` of its
+        own uncertainty, `quantiles` {percent: value}, `histogram`
         (edges and counts), `best` and `worst` rows. What is not there is None.
     """
     own: dict[str, list[ScoreRow]] = {label: [] for label in rewards}
@@ -81,6 +83,8 @@ def _reward(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) -> di
     return {
         "label": label,
         "unit": rows[0].unit if rows else reward.unit,
+        "whose": whose(reward),
+        "caution": foreign(reward, [row.prompt for row in rows]),
         "higher_is_better": bool(reward.higher_is_better),
         "judged": len(judged),
         "failed": len(rows) - len(judged),

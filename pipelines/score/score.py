@@ -17,6 +17,7 @@ from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.failure import Naming
 
 from .image_rows import ImageRow
+from .whose import judge_identity
 
 Table = Sequence[ImageRow]
 
@@ -40,6 +41,8 @@ class ScoreRow:
     """The terms that the value was made of."""
     text: str | None = None
     """The judge's explanation, where it writes one."""
+    judge: str = ""
+    """Whose number it is: model, revision or fingerprint, and digest of the identity."""
 
 
 class Keeper(Protocol):
@@ -116,6 +119,7 @@ def _ask(label: str, reward: PointwiseReward, batch: Table, images: list[Any]) -
     records = [row.metadata for row in batch]
     with Naming(label):
         scores = reward.score(images, [row.prompt for row in batch], records if any(records) else None)
+        told = judge_identity(reward).line
     for index, row in enumerate(batch):
         number = float(scores.value[index])
         valid = bool(scores.valid[index]) and math.isfinite(number)
@@ -131,6 +135,7 @@ def _ask(label: str, reward: PointwiseReward, batch: Table, images: list[Any]) -
             reason=None if valid else reason or "the reward gave no reason",
             parts={name: _number(float(part[index])) for name, part in scores.parts.items()},
             text=scores.text[index] if scores.text else None,
+            judge=told,
         )
 
 

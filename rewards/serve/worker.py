@@ -261,6 +261,8 @@ def judge_card(judge: PointwiseReward | PairwiseReward) -> dict[str, Any]:
         "scores": isinstance(judge, PointwiseReward),
         "compares": isinstance(judge, PairwiseReward),
         "identity": None if identity is None else identity.digest,
+        "model": None if identity is None else identity.model,
+        "revision": None if identity is None else identity.revision or None,
         "needs_group": bool(getattr(judge, "needs_group", False)),
     }
     if isinstance(judge, PointwiseReward):

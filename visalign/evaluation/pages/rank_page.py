@@ -59,7 +59,7 @@ def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any
         matrix=matrix(result),
         largest_matrix=LARGEST_MATRIX,
         against=against_the_order(result),
-        sentences=sentences(result),
+        sentences=[*sentences(result), *whose(result)],
     )
 
 
@@ -67,6 +67,12 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     """What the numbers say, for the page and the terminal."""
     placed = [row for row in result["images"] if row["place"] is not None]
     return [_calls(result), *_bias(result), *_best(result, placed)]
+
+
+def whose(result: Mapping[str, Any]) -> list[str]:
+    """Whose numbers these are, and whether the judge belongs there."""
+    told = [f"{result['judge']} is {result['whose']}."] if result.get("whose") else []
+    return told + ([result["caution"]] if result.get("caution") else [])
 
 
 def _calls(result: Mapping[str, Any]) -> str:
