@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from visalign.atomic import write_atomic
-from visalign.data.sets.checks import Finding, check_preferences, check_quality, without_duplicates
+from visalign.data.sets.checks import (
+    Finding,
+    check_preferences,
+    check_quality,
+    summed_votes,
+    without_duplicates,
+)
 from visalign.data.sets.records import PreferenceSet, QualitySet, mixed_side
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
@@ -55,7 +61,7 @@ class EvaluateOptions:
     swap_sides: bool = False
     """Exchange the sides of half of the pairs, always the same half."""
     keep_duplicates: bool = False
-    """Keep rows that say again what an earlier row says."""
+    """Keep rows in which an annotator says again what an earlier row says."""
     batch_size: int = 32
     max_failure_rate: float = 0.5
     cache: Path | None = None
@@ -144,7 +150,8 @@ def _prepared(
     findings = check_preferences(source, files=bool(judges), judge_sees_sides=sees_sides)
     if not options.keep_duplicates:
         source = without_duplicates(source)
-    return source, findings
+    source, summed = summed_votes(source)
+    return source, findings + summed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from visalign.data.sets.checks import check_preferences, check_quality, without_duplicates
+from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
 from visalign.data.sets.leaks import refuse_shared_pictures
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
@@ -184,14 +184,16 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: l
     notes += [f"data.{which}: {finding.message}" for finding in findings]
     triples = which == "train" and TASKS[config.objective.task].labels == "triples"
     folder = Path(str(getattr(config.data, which))).parent
-    return file_pairs(without_duplicates(pairs), triples=folder if triples else None)
+    pairs, summed = summed_votes(without_duplicates(pairs))
+    notes += [f"data.{which}: {finding.message}" for finding in summed]
+    return file_pairs(pairs, triples=folder if triples else None)
 
 
 def _refuse_contradictions(pairs: PreferenceSet) -> None:
     """Single labels that say the opposite of one another; disagreement belongs into votes."""
     said: dict[tuple[str, ...], Counter[bool]] = {}
     for pair in pairs.pairs:
-        if pair.votes is not None or pair.label not in (0.0, 1.0):
+        if pair.votes is not None or pair.annotator is not None or pair.label not in (0.0, 1.0):
             continue
         first, second = sorted((pair.image_left, pair.image_right))
         wins = (pair.label == 1.0) == (pair.image_left == first)

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from visalign.data.sets.checks import check_preferences, check_quality, without_duplicates
+from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
 from visalign.data.sets.image_references import parquet_reference, resolve_image
 from visalign.data.sets.records import PreferencePair, PreferenceSet, mixed_side
 from visalign.data.sets.sources import load_preferences, load_quality, load_source, shapes_pairs, write_rows
@@ -163,13 +163,62 @@ def test_what_is_odd_is_reported() -> None:
         pairs_of(BASE, BASE, mirrored | {"label": 0.0}, mirrored, BASE | {"label": 0.5}), files=False
     )
     counts = {finding.kind: finding.count for finding in found}
-    assert counts == {"duplicates": 2, "disagreement": 1, "ties": 1}
-    assert "2, 3" in next(finding.message for finding in found if finding.kind == "duplicates")
+    assert counts == {"disagreement": 1, "ties": 1}
     same = check_preferences(pairs_of(BASE, BASE | {"image_left": "r.png", "label": 0.0}), files=False)
     assert [finding.kind for finding in same] == ["same_image"]
     assert [finding.kind for finding in check_preferences(pairs_of(BASE), files=False)] == ["one_side"]
-    kept = without_duplicates(pairs_of(BASE, BASE, mirrored | {"label": 0.0}, mirrored))
-    assert len(kept) == 2
+
+
+MIRRORED: dict[str, Any] = {"prompt": "a cat", "image_left": "r.png", "image_right": "l.png"}
+
+
+def test_rows_of_annotators_are_votes_and_only_the_same_voice_repeats_itself() -> None:
+    rows = pairs_of(
+        BASE | {"annotator": "ann"},
+        BASE | {"annotator": "bob"},
+        MIRRORED | {"label": 0.0, "annotator": "ann"},  # ann says it again, mirrored
+        MIRRORED | {"annotator": "cat"},
+        BASE | {"annotator": "dan", "label": 0.5},
+        BASE | {"annotator": "bob", "label": 0.0},  # bob contradicts himself: both stay
+    )
+    counts = {finding.kind: finding.count for finding in check_preferences(rows, files=False)}
+    assert counts == {"duplicates": 1, "disagreement": 1, "ties": 1}
+    kept = without_duplicates(rows)
+    assert len(kept) == 5
+    summed, (finding,) = summed_votes(kept)
+    (pair,) = summed.pairs
+    assert (pair.votes, pair.label, pair.annotator) == ((2, 2, 1), 0.5, None)
+    assert pair.ballots == (("ann", 1.0), ("bob", 1.0), ("cat", 0.0), ("dan", 0.5), ("bob", 0.0))
+    assert pair.swapped().ballots[0] == ("ann", 0.0) and pair.swapped().swapped() == pair
+    assert finding.message == "5 rows of 4 annotators are votes on 1 pairs; those of a pair are summed."
+
+
+def test_rows_without_a_name_are_votes_and_tallies_repeat() -> None:
+    summed, (finding,) = summed_votes(without_duplicates(pairs_of(BASE, BASE, MIRRORED, BASE)))
+    assert [(pair.votes, pair.label) for pair in summed.pairs] == [((3, 1, 0), 0.75)]
+    assert finding.message.endswith("4 rows name no annotator and count as one vote each.")
+    tally = {"label": 0.75, "votes": (3, 1, 0)}
+    again = without_duplicates(pairs_of(BASE | tally, MIRRORED | {"label": 0.25, "votes": (1, 3, 0)}))
+    assert len(again) == 1 and summed_votes(again) == (again, [])
+    alone, none = summed_votes(pairs_of(BASE, BASE | {"prompt": "a dog", "annotator": "ann"}))
+    assert [pair.votes for pair in alone.pairs] == [None, (1, 0, 0)] and not none
+    scores = ({"extra": {"j_left": "1", "note": "x"}}, {"extra": {"j_left": 2.0, "note": "y"}})
+    _, found = summed_votes(pairs_of(*(BASE | extra for extra in scores)))
+    assert found[1].message == "j_left differ between rows of one pair; the first row's are used."
+
+
+def test_tables_of_votes_are_read_and_written(tmp_path: Path) -> None:
+    names = {"model_left": "sd3", "model_right": "flux"}
+    rows = [row(annotator=7, **names), row(annotator=8, label="right", **names), row(model_left="1.5")]
+    found = load_preferences(write(tmp_path / "set.jsonl", rows))
+    assert [pair.annotator for pair in found.pairs] == ["7", "8", None]
+    assert (found.pairs[0].generator_left, found.pairs[0].generator_right) == ("sd3", "flux")
+    assert found.pairs[2].generator_left is None and found.pairs[2].extra == {"model_left": "1.5"}  # a score
+    summed, _ = summed_votes(found)
+    again = load_preferences(write_rows(tmp_path / "again.jsonl", summed.pairs))
+    assert again.pairs == summed.pairs and again.pairs[0].ballots == (("7", 1.0), ("8", 0.0))
+    with pytest.raises(UserError, match=r"ballots must be pairs .*got \[\[1, 2\]\]"):
+        load_preferences(write(tmp_path / "bad.jsonl", [row(ballots=[[1, 2]])]))
 
 
 def test_sides_are_mixed_the_same_way_always() -> None:

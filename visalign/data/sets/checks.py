@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from visalign.errors import UserError
 
@@ -92,16 +93,92 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
 def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
     """The set without rows that say again what an earlier row says, mirrored or not.
 
-    Pairs that people judged differently in different rows are all kept.
+    Again is what the same annotator says again, and a tally of votes that stands twice. Rows with a single
+    label and without an annotator may be people who agree: they are all kept, as is what contradicts.
     """
     seen, kept = set(), []
     for place, pair in enumerate(pairs.pairs):
-        key = _statement(pair)
-        if key not in seen:
+        key = _repeatable(pair)
+        if key is None or key not in seen:
             seen.add(key)
             kept.append(place)
-    rows = tuple(pairs.rows[place] for place in kept) if pairs.rows else ()
-    return PreferenceSet(name=pairs.name, pairs=tuple(pairs.pairs[place] for place in kept), rows=rows)
+    return _at(pairs, kept, [pairs.pairs[place] for place in kept])
+
+
+def summed_votes(pairs: PreferenceSet) -> tuple[PreferenceSet, list[Finding]]:
+    """One record per pair: the rows of its annotators summed to votes, at the place of the first of them.
+
+    The label is the share of the votes. Of the other columns the first row's are kept; numbers of a judge
+    that differ between the rows of a pair are reported.
+
+    Returns:
+        The set, and what was summed.
+    """
+    groups: dict[tuple[str | None, ...], list[int]] = {}
+    for place, pair in enumerate(pairs.pairs):
+        groups.setdefault((*_statement(pair)[:3], pair.split), []).append(place)
+    kept, found, unlike = [], [], set()
+    for places in groups.values():
+        first = pairs.pairs[places[0]]
+        rows = [pairs.pairs[place] for place in places]
+        rows = [row if row.image_left == first.image_left else row.swapped() for row in rows]
+        kept.append(places[0])
+        is_vote = len(rows) > 1 or (first.annotator is not None and not first.ballots)
+        found.append(_sum(rows) if is_vote else first)
+        unlike |= {name for row in rows[1:] for name in row.extra if _differ(row.extra[name], first, name)}
+    findings = []
+    if len(found) < len(pairs):
+        names = {pair.annotator for pair in pairs.pairs if pair.annotator is not None}
+        unnamed = sum(pair.annotator is None for pair in pairs.pairs)
+        by = f" of {len(names)} annotators" if names else ""
+        without = f" {unnamed} rows name no annotator and count as one vote each." if unnamed else ""
+        message = (
+            f"{len(pairs)} rows{by} are votes on {len(found)} pairs; those of a pair are summed.{without}"
+        )
+        findings.append(Finding(kind="votes", count=len(found), message=message))
+    if unlike:
+        message = f"{listed(sorted(unlike))} differ between rows of one pair; the first row's are used."
+        findings.append(Finding(kind="columns", count=len(unlike), message=message))
+    return _at(pairs, kept, found), findings
+
+
+def _at(pairs: PreferenceSet, places: list[int], kept: list[PreferencePair]) -> PreferenceSet:
+    """The set with other pairs, which stand in the rows of these places."""
+    rows = tuple(pairs.rows[place] for place in places) if pairs.rows else ()
+    return PreferenceSet(name=pairs.name, pairs=tuple(kept), rows=rows)
+
+
+def _sum(rows: list[PreferencePair]) -> PreferencePair:
+    """Rows of one pair with the same side on the left as one record."""
+    votes = [row.votes or _vote(row.label) for row in rows]
+    left, right, tie = (sum(column) for column in zip(*votes, strict=True))
+    weights = [sum(row) for row in votes]
+    share = sum(w * row.label for w, row in zip(weights, rows, strict=True)) / sum(weights)
+    ballots = [(row.annotator, row.label) for row in rows if row.annotator is not None]
+    earlier = [ballot for row in rows for ballot in row.ballots]
+    return replace(
+        rows[0], label=share, votes=(left, right, tie), annotator=None, ballots=(*earlier, *ballots)
+    )
+
+
+def _vote(label: float) -> tuple[int, int, int]:
+    return int(label > 0.5), int(label < 0.5), int(label == 0.5)
+
+
+def _differ(value: Any, first: PreferencePair, name: str) -> bool:
+    """Whether a number is another one than the first row's."""
+    try:
+        return abs(float(value) - float(first.extra[name])) > 1e-9
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _repeatable(pair: PreferencePair) -> tuple[object, ...] | None:
+    """What a row must share with an earlier one to say the same again; None for a label without a name."""
+    if pair.annotator is None and pair.votes is None:
+        return None
+    mine = pair if pair.image_left <= pair.image_right else pair.swapped()
+    return (*_statement(mine), mine.annotator, mine.votes, mine.ballots)
 
 
 def leaks(items: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
@@ -170,14 +247,19 @@ def _one_side(pairs: PreferenceSet, judge_sees_sides: bool) -> list[Finding]:
 
 
 def _repeats(pairs: PreferenceSet) -> list[Finding]:
-    said: dict[tuple[str, ...], dict[float, int]] = {}
+    """Rows that say again what an earlier row says, and rows of one voice that contradict an earlier one."""
+    said: dict[tuple[object, ...], dict[float, int]] = {}
+    seen: set[tuple[object, ...]] = set()
     duplicates, contradictions = [], []
     for row, pair in zip(_numbers(pairs.rows, len(pairs)), pairs.pairs, strict=True):
         *key, label = _statement(pair)
-        labels = said.setdefault(tuple(str(part) for part in key), {})
-        if float(label) in labels:
+        again = _repeatable(pair)
+        if again is not None and again in seen:
             duplicates.append(row)
-        elif any((float(label) - 0.5) * (other - 0.5) < 0 for other in labels):
+        elif again is not None:
+            seen.add(again)
+        labels = said.setdefault((*key, pair.annotator), {})
+        if any((float(label) - 0.5) * (other - 0.5) < 0 for other in labels):
             contradictions.append(row)
         labels.setdefault(float(label), row)
     found = []

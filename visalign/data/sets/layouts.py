@@ -154,7 +154,11 @@ def pick_a_pic(folder: Path, split: str) -> Fields:
             ]
             models = (row.get("model_0"), row.get("model_1"))
             extra = {name: row[name] for name in ("ranking_id", "user_id") if name in row}
-            yield number, _pair(row["caption"], places, float(row["label_0"]), models, extra=extra)
+            by = None if row.get("user_id") is None else str(row["user_id"])
+            yield (
+                number,
+                _pair(row["caption"], places, float(row["label_0"]), models, annotator=by, extra=extra),
+            )
 
 
 def image_reward(folder: Path, split: str) -> Fields:

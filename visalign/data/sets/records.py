@@ -28,6 +28,10 @@ class PreferencePair:
     """Share of the judgement in favour of the left image: 1 left, 0 right, 0.5 a tie, between them votes."""
     votes: tuple[int, int, int] | None = None
     """How many people preferred left, preferred right, saw a tie; None where only the label is known."""
+    annotator: str | None = None
+    """Who judged, in a table with a row per annotator; such rows of a pair are summed (`summed_votes`)."""
+    ballots: tuple[tuple[str, float], ...] = ()
+    """What each named annotator said of it, 1 left, 0 right, 0.5 a tie, where votes were summed from rows."""
     generator_left: str | None = None
     """Name of the model that made the left image."""
     generator_right: str | None = None
@@ -40,7 +44,7 @@ class PreferencePair:
     prompt_id: str | None = None
     """What groups the pairs of one prompt; the prompt itself where the source gives none."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """All other columns: scores of judges, GenEval's metadata, annotators."""
+    """All other columns: scores of judges, GenEval's metadata."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label <= 1.0:  # also refuses NaN
@@ -70,6 +74,7 @@ class PreferencePair:
             image_right=self.image_left,
             label=1.0 - self.label,
             votes=None if self.votes is None else (self.votes[1], self.votes[0], self.votes[2]),
+            ballots=tuple((name, 1.0 - said) for name, said in self.ballots),
             generator_left=self.generator_right,
             generator_right=self.generator_left,
             extra=dict(_other_side(name, value, self.extra) for name, value in self.extra.items()),
@@ -154,6 +159,7 @@ SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
 """Words for a label."""
 
 _VOTE_COLUMNS = ("votes_left", "votes_right", "votes_tie")
+_READ = ("prompt", "image_left", "image_right", "label", "votes", "ballots")
 
 
 def pair_from_row(row: Row, *, folder: Path | None = None) -> PreferencePair:
@@ -183,9 +189,8 @@ def pair_from_row(row: Row, *, folder: Path | None = None) -> PreferencePair:
         image_right=_place(_text(row, "image_right"), folder),
         label=label,
         votes=votes,
-        **_others(
-            PreferencePair, row, ("prompt", "image_left", "image_right", "label", "votes", *_VOTE_COLUMNS)
-        ),
+        ballots=_ballots(row.get("ballots")),
+        **_others(PreferencePair, _with_generators(row), (*_READ, *_VOTE_COLUMNS)),
     )
 
 
@@ -230,6 +235,8 @@ def _to_row(record: PreferencePair | QualityRecord) -> Row:
     own = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "extra"}
     if own.get("votes") is not None:
         own["votes"] = list(own["votes"])
+    if "ballots" in own:
+        own["ballots"] = [list(ballot) for ballot in own["ballots"]] or None
     return {**record.extra, **{name: value for name, value in own.items() if value is not None}}
 
 
@@ -271,6 +278,40 @@ def _votes(row: Row) -> tuple[int, int, int] | None:
     if min(left, right, tie) < 0 or left + right + tie == 0:
         raise UserError(f"votes must be counts, at least one of them positive; got {given!r}.")
     return left, right, tie
+
+
+def _ballots(given: Any) -> tuple[tuple[str, float], ...]:
+    """What `PreferencePair.to_row` writes; as text too, as CSV has it."""
+    try:
+        entries = json.loads(given) if isinstance(given, str) else given or ()
+        found = tuple((str(name), float(said)) for name, said in entries)
+    except (TypeError, ValueError):
+        found = (("", -1.0),)
+    if not all(0 <= said <= 1 for _, said in found):
+        raise UserError(f"ballots must be pairs [annotator, share for the left, 0 to 1]; got {given!r}.")
+    return found
+
+
+def _with_generators(row: Row) -> Row:
+    """model_left and model_right name the generators where no generator_left does; scores of a judge that is
+    called "model" stay what they are."""
+    names = [row.get(f"model_{side}") for side in ("left", "right")]
+    if {"generator_left", "generator_right"} & set(row) or not any(_is_name(name) for name in names):
+        return row
+    return {
+        f"generator_{key.removeprefix('model_')}" if key in ("model_left", "model_right") else key: value
+        for key, value in row.items()
+    }
+
+
+def _is_name(value: Any) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return False
 
 
 def _text(row: Row, name: str) -> str:

@@ -81,8 +81,10 @@ def load_preferences(
 
     Columns: `prompt`, `image_left`, `image_right`, and what was said: `label` (left, right, tie, or a number
     0 to 1, the share for the left image), or `votes` [left, right, tie], or `votes_left`, `votes_right` and
-    perhaps `votes_tie`. Optional: `generator_left`, `generator_right`, `resolution`, `category`, `split`,
-    `prompt_id`. All others are kept in `extra`. Relative image paths are taken from the file's folder.
+    perhaps `votes_tie`. Optional: `annotator` (a row per annotator: `visalign.data.sets.checks.summed_votes`
+    makes one record of a pair's rows), `generator_left` and `generator_right` (or `model_left`,
+    `model_right`), `resolution`, `category`, `split`, `prompt_id`. All others are kept in `extra`. Relative
+    image paths are taken from the file's folder.
     `visalign.data.sets.checks` says what is odd.
 
     Raises:

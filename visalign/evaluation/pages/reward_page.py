@@ -105,11 +105,11 @@ def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
     judges = result["judges"]
     if result["set"]["kind"] != "preferences":
         return {"correlation": [_correlation(judges)], "slices": _slices(judges, "srcc", "images")}
-    found = {
-        "agreement": [_agreement(judges), *_both_orders(judges)],
-        "calibration": [_calibration(judges)],
-        "slices": _slices(judges, "accuracy", "pairs"),
-    }
+    found = {"agreement": [_agreement(judges), *_both_orders(judges)]}
+    if any(judge["people"]["single_vote"]["estimate"] is not None for judge in judges):
+        found["people"] = [_people(judges)]
+    found["calibration"] = [_calibration(judges)]
+    found["slices"] = _slices(judges, "accuracy", "pairs")
     return found | ({"generators": [_control(judges)]} if any(j["generators"] for j in judges) else {})
 
 
@@ -193,6 +193,29 @@ def _calibration(judges: Sequence[Judge]) -> JudgeTable:
             name = f"AUROC of its errors by {what}  0.5: does not know"
             specs.append((name, lambda j, s=signal: (j["selective"] or {}).get(s, {}).get("auroc"), fixed))
     return JudgeTable(title="Calibration", heading="", rows=_rows(judges, *specs))
+
+
+def _people(judges: Sequence[Judge]) -> JudgeTable:
+    """Each judge's column counts the pairs that it judged."""
+    rows = _rows(
+        judges,
+        ("One vote, predicted by the judge", lambda j: j["people"]["judge_single_vote"], share),
+        ("– by the majority of the other votes", lambda j: j["people"]["single_vote"], share),
+        ("Krippendorff's alpha", lambda j: j["people"]["alpha"], fixed),
+    )
+    for person in judges[0]["people"]["annotators"]:
+        for who, what in (
+            ("judge", f"Votes of {person['name']}, predicted by the judge"),
+            ("rest", "– by the rest"),
+        ):
+            cells = []
+            for judge in judges:
+                theirs = {entry["name"]: entry for entry in judge["people"]["annotators"]}
+                cells.append(_cell(theirs.get(person["name"], {}).get(who), share))
+            rows.append(
+                Row(what=what, detail=f"{person['votes']} votes" if who == "judge" else "", cells=cells)
+            )
+    return JudgeTable(title="People", heading="", rows=rows)
 
 
 def _correlation(judges: Sequence[Judge]) -> JudgeTable:

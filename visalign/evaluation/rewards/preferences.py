@@ -13,11 +13,12 @@ from visalign.data.sets.records import PreferenceSet
 from visalign.evaluation.statistics.agreement import HEADLINE, POLICIES, best_tie_threshold, credits_of
 from visalign.evaluation.statistics.calibration import brier, nll
 from visalign.evaluation.statistics.generator_control import GeneratorControl, generator_control
-from visalign.evaluation.statistics.intervals import RatioTable, ratio
+from visalign.evaluation.statistics.intervals import RatioTable
 
 from .certainty import calibration_numbers, finite, selective_numbers
 from .judged_pairs import IntervalSettings, JudgedPairs, judged_pairs
 from .pair_scores import PairScores, swap_consistency
+from .people import people_numbers
 from .slices import Slice, pair_slices
 
 Array = NDArray[np.float64]
@@ -69,7 +70,7 @@ def evaluate_preferences(
         "slices": _slice_rows(found, slices),
         "generators": _generators(found, judged, control),
         "swap": swap_consistency(scores),
-        "people": _people(judged),
+        "people": people_numbers(judged, settings),
         "level": settings.level,
     }
     return report | {"notes": _notes(report)}
@@ -183,16 +184,6 @@ def _generators(
         "judge_follows": finite(control.follows(judged.margin)),
         "strength": {name: round(value, 4) for name, value in order},
     }
-
-
-def _people(judged: JudgedPairs) -> dict[str, float | None]:
-    """How far people agree with one another, where there are votes: what no judge can beat."""
-    votes = np.array([pair.votes for pair in judged.pairs if pair.votes is not None], dtype=np.float64)
-    if not len(votes):
-        return {"pairs_with_votes": 0, "single_vote": None}
-    sides = votes[:, :2]
-    share = ratio(sides.max(1), sides.sum(1))
-    return {"pairs_with_votes": len(votes), "single_vote": finite(float(np.nanmean(share)))}
 
 
 def _notes(report: dict[str, Any]) -> list[str]:

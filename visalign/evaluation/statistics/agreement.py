@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .intervals import ratio
+
 Array = NDArray[np.float64]
 
 
@@ -133,3 +135,55 @@ def ranking_pairs(prediction: ArrayLike, truth: ArrayLike) -> tuple[Array, Array
     scores, said = np.asarray(prediction, dtype=np.float64), np.asarray(truth, dtype=np.float64)
     i, j = np.triu_indices(len(scores), k=1)
     return scores[i] - scores[j], (np.sign(said[i] - said[j]) + 1) / 2
+
+
+def against_the_rest(said: Array, rest: Array) -> tuple[Array, Array]:
+    """Credit and count [N] of single votes, each predicted by the majority of others; a tie there earns ½.
+
+    Args:
+        said: [N, 3] votes for left, right, tie that are predicted one by one; votes for a tie are not.
+        rest: [N, 3] the votes that predict each of them. Where there are none, nothing is counted.
+    """
+    ahead = np.sign(rest[:, 0] - rest[:, 1])
+    known = rest.sum(1) > 0
+    credit = said[:, 0] * (1 + ahead) / 2 + said[:, 1] * (1 - ahead) / 2
+    return credit * known, (said[:, 0] + said[:, 1]) * known
+
+
+def leave_one_out(votes: Array) -> tuple[Array, Array]:
+    """Credit and count [N] of the votes [N, 3] (left, right, tie), each against the others of its pair.
+
+    Σ credit / Σ count is how often other people predict one person's vote: ½ for people who flip coins,
+    however many they are, where agreement with a majority that holds the vote itself would be 1, ¾, ¾, 11/16
+    for one to four of them. Pairs with a single vote count nowhere.
+    """
+    parts = []
+    for side in (0, 1):
+        said = np.zeros_like(votes)
+        said[:, side] = votes[:, side]
+        parts.append(against_the_rest(said, np.maximum(votes - np.eye(3)[side], 0.0)))
+    return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+
+
+def alpha_sums(votes: Array) -> Array:
+    """[N, 3] what `alpha_of_sums` needs of each pair's votes [N, 3] (left, right, tie), summed over pairs.
+
+    Disagreement Σ_{c≠k} n_c n_k / (m − 1) of the m votes, votes for a side, votes for a tie; 0 where m < 2.
+    """
+    count = votes.sum(1)
+    apart = ratio(count**2 - (votes**2).sum(1), count - 1)
+    table = np.stack([apart, votes[:, 0] + votes[:, 1], votes[:, 2]], axis=1)
+    return np.where((count >= 2)[:, None], table, 0.0)
+
+
+def alpha_of_sums(sums: Array) -> Array:
+    """Krippendorff's α [R] for nominal votes, from sums [R, 3] of `alpha_sums`; NaN where nothing varies.
+
+    α = 1 − (n − 1) Σ_u Σ_{c≠k} n_uc n_uk / (m_u − 1) / Σ_{c≠k} n_c n_k, over the pairs and their mirror
+    images, as which picture stood on the left means nothing.
+
+    Source: Krippendorff, Content Analysis (2004), 11.3.
+    """
+    apart, sides, ties = 2 * sums[:, 0], sums[:, 1], 2 * sums[:, 2]
+    total = 2 * sides + ties
+    return 1 - ratio((total - 1) * apart, total**2 - 2 * sides**2 - ties**2)
