@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import special, stats
 
 from visalign.evaluation.statistics.correlations import (
+    RefittedPlcc,
     fit_logistic,
     kendall,
     logistic,
@@ -53,6 +54,51 @@ def test_the_fit_is_never_worse_than_the_line() -> None:
         slope, offset = np.polyfit(x, y, 1)
         line = float(np.sqrt(np.mean((slope * x + offset - y) ** 2)))
         assert fit_logistic(x, y, 5).rmse <= line + 1e-6
+
+
+@pytest.mark.parametrize("parameters", [4, 5])
+@pytest.mark.parametrize("seed", [2, 14, 18, 27, 32])
+def test_the_fit_is_no_worse_than_any_map_of_a_grid(parameters: int, seed: int) -> None:
+    """Sets like tables of metrics (skewed scores, opinions with ends) on which fixed starts stay above."""
+    rng = np.random.default_rng(seed)
+    n = (30, 80, 150)[(seed // 3) % 3]
+    x = (rng.normal(size=n), rng.beta(0.6, 4, n), np.exp(rng.normal(size=n)))[seed % 3]
+    place = np.argsort(np.argsort(x)) / n
+    y = np.clip(3 + 1.2 * (place - 0.5) * 2 * rng.random() + rng.normal(0, 0.9, n), 1, 5)
+    z = (x - x.mean()) / x.std()
+    best = np.inf
+    for at in np.quantile(z, np.linspace(0, 1, 21)):
+        for steep in np.geomspace(0.1, 100, 19):
+            curve = special.expit(steep * (z - at))
+            columns = np.stack([curve, np.ones(n), z][: parameters - 2], axis=1)
+            found = columns @ np.linalg.lstsq(columns, y, rcond=None)[0]
+            best = min(best, float(np.sqrt(np.mean((found - y) ** 2))))
+    assert fit_logistic(x, y, parameters).rmse <= best + 1e-6
+
+
+def test_a_map_that_turns_is_not_called_monotone() -> None:
+    x = np.linspace(-3, 3, 120)
+    rising, turning = 1 / (1 + np.exp(-2 * x)), 3 / (1 + np.exp(-4 * x)) - 0.5 * x
+    assert fit_logistic(x, rising, 5).monotone and fit_logistic(x, rising, 4).monotone
+    assert not fit_logistic(x, turning, 5).monotone and fit_logistic(x, turning, 4).monotone
+    assert fit_logistic(x, -rising, 5).monotone
+
+
+@pytest.mark.parametrize("parameters", [4, 5])
+def test_a_refitted_plcc_is_that_of_a_fit_to_the_resample(parameters: int) -> None:
+    """Against Levenberg-Marquardt on repeated samples: the grid reaches it from below."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=60)
+    y = np.tanh(1.5 * x) + rng.normal(0, 0.4, 60)
+    fit = fit_logistic(x, y, parameters)
+    refit = RefittedPlcc(x, y, fit)
+    assert refit.draws(refit.products.sum(0)[None])[0, 0] == pytest.approx(fit.plcc, abs=1e-4)
+    weights = rng.multinomial(60, np.full(60, 1 / 60), 6).astype(float)
+    held = weighted_pearson(fit.fitted, y, weights)
+    for row, own, still in zip(weights, refit.draws(weights @ refit.products)[:, 0], held, strict=True):
+        rows = np.repeat(np.arange(60), row.astype(int))
+        theirs = fit_logistic(x[rows], y[rows], parameters).plcc
+        assert theirs - 0.01 < own < theirs + 1e-6 and own >= still - 1e-9
 
 
 def test_logistic_by_hand() -> None:

@@ -202,7 +202,7 @@ def _refuse_leaks(pairs: PreferenceSet) -> None:
 
 
 def _refuse_quality_leaks(records: QualitySet) -> None:
-    found = leaks((record.group, record.split) for record in records.records)
+    found = leaks((record.origin, record.split) for record in records.records)
     if found:
         shown = listed([f"'{name}' ({' and '.join(names)})" for name, names in found.items()])
         raise UserError(

@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ class QualityRecord:
             raise UserError(f"std must be a number, at least 0; got {self.std}.")
 
     @property
-    def group(self) -> str:
-        """What is resampled together: the reference, else the image."""
+    def origin(self) -> str:
+        """What must stay in one split: the reference, else the image."""
         return self.image if self.reference is None else self.reference
 
     def to_row(self) -> Row:
@@ -153,6 +154,43 @@ class QualitySet:
     def row(self, number: int) -> int:
         """As of a `PreferenceSet`."""
         return self.rows[number] if self.rows else number + 1
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """[N] what is resampled together: images that share a prompt or a reference, also through others.
+
+        A prompt or reference that all images share parts nothing and is not counted. Where each prompt comes
+        with each reference, so that all hang together, those of the two that are fewer are the groups.
+        """
+        columns = [
+            column
+            for column in ([r.prompt or None for r in self.records], [r.reference for r in self.records])
+            if len(set(column)) > 1
+        ]
+        found = _components([r.image for r in self.records], columns)
+        if len(columns) > 1 and len(set(found)) == 1:
+            fewer = min(columns, key=lambda column: len(set(column)))
+            found = _components([r.image for r in self.records], [fewer])
+        return found
+
+
+def _components(images: Sequence[str], columns: Sequence[Sequence[str | None]]) -> tuple[int, ...]:
+    """[N] number of what hangs together by a value of a column (None is no value) or by the image."""
+    root: dict[tuple[int, str], tuple[int, str]] = {}
+
+    def top(key: tuple[int, str]) -> tuple[int, str]:
+        while root.setdefault(key, key) != key:
+            root[key] = root[root[key]]
+            key = root[key]
+        return key
+
+    for row, image in enumerate(images):
+        for kind, column in enumerate(columns, 1):
+            value = column[row]
+            if value is not None:
+                root[top((kind, value))] = top((0, image))
+    number: dict[tuple[int, str], int] = {}
+    return tuple(number.setdefault(top((0, image)), len(number)) for image in images)
 
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}

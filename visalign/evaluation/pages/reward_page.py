@@ -26,6 +26,7 @@ CONTROL = {
 SIGNALS = {"margin": "the size of its margin", "std": "the std it gives"}
 CORRELATIONS = {
     "srcc": "SRCC (Spearman)",
+    "srcc_within": "– within prompts or references, pooled",
     "plcc": "PLCC (Pearson), no fit",
     "plcc_logistic4": "PLCC after the 4-parameter logistic fit",
     "plcc_logistic5": "PLCC after the 5-parameter logistic fit",

@@ -18,12 +18,21 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from visalign.evaluation.statistics.correlations import kendall, srcc, weighted_srcc
-from visalign.evaluation.statistics.intervals import bootstrap, cluster_index, ratio, resample_weights
+from visalign.evaluation.statistics.intervals import (
+    Interval,
+    bootstrap,
+    cluster_index,
+    cluster_sums,
+    fisher_interval,
+    interval,
+    ratio,
+    resample_weights,
+)
 
 RESAMPLES = 400
 LEVEL = 0.95
 FEWEST_PROMPTS = 8
-"""With fewer prompts, images are resampled instead, and nothing is said of how sure the number within is."""
+"""With fewer prompts nothing is said of how sure the number within is; of one alone, images are resampled."""
 MOST_IMAGES = 4_000
 """More images than this are thinned out, evenly, for the bootstrap of the overall correlation."""
 
@@ -77,10 +86,15 @@ def _two(x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: in
     flat = [side for side, values in (("first", x), ("second", y)) if np.ptp(values) == 0]
     if flat:
         return report | {"note": f"the {flat[0]} gives all {len(x)} images the same score"}
-    report["overall"] = _interval(srcc(x, y), _overall_draws(x, y, groups, seed, resamples))
+    count = int(groups.max()) + 1
+    clusters, draws = _overall_draws(x, y, groups, seed, resamples)
+    of_few = fisher_interval if count < FEWEST_PROMPTS else interval
+    report["overall"] = _ends(of_few(srcc(x, y), draws, clusters, level=LEVEL))
     report["kendall_b"] = kendall(x, y)
-    ranks = [within_ranks(values, groups) for values in (x, y)]
-    report["within"] = _interval(*_within(ranks[0], ranks[1], groups, seed, resamples))
+    generator = torch.Generator().manual_seed(seed)
+    within, draws = within_groups(x, y, groups, generator=generator, resamples=resamples)
+    known_within = draws if count >= FEWEST_PROMPTS else draws[:0]
+    report["within"] = _ends(interval(within, known_within, count, level=LEVEL))
     same, report["pairs"] = same_order(x, y, groups)
     report["same_choice"] = same
     if report["within"]["estimate"] is None:
@@ -115,48 +129,47 @@ def same_order(x: Array, y: Array, groups: NDArray[np.int64]) -> tuple[float | N
     return (same / decided if decided else None), decided
 
 
-def _overall_draws(x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int) -> Array:
-    if groups.max() + 1 < FEWEST_PROMPTS:
+def _overall_draws(
+    x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int
+) -> tuple[int, Array]:
+    """How many clusters are drawn, prompts or of a single prompt the images, and the draws."""
+    if not groups.any():
         groups = np.arange(len(x))
     if len(x) > MOST_IMAGES:
         rows = np.linspace(0, len(x) - 1, MOST_IMAGES).astype(int)
         x, y, groups = x[rows], y[rows], cluster_index(groups[rows])[0]
-    generator = torch.Generator().manual_seed(seed)
-    blocks = resample_weights(int(groups.max()) + 1, generator=generator, resamples=resamples)
-    draws = [weighted_srcc(x, y, block[:, groups]) for block in blocks]
-    return np.concatenate(draws)
+    generator, clusters = torch.Generator().manual_seed(seed), int(groups.max()) + 1
+    blocks = resample_weights(clusters, generator=generator, resamples=resamples)
+    return clusters, np.concatenate([weighted_srcc(x, y, block[:, groups]) for block in blocks])
 
 
-def _within(
-    x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int
-) -> tuple[float | None, Array]:
-    """Pearson's r of the centred ranks, pooled over the groups, and its bootstrap over groups."""
-    count = int(groups.max()) + 1
-    sums = [np.bincount(groups, weights=product, minlength=count) for product in (x * y, x * x, y * y)]
-    total = [part.sum() for part in sums]
-    if total[1] <= 0 or total[2] <= 0:
-        return None, np.zeros(0)
-    estimate = float(total[0] / math.sqrt(total[1] * total[2]))
-    if count < FEWEST_PROMPTS:
-        return estimate, np.zeros(0)
+def _ends(number: Interval) -> dict[str, float | None]:
+    return {name: value for name, value in number.to_dict().items() if name != "level"}
+
+
+def within_groups(
+    x: ArrayLike,
+    y: ArrayLike,
+    groups: NDArray[np.int64],
+    *,
+    generator: torch.Generator,
+    resamples: int = RESAMPLES,
+) -> tuple[float, Array]:
+    """Pearson's r of the ranks within groups [N], pooled, and its draws [resamples] over whole groups.
+
+    NaN, and no draws, where no group has two samples that both sides tell apart.
+    """
+    a, b = (within_ranks(side, groups) for side in (x, y))
+    sums = cluster_sums(np.stack([a * b, a * a, b * b], axis=1), groups, int(groups.max()) + 1)
 
     def pearson(totals: Array) -> Array:
         cross, xx, yy = totals.T
         return ratio(cross, np.sqrt(xx * yy))[:, None]
 
-    generator = torch.Generator().manual_seed(seed)
-    draws = bootstrap(
-        np.stack(sums, axis=1).astype(np.float64), pearson, generator=generator, resamples=resamples
-    )
-    return estimate, draws[:, 0]
-
-
-def _interval(estimate: float | None, draws: Array) -> dict[str, float | None]:
-    known = draws[np.isfinite(draws)]
-    if estimate is None or len(known) < 100:
-        return {"estimate": estimate, "low": None, "high": None}
-    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"estimate": estimate, "low": float(low), "high": float(high)}
+    estimate = float(pearson(sums.sum(0)[None])[0, 0])
+    if not math.isfinite(estimate):
+        return math.nan, np.zeros(0)
+    return estimate, bootstrap(sums, pearson, generator=generator, resamples=resamples)[:, 0]
 
 
 def percentiles(values: ArrayLike) -> Array:

@@ -82,8 +82,7 @@ def compare_on_quality(
     a, b = (s.value[known] * (1 if s.higher_is_better else -1) for s in (first, second))
     sign = 1 if records.higher_is_better else -1
     y = np.array([record.mos for record in records.records])[known] * sign
-    kept = [record.group for record, ok in zip(records.records, known, strict=True) if ok]
-    index, clusters = cluster_index(kept)
+    index, clusters = cluster_index(np.array(records.groups)[known])
     blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([weighted_srcc(a, y, w) - weighted_srcc(b, y, w) for w in blocks])
     estimate = srcc(a, y) - srcc(b, y)

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from visalign.data.sets.records import QualitySet
 from visalign.evaluation.statistics.correlations import (
+    RefittedPlcc,
     fit_logistic,
     kendall,
     plcc,
@@ -20,9 +21,17 @@ from visalign.evaluation.statistics.correlations import (
     weighted_pearson,
     weighted_srcc,
 )
-from visalign.evaluation.statistics.intervals import cluster_index, interval, resample_samples
+from visalign.evaluation.statistics.intervals import (
+    bootstrap,
+    cluster_index,
+    cluster_sums,
+    fisher_interval,
+    interval,
+    resample_samples,
+)
 from visalign.evaluation.statistics.selective import risk_coverage
 
+from .agreement import within_groups
 from .certainty import finite
 from .judged_pairs import IntervalSettings
 from .pair_scores import counted_reasons, filled_reasons
@@ -104,8 +113,7 @@ def evaluate_quality(
             "defined. Leave it out, or look why it does not tell them apart."
         )
     y = np.array([record.mos for record in records.records])[rows] * (1 if records.higher_is_better else -1)
-    kept = [record for record, ok in zip(records.records, rows, strict=True) if ok]
-    index, clusters = cluster_index([record.group for record in kept])
+    index, clusters = cluster_index(np.array(records.groups)[rows])
     fits = {number: _fit(x, y, number) for number in (4, 5)}
     report = {
         "kind": "quality",
@@ -119,7 +127,7 @@ def evaluate_quality(
         },
         "correlations": _correlations(x, y, fits, index, clusters, settings),
         "fit": {
-            str(number): {key: value for key, value in fit.items() if key != "fitted"}
+            str(number): {key: value for key, value in fit.items() if key != "fit"}
             for number, fit in fits.items()
         },
         "certainty": _certainty(x, y, fits[5], scores, rows),
@@ -134,13 +142,15 @@ def _fit(x: Array, y: Array, parameters: int) -> dict[str, Any]:
     try:
         fit = fit_logistic(x, y, parameters)
     except ValueError as error:
-        return {"plcc": None, "rmse": None, "parameters": None, "reason": str(error), "fitted": None}
+        nothing = dict.fromkeys(("plcc", "rmse", "parameters", "monotone", "fit"))
+        return nothing | {"reason": str(error)}
     return {
         "plcc": finite(fit.plcc),
         "rmse": fit.rmse,
         "parameters": list(fit.parameters),
+        "monotone": fit.monotone,
         "reason": None,
-        "fitted": fit.fitted,
+        "fit": fit,
     }
 
 
@@ -152,26 +162,32 @@ def _correlations(
     clusters: int,
     settings: IntervalSettings,
 ) -> dict[str, Any]:
-    """Intervals hold the logistic map fixed."""
-    fitted = {number: fit["fitted"] for number, fit in fits.items() if fit["plcc"] is not None}
+    """Each resample gets logistic maps of its own."""
     statistics: dict[str, Callable[[Array], Array]] = {
         "srcc": lambda weights: weighted_srcc(x, y, weights),
         "plcc": lambda weights: weighted_pearson(x, y, weights),
+        "kendall": lambda weights: weighted_kendall(x, y, weights),
     }
+    draws = _draws(statistics, index, clusters, settings)
     estimates = {"srcc": srcc(x, y), "plcc": plcc(x, y)}
-    for number, values in fitted.items():
-        estimates[f"plcc_logistic{number}"] = plcc(values, y)
-        statistics[f"plcc_logistic{number}"] = lambda weights, v=values: weighted_pearson(v, y, weights)
-    draws = _draws(
-        statistics | {"kendall": lambda weights: weighted_kendall(x, y, weights)}, index, clusters, settings
-    )
     for place, variant in enumerate("bc"):
         estimates[f"kendall_{variant}"] = kendall(x, y, variant)
         draws[f"kendall_{variant}"] = draws["kendall"][:, place]
-    return {
-        name: interval(estimate, draws[name], clusters, level=settings.level).to_dict()
+    found = {
+        name: interval(estimate, draws[name], clusters, level=settings.level)
         for name, estimate in estimates.items()
     }
+    for number, entry in fits.items():
+        if entry["plcc"] is not None:
+            refit = RefittedPlcc(x, y, entry["fit"])
+            sums = cluster_sums(refit.products, index, clusters)
+            own = bootstrap(sums, refit.draws, **settings.drawing())[:, 0]
+            name = f"plcc_logistic{number}"
+            found[name] = fisher_interval(entry["plcc"], own, clusters, level=settings.level)
+    if clusters < len(x):
+        within, own = within_groups(x, y, index, **settings.drawing())
+        found["srcc_within"] = interval(within, own, clusters, level=settings.level)
+    return {name: number.to_dict() for name, number in found.items()}
 
 
 def _draws(
@@ -191,9 +207,9 @@ def _certainty(
     x: Array, y: Array, fit: dict[str, Any], scores: QualityScores, rows: NDArray[np.bool_]
 ) -> dict[str, Any] | None:
     """Is the judge less sure where it is further off: SRCC of its std with the error of the fit."""
-    if scores.std is None or fit["fitted"] is None or not np.isfinite(scores.std[rows]).all():
+    if scores.std is None or fit["fit"] is None or not np.isfinite(scores.std[rows]).all():
         return None
-    std, error = scores.std[rows], np.abs(fit["fitted"] - y)
+    std, error = scores.std[rows], np.abs(fit["fit"].fitted - y)
     if np.ptp(std) == 0 or np.ptp(error) == 0:
         return None
     curve = risk_coverage(std, np.minimum(error / error.max(), 1.0))
@@ -231,10 +247,10 @@ def _points(x: Array, y: Array, fit: dict[str, Any], settings: IntervalSettings)
     """At most 600 images and the fitted curve, for a plot."""
     chosen = np.random.default_rng(settings.seed).permutation(len(x))[:600]
     line = []
-    if fit["fitted"] is not None:
+    if fit["fit"] is not None:
         order = np.argsort(x)
         places = order[np.linspace(0, len(x) - 1, min(len(x), 60)).astype(int)]
-        line = [[float(x[k]), float(fit["fitted"][k])] for k in places]
+        line = [[float(x[k]), float(fit["fit"].fitted[k])] for k in places]
     return {"sample": [[float(x[k]), float(y[k])] for k in sorted(chosen)], "line": line}
 
 
@@ -254,4 +270,9 @@ def _notes(report: dict[str, Any]) -> list[str]:
             "(--lower-is-better)."
         )
     reasons = {fit["reason"] for fit in report["fit"].values() if fit["reason"]}
+    if report["fit"]["5"]["monotone"] is False:
+        found.append(
+            "The 5-parameter map is not monotone here: it turns within the range of the scores, so its PLCC "
+            "and RMSE credit the judge with an order that it does not give. Read the 4-parameter row."
+        )
     return found + [f"No logistic fit: {reason}" for reason in sorted(reasons)]

@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class LogisticFit:
-    """A monotone map from scores to opinions."""
+    """A map from scores to opinions: monotone with four parameters, and with five where it says so."""
 
     parameters: tuple[float, ...]
     """Four (β1..β4) or five (β1..β5), for standardised scores."""
@@ -26,6 +26,8 @@ class LogisticFit:
     """Pearson correlation of `fitted` with the opinions."""
     rmse: float
     """Root mean square error of `fitted`, in the unit of the opinions."""
+    monotone: bool
+    """Whether the map only rises or only falls between the lowest and the highest score."""
 
 
 def srcc(x: ArrayLike, y: ArrayLike) -> float:
@@ -76,8 +78,9 @@ def logistic(x: Array, *beta: float) -> Array:
 def fit_logistic(x: ArrayLike, y: ArrayLike, parameters: int = 5) -> LogisticFit:
     """Least-squares fit of the logistic map, the usual step before PLCC and RMSE are reported.
 
-    Scores are standardised first, several starts are tried, and the straight line is among them for five
-    parameters; so the result is never worse than it.
+    Scores are standardised first. The map is linear in all parameters but place and steepness, so these two
+    are searched on a grid, and the best of it, the usual starts, and the straight line for five parameters
+    are polished: the result is never worse than any of them.
     """
     if parameters not in (4, 5):
         raise ValueError(f"parameters is {parameters}; the usual fits have 4 or 5.")
@@ -89,24 +92,111 @@ def fit_logistic(x: ArrayLike, y: ArrayLike, parameters: int = 5) -> LogisticFit
     best = min(tried, key=lambda beta: float(np.sum((logistic(z, *beta) - opinions) ** 2)))
     fitted = logistic(z, *best)
     flat = float(np.ptp(fitted)) <= 1e-12 * max(1.0, float(np.ptp(opinions)))
+    steps = np.diff(logistic(np.linspace(z.min(), z.max(), 1_000), *best))
+    slack = 1e-9 * max(1.0, float(np.ptp(opinions)))
     return LogisticFit(
         parameters=best,
         fitted=fitted,
         plcc=math.nan if flat else _pearson(fitted, opinions),
         rmse=float(np.sqrt(np.mean((fitted - opinions) ** 2))),
+        monotone=bool((steps >= -slack).all() or (steps <= slack).all()),
     )
 
 
 def _starts(z: Array, y: Array, parameters: int) -> list[tuple[float, ...]]:
     low, high, middle = float(y.min()), float(y.max()), float(np.median(z))
     rising = _pearson(z, y) >= 0
+    found: list[tuple[float, ...]]
     if parameters == 4:
         ends = (high, low) if rising else (low, high)
-        return [(*ends, middle, width) for width in (0.5, 1.0, 3.0)]
-    slope, offset = np.polyfit(z, y, 1)
-    sign = 1.0 if rising else -1.0
-    bent = [(sign * (high - low), steep, middle, 0.0, float(y.mean())) for steep in (0.5, 2.0)]
-    return [(0.0, 1.0, middle, float(slope), float(offset)), *bent]
+        found = [(*ends, middle, width) for width in (0.5, 1.0, 3.0)]
+    else:
+        slope, offset = (float(value) for value in np.polyfit(z, y, 1))
+        sign = 1.0 if rising else -1.0
+        found = [(sign * (high - low), steep, middle, 0.0, float(y.mean())) for steep in (0.5, 2.0)]
+        found.append((0.0, 1.0, middle, slope, offset))
+    order = np.argsort(z, kind="stable")
+    some = order[np.linspace(0, len(z) - 1, min(len(z), _SEARCHED)).astype(int)]
+    place, steep = _grid(z, np.linspace(0.0, 1.0, 21), np.geomspace(0.1, 100.0, 19))
+    error = 1 - _explained(_profile(z[some], y[some], place, steep).sum(0)[None], parameters)[0]
+    for k in _valleys(error, steep):
+        curve = special.expit(steep[k] * (z - place[k]))
+        columns = [curve, np.ones_like(z), z][: parameters - 2]
+        height, base, *line = (float(v) for v in np.linalg.lstsq(np.stack(columns, 1), y, rcond=None)[0])
+        at, bend = float(place[k]), float(steep[k])
+        if parameters == 4:
+            found.append((base + height, base, at, 1 / bend))
+        else:
+            found.append((height, bend, at, line[0], base + height / 2))
+    return found
+
+
+_VALLEYS = 5
+"""Steepnesses whose best place is polished."""
+_SEARCHED = 2_000
+"""Samples, evenly over the scores, with which the grid is searched for them."""
+
+
+def _valleys(error: Array, steep: Array) -> list[int]:
+    best = [min(np.flatnonzero(steep == value), key=lambda k: error[k]) for value in np.unique(steep)]
+    return sorted((int(k) for k in best), key=lambda k: error[k])[:_VALLEYS]
+
+
+def _grid(z: Array, quantiles: Array, steepness: Array) -> tuple[Array, Array]:
+    """Places and steepnesses [G] of every map of the grid; places are quantiles of the scores."""
+    places = np.unique(np.quantile(z, quantiles))
+    place, steep = np.meshgrid(places, steepness)
+    return place.ravel(), steep.ravel()
+
+
+def _profile(z: Array, y: Array, place: Array, steep: Array) -> Array:
+    """[N, 6 + 4 G] products whose sums give the least squares of every map of a grid."""
+    curve = special.expit(steep * (z[:, None] - place))
+    y = (y - y.mean()) / (float(y.std()) or 1.0)
+    plain = np.stack([np.ones_like(z), z, z * z, y, y * y, z * y], axis=1)
+    return np.concatenate([plain, curve, curve**2, curve * z[:, None], curve * y[:, None]], axis=1)
+
+
+def _explained(sums: Array, parameters: int) -> Array:
+    """[R, G] share R² of the variance that each map of a grid explains, from the sums [R, 6 + 4 G].
+
+    With s(z) = σ(steep · (z − place)) the rest is linear: R² = c_sy² / (c_ss c_yy) of β + γ s for four
+    parameters, and (c_zz c_sy² − 2 c_sz c_sy c_zy + c_ss c_zy²) / ((c_ss c_zz − c_sz²) c_yy) of β + γ s + δ z
+    for five, c the sums of squares and products about the means.
+    """
+    n, z, zz, y, yy, zy = (sums[:, k : k + 1] for k in range(6))
+    s, ss, sz, sy = np.split(sums[:, 6:], 4, axis=1)
+    c_zz, c_yy, c_zy = zz - z * z / n, yy - y * y / n, zy - z * y / n
+    c_ss, c_sz, c_sy = ss - s * s / n, sz - s * z / n, sy - s * y / n
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if parameters == 4:
+            return np.where(c_ss > 1e-9 * n, c_sy**2 / (c_ss * c_yy), 0.0)
+        line = c_zy**2 / (c_zz * c_yy)
+        inside = c_ss * c_zz - c_sz**2
+        both = (c_zz * c_sy**2 - 2 * c_sz * c_sy * c_zy + c_ss * c_zy**2) / (inside * c_yy)
+        return np.fmax(np.where(inside > 1e-6 * c_ss * c_zz, both, line), line)
+
+
+class RefittedPlcc:
+    """PLCC after the logistic fit in every resample, the map fitted anew in each.
+
+    A map is searched on a grid of places and steepnesses that holds those of the fit to all samples; with an
+    intercept the PLCC of a least-squares fit is √R².
+    """
+
+    def __init__(self, x: ArrayLike, y: ArrayLike, fit: LogisticFit) -> None:
+        scores, opinions = check_sides(x, y)
+        z = (scores - scores.mean()) / scores.std()
+        beta, self._parameters = fit.parameters, len(fit.parameters)
+        own = (beta[2], 1 / max(abs(beta[3]), 1e-12) if self._parameters == 4 else beta[1])
+        place, steep = _grid(z, np.linspace(0.02, 0.98, 13), np.geomspace(0.25, 32.0, 10))
+        self.products = _profile(z, opinions, np.append(place, own[0]), np.append(steep, own[1]))
+        """[N, M] whose sums over a resample, by `bootstrap`, are what `draws` takes."""
+
+    def draws(self, sums: Array) -> Array:
+        """[R, 1] PLCC from the sums [R, M] of `products` over each resample."""
+        best = np.nanmax(_explained(sums, self._parameters), axis=1, initial=0.0)
+        return np.sqrt(np.clip(best, 0.0, 1.0))[:, None]
 
 
 def _least_squares(z: Array, y: Array, start: tuple[float, ...]) -> tuple[float, ...]:

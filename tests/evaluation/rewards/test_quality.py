@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quality sets whose images share prompts or references: what is drawn together, and what is left within."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from visalign.data.sets.records import QualityRecord, QualitySet
+from visalign.evaluation.rewards.comparison import compare_on_quality
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.evaluation.rewards.quality import evaluate_quality, from_values
+
+FAST = IntervalSettings(resamples=200)
+
+
+def quality(mos: Any, prompts: Any = None, references: Any = None) -> QualitySet:
+    return QualitySet(
+        name="q",
+        records=tuple(
+            QualityRecord(
+                image=f"{k}.png",
+                mos=float(value),
+                prompt="" if prompts is None else str(prompts[k]),
+                reference=None if references is None else str(references[k]),
+            )
+            for k, value in enumerate(mos)
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "references", "groups"),
+    [
+        (None, None, (0, 1, 2, 3)),
+        ("aabb", None, (0, 0, 1, 1)),
+        (None, "abab", (0, 1, 0, 1)),
+        ("aaaa", None, (0, 1, 2, 3)),  # a prompt that all share parts nothing
+        ("aaaa", "xxyy", (0, 0, 1, 1)),
+        ("abbc", "xxyz", (0, 0, 0, 1)),  # b joins x and y
+        ("aabb", "xyxy", (0, 0, 1, 1)),  # each with each: one of the two
+        ("abcabc", "xxxyyy", (0, 0, 0, 1, 1, 1)),  # each with each: the fewer
+    ],
+)
+def test_what_is_drawn_together(prompts: str | None, references: str | None, groups: tuple[int, ...]) -> None:
+    assert quality(range(len(groups)), prompts, references).groups == groups
+
+
+def clustered(seed: int, prompts: int = 40, each: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Score and opinion agree about the prompts, and part within them."""
+    rng = np.random.default_rng(seed)
+    easy, inside = np.repeat(rng.normal(size=prompts), each), rng.normal(size=prompts * each)
+    return easy + 0.4 * inside, easy - 0.4 * inside, np.repeat(np.arange(prompts), each)
+
+
+def test_within_prompts_a_judge_can_be_the_opposite_of_itself() -> None:
+    x, mos, prompt = clustered(0)
+    records = quality(mos, prompt)
+    found = evaluate_quality(records, from_values("j", "x", x), FAST)
+    assert found["counts"]["clusters"] == 40
+    overall, within = found["correlations"]["srcc"], found["correlations"]["srcc_within"]
+    assert overall["estimate"] == pytest.approx(stats.spearmanr(x, mos)[0]) and overall["low"] > 0.2
+    assert within["estimate"] == pytest.approx(-1.0)
+    assert "srcc_within" not in evaluate_quality(quality(mos), from_values("j", "x", x), FAST)["correlations"]
+
+
+def test_intervals_of_a_prompts_images_are_those_of_fewer_samples() -> None:
+    rng = np.random.default_rng(1)
+    base, noise = rng.normal(size=30), rng.normal(size=30)
+    x, mos = np.repeat(base + noise, 6), np.repeat(base, 6)
+    x, mos = x + 0.01 * rng.normal(size=180), mos + 0.01 * rng.normal(size=180)
+    by_prompt, by_image = (
+        evaluate_quality(quality(mos, prompts), from_values("j", "x", x), FAST)["correlations"]
+        for prompts in (np.repeat(np.arange(30), 6), None)
+    )
+    for name, number in by_image.items():
+        own = by_prompt[name]
+        assert own["estimate"] == pytest.approx(number["estimate"])
+        assert own["high"] - own["low"] > 1.8 * (number["high"] - number["low"]), name
+    both = [
+        compare_on_quality(
+            quality(mos, prompts), from_values("a", "x", x), from_values("b", "x", rng.normal(size=180)), FAST
+        )["difference"]
+        for prompts in (np.repeat(np.arange(30), 6), None)
+    ]
+    assert both[0]["high"] - both[0]["low"] > 1.3 * (both[1]["high"] - both[1]["low"])
+
+
+def test_a_map_that_turns_is_said() -> None:
+    rng = np.random.default_rng(2)
+    x = np.linspace(-3, 3, 90)
+    mos = 3 / (1 + np.exp(-4 * x)) - 0.5 * x + rng.normal(0, 0.05, 90)
+    found = evaluate_quality(quality(mos), from_values("j", "x", x), FAST)
+    assert found["fit"]["4"]["monotone"] and not found["fit"]["5"]["monotone"]
+    assert any("not monotone" in note for note in found["notes"])
