@@ -23,7 +23,13 @@ CONTROL = {
     "judge_against": "Against the usual order of the generators, the judge",
 }
 """Rows of the control, in the order in which they are read."""
-SIGNALS = {"margin": "the size of its margin", "std": "the std it gives"}
+SIGNALS = {"margin": "the size of its margin", "std": "the std it gives", "both": "margin and std together"}
+STD = {
+    "srcc_votes": "Rank correlation of its std with the noise of the votes",
+    "srcc_votes_given_margin": "– the size of its margin held fixed",
+    "nll_gain": "What its std adds to its margin, nats after scaling",
+}
+"""Rows of what a judge's std is worth."""
 CORRELATIONS = {
     "srcc": "SRCC (Spearman)",
     "srcc_within": "– within prompts or references, pooled",
@@ -193,6 +199,8 @@ def _calibration(judges: Sequence[Judge]) -> JudgeTable:
         if any(signal in (judge["selective"] or {}) for judge in judges):
             name = f"AUROC of its errors by {what}  0.5: does not know"
             specs.append((name, lambda j, s=signal: (j["selective"] or {}).get(s, {}).get("auroc"), fixed))
+    if any(judge["std"] for judge in judges):
+        specs += [(what, lambda j, k=key: (j["std"] or {}).get(k), fixed) for key, what in STD.items()]
     return JudgeTable(title="Calibration", heading="", rows=_rows(judges, *specs))
 
 

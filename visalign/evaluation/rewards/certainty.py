@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,17 @@ from visalign.evaluation.statistics.calibration import (
     nll,
     reliability,
 )
+from visalign.evaluation.statistics.correlations import weighted_srcc
 from visalign.evaluation.statistics.generator_control import FOLDS
-from visalign.evaluation.statistics.intervals import Interval, bootstrap, interval, resample_samples
+from visalign.evaluation.statistics.intervals import (
+    Interval,
+    RatioTable,
+    bootstrap,
+    cluster_index,
+    interval,
+    ratio,
+    resample_samples,
+)
 from visalign.evaluation.statistics.selective import auroc, risk_coverage, weighted_auroc
 
 from .judged_pairs import IntervalSettings, JudgedPairs
@@ -39,7 +49,7 @@ def calibration_numbers(
     mean_brier: Interval,
     reading: str,
 ) -> dict[str, Any]:
-    """NLL, Brier, ECE, the reliability diagram, and the same after temperature scaling, JSON-able.
+    """NLL, Brier, ECE, the reliability diagram, and the same after scaling (margin, and std), JSON-able.
 
     `reading` says how the probability was read from what the judge said. The interval of the ECE lies rather
     high: sampling noise in the bins only adds to it.
@@ -71,19 +81,27 @@ def calibration_numbers(
 
 
 def _scaled(judged: JudgedPairs, bins: int) -> dict[str, Any] | None:
-    """NLL, Brier and ECE after temperature scaling, each prompt with the temperature of other prompts."""
-    fold = judged.index % FOLDS
-    if len(np.unique(fold)) < 2:
+    """NLL, Brier and ECE after scaling by margin and std, each prompt with the scaling of other prompts."""
+    p = cross_fitted(judged, judged.std)
+    if p is None:
         return None
-    p = cross_fitted_temperature(judged.margin, judged.label, fold)
     curve = reliability(*both_sides(p, judged.label), bins=bins)
     return {
+        "by": "margin" if judged.std is None else "margin and std",
         "nll": float(nll(p, judged.label).mean()),
         "brier": float(brier(p, judged.label).mean()),
         "ece": curve.ece,
         "mce": curve.mce,
         "bins": _bins(curve),
     }
+
+
+def cross_fitted(judged: JudgedPairs, std: Array | None) -> Array | None:
+    """[n] scaled probabilities, folds by prompt; None where a single prompt leaves nothing to fit them on."""
+    fold = judged.index % FOLDS
+    if len(np.unique(fold)) < 2:
+        return None
+    return cross_fitted_temperature(judged.margin, judged.label, fold, std)
 
 
 def _bins(curve: Reliability) -> list[dict[str, float | None]]:
@@ -100,38 +118,94 @@ def _bins(curve: Reliability) -> list[dict[str, float | None]]:
 
 
 def selective_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, Any] | None:
-    """Does the judge know when it is wrong: by its std where it gives one, and by the size of its margin.
+    """Does the judge know when it is wrong: by the size of its margin, by its std, and by both together.
 
-    Pairs that people tied are left out. Returns signal -> AUROC of the errors, AURC, risk at some coverages,
-    the curve; None where people tied all.
+    Pairs that people tied are left out. Returns signal -> AUROC of the errors on the `pairs` that the judge
+    decided (a predicted tie is no error and no hit), AURC and risk at some coverages with half an error for a
+    predicted tie, the curve; None where people tied all. "both" orders by the scaled probability.
     """
     known = judged.label != 0.5
     if not known.any():
         return None
     credit = credits_of(HEADLINE, judged.margin[known], judged.label[known])[0]
-    found = {"margin": _one_signal(-np.abs(judged.margin[known]), credit, judged.index[known], settings)}
+    signals = {"margin": -np.abs(judged.margin)}
     if judged.std is not None:
-        found["std"] = _one_signal(judged.std[known], credit, judged.index[known], settings)
-    return found
+        signals["std"] = judged.std
+        p = cross_fitted(judged, judged.std)
+        if p is not None:
+            signals["both"] = -np.abs(p - 0.5)
+    return {
+        name: _one_signal(signal[known], credit, judged.index[known], settings)
+        for name, signal in signals.items()
+    }
 
 
 def _one_signal(
     uncertainty: Array, credit: Array, index: NDArray[np.int64], settings: IntervalSettings
 ) -> dict[str, Any]:
-    wrong = credit < 0.5
-    _, numbers = np.unique(index, return_inverse=True)
-    clusters = int(numbers.max()) + 1
-    blocks = resample_samples(numbers, clusters, **settings.drawing())
-    draws = np.concatenate([weighted_auroc(uncertainty, wrong, weights) for weights in blocks])
+    decided = credit != 0.5
+    wrong, value = credit[decided] < 0.5, uncertainty[decided]
+    area = Interval(estimate=math.nan)
+    if decided.any():
+        numbers, clusters = cluster_index(index[decided])
+        blocks = resample_samples(numbers, clusters, **settings.drawing())
+        draws = np.concatenate([weighted_auroc(value, wrong, weights) for weights in blocks])
+        area = interval(auroc(value, wrong), draws, clusters, level=settings.level)
     curve = risk_coverage(uncertainty, 1 - credit)
     step = max(1, len(curve.coverage) // 100)
     places = np.unique(np.append(np.arange(0, len(curve.coverage), step), len(curve.coverage) - 1))
     return {
-        "auroc": interval(auroc(uncertainty, wrong), draws, clusters, level=settings.level).to_dict(),
+        "auroc": area.to_dict(),
+        "pairs": int(decided.sum()),
         "aurc": curve.area,
         "risk_at": {f"{coverage:.0%}": curve.at(coverage) for coverage in COVERAGES},
         "curve": [[float(curve.coverage[k]), float(curve.risk[k])] for k in places],
     }
+
+
+def std_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, Any] | None:
+    """Does the std say how noisy people's votes are, and what does it add to the margin?
+
+    Returns `pairs` with two votes or more; `srcc_votes`, rank correlation of the std with the chance that two
+    people vote differently; `srcc_votes_given_margin`, the same with the ranks of |margin| held fixed;
+    `nll_gain`, by how many nats a pair scaling by margin and std beats scaling by the margin alone, both
+    cross-fitted. None for a judge without a std.
+    """
+    if judged.std is None:
+        return None
+    votes = np.array([pair.votes or (0, 0, 0) for pair in judged.pairs], dtype=np.float64)
+    many = votes.sum(1) > 1
+    total = votes.sum(1)
+    differ = 1 - ratio((votes * (votes - 1)).sum(1), total * (total - 1))
+    found: dict[str, Any] = {"pairs": int(many.sum())}
+    sides = [differ[many], judged.std[many], np.abs(judged.margin[many])]
+    nothing = Interval(estimate=math.nan, level=settings.level).to_dict()
+    found |= {"srcc_votes": nothing, "srcc_votes_given_margin": nothing, "nll_gain": nothing}
+    if many.sum() > 2 and all(np.ptp(side) > 0 for side in sides[:2]):
+        index, clusters = cluster_index(judged.index[many])
+        blocks = resample_samples(index, clusters, **settings.drawing())
+        draws = np.concatenate([_rank_correlations(sides, weights) for weights in blocks])
+        own = _rank_correlations(sides, np.ones((1, len(index))))[0]
+        for place, name in enumerate(("srcc_votes", "srcc_votes_given_margin")):
+            number = interval(float(own[place]), draws[:, place], clusters, level=settings.level)
+            found[name] = number.to_dict()
+    p = [cross_fitted(judged, std) for std in (None, judged.std)]
+    if p[0] is not None and p[1] is not None:
+        table = RatioTable(judged.index, judged.clusters)
+        gain = nll(p[0], judged.label) - nll(p[1], judged.label)
+        table.add("gain", gain, np.ones_like(gain))
+        drawn = table.intervals(**settings.drawing(), level=settings.level, wilson=False)
+        found["nll_gain"] = drawn["gain"].to_dict()
+    return found
+
+
+def _rank_correlations(sides: Sequence[Array], weights: Array) -> Array:
+    """[R, 2] Spearman's ρ of the first two under weights, and with the third held fixed:
+    (ρ_ab − ρ_ac ρ_bc) / √((1 − ρ_ac²)(1 − ρ_bc²))."""
+    a, b, c = sides
+    ab, ac, bc = (weighted_srcc(x, y, weights) for x, y in ((a, b), (a, c), (b, c)))
+    left = (1 - ac**2) * (1 - bc**2)
+    return np.stack([ab, ratio(ab - ac * bc, np.sqrt(left))], axis=1)
 
 
 def finite(value: float) -> float | None:

@@ -15,7 +15,7 @@ from visalign.evaluation.statistics.calibration import brier, nll
 from visalign.evaluation.statistics.generator_control import GeneratorControl, generator_control
 from visalign.evaluation.statistics.intervals import RatioTable
 
-from .certainty import calibration_numbers, finite, selective_numbers
+from .certainty import calibration_numbers, finite, selective_numbers, std_numbers
 from .judged_pairs import IntervalSettings, JudgedPairs, judged_pairs
 from .pair_scores import PairScores, swap_consistency
 from .people import people_numbers
@@ -33,8 +33,8 @@ def evaluate_preferences(
     """All numbers of one judge on one set; what it could not judge is left out everywhere, and counted.
 
     Scores stand in the order of the pairs. JSON-able: `judge`, `counts`, `agreement` (policy -> micro,
-    macro), `calibration`, `selective`, `slices`, `generators`, `swap`, `people`, `notes`. What the data do
-    not allow is None.
+    macro), `calibration`, `selective`, `std`, `slices`, `generators`, `swap`, `people`, `notes`. What the
+    data do not allow is None.
     """
     settings = settings or IntervalSettings()
     judged = judged_pairs(pairs, scores)
@@ -67,6 +67,7 @@ def evaluate_preferences(
             reading=scores.reading,
         ),
         "selective": selective_numbers(judged, settings),
+        "std": std_numbers(judged, settings),
         "slices": _slice_rows(found, slices),
         "generators": _generators(found, judged, control),
         "swap": swap_consistency(scores),

@@ -195,19 +195,64 @@ def fit_temperature(logit: ArrayLike, outcome: ArrayLike) -> Temperature:
     return Temperature(value=math.exp(log_t), nll=mean_nll(log_t), bounded=bool(at_end))
 
 
-def cross_fitted_temperature(logit: ArrayLike, outcome: ArrayLike, fold: NDArray[np.int64]) -> Array:
-    """Scaled probabilities [N] where each fold gets the temperature of the others: no pair judges itself.
+@dataclass(frozen=True, kw_only=True)
+class NoiseScaling:
+    """p = σ(logit / (T w)), w² = (1 − r) + r s² / m²: sure where the margin is large and the std is small."""
 
-    Give all pairs of a prompt one fold.
+    share: float
+    """r in [0, 1): 0 is temperature scaling, near 1 the odds depend on margin / std alone."""
+    usual: float
+    """m, the median of s over the pairs of the fit."""
+    temperature: Temperature
+    """T, and the NLL reached."""
+
+    def apply(self, logit: ArrayLike, std: ArrayLike) -> Array:
+        """Scaled probabilities [N] from logits and their standard deviations."""
+        return self.temperature.apply(_damped(logit, std, self.share, self.usual))
+
+
+_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
+
+
+def fit_noise_scaling(logit: ArrayLike, std: ArrayLike, outcome: ArrayLike) -> NoiseScaling:
+    """Temperature and the share of the std that together minimise the NLL of outcomes [N].
+
+    Share 0 is among those tried, so on the pairs of the fit the NLL is never above `fit_temperature`'s.
+    """
+    s = np.asarray(std, dtype=np.float64)
+    if s.shape != np.shape(logit) or not ((s >= 0) & np.isfinite(s)).all():
+        raise ValueError(f"needed is a finite std of at least 0 of each logit; got {s.shape}.")
+    usual = float(np.median(s)) or float(s.mean()) or 1.0
+    tried = [(fit_temperature(_damped(logit, s, share, usual), outcome), share) for share in _SHARES]
+    temperature, share = min(tried, key=lambda found: found[0].nll)
+    return NoiseScaling(share=share, usual=usual, temperature=temperature)
+
+
+def _damped(logit: ArrayLike, std: ArrayLike, share: float, usual: float) -> Array:
+    square = (np.asarray(std, dtype=np.float64) / usual) ** 2
+    return np.asarray(logit, dtype=np.float64) / np.sqrt((1 - share) + share * square)
+
+
+def cross_fitted_temperature(
+    logit: ArrayLike, outcome: ArrayLike, fold: NDArray[np.int64], std: ArrayLike | None = None
+) -> Array:
+    """Scaled probabilities [N] where each fold gets the scaling of the others: no pair judges itself.
+
+    With the std [N] of the logits it is `fit_noise_scaling`. Give all pairs of a prompt one fold.
     """
     z, y = np.asarray(logit, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
+    s = None if std is None else np.asarray(std, dtype=np.float64)
     folds = np.unique(fold)
     if len(folds) < 2:
         raise ValueError("cross-fitting needs pairs in at least two folds.")
     found = np.empty_like(z)
     for number in folds:
         inside = fold == number
-        found[inside] = fit_temperature(z[~inside], y[~inside]).apply(z[inside])
+        if s is None:
+            found[inside] = fit_temperature(z[~inside], y[~inside]).apply(z[inside])
+        else:
+            fit = fit_noise_scaling(z[~inside], s[~inside], y[~inside])
+            found[inside] = fit.apply(z[inside], s[inside])
     return found
 
 
