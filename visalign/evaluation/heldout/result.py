@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from visalign.atomic import write_atomic
 from visalign.errors import UserError, suggestion
-from visalign.evaluation.statistics.intervals import Interval, wilson_interval
+from visalign.evaluation.statistics.intervals import Interval, clustered_wilson
 
 _FORMAT = "visalign held-out result 1"
 
@@ -82,9 +82,11 @@ class HeldoutResult:
         return np.array([entry == tag for entry in self.tags], dtype=bool)
 
     def interval(self, tag: str | None = None, *, level: float = 0.95) -> Interval:
-        """Wilson interval of the accuracy, over all or in one category (NaN where it is absent)."""
-        rows = np.ones(len(self), dtype=bool) if tag is None else self.rows(tag)
-        return wilson_interval(int(self.correct[rows].sum()), int(self.judged[rows].sum()), level=level)
+        """Wilson interval of the accuracy over prompts, of all or of one category (NaN where absent)."""
+        rows = self.judged & (np.ones(len(self), dtype=bool) if tag is None else self.rows(tag))
+        return clustered_wilson(
+            self.correct[rows], [self.prompts[k] for k in np.flatnonzero(rows)], level=level
+        )
 
     def accuracy_of(self, prompts: Collection[str], seeds: Collection[int]) -> float:
         """Share of the judged samples of some prompts and seeds that are correct; NaN where none was."""

@@ -193,6 +193,8 @@ def _calibration(judges: Sequence[Judge]) -> JudgeTable:
     ):
         specs.append((what, lambda j, k=key: j["calibration"][k], fixed))
         specs.append(("– after scaling", lambda j, k=key: (j["calibration"]["scaled"] or {}).get(k), fixed))
+    noise = "– of a calibrated judge, from noise alone"
+    specs.insert(-1, (noise, lambda j: j["calibration"]["ece_noise"], fixed))
     specs.append(("Largest gap of a bin (MCE)", lambda j: j["calibration"]["mce"], fixed))
     specs.append(("Temperature  above 1: too sure", lambda j: j["calibration"]["temperature"], fixed))
     for signal, what in SIGNALS.items():

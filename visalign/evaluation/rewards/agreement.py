@@ -94,7 +94,7 @@ def _two(x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: in
     generator = torch.Generator().manual_seed(seed)
     within, draws = within_groups(x, y, groups, generator=generator, resamples=resamples)
     known_within = draws if count >= FEWEST_PROMPTS else draws[:0]
-    report["within"] = _ends(interval(within, known_within, count, level=LEVEL))
+    report["within"] = _ends(fisher_interval(within, known_within, count, level=LEVEL))
     same, report["pairs"] = same_order(x, y, groups)
     report["same_choice"] = same
     if report["within"]["estimate"] is None:

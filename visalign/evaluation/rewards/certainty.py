@@ -51,28 +51,31 @@ def calibration_numbers(
 ) -> dict[str, Any]:
     """NLL, Brier, ECE, the reliability diagram, and the same after scaling (margin, and std), JSON-able.
 
-    `reading` says how the probability was read from what the judge said. The interval of the ECE lies rather
-    high: sampling noise in the bins only adds to it.
+    `reading` says how the probability was read from what the judge said. The ECE has no interval: noise in
+    the bins only adds to it, so that its resamples miss the truth; `ece_noise` is what noise alone, with the
+    clusters of this set, would show of a judge that is calibrated.
     """
     p, y = both_sides(judged.prob, judged.label)
     curve = reliability(p, y, bins=settings.bins)
     place = bin_index(p, settings.bins)
-    sums = np.zeros((judged.clusters, 3 * settings.bins))
+    sums = np.zeros((judged.clusters, 2 * settings.bins + 1))
     both = np.append(judged.index, judged.index)
-    for k, column in enumerate((np.ones_like(p), p, y)):
+    for k, column in enumerate((p, y)):
         np.add.at(sums, (both, place + k * settings.bins), column)
+    np.add.at(sums, (both, 2 * settings.bins), 1.0)
 
-    def ece(totals: Array) -> Array:
-        count, confidence, frequency = np.split(totals, 3, axis=1)
-        return (np.abs(frequency - confidence).sum(1) / count.sum(1))[:, None]
+    def apart(totals: Array) -> Array:
+        confidence, frequency, count = np.split(totals, [settings.bins, 2 * settings.bins], axis=1)
+        return (frequency - confidence) / count
 
-    draws = bootstrap(sums, ece, **settings.drawing())[:, 0]
+    noise = bootstrap(sums, apart, **settings.drawing()) - apart(sums.sum(0)[None])
     temperature = fit_temperature(judged.margin, judged.label)
     return {
         "reading": reading,
         "nll": mean_nll.to_dict(),
         "brier": mean_brier.to_dict(),
-        "ece": interval(curve.ece, draws, judged.clusters, level=settings.level).to_dict(),
+        "ece": Interval(estimate=curve.ece, level=settings.level).to_dict(),
+        "ece_noise": float(np.abs(noise).sum(1).mean()),
         "mce": curve.mce,
         "bins": _bins(curve),
         "temperature": temperature.value if math.isfinite(temperature.value) else None,

@@ -186,7 +186,7 @@ def _correlations(
             found[name] = fisher_interval(entry["plcc"], own, clusters, level=settings.level)
     if clusters < len(x):
         within, own = within_groups(x, y, index, **settings.drawing())
-        found["srcc_within"] = interval(within, own, clusters, level=settings.level)
+        found["srcc_within"] = fisher_interval(within, own, clusters, level=settings.level)
     return {name: number.to_dict() for name, number in found.items()}
 
 

@@ -52,8 +52,8 @@ def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Inte
 
     centre = (p + z²/2n) / (1 + z²/n),  half = z/(1 + z²/n) · √(p(1-p)/n + z²/4n²); NaN without trials.
 
-    Source: Wilson, J. Am. Stat. Assoc. 22 (1927) 209. It takes the trials as independent: with several seeds
-    per prompt it is somewhat too narrow, which `paired_bootstrap` is not.
+    Source: Wilson, J. Am. Stat. Assoc. 22 (1927) 209. It takes the trials as independent; for several seeds
+    per prompt there is `clustered_wilson`.
     """
     _check_level(level)
     if not 0 <= successes <= trials:
@@ -62,6 +62,33 @@ def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Inte
         return Interval(estimate=math.nan, level=level)
     ends = stats.binomtest(successes, trials).proportion_ci(level, method="wilson")
     return Interval(estimate=successes / trials, low=float(ends.low), high=float(ends.high), level=level)
+
+
+def clustered_wilson(
+    outcome: ArrayLike, cluster: Sequence[Hashable] | NDArray, *, level: float = 0.95
+) -> Interval:
+    """Wilson's interval of a share of outcomes [N] (0 or 1) that come in clusters [N], such as prompts.
+
+    n becomes p(1-p) / v, v the variance of the mean between the K clusters, if that is less, and z becomes
+    t_{K-1}; a share of 0 or 1, which shows no variance, counts each cluster once. Where no cluster has two
+    outcomes it is `wilson_interval`.
+
+    Source: Korn and Graubard, Survey Methodology 24 (1998) 193, for the effective sample size.
+    """
+    y = np.asarray(outcome, dtype=np.float64)
+    index, clusters = cluster_index(cluster)
+    n, hits = len(y), int(y.sum())
+    if clusters == n or clusters < 2:
+        return wilson_interval(hits, n, level=level)
+    _check_level(level)
+    p = hits / n
+    between = cluster_sums(y - p, index, clusters)[:, 0]
+    v = clusters / (clusters - 1) * float(between @ between) / n**2
+    size = min(float(n), p * (1 - p) / v) if v > 0 else float(clusters)
+    z2 = float(stats.t.ppf((1 - level) / 2, clusters - 1)) ** 2
+    centre = (p + z2 / (2 * size)) / (1 + z2 / size)
+    half = math.sqrt(z2) / (1 + z2 / size) * math.sqrt(p * (1 - p) / size + z2 / (4 * size**2))
+    return Interval(estimate=p, low=max(centre - half, 0.0), high=min(centre + half, 1.0), level=level)
 
 
 def paired_bootstrap(
