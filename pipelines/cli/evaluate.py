@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from visalign.pipelines.evaluate.job import EvaluateOptions
 
 
+MOST_COLUMNS = 3
+"""Judges beside one another in a terminal; more stand in tables below."""
+
+
 def evaluate(
     source: Annotated[
         str,
@@ -48,6 +52,9 @@ def evaluate(
     keep_duplicates: Annotated[
         bool, typer.Option("--keep-duplicates", help="Count rows that repeat an earlier row.")
     ] = False,
+    fuse: Annotated[
+        bool, typer.Option("--fuse", help="Also stack all into one judge, cross-fitted by prompt.")
+    ] = False,
     cache: Cache = None,
     batch_size: Batch = 32,
     max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failures.")] = 0.5,
@@ -72,6 +79,7 @@ def evaluate(
             resume=resume,
             swap_sides=swap_sides,
             keep_duplicates=keep_duplicates,
+            fuse=fuse,
             batch_size=batch_size,
             max_failure_rate=max_failure_rate,
             cache=cache,
@@ -101,7 +109,7 @@ def _run(options: EvaluateOptions) -> None:
 
 def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     """What an evaluation found: one column per judge."""
-    from visalign.evaluation.pages.reward_page import comparison_line, evaluation_tables
+    from visalign.evaluation.pages.reward_page import comparison_lines, evaluation_tables, fusion_line
 
     about, judges = result["set"], result["judges"]
     what = "pairs" if about["kind"] == "preferences" else "images"
@@ -111,13 +119,17 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     for name, told in (result.get("whose") or {}).items():
         console.print(Text(f"{name} is {told}."), soft_wrap=True)
     names = [escape(judge["judge"]["name"]) for judge in judges]
-    for entry in (table for tables in evaluation_tables(result).values() for table in tables):
-        table = Table("", *names, title=entry.title, title_justify="left", box=None, pad_edge=False)
-        for row in entry.rows:
-            table.add_row(Text(row.what), *(Text(str(cell)) for cell in row.cells))
-        console.print(table)
-    for comparison in result["comparisons"]:
-        console.print(Text(comparison_line(comparison)))
+    tables = [table for tables in evaluation_tables(result).values() for table in tables]
+    for entry in sorted(tables, key=lambda table: bool(table.columns)):
+        for start in range(0, 1 if entry.columns else len(names), MOST_COLUMNS):
+            chosen = slice(None) if entry.columns else slice(start, start + MOST_COLUMNS)
+            heads = [*map(escape, entry.columns)] or names[chosen]
+            table = Table("", *heads, title=entry.title, title_justify="left", box=None, pad_edge=False)
+            for row in entry.rows:
+                table.add_row(Text(row.what), *(Text(str(cell)) for cell in row.cells[chosen]))
+            console.print(table)
+    for line in (*filter(None, [fusion_line(result)]), *comparison_lines(result)):
+        console.print(Text(line))
     for judge in judges:
         for note in judge["notes"]:
             console.print(Text(f"! {judge['judge']['name']}: {note}"))

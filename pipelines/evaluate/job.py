@@ -22,7 +22,13 @@ from visalign.data.sets.checks import (
 from visalign.data.sets.records import PreferenceSet, QualitySet, mixed_side
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
-from visalign.evaluation.rewards.comparison import compare_on_preferences, compare_on_quality
+from visalign.evaluation.rewards.comparison import (
+    compare_on_preferences,
+    compare_on_quality,
+    leaderboard,
+    settle,
+)
+from visalign.evaluation.rewards.fusion import fuse_preferences, fuse_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
@@ -36,8 +42,6 @@ from .scores import Asking, OnBatch, judge_pairs, judge_quality
 
 RESULT = "evaluation.json"
 PAGE = "evaluation.html"
-LARGEST_COMPARED = 4
-"""Judges up to which every two are compared; of more, each with the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,8 @@ class EvaluateOptions:
     """Go on with the scoring that the output folder holds."""
     swap_sides: bool = False
     """Exchange the sides of half of the pairs, always the same half."""
+    fuse: bool = False
+    """Stack all of them into one more judge, cross-fitted by prompt."""
     keep_duplicates: bool = False
     """Keep rows in which an annotator says again what an earlier row says."""
     batch_size: int = 32
@@ -73,6 +79,8 @@ class EvaluateOptions:
             raise UserError(
                 "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores)."
             )
+        if self.fuse and len({*self.rewards, *self.columns}) < 2:
+            raise UserError("--fuse stacks two or more judges, and one was named. Add --scores or --reward.")
         unknown = set(self.lower_is_better) - set(self.columns)
         if unknown:
             raise UserError(
@@ -87,8 +95,9 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     """Run an evaluation.
 
     Returns:
-        JSON-able: `set`, `judges` (a report each), `comparisons`, `seconds`. Written to `evaluation.json` and
-        `evaluation.html` where an output folder is given.
+        JSON-able: `set`, `judges` (a report each), `comparisons` (of every two), `leaderboard`, `fusion`,
+        `seconds`.
+        Written to `evaluation.json` and `evaluation.html` where an output folder is given.
 
     Raises:
         UserError: The set, the columns or the output folder cannot be used.
@@ -103,7 +112,10 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
         source, findings = _prepared(source, options, judges)
     else:
         findings = check_quality(source, files=bool(judges))
-    scores = _all_scores(source, options, judges, on_batch)
+    scores, fusion = _all_scores(source, options, judges, on_batch), None
+    if options.fuse:
+        fused, fusion = _kind(source).fuse(source, scores)
+        scores.append(fused)
     reports, whole, failed = _reports(source, scores, options.settings)
     comparisons, incomparable = _comparisons(source, whole, options.settings)
     failed += incomparable
@@ -119,6 +131,8 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
         "judges": reports,
         "whose": {name: whose(judge) for name, judge in judges.items()},
         "comparisons": comparisons,
+        "leaderboard": leaderboard(source, whole, comparisons, options.settings),
+        "fusion": fusion,
         "failed": failed,
         "seconds": round(time.perf_counter() - started, 3),
     }
@@ -165,12 +179,15 @@ class _Kind:
     """Scores from a judge."""
     report: Callable[..., dict[str, Any]]
     compare: Callable[..., dict[str, Any]]
+    fuse: Callable[..., tuple[Any, dict[str, Any]]]
 
 
 def _kind(source: PreferenceSet | QualitySet) -> _Kind:
     if isinstance(source, PreferenceSet):
-        return _Kind("preferences", column_scores, judge_pairs, evaluate_preferences, compare_on_preferences)
-    return _Kind("quality", quality_column_scores, judge_quality, evaluate_quality, compare_on_quality)
+        about = column_scores, judge_pairs, evaluate_preferences, compare_on_preferences, fuse_preferences
+        return _Kind("preferences", *about)
+    about = quality_column_scores, judge_quality, evaluate_quality, compare_on_quality, fuse_quality
+    return _Kind("quality", *about)
 
 
 def _all_scores(
@@ -221,16 +238,15 @@ def _reports(
 def _comparisons(
     source: PreferenceSet | QualitySet, scores: Sequence[Any], settings: IntervalSettings
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    chosen = combinations(scores, 2)
-    if len(scores) > LARGEST_COMPARED:
-        chosen = ((scores[0], other) for other in scores[1:])
+    """Every two judges, their p-values held together by Holm."""
     found: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
-    for first, second in chosen:
+    for first, second in combinations(scores, 2):
         try:
             found.append(_kind(source).compare(source, first, second, settings))
         except ValueError as error:  # no pair that both decided: the reports stand without it
             failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
+    settle(found, level=settings.level)
     return found, failed
 
 

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from visalign.evaluation.statistics.agreement import (
     POLICIES,
@@ -20,7 +19,6 @@ from visalign.evaluation.statistics.generator_control import bradley_terry, gene
 from visalign.evaluation.statistics.intervals import (
     RatioTable,
     interval,
-    mcnemar,
     resample_weights,
 )
 
@@ -116,21 +114,6 @@ def test_one_cluster_or_mostly_undefined_draws_give_no_interval() -> None:
     table.add("nothing", np.zeros(2), np.zeros(2))
     found = table.intervals(generator=torch.Generator(), resamples=100)["nothing"]
     assert np.isnan([found.estimate, found.low, found.high]).all()
-
-
-def test_mcnemar_is_the_exact_binomial_test() -> None:
-    first = [True] * 8 + [False] * 2 + [True] * 5
-    second = [False] * 8 + [True] * 2 + [True] * 5
-    found = mcnemar(first, second)
-    assert [found[key] for key in ("pairs", "first_only", "second_only", "both", "neither")] == [
-        15,
-        8,
-        2,
-        5,
-        0,
-    ]
-    assert found["p_value"] == pytest.approx(2 * stats.binom.cdf(2, 10, 0.5))
-    assert mcnemar([True], [True])["p_value"] == 1.0
 
 
 def test_bradley_terry_recovers_log_odds() -> None:

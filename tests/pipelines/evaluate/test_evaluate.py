@@ -414,3 +414,85 @@ def test_kendalls_tau_has_an_interval_in_terminal_and_page(tmp_path: Path) -> No
     assert re.search(rf"Kendall's τ-b +{found['estimate']:.3f} \[{low}, {high}\]", ran.output)
     page = (out / "evaluation.html").read_text().split("Kendall&#39;s τ-b")[1]
     assert f"{found['estimate']:.3f}<small>{low} to {high}</small>" in page
+
+
+def ten_metrics(folder: Path, count: int = 300) -> Path:
+    """Three things count, and each of six metrics sees one of them, in a unit of its own."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(count):
+        merits = rng.normal(0, 1, (2, 3))
+        wins = rng.random() < 1 / (1 + np.exp(-1.6 * (merits[0].sum() - merits[1].sum())))
+        row = {"prompt": f"p{number // 3}", "image_left": f"l{number}", "image_right": f"r{number}"}
+        row["label"] = "left" if wins else "right"
+        for k in range(6):
+            seen = (merits[:, k % 3] + 0.9 * rng.normal(0, 1, 2)) * 10.0 ** (k - 2)
+            row |= {f"m{k}_left": seen[0], f"m{k}_right": seen[1]}
+        rows.append(json.dumps(row))
+    (folder / "ten.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return folder / "ten.jsonl"
+
+
+SIX = tuple(f"m{k}" for k in range(6))
+
+
+def test_every_two_judges_are_compared_under_holm_and_stand_on_a_leaderboard(tmp_path: Path) -> None:
+    options = EvaluateOptions(source=str(ten_metrics(tmp_path)), columns=SIX, settings=FAST)
+    result = evaluate(options)
+    assert len(result["comparisons"]) == 15  # five of six were compared with the first alone
+    for entry in result["comparisons"]:
+        assert entry["p_holm"] >= entry["mcnemar"]["p_value"] and entry["mcnemar"]["pairs"] == entry["pairs"]
+        ahead = entry["mcnemar"]["first_only"] - entry["mcnemar"]["second_only"]
+        assert entry["difference"]["estimate"] == pytest.approx(ahead / 300)
+    board = result["leaderboard"]
+    found = [row["estimate"] for row in board["rows"]]
+    assert board["on"] == 300 and found == sorted(found, reverse=True)
+    alone = {judge["judge"]["name"]: judge["agreement"]["half_credit"]["micro"] for judge in result["judges"]}
+    for row in board["rows"]:
+        assert row["high"] - row["low"] > alone[row["judge"]]["high"] - alone[row["judge"]]["low"]
+        assert row["estimate"] == pytest.approx(alone[row["judge"]]["estimate"])
+
+
+def test_stacked_judges_beat_each_of_them_on_prompts_that_set_no_weight(tmp_path: Path) -> None:
+    options = EvaluateOptions(source=str(ten_metrics(tmp_path)), columns=SIX, fuse=True, settings=FAST)
+    result = evaluate(options)
+    first, *others = result["leaderboard"]["rows"]
+    assert first["judge"] == "fused" and first["best_place"] == 1 and first["worst_place"] <= 2
+    assert first["low"] > max(row["estimate"] for row in others)
+    assert set(result["fusion"]["weights"]) == set(SIX) and min(result["fusion"]["weights"].values()) > 0
+
+
+def test_stacking_noise_finds_nothing(tmp_path: Path) -> None:
+    """Weights that had seen their own prompts would call noise better than a coin."""
+    path, rng = ten_metrics(tmp_path, 200), np.random.default_rng(1)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row |= {f"n{k}_{side}": rng.normal() for k in range(30) for side in ("left", "right")}
+    path.write_text("\n".join(map(json.dumps, rows)))
+    names = tuple(f"n{k}" for k in range(30))
+    result = evaluate(EvaluateOptions(source=str(path), columns=names, fuse=True, settings=FAST))
+    fused = result["judges"][-1]["agreement"]["half_credit"]["micro"]
+    assert fused["low"] < 0.5 < fused["high"]
+
+
+def test_a_quality_set_is_stacked_too(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    records = []
+    for record in shapes_quality(150).records:
+        extra = {"half": record.mos + rng.normal(0, 1), "other": -1e3 * (record.mos + rng.normal(0, 1))}
+        records.append(replace(record, extra=extra))
+    source = str(write_rows(tmp_path / "q.jsonl", records))
+    options = EvaluateOptions(
+        source=source, columns=("half", "other"), lower_is_better=("other",), fuse=True, settings=FAST
+    )
+    result = evaluate(options)
+    assert result["leaderboard"]["rows"][0]["judge"] == "fused"
+    assert all(entry["power"]["needed"] > 0 for entry in result["comparisons"])
+
+
+def test_stacking_needs_two_judges_and_twenty_prompts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--fuse stacks two or more"):
+        EvaluateOptions(source="x", columns=("m0",), fuse=True)
+    options = EvaluateOptions(source=str(ten_metrics(tmp_path, 30)), columns=SIX, fuse=True, settings=FAST)
+    with pytest.raises(UserError, match=r"10 prompts .* needs 20"):
+        evaluate(options)

@@ -78,6 +78,8 @@ class JudgeTable:
     rows: list[Row]
     scale: tuple[str, ...] = ()
     """Marks of the tracks."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns; empty where each is a judge."""
 
 
 def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> str:
@@ -94,14 +96,14 @@ def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> s
         about=about,
         judges=judges,
         names=names,
-        columns=[f"#{name}" for name in names],
         results=[
             (name, form(n["estimate"]), f"{round(100 * n['level'])}\u00a0% interval {span(n, form)}")
             for name, n in zip(names, numbers, strict=True)
         ],
         sections=evaluation_tables(result),
         plots=[list(_plots(judge)) for judge in judges],
-        comparisons=[{**entry, "said": comparison_line(entry)} for entry in result["comparisons"]],
+        comparisons=result["comparisons"],
+        said=[*filter(None, [fusion_line(result)]), *comparison_lines(result)],
         is_pairs=is_pairs,
         facts=list(_facts(result)),
     )
@@ -109,10 +111,14 @@ def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> s
 
 def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
     """Section of the page -> its tables."""
-    judges = result["judges"]
+    judges, first = result["judges"], {}
+    if result.get("leaderboard"):
+        first["leaderboard"] = [_leaderboard(result)]
+    if result["comparisons"]:
+        first["comparison"] = [_comparisons(result["comparisons"])]
     if result["set"]["kind"] != "preferences":
-        return {"correlation": [_correlation(judges)], "slices": _slices(judges, "srcc", "images")}
-    found = {"agreement": [_agreement(judges), *_both_orders(judges)]}
+        return first | {"correlation": [_correlation(judges)], "slices": _slices(judges, "srcc", "images")}
+    found = first | {"agreement": [_agreement(judges), *_both_orders(judges)]}
     if any(judge["people"]["single_vote"]["estimate"] is not None for judge in judges):
         found["people"] = [_people(judges)]
     found["calibration"] = [_calibration(judges)]
@@ -120,19 +126,105 @@ def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
     return found | ({"generators": [_control(judges)]} if any(j["generators"] for j in judges) else {})
 
 
-def comparison_line(comparison: Mapping[str, Any]) -> str:
-    """Two judges in one sentence."""
+def fusion_line(result: Mapping[str, Any]) -> str:
+    """What the fused judge is made of; empty where none was stacked."""
+    fusion = result.get("fusion")
+    if not fusion:
+        return ""
+    parts = sorted(fusion["weights"].items(), key=lambda item: -abs(item[1]))
+    made = ", ".join(f"{name} {signed(weight)}" for name, weight in parts)
+    return (
+        f"fused is stacked from {made} (weights per standard deviation, mean of {fusion['folds']} folds by "
+        "prompt; each prompt is judged by weights of the others)."
+    )
+
+
+def comparison_lines(result: Mapping[str, Any]) -> list[str]:
+    """The comparisons in words: the fused judge with its best member, where judges were stacked; else all of
+    up to three judges, and of more those of the leader with the next two.
+    """
+    found, board, fusion = result["comparisons"], result.get("leaderboard"), result.get("fusion")
+    if fusion and board:
+        best = next((row["judge"] for row in board["rows"] if row["judge"] in fusion["members"]), "")
+        wanted = [e for e in found if {e["first"], e["second"]} == {best, "fused"}]
+        return [comparison_line(entry, of=len(found)) for entry in wanted]
+    if len(found) > 3 and board:
+        first, *next_two = [row["judge"] for row in board["rows"][:3]]
+        wanted = [{first, other} for other in next_two]
+        found = [entry for entry in found if {entry["first"], entry["second"]} in wanted]
+    return [comparison_line(entry, of=len(result["comparisons"])) for entry in found]
+
+
+def comparison_line(comparison: Mapping[str, Any], *, of: int = 1) -> str:
+    """Two judges in one sentence, whose verdict holds for all `of` comparisons together."""
     is_pairs, number = "pairs" in comparison, comparison["difference"]
-    form: Callable[[float | None], str] = points if is_pairs else lambda value: signed(value, 3)
+    form = _difference_form(comparison)
     line = f"{comparison['first']} − {comparison['second']}: {form(number['estimate'])} "
     line += "points of accuracy" if is_pairs else "of SRCC"
     if number["low"] is not None:
-        line += f" ({number['level']:.0%} interval {span(number, form)}"
-        line += ", no clear difference)" if number["low"] <= 0 <= number["high"] else ")"
+        line += f" ({number['level']:.0%} interval {span(number, form)})"
     if is_pairs:
         test = comparison["mcnemar"]
-        line += f"; McNemar p = {test['p_value']:.2g} on the {test['pairs']} pairs that both decided"
-    return f"{line}."
+        line += (
+            f"; of {test['pairs']} pairs the first alone is right in {test['first_only']}, the second alone "
+            f"in {test['second_only']}"
+        )
+    held = f" after Holm's correction for {of} comparisons" if of > 1 else ""
+    line += f"; p = {comparison['p_holm']:.2g}{held}: "
+    return line + (
+        f"{_ahead(comparison)} is better." if comparison["clear"] else f"not settled{_needs(comparison)}."
+    )
+
+
+def _ahead(comparison: Mapping[str, Any]) -> str:
+    return comparison["first" if comparison["difference"]["estimate"] > 0 else "second"]
+
+
+def _needs(comparison: Mapping[str, Any]) -> str:
+    needed, what = comparison["power"]["needed"], "pairs" if "pairs" in comparison else "images"
+    return "" if needed is None else f", such a difference needs about {needed:,} {what}"
+
+
+def _difference_form(comparison: Mapping[str, Any]) -> Callable[[float | None], str]:
+    return points if "pairs" in comparison else lambda value: signed(value, 3)
+
+
+def _leaderboard(result: Mapping[str, Any]) -> JudgeTable:
+    board, is_pairs = result["leaderboard"], result["set"]["kind"] == "preferences"
+    rows = []
+    for row in board["rows"]:
+        places = dict.fromkeys((str(row["best_place"]), str(row["worst_place"])))
+        rows.append(
+            Row(
+                what=row["judge"],
+                cells=[_cell(row, share if is_pairs else fixed), Cell(value="–".join(places))],
+            )
+        )
+    what = "Agreement" if is_pairs else "SRCC"
+    level = f"{board['rows'][0]['level']:.0%} intervals that hold for all together"
+    of = f"on the {board['on']} {'pairs' if is_pairs else 'images'} that all judged"
+    return JudgeTable(title=f"Leaderboard {of}", heading="", rows=rows, columns=(f"{what}, {level}", "Place"))
+
+
+def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
+    is_pairs = "pairs" in comparisons[0]
+    rows = []
+    for entry in comparisons:
+        form, needed, test = _difference_form(entry), entry["power"]["needed"], entry.get("mcnemar")
+        alone = [Cell(value=f"{test['first_only']} : {test['second_only']}")] if test else []
+        cells = [
+            _cell(entry["difference"], form),
+            *alone,
+            Cell(value=f"{entry['p_holm']:.2g}"),
+            Cell(value=f"{needed:,}" if needed else MISSING),
+            Cell(value=form(entry["power"]["smallest"]).removeprefix("+")),
+            Cell(value=f"{_ahead(entry)} is better" if entry["clear"] else "not settled"),
+        ]
+        rows.append(Row(what=f"{entry['first']} − {entry['second']}", cells=cells))
+    what = "pairs" if is_pairs else "images"
+    columns = ("Points of accuracy" if is_pairs else "SRCC", *(["Right alone"] if is_pairs else []))
+    columns += ("p, Holm", f"{what.capitalize()} it needs", f"Found with these {what}", "Verdict")
+    return JudgeTable(title="First − second", heading="", rows=rows, columns=columns)
 
 
 Spec = tuple[str, Callable[[Judge], Any], Callable[[Any], str]]

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two judges on one set: who agrees with people more, by how much, and where they part."""
+"""Judges on one set against one another: who agrees with people more, by how much, where two part."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from visalign.data.sets.records import PreferenceSet, QualitySet
+from visalign.evaluation.statistics.comparisons import (
+    cluster_std,
+    holm,
+    mcnemar,
+    power,
+    simultaneous_intervals,
+)
 from visalign.evaluation.statistics.correlations import srcc, weighted_srcc
 from visalign.evaluation.statistics.intervals import (
+    bootstrap,
     cluster_index,
+    cluster_sums,
     interval,
-    mcnemar,
     paired_bootstrap,
+    ratio,
     resample_samples,
 )
 
@@ -32,10 +43,10 @@ def compare_on_preferences(
     """Two judges on the pairs that both judged and people did not tie, prompt by prompt.
 
     Returns:
-        JSON-able: `difference` (first − second, with its interval), `mcnemar` (on the pairs
-        that neither judge ties), `pairs`, `same_choice` (share
-        of the pairs where both prefer one image), `parted` (at most 20 pairs on which they prefer different
-        images, clearest first).
+        JSON-able: `difference` (first − second, with its interval), `mcnemar` (the exact test of the same
+        difference on the same pairs, prompts flipped whole), `power` (the pairs that the difference needs),
+        `pairs`, `same_choice` (share of the pairs where both prefer one image), `parted` (at most 20 pairs on
+        which they prefer different images, clearest first).
 
     Raises:
         ValueError: Lengths differ, or no pair was judged by both.
@@ -55,14 +66,16 @@ def compare_on_preferences(
         **settings.drawing(),
         level=settings.level,
     )
-    decided = known & (first.margin != 0) & (second.margin != 0)
+    groups = [pair.group for pair, ok in zip(pairs.pairs, known, strict=True) if ok]
+    std = cluster_std(one[known] - two[known], groups)
     same = np.sign(first.margin[known]) == np.sign(second.margin[known])
     return {
         "first": first.name,
         "second": second.name,
         "pairs": int(known.sum()),
         "difference": difference.to_dict(),
-        "mcnemar": mcnemar(one[decided] == 1, two[decided] == 1),
+        "mcnemar": mcnemar(one[known], two[known], groups),
+        "power": power(difference.estimate, std, int(known.sum()), level=settings.level),
         "same_choice": float(np.mean(same)),
         "parted": _parted(pairs, first, second, known, label),
     }
@@ -74,8 +87,9 @@ def compare_on_quality(
     """Two judges on the images that both judged.
 
     Returns:
-        JSON-able: `difference` of the SRCC (first − second) with its paired interval, `images`, `agreement`
-        (SRCC of the two judges with one another).
+        JSON-able: `difference` of the SRCC (first − second) with its paired interval, `p_value` (Student's t
+        of the difference over the deviation of its draws), `power`, `images`, `agreement` (SRCC of the two
+        judges with one another).
     """
     settings = settings or IntervalSettings()
     known = first.judged & second.judged
@@ -86,13 +100,100 @@ def compare_on_quality(
     blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([weighted_srcc(a, y, w) - weighted_srcc(b, y, w) for w in blocks])
     estimate = srcc(a, y) - srcc(b, y)
+    std = float(np.nanstd(draws))
+    p_value = 2 * float(stats.t.sf(abs(estimate) / std, clusters - 1)) if std and clusters > 1 else 1.0
     return {
         "first": first.name,
         "second": second.name,
         "images": int(known.sum()),
         "difference": interval(estimate, draws, clusters, level=settings.level).to_dict(),
+        "p_value": p_value,
+        "power": power(estimate, std, int(known.sum()), level=settings.level),
         "agreement": srcc(a, b),
     }
+
+
+def settle(comparisons: Sequence[dict[str, Any]], *, level: float) -> None:
+    """Add to each comparison `p_holm`, which holds for all of them together, and whether that is `clear`."""
+    found = holm(
+        [entry["mcnemar"]["p_value"] if "mcnemar" in entry else entry["p_value"] for entry in comparisons]
+    )
+    for entry, p_value in zip(comparisons, found, strict=True):
+        entry |= {"p_holm": p_value, "clear": p_value < 1 - level}
+
+
+def leaderboard(
+    source: PreferenceSet | QualitySet,
+    scores: Sequence[Any],
+    comparisons: Sequence[Mapping[str, Any]],
+    settings: IntervalSettings,
+) -> dict[str, Any] | None:
+    """The judges in order, on the records that all of them judged.
+
+    Args:
+        source: The set.
+        scores: `PairScores` or `QualityScores` of each judge.
+        comparisons: Of every two, as `settle` left them.
+        settings: Of the intervals.
+
+    Returns:
+        JSON-able: `on` (how many records), `of`, `rows`, best first: `judge`, the headline's `estimate` with
+        `low` and `high` that hold for all judges together, and the places that no clear comparison excludes,
+        `best_place` to `worst_place`. None for a single judge, or where no record was judged by all.
+    """
+    if len(scores) < 2:
+        return None
+    found = (
+        _credits(source, scores, settings)
+        if isinstance(source, PreferenceSet)
+        else _srccs(source, scores, settings)
+    )
+    if found is None:
+        return None
+    on, estimates, draws, clusters, bounds = found
+    ends = simultaneous_intervals(estimates, draws, clusters, level=settings.level, bounds=bounds)
+    better, worse = ({entry.name: 0 for entry in scores} for _ in range(2))
+    for entry in comparisons:
+        if entry["clear"]:
+            wins = entry["difference"]["estimate"] > 0
+            better[entry["second" if wins else "first"]] += 1
+            worse[entry["first" if wins else "second"]] += 1
+    rows = [
+        {"judge": entry.name}
+        | end.to_dict()
+        | {"best_place": 1 + better[entry.name], "worst_place": len(scores) - worse[entry.name]}
+        for entry, end in zip(scores, ends, strict=True)
+    ]
+    rows.sort(key=lambda row: -(row["estimate"] if row["estimate"] is not None else -np.inf))
+    return {"on": on, "of": len(source), "rows": rows}
+
+
+Joint = tuple[int, Array, Array, int, tuple[float, float]]
+"""Records, estimates [J], draws [R, J], clusters, bounds of the number."""
+
+
+def _credits(pairs: PreferenceSet, scores: Sequence[PairScores], settings: IntervalSettings) -> Joint | None:
+    credit = np.stack([headline_credit(entry, labels_of(pairs)) for entry in scores], axis=1)
+    known = np.isfinite(credit).all(1)
+    if not known.any():
+        return None
+    index, clusters = cluster_index([p.group for p, ok in zip(pairs.pairs, known, strict=True) if ok])
+    own = credit[known]
+    sums = cluster_sums(np.column_stack([own, np.ones(len(own))]), index, clusters)
+    draws = bootstrap(sums, lambda total: ratio(total[:, :-1], total[:, -1:]), **settings.drawing())
+    return len(own), own.mean(0), draws, clusters, (0.0, 1.0)
+
+
+def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: IntervalSettings) -> Joint | None:
+    known = np.all([entry.judged for entry in scores], axis=0)
+    if known.sum() < 2:
+        return None
+    y = np.array([record.mos for record in records.records])[known] * (1 if records.higher_is_better else -1)
+    values = [entry.value[known] * (1 if entry.higher_is_better else -1) for entry in scores]
+    index, clusters = cluster_index([r.group for r, ok in zip(records.records, known, strict=True) if ok])
+    blocks = resample_samples(index, clusters, **settings.drawing())
+    draws = np.concatenate([np.stack([weighted_srcc(x, y, w) for x in values], axis=1) for w in blocks])
+    return int(known.sum()), np.array([srcc(x, y) for x in values]), draws, clusters, (-1.0, 1.0)
 
 
 def _parted(

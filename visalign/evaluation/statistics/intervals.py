@@ -287,24 +287,6 @@ def ratio(numerator: Array, denominator: Array) -> Array:
     return found
 
 
-def mcnemar(first: ArrayLike, second: ArrayLike) -> dict[str, int | float]:
-    """Exact test of whether two judges, right [N] or not, are right equally often.
-
-    It takes pairs as independent; where many pairs share a prompt, trust the clustered interval of the
-    difference (`paired_bootstrap`) rather than this p-value. Returns `pairs`, N; `first_only` and
-    `second_only` right alone, `both`, `neither`; `p_value`, two-sided, 1 where they never part.
-
-    Source: McNemar, Psychometrika 12 (1947) 153, in its exact form.
-    """
-    a, b = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
-    if a.ndim != 1 or a.shape != b.shape:
-        raise ValueError(f"needed are two vectors of one length; got {a.shape} and {b.shape}.")
-    one, two = int((a & ~b).sum()), int((~a & b).sum())
-    p_value = float(stats.binomtest(one, one + two).pvalue) if one + two else 1.0
-    counts = {"pairs": len(a), "first_only": one, "second_only": two}
-    return counts | {"both": int((a & b).sum()), "neither": int((~a & ~b).sum()), "p_value": p_value}
-
-
 def _check_level(level: float) -> None:
     if not 0 < level < 1:
         raise ValueError(f"level is a coverage between 0 and 1, e.g. 0.95; got {level}.")

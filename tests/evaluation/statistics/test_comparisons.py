@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges against one another: the exact test by hand and by enumeration, Holm, joint coverage, power."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from visalign.evaluation.statistics.comparisons import (
+    cluster_std,
+    holm,
+    mcnemar,
+    power,
+    simultaneous_intervals,
+)
+from visalign.evaluation.statistics.intervals import bootstrap, cluster_index, cluster_sums, ratio
+
+
+def test_mcnemar_is_the_exact_binomial_test() -> None:
+    first = [True] * 8 + [False] * 2 + [True] * 5
+    second = [False] * 8 + [True] * 2 + [True] * 5
+    found = mcnemar(first, second)
+    keys = ("pairs", "first_only", "second_only", "both", "neither")
+    assert [found[key] for key in keys] == [15, 8, 2, 5, 0]
+    assert found["p_value"] == pytest.approx(2 * stats.binom.cdf(2, 10, 0.5))
+    assert mcnemar([True], [True])["p_value"] == 1.0
+
+
+def test_prompts_are_flipped_whole_and_ties_count_half() -> None:
+    rng = np.random.default_rng(3)
+    first, second = rng.choice([0, 0.5, 1], (2, 40))
+    cluster = np.arange(40) % 9
+    change = np.array([(first - second)[cluster == c].sum() for c in range(9)])
+    sums = np.array([np.dot(signs, change) for signs in product([1, -1], repeat=9)])
+    expected = np.mean(np.abs(sums) >= abs(change.sum()) - 1e-9)
+    found = mcnemar(first, second, cluster.tolist())
+    assert found["p_value"] == pytest.approx(expected)
+    assert found["p_value"] != pytest.approx(mcnemar(first, second)["p_value"], rel=0.02)
+    with pytest.raises(ValueError, match="earns 0, ½ or 1"):
+        mcnemar([0.3], [1.0])
+
+
+def test_the_normal_tail_meets_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    first, second = (rng.choice([0, 0.5, 1], 3_000, p=p) for p in ([0.3, 0.1, 0.6], [0.33, 0.1, 0.57]))
+    tail = mcnemar(first, second)["p_value"]
+    monkeypatch.setattr("visalign.evaluation.statistics.comparisons.EXACT", 10_000)
+    assert 0.001 < tail < 0.2
+    assert mcnemar(first, second)["p_value"] == pytest.approx(tail, rel=0.05)
+
+
+def test_a_repeated_prompt_is_no_evidence() -> None:
+    """Twenty prompts whose ten pairs all fall alike: the plain test would call a coin's fall a discovery."""
+    small = 0
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        wins = np.repeat(rng.random(20) < 0.5, 10)
+        small += mcnemar(wins, ~wins, np.repeat(np.arange(20), 10).tolist())["p_value"] < 0.05
+    assert small / 200 <= 0.075
+    assert (
+        mcnemar(wins, ~wins)["p_value"]
+        < mcnemar(wins, ~wins, np.repeat(np.arange(20), 10).tolist())["p_value"]
+    )
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+def _sample(rng: np.random.Generator, prompts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Credits [N, 4] of four judges who share what is hard about a prompt, and the prompts [N]."""
+    cluster = np.repeat(np.arange(prompts), rng.integers(1, 5, prompts))
+    shared = rng.normal(0, 1, prompts)[cluster]
+    own = rng.normal(0, 1, (len(cluster), 4))
+    return (shared[:, None] + own + [0.3, 0.5, 0.5, 0.9] > 0).astype(float), cluster
+
+
+@pytest.mark.parametrize("prompts", [40, 150])
+def test_simultaneous_intervals_hold_for_all_judges_together(prompts: int) -> None:
+    rng = np.random.default_rng(7)
+    truth = stats.norm.cdf(np.array([0.3, 0.5, 0.5, 0.9]) / np.sqrt(2))
+    held, single = 0, 0
+    for trial in range(500):
+        credit, cluster = _sample(rng, prompts)
+        sums = cluster_sums(np.column_stack([credit, np.ones(len(credit))]), *cluster_index(cluster.tolist()))
+        generator = torch.Generator().manual_seed(trial)
+        draws = bootstrap(sums, lambda s: ratio(s[:, :-1], s[:, -1:]), generator=generator, resamples=400)
+        found = simultaneous_intervals(credit.mean(0), draws, prompts)
+        inside = [one.low <= t <= one.high for one, t in zip(found, truth, strict=True)]
+        held += all(inside)
+        low, high = np.quantile(draws, [0.025, 0.975], axis=0)
+        single += bool(((low <= truth) & (truth <= high)).all())
+    assert 0.935 <= held / 500 <= 0.975
+    assert single / 500 < 0.91  # intervals of one judge each do not
+
+
+def test_a_share_of_one_keeps_an_interval() -> None:
+    (one,) = simultaneous_intervals([1.0], np.ones((200, 1)), 30)
+    assert one.high == 1.0 and 0.8 < one.low < 0.95
+
+
+def test_power_says_how_many_pairs_a_difference_needs() -> None:
+    """Drawn as often as it says, the difference is found four times in five."""
+    rng = np.random.default_rng(5)
+
+    def draw(count: int) -> tuple[np.ndarray, np.ndarray]:
+        shared, own = rng.normal(0, 1, (count, 1)), rng.normal(0, 1, (count, 2))
+        right = shared + own + [0.75, 0.5] > 0
+        return right[:, 0].astype(float), right[:, 1].astype(float)
+
+    first, second = draw(200_000)
+    difference = float((first - second).mean())
+    std = cluster_std(first - second, range(len(first)))
+    needed = power(difference, std, len(first))["needed"]
+    assert needed is not None and needed < 5_000
+    found = sum(mcnemar(*draw(int(needed)))["p_value"] < 0.05 for _ in range(300)) / 300
+    assert found == pytest.approx(0.8, abs=0.07)
+    smallest = power(difference, std, len(first))["smallest"]
+    assert smallest is not None and power(smallest, std, len(first))["needed"] == pytest.approx(
+        len(first), abs=1
+    )
+    assert power(0.0, std, 10)["needed"] is None
