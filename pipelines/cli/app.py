@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from .agree import agree
 from .compare import compare, rank
 from .evaluate import evaluate
 from .messages import user_messages
-from .options import DryRun
+from .options import Command, DryRun
 from .probe import probe_reward
 from .sample import sample
 from .score import score
@@ -35,6 +36,8 @@ app = typer.Typer(
 )
 
 QUICKSTART = "shapes_quickstart"
+
+command = partial(app.command, cls=Command)
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Results folder; else a dated one in runs/.")
@@ -70,7 +73,7 @@ def _options(
             stream.reconfigure(errors="backslashreplace")
 
 
-@app.command()
+@command()
 def quickstart(
     output: Output = None,
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
@@ -79,7 +82,7 @@ def quickstart(
     _train(QUICKSTART, [f"seed={seed}"], output, resume=False, then="visalign train shapes_flow_grpo")
 
 
-@app.command()
+@command()
 def train(
     config: Annotated[str, typer.Argument(help="A name from `visalign configs`, or a YAML file.")],
     overrides: Overrides = None,
@@ -94,7 +97,7 @@ def train(
         _train(config, overrides or [], output, resume=resume, then="visalign score --help")
 
 
-@app.command("train-reward")
+@command("train-reward")
 def train_reward(
     config: Annotated[str, typer.Argument(help="Such as shapes_hpsv3, or a YAML file.")],
     overrides: Overrides = None,
@@ -143,17 +146,17 @@ def _train(config: str, overrides: list[str], output: Path | None, *, resume: bo
             show_summary(Console(), folder, then=then)
 
 
-app.command()(sample)
-app.command()(score)
-app.command()(evaluate)
-app.command("serve-reward")(serve_reward)
-app.command("probe-reward")(probe_reward)
-app.command()(compare)
-app.command()(rank)
-app.command()(agree)
+command()(sample)
+command()(score)
+command()(evaluate)
+command("serve-reward")(serve_reward)
+command("probe-reward")(probe_reward)
+command()(compare)
+command()(rank)
+command()(agree)
 
 
-@app.command()
+@command()
 def doctor() -> None:
     """Check this installation and print what to paste into an issue."""
     from visalign.doctor import examine
@@ -163,7 +166,7 @@ def doctor() -> None:
     raise typer.Exit(0 if report.passed else 1)
 
 
-@app.command()
+@command()
 def configs(
     name: Annotated[str | None, typer.Argument(help="Show this one.", show_default=False)] = None,
 ) -> None:
@@ -179,7 +182,7 @@ def configs(
             show_yaml(Console(), resolve_config(name).read_text(encoding="utf-8"))
 
 
-@app.command("build-assets")
+@command("build-assets")
 def build_assets(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the models.")] = Path("assets"),
     only: Annotated[str | None, typer.Option("--only", help="Build this model alone.")] = None,

@@ -89,6 +89,8 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
         for what, text in texts_of(judge):
             console.print(Text(f"{judge['label']}, {what}: {text}"))
     console.print(Text(result["summary"]))
+    if result["unsure"] or "tie" in result["votes"]:
+        console.print(Text(f"The rule: {result['rule']}."))
 
 
 def texts_of(judge: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand, TyperOption
 
 Rewards = Annotated[list[str], typer.Option("--reward", "-r", help="A reward's name; repeat for several.")]
 Prompt = Annotated[
@@ -31,6 +32,27 @@ Batch = Annotated[int, typer.Option(help="Images or pairs judged at once.", min=
 Seed = Annotated[int, typer.Option(help="Of everything that is drawn.", min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")]
+
+
+class Command(TyperCommand):
+    """A command that refuses an option given twice where only the last would count."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """A parser that counts."""
+        parser = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def once(args: list[str]) -> Any:
+            found, rest, order = parse(args=args)
+            for option in dict.fromkeys(order):
+                single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
+                if single and order.count(option) > 1:
+                    names = " / ".join(f"'{name}'" for name in option.opts)
+                    ctx.fail(f"Option {names} was given {order.count(option)} times; it takes one value.")
+            return found, rest, order
+
+        parser.parse_args = once
+        return parser
 
 
 def tell(

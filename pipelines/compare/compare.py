@@ -23,8 +23,16 @@ from visalign.rewards.base.images import load_images
 from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, logistic_odds, normal_odds
 
 SIDES = ("A", "B")
-CLEAR = 1e-6
-"""Log-odds below this are a tie."""
+SURE, EVEN = 0.75, 0.55
+"""A judge is sure of the image that it prefers with at least 75 %; below 55 % it sees a tie."""
+SURE_MOVES = 3.0
+"""A score without uncertainty is sure of a difference of so many times what an invisible change moves it; no
+more than such a move is a tie."""
+RULE = (
+    f"sure from {SURE:.0%}, a tie below {EVEN:.0%}; a judge that gives no probability is sure of a difference "
+    f"{SURE_MOVES:g} times as large as what invisible changes (a shift by one pixel, one grey level) move its "
+    "scores, and sees a tie in one that is no larger"
+)
 
 
 def read_two(paths: Sequence[Path]) -> list[Tensor]:
@@ -54,7 +62,7 @@ def compare_images(
     A pointwise judge scores both, in one call; the probability that A is better follows from its standard
     deviations, or from its scores where they are log-odds, as in `visalign.rewards.as_pairwise`. A pairwise
     judge is asked in both orders, and its log-odds are averaged: (ℓ_AB − ℓ_BA)/2 is for A, (ℓ_AB + ℓ_BA)/2
-    is what standing on the left is worth.
+    is what standing on the left is worth. Each judge is sure, unsure or sees a tie by `RULE`.
 
     Args:
         images: A and B, [3, H, W] in [0, 1].
@@ -63,7 +71,8 @@ def compare_images(
         metadata: The prompt's record.
 
     Returns:
-        JSON-able: `prompt`, `judges` (an entry each), `votes` (winner -> labels), `summary`.
+        JSON-able: `prompt`, `judges` (an entry each), `votes` (winner -> labels), `unsure` (labels), `rule`,
+        `summary`.
 
     Raises:
         UserError: No judge, or not two images.
@@ -90,7 +99,9 @@ def compare_images(
         "prompt": prompt,
         "judges": entries,
         "votes": votes,
-        "summary": _summary(votes, len(entries)),
+        "unsure": [entry["label"] for entry in entries if entry["sure"] is False],
+        "rule": RULE,
+        "summary": _summary(votes, entries),
     }
 
 
@@ -113,6 +124,7 @@ def _scored(
         "higher_is_better": judge.higher_is_better,
         "sides": dict(zip(SIDES, sides, strict=True)),
         "winner": "failed",
+        "sure": None,
         "prob": None,
         "difference": None,
         "difference_std": None,
@@ -128,14 +140,42 @@ def _scored(
     spread = 0.0 if None in stds else math.hypot(*stds)
     entry |= {"difference": gap, "difference_std": spread if None not in stds else None}
     better = gap if judge.higher_is_better else -gap
-    is_tie = abs(gap) <= TIE * max(map(abs, values))
-    entry["winner"] = "tie" if is_tie else SIDES[better < 0]
     entry["prob"] = _probability(judge, better, spread)
     if entry["prob"] is None:
-        entry["notes"].append("it gives no uncertainty")
+        moved = _moved(judge, images, prompt, metadata, values)
+        entry |= {"moved": moved} | _decided(better, abs(gap) <= max(moved, TIE * max(map(abs, values))))
+        entry["sure"] = entry["sure"] and abs(gap) >= SURE_MOVES * moved
+        entry["notes"].append(
+            f"it gives no uncertainty; invisible changes move its scores by up to {moved:.3g}"
+        )
+    else:
+        entry |= _decided(better, abs(gap) <= TIE * max(map(abs, values)), entry["prob"])
     if not judge.higher_is_better:
         entry["notes"].append("lower is better")
     return entry
+
+
+def _decided(better: float, is_tie: bool, prob: float | None = None) -> dict[str, Any]:
+    """The winner, and whether the judge is sure of it; None where it has none."""
+    likely = 1.0 if prob is None else max(prob, 1 - prob)
+    if is_tie or likely < EVEN:
+        return {"winner": "tie", "sure": None}
+    return {"winner": SIDES[better < 0], "sure": likely >= SURE}
+
+
+def _moved(
+    judge: PointwiseReward,
+    images: Sequence[Tensor],
+    prompt: str,
+    metadata: Mapping[str, Any] | None,
+    values: Sequence[float],
+) -> float:
+    """The largest change of a score under changes that nobody sees: one pixel to the side, one grey level."""
+    copies = [copy for image in images for copy in (image.roll(1, -1), (image + 1 / 255).clamp(0, 1))]
+    scores = judge.score(copies, [prompt] * 4, [metadata] * 4)
+    known = [number(value) for value in scores.value]
+    moves = [abs(v - values[k // 2]) for k, v in enumerate(known) if v is not None]
+    return max(moves, default=0.0)
 
 
 def _probability(judge: PointwiseReward, better: float, spread: float) -> float | None:
@@ -180,6 +220,7 @@ def _compared(
         "higher_is_better": True,
         "orders": orders,
         "winner": "failed",
+        "sure": None,
         "prob": None,
         "difference": None,
         "difference_std": None,
@@ -195,12 +236,13 @@ def _compared(
     if not known:
         return entry
     mean = sum(known) / len(known)
-    entry |= {"difference": mean, "prob": 1 / (1 + math.exp(-mean)), "winner": _winner(mean)}
+    prob = 1 / (1 + math.exp(-mean))
+    entry |= {"difference": mean, "prob": prob} | _decided(mean, False, prob)
     if len(known) == 2:
         entry["position_bias"] = (known[0] - known[1]) / 2
-        entry["same_winner"] = _winner(known[0]) == _winner(known[1])
+        entry["same_winner"] = known[0] * known[1] > 0 or known[0] == known[1]
         if not entry["same_winner"]:
-            entry["winner"] = "undecided"
+            entry |= {"winner": "undecided", "sure": None}
             notes.append("its winner depends on which image stands on the left")
     else:
         notes.append("it answered in one order only, so its position bias is not known")
@@ -225,12 +267,9 @@ def _order(said: Preferences, row: int) -> dict[str, Any]:
     }
 
 
-def _winner(odds: float) -> str:
-    return "tie" if abs(odds) <= CLEAR else SIDES[odds < 0]
-
-
-def _summary(votes: Mapping[str, Sequence[str]], count: int) -> str:
+def _summary(votes: Mapping[str, Sequence[str]], entries: Sequence[Mapping[str, Any]]) -> str:
     """The votes in one sentence."""
+    count = len(entries)
     if len(votes.get("failed", ())) == count:
         return "No judge could judge the two images."
     won = {side: len(votes.get(side, ())) for side in SIDES}
@@ -241,9 +280,12 @@ def _summary(votes: Mapping[str, Sequence[str]], count: int) -> str:
     best, second = sorted(SIDES, key=lambda side: -won[side])
     if won[best] == won[second]:
         return f"The judges are split: {won['A']} for A, {won['B']} for B{_and(others)}."
+    unsure = sum(entry["sure"] is False for entry in entries)
     if judged == 1:
-        return f"{best} is better."
-    return f"{best} is better for {won[best]} of {judged} judges, {second} for {won[second]}{_and(others)}."
+        return f"{best} rather than {second}, but the judge is unsure." if unsure else f"{best} is better."
+    doubt = f" ({unsure} of the judges unsure)" if unsure else ""
+    better = f"{best} is better for {won[best]} of {judged} judges, {second} for {won[second]}"
+    return f"{better}{_and(others)}{doubt}."
 
 
 def _and(others: int) -> str:

@@ -35,7 +35,7 @@ def test_a_score_without_uncertainty_says_which_but_not_how_sure() -> None:
     entry = one(Brightness())
     assert entry["winner"] == "B" and entry["difference"] == pytest.approx(-0.5)
     assert entry["prob"] is None and entry["difference_std"] is None
-    assert entry["notes"] == ["it gives no uncertainty"]
+    assert entry["notes"] == ["it gives no uncertainty; invisible changes move its scores by up to 0.00392"]
     assert in_words(entry) == "B is better" and margin(entry) == "−0.500 (brightness)"
 
 
@@ -51,6 +51,31 @@ def test_log_odds_say_how_sure_by_themselves_and_direction_counts() -> None:
     entry = one(Brightness(unit="Bradley-Terry logits", higher_is_better=False))
     assert entry["winner"] == "A" and entry["prob"] == pytest.approx(1 / (1 + math.exp(-0.5)), abs=1e-6)
     assert "lower is better" in entry["notes"]
+
+
+@pytest.mark.parametrize(
+    ("gap", "winner", "sure", "words"),
+    [
+        (0.00005, "tie", None, "a tie"),
+        (0.008, "B", False, "B rather than A, unsure"),
+        (0.02, "B", True, "B is better"),
+    ],
+)
+def test_a_difference_counts_against_what_nobody_sees(gap: float, winner: str, sure: Any, words: str) -> None:
+    """A grey level moves this judge by 0.0039: "A is better" was said at a difference of 0.00005."""
+    entry = one(Brightness(), list(grey([0.5, 0.5 + gap])))
+    assert (entry["winner"], entry["sure"], in_words(entry)) == (winner, sure, words)
+
+
+@pytest.mark.parametrize(
+    ("odds", "winner", "sure"), [(0.1, "tie", None), (-0.6, "B", False), (2.0, "A", True)]
+)
+def test_a_probability_is_sure_unsure_or_a_tie(odds: float, winner: str, sure: bool | None) -> None:
+    entry = one(BrightnessPairs(scale=odds), list(grey([1.0, 0.0])))
+    assert (entry["winner"], entry["sure"]) == (winner, sure)
+    told = compare_images(list(grey([1.0, 0.0])), "x", {"a": BrightnessPairs(scale=-0.6)})
+    assert told["summary"] == "B rather than A, but the judge is unsure." and told["unsure"] == ["a"]
+    assert "sure from 75%" in told["rule"]
 
 
 def test_equal_pictures_are_a_tie() -> None:
@@ -214,6 +239,17 @@ def test_rank_puts_the_best_first_and_keeps_what_failed(pictures: Path) -> None:
     assert json.loads(Path("r.json").read_text())["unit"] == result["unit"]
     wrong = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "saturation", "--budget", "3")
     assert wrong.exit_code == 2 and "budget is 3.0; allowed are shares" in wrong.output
+
+
+def test_an_option_of_one_value_given_twice_is_refused(pictures: Path) -> None:
+    """`rank -r a -r b` ranked by b without a word about a."""
+    twice = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "jpeg_size", "-r", "saturation")
+    said = " ".join(twice.output.replace("│", " ").split())
+    assert twice.exit_code == 2 and "'-r' was given 2 times; it takes one value" in said
+    prompts = visalign("score", "a.png", "-p", "x", "--prompt", "y", "-r", "saturation")
+    assert prompts.exit_code == 2 and "was given 2 times" in prompts.output
+    both = visalign("compare", "a.png", "b.png", "-p", "x", "-r", "saturation", "-r", "jpeg_size", "--json")
+    assert both.exit_code == 0 and len(json.loads(both.stdout)["judges"]) == 2
 
 
 def test_rank_asks_a_pairwise_judge_on_a_budget(pictures: Path) -> None:

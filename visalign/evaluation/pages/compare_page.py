@@ -27,6 +27,7 @@ def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Seq
         command="visalign compare",
         prompt=result["prompt"],
         summary=result["summary"],
+        rule=result["rule"],
         judges=[
             {**judge, "number": place, "in_words": in_words(judge), "margin": margin(judge)}
             for place, judge in enumerate(result["judges"], 1)
@@ -54,10 +55,10 @@ def margin(judge: Mapping[str, Any]) -> str:
 def in_words(judge: Mapping[str, Any]) -> str:
     """Which one of the result's judges prefers, and how sure it is."""
     said = WINNERS[judge["winner"]]
+    if judge["sure"] is False:
+        said = "A rather than B" if judge["winner"] == "A" else "B rather than A"
     if judge["prob"] is None:
-        return said
-    sure = max(judge["prob"], 1 - judge["prob"])
-    which = "A" if judge["prob"] >= 0.5 else "B"
+        return f"{said}, unsure" if judge["sure"] is False else said
     if judge["winner"] in ("tie", "undecided"):
         return f"{said}, {100 * judge['prob']:.0f} % for A"
-    return f"{said}, {100 * sure:.0f} % sure" if which == judge["winner"] else said
+    return f"{said}, {100 * max(judge['prob'], 1 - judge['prob']):.0f} % sure"

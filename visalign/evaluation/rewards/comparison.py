@@ -181,11 +181,11 @@ def _credits(pairs: PreferenceSet, scores: Sequence[PairScores], settings: Inter
     own = credit[known]
     sums = cluster_sums(np.column_stack([own, np.ones(len(own))]), index, clusters)
     draws = bootstrap(sums, lambda total: ratio(total[:, :-1], total[:, -1:]), **settings.drawing())
-    return len(own), own.mean(0), draws, clusters, (0.0, 1.0)
+    return len(own), np.asarray(own.mean(0), dtype=np.float64), draws, clusters, (0.0, 1.0)
 
 
 def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: IntervalSettings) -> Joint | None:
-    known = np.all([entry.judged for entry in scores], axis=0)
+    known = np.stack([entry.judged for entry in scores]).all(0)
     if known.sum() < 2:
         return None
     y = np.array([record.mos for record in records.records])[known] * (1 if records.higher_is_better else -1)

@@ -140,4 +140,5 @@ def _logistic(x: Array, y: Array, ridge: float) -> Array:
 
 def _least_squares(x: Array, y: Array, ridge: float) -> Array:
     """argmin_w mean((y − xw)²) + ridge·|w|²."""
-    return np.linalg.solve(x.T @ x / len(y) + ridge * np.eye(x.shape[1]), x.T @ y / len(y))
+    normal = x.T @ x / len(y) + ridge * np.eye(x.shape[1])
+    return np.asarray(np.linalg.solve(normal, x.T @ y / len(y)), dtype=np.float64)
