@@ -24,14 +24,13 @@ from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, logistic_od
 
 SIDES = ("A", "B")
 SURE, EVEN = 0.75, 0.55
-"""A judge is sure of the image that it prefers with at least 75 %; below 55 % it sees a tie."""
+"""A judge is sure of the image that it prefers with 75 % or more; below 55 % it sees a tie."""
 SURE_MOVES = 3.0
-"""A score without uncertainty is sure of a difference of so many times what an invisible change moves it; no
-more than such a move is a tie."""
+"""A score without uncertainty is sure of a difference of so many times what an invisible change moves it."""
 RULE = (
-    f"sure from {SURE:.0%}, a tie below {EVEN:.0%}; a judge that gives no probability is sure of a difference "
-    f"{SURE_MOVES:g} times as large as what invisible changes (a shift by one pixel, one grey level) move its "
-    "scores, and sees a tie in one that is no larger"
+    f"sure from {SURE:.0%}, a tie below {EVEN:.0%}; a judge that gives no probability is sure of a "
+    f"difference {SURE_MOVES:g} times as large as what invisible changes (a shift by one pixel, one grey "
+    "level) move its scores, and sees a tie in one that is no larger"
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from visalign.adapters.catalogue import has_two_halves
 from visalign.data.assets import resolve_model
 from visalign.flow.rollout import asked_of
-from visalign.pipelines.shared.parts import Records, evenly_spaced
+from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 from visalign.training.diffusion.regression import planned_passes
 
@@ -125,8 +125,8 @@ def _asked_again(config: FlowGRPOConfig) -> int:
     return bool(row.kl_in_reward or row.advantage == "prl") + (row.importance_sampling is not None)
 
 
-def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures: int) -> dict[str, float]:
-    """Seconds from timed passes; rewards, whose speed is not measured, come on top."""
+def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures: int) -> dict[str, Any]:
+    """Seconds from timed passes with their basis, and which limit ends the run; rewards come on top."""
     import torch
 
     if config.run.threads is not None:
@@ -156,10 +156,15 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
     total = config.run.iterations * iteration
     if config.run.max_seconds is not None:
         total = min(total, config.run.max_seconds)
+    basis = f"fastest of 3 passes of {count} samples, just now on {policy.device.type}"
+    if not cuda:
+        basis += f" with {torch.get_num_threads()} threads"
     return {
         "seconds_per_iteration_without_rewards": iteration,
         "seconds_of_evaluation_without_rewards": evaluation,
         "seconds_in_all_without_rewards": total + evaluation,
+        "basis": f"{basis}; rewards are not timed",
+        "ends_by": ends_by(config.run, iteration),
     }
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from visalign.data.sets.image_references import parquet_reference
-from visalign.data.sets.tables import READERS, Row, read_rows, require_columns
+from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
 from visalign.errors import UserError
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -39,12 +40,13 @@ def find_images(items: Sequence[Path]) -> list[Path]:
         items: files and folders. A named file that does not exist stays: it becomes a row with its reason.
 
     Returns:
-        Paths, each once, in the order given.
+        Paths, each once, in the order given; a warning says which were named twice.
 
     Raises:
         UserError: nothing was named, a folder holds no image, or a name is not UTF-8.
     """
     found: dict[Path, None] = {}
+    twice: list[Path] = []
     for item in items:
         inside = [item]
         if item.is_dir():
@@ -54,11 +56,17 @@ def find_images(items: Sequence[Path]) -> list[Path]:
                     f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}; "
                     "a file of another ending can be named itself."
                 )
+        twice += [path for path in inside if path in found]
         found.update(dict.fromkeys(inside))
     if not found:
         raise UserError("No images were named. Give files or folders.")
     for path in found:
         require_text_name(path)
+    if twice:
+        what = "image was" if len(set(twice)) == 1 else "images were"
+        warnings.warn(
+            f"{len(set(twice))} {what} named twice, which counts once: {listed(twice)}.", stacklevel=2
+        )
     return list(found)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,3 +159,15 @@ def heldout_metrics(result: HeldoutResult) -> dict[str, float]:
         **{f"accuracy.{tag}": value for tag, value in result.by_category.items()},
         **{name: result.mean(name) for name in result.scores},
     }
+
+
+def ends_by(run: Any, iteration: float | None = None) -> str:
+    """Which limit of the section `run` ends a run; `iteration`: seconds of one, where known."""
+    count, most = run.iterations, run.max_seconds
+    if most is None:
+        return f"run.iterations = {count}"
+    if iteration is None:
+        return f"run.iterations = {count} or run.max_seconds = {most:g}, whichever comes first"
+    if iteration * count <= most:
+        return f"run.iterations = {count} (run.max_seconds = {most:g} leaves time)"
+    return f"run.max_seconds = {most:g}, after about {math.ceil(most / iteration)} of {count} iterations"

@@ -18,7 +18,7 @@ from visalign.pipelines.shared.job import (
     result_folder,
     run_job,
 )
-from visalign.pipelines.shared.parts import Records, build_accelerator, evenly_spaced
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, evenly_spaced
 from visalign.pipelines.shared.run_folder import fingerprint
 
 from .config import TextConfig, TextGRPOConfig, TextPPOConfig
@@ -165,6 +165,7 @@ def plan(config: TextConfig) -> dict[str, Any]:
             "completions_per_update": completions / pace.updates_per_iteration,
             "iterations": config.run.iterations,
             "completions": completions * config.run.iterations,
+            "ends_by": ends_by(config.run),
         },
         "objective": {"algorithm": config.objective.algorithm, "source": objective.source},
         "evaluation": planned_evaluation(

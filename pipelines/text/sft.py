@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
 from visalign.pipelines.shared.sections import Count, Natural, RunConfig
 from visalign.schema import STRICT
 from visalign.text import Sampling, StoppingCriteria
@@ -193,6 +193,7 @@ def plan(config: TextSFTConfig) -> dict[str, Any]:
             "updates": updates,
             "epochs": updates * config.data.batch / len(inputs.demonstrations),
             "iterations": length,
+            "ends_by": ends_by(config.run),
         },
         "evaluation": planned_evaluation(config, inputs.heldout),
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from visalign.atomic import write_atomic
 from visalign.pipelines.shared.job import Job, build_trainer, run_job
-from visalign.pipelines.shared.parts import build_accelerator
+from visalign.pipelines.shared.parts import build_accelerator, ends_by
 from visalign.pipelines.shared.run_folder import check_unchanged, summary_json, write_once
 from visalign.versions import versions
 
@@ -167,5 +167,6 @@ def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
             "updates": updates,
             "examples_seen": seen,
             "epochs": seen / len(inputs.train),
+            "ends_by": ends_by(config.run),
         },
     }

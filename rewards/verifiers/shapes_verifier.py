@@ -43,7 +43,11 @@ class ShapesVerifier:
             )
         self.mode = mode
         self.identity = Identity(judge=self.name, model="rules of GenEval", options={"mode": mode})
-        self.unit = {"correct": "1 = correct", "partial": "share of checks", "mixed": "1 = correct"}[mode]
+        self.unit = {
+            "correct": "1 = correct",
+            "partial": "share of checks",
+            "mixed": "mean of 1 = correct and share of checks",
+        }[mode]
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Verify 64×64 pictures; other sizes, and prompts from outside the shapes world, are invalid."""

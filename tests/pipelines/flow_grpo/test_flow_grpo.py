@@ -163,7 +163,12 @@ def test_plan_measures_and_counts(inputs):
     )
     assert batch["micro_batches_per_update"] == 2 and batch["updates"] == 4
     assert planned["evaluation"]["pictures"] == 2 * 2 * 2 + 2 * 2
-    assert all(value > 0 for value in planned["time"].values())
+    time = planned["time"]
+    assert all(value > 0 for name, value in time.items() if name.startswith("seconds"))
+    assert "passes of" in time["basis"] and "rewards are not timed" in time["basis"]
+    assert time["ends_by"] == "run.iterations = 2"
+    cut = plan(_config(inputs, "run.max_seconds=1e-9", "run.iterations=50"))["time"]["ends_by"]
+    assert cut == "run.max_seconds = 1e-09, after about 1 of 50 iterations"
 
 
 def test_the_lora_loads_and_changes_the_model(finished):

@@ -54,6 +54,12 @@ def test_verifier_with_parsed_prompt_and_with_metadata(monkeypatch):
     assert partial.value.tolist() == [0.25, 0.5] and partial.unit == "share of checks"
 
 
+def test_each_mode_of_the_verifier_has_a_unit_of_its_own() -> None:
+    """A run showed "verifier (1 = correct)" beside "shapes_verifier (1 = correct)", with other numbers."""
+    units = {mode: ShapesVerifier(mode).unit for mode in ("correct", "partial", "mixed")}
+    assert len(set(units.values())) == 3 and units["mixed"] == "mean of 1 = correct and share of checks"
+
+
 def test_verifier_judges_a_rendered_scene():
     from visalign.data.shapes.prompts import parse_prompt
     from visalign.data.shapes.render import render

@@ -174,7 +174,7 @@ Joint = tuple[int, Array, Array, int, tuple[float, float]]
 
 def _credits(pairs: PreferenceSet, scores: Sequence[PairScores], settings: IntervalSettings) -> Joint | None:
     credit = np.stack([headline_credit(entry, labels_of(pairs)) for entry in scores], axis=1)
-    known = np.isfinite(credit).all(1)
+    known = np.asarray(np.isfinite(credit).all(1), dtype=bool)
     if not known.any():
         return None
     index, clusters = cluster_index([p.group for p, ok in zip(pairs.pairs, known, strict=True) if ok])
@@ -185,7 +185,7 @@ def _credits(pairs: PreferenceSet, scores: Sequence[PairScores], settings: Inter
 
 
 def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: IntervalSettings) -> Joint | None:
-    known = np.stack([entry.judged for entry in scores]).all(0)
+    known = np.asarray(np.stack([entry.judged for entry in scores]).all(0), dtype=bool)
     if known.sum() < 2:
         return None
     y = np.array([record.mos for record in records.records])[known] * (1 if records.higher_is_better else -1)
