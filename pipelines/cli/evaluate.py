@@ -89,6 +89,7 @@ def evaluate(
 
 
 def _run(options: EvaluateOptions) -> None:
+    from visalign.evaluation.pages.table_files import FOLDER
     from visalign.pipelines.evaluate.job import PAGE
     from visalign.pipelines.evaluate.job import evaluate as run
 
@@ -105,6 +106,7 @@ def _run(options: EvaluateOptions) -> None:
         console.print(f"No report on {item['judge']}: {item['error']}", highlight=False, soft_wrap=True)
     if options.output is not None:
         console.print(f"Page: {options.output / PAGE}", highlight=False, soft_wrap=True)
+        console.print(f"CSV and LaTeX: {options.output / FOLDER}", highlight=False, soft_wrap=True)
 
 
 def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:

@@ -142,10 +142,12 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Write `evaluation.json` and `evaluation.html`, each whole or not at all."""
-    from visalign.evaluation.pages.reward_page import evaluation_page
+    """Write `evaluation.json`, `evaluation.html` and `tables/`, each file whole or not at all."""
+    from visalign.evaluation.pages.reward_page import evaluation_page, file_tables
+    from visalign.evaluation.pages.table_files import write_tables
 
     write_atomic(folder / RESULT, pretty(result))
+    write_tables(folder, file_tables(result))
     write_atomic(folder / PAGE, evaluation_page(result))
 
 

@@ -15,7 +15,8 @@ import torch
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
 from visalign.evaluation.pages.base import embedded
-from visalign.evaluation.pages.probe_page import probe_page
+from visalign.evaluation.pages.probe_page import file_tables, probe_page
+from visalign.evaluation.pages.table_files import write_tables
 from visalign.evaluation.probes import response as answer
 from visalign.evaluation.probes.catalogue import Probe, chosen, examples
 from visalign.interfaces import PairwiseReward, PointwiseReward
@@ -115,8 +116,9 @@ def _subject(
 
 
 def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *, seed: int = 0) -> Path:
-    """Write `probe.json` and `probe.html`, whose path is returned; the first picture of the reference
-    shows the changes."""
+    """Write `probe.json`, `tables/` and `probe.html`, whose path is returned; the reference's first picture
+    shows the changes.
+    """
     sample = reference.samples[0]
     pictures = {}
     for probe in Scorer.probes if result["judge"]["kind"] == Scorer.kind else Comparer.probes:
@@ -124,4 +126,5 @@ def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *
         pictures[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
     write_atomic(folder / RESULT, pretty(result))
+    write_tables(folder, file_tables(result))
     return write_atomic(folder / PAGE, probe_page(result, original, pictures))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -437,13 +438,21 @@ SIX = tuple(f"m{k}" for k in range(6))
 
 
 def test_every_two_judges_are_compared_under_holm_and_stand_on_a_leaderboard(tmp_path: Path) -> None:
-    options = EvaluateOptions(source=str(ten_metrics(tmp_path)), columns=SIX, settings=FAST)
+    source = str(ten_metrics(tmp_path))
+    options = EvaluateOptions(source=source, columns=SIX, output=tmp_path / "out", settings=FAST)
     result = evaluate(options)
     assert len(result["comparisons"]) == 15  # five of six were compared with the first alone
     for entry in result["comparisons"]:
         assert entry["p_holm"] >= entry["mcnemar"]["p_value"] and entry["mcnemar"]["pairs"] == entry["pairs"]
         ahead = entry["mcnemar"]["first_only"] - entry["mcnemar"]["second_only"]
         assert entry["difference"]["estimate"] == pytest.approx(ahead / 300)
+    files = {path.name for path in (tmp_path / "out" / "tables").iterdir()}
+    assert {"leaderboard.csv", "comparison.tex", "agreement.csv", "calibration.tex"} <= files
+    with (tmp_path / "out" / "tables" / "comparison.csv").open() as file:
+        first = next(csv.DictReader(file))
+    assert float(first["Points of accuracy"]) == pytest.approx(
+        100 * result["comparisons"][0]["difference"]["estimate"]
+    )
     board = result["leaderboard"]
     found = [row["estimate"] for row in board["rows"]]
     assert board["on"] == 300 and found == sorted(found, reverse=True)

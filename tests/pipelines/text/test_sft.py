@@ -127,6 +127,7 @@ def test_the_packaged_tasks_are_learnt_from_their_solutions(inputs):
         )
     )
     assert found["batch"] == {
+        "ends_by": "run.iterations = 4",
         "demonstrations": 38,
         "prompts": 38,
         "heldout_prompts_trained_on": 0,

@@ -9,6 +9,7 @@ from typing import Any
 from visalign.evaluation.rewards.agreement import FEWEST_PROMPTS
 
 from .base import plain, render_page, signed
+from .table_files import FileTable
 
 REDUNDANT = 0.9
 """Rank correlation from which two rewards say much the same."""
@@ -54,6 +55,24 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{label}, mean ± spread", f"{plain(reward['mean'])} ± {plain(reward['spread'])}"
         yield f"{label}, judged / failed", f"{reward['judged']} / {reward['failed']}"
     yield "seconds", plain(result["seconds"])
+
+
+def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
+    """The table of every two rewards, for files."""
+    rows = [
+        [
+            f"{pair['first']} and {pair['second']}",
+            *(_ends(pair[kind]) for kind in ("overall", "within")),
+            *(pair["same_choice"], pair["images"]),
+        ]
+        for pair in result["pairs"]
+    ]
+    columns = ("rewards", "overall", "within_prompts", "same_order", "images")
+    return [FileTable(name="agreement", columns=columns, rows=rows)]
+
+
+def _ends(number: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    return number["estimate"], number["low"], number["high"]
 
 
 def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] | None]]:

@@ -11,6 +11,7 @@ from visalign.evaluation.probes.response import ORDER
 
 from .base import plain, render_page, share, signed, span
 from .plots import response_plot
+from .table_files import FileTable
 
 VERDICTS = {
     "fails": ("bad", "fails"),
@@ -76,6 +77,26 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "circles: at most, of chance", share(limits["circles"])
     yield "seconds", plain(result["seconds"])
     yield "identity", judge["digest"][:16]
+
+
+def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
+    """A row for each level of each probe, for files."""
+    rows = []
+    for probe in result["probes"]:
+        for level in probe["levels"]:
+            ends = ("share", "share_low", "share_high") if "share" in level else ("mean", "low", "high")
+            number = tuple(level.get(key) for key in ends)
+            rows.append(
+                [
+                    probe["title"],
+                    level["label"],
+                    "share" if "share" in level else "mean response",
+                    number,
+                    level["verdict"],
+                ]
+            )
+    columns = ("probe", "level", "what", "value", "verdict")
+    return [FileTable(name="probes", columns=columns, rows=rows)]
 
 
 def headline(result: Mapping[str, Any]) -> str:

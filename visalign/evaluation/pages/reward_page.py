@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
@@ -13,6 +13,7 @@ from visalign.evaluation.statistics.agreement import HEADLINE
 
 from .base import MISSING, fixed, points, rail, render_page, share, signed, span, words
 from .plots import reliability_plot, risk_plot, scatter_plot
+from .table_files import FileTable
 
 Judge = Mapping[str, Any]
 
@@ -49,6 +50,8 @@ class Cell:
     ends: str = ""
     """Of its interval, "low to high"; empty where there can be none."""
     more: str = ""
+    plain: Any = None
+    """The number, or (estimate, low, high), for a file; None where the value is a text."""
 
     def __str__(self) -> str:
         """As a terminal shows it."""
@@ -211,13 +214,14 @@ def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
     rows = []
     for entry in comparisons:
         form, needed, test = _difference_form(entry), entry["power"]["needed"], entry.get("mcnemar")
+        smallest = _cell(entry["power"]["smallest"], form)
         alone = [Cell(value=f"{test['first_only']} : {test['second_only']}")] if test else []
         cells = [
-            _cell(entry["difference"], form),
+            _in_points(_cell(entry["difference"], form)) if is_pairs else _cell(entry["difference"], form),
             *alone,
-            Cell(value=f"{entry['p_holm']:.2g}"),
-            Cell(value=f"{needed:,}" if needed else MISSING),
-            Cell(value=form(entry["power"]["smallest"]).removeprefix("+")),
+            _cell(entry["p_holm"], "{:.2g}".format),
+            _cell(needed, "{:,}".format),
+            _in_points(smallest) if is_pairs else smallest,
             Cell(value=f"{_ahead(entry)} is better" if entry["clear"] else "not settled"),
         ]
         rows.append(Row(what=f"{entry['first']} − {entry['second']}", cells=cells))
@@ -225,6 +229,13 @@ def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
     columns = ("Points of accuracy" if is_pairs else "SRCC", *(["Right alone"] if is_pairs else []))
     columns += ("p, Holm", f"{what.capitalize()} it needs", f"Found with these {what}", "Verdict")
     return JudgeTable(title="First − second", heading="", rows=rows, columns=columns)
+
+
+def _in_points(cell: Cell) -> Cell:
+    """With percentage points in files too."""
+    if isinstance(cell.plain, tuple):
+        return replace(cell, plain=tuple(None if value is None else 100 * value for value in cell.plain))
+    return replace(cell, plain=None if cell.plain is None else 100 * cell.plain)
 
 
 Spec = tuple[str, Callable[[Judge], Any], Callable[[Any], str]]
@@ -244,8 +255,28 @@ def _cell(number: Any, form: Callable[[Any], str], more: str = "") -> Cell:
     if number is None:
         return Cell(value=MISSING)
     if isinstance(number, Mapping):
-        return Cell(value=form(number["estimate"]), ends=span(number, form), more=more)
-    return Cell(value=form(number), more=more)
+        plain = number["estimate"], number["low"], number["high"]
+        return Cell(value=form(number["estimate"]), ends=span(number, form), more=more, plain=plain)
+    return Cell(value=form(number), more=more, plain=number)
+
+
+def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
+    """Every table of an evaluation, for files."""
+    names = [judge["judge"]["name"] for judge in result["judges"]]
+    found = []
+    for section, tables in evaluation_tables(result).items():
+        for table in tables:
+            rows = [[row.what, *map(_plain, row.cells)] for row in table.rows]
+            name = section if len(tables) == 1 or (table is tables[0] and not table.scale) else table.title
+            columns = (table.title, *(table.columns or names))
+            found.append(FileTable(name=name, columns=columns, rows=rows))
+    return found
+
+
+def _plain(cell: Cell) -> Any:
+    if cell.plain is not None:
+        return cell.plain
+    return None if cell.value == MISSING else cell.value
 
 
 def _agreement(judges: Sequence[Judge]) -> JudgeTable:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a result as files: CSV with plain numbers, LaTeX (booktabs) with their intervals."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from visalign.atomic import write_atomic
+
+FOLDER = "tables"
+
+_LATEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "−": "$-$",
+    "±": "$\\pm$",
+    "×": "$\\times$",
+    "·": "$\\cdot$",
+    "τ": "$\\tau$",
+    "≤": "$\\leq$",
+    "≥": "$\\geq$",
+    "½": "$\\frac{1}{2}$",
+    "–": "--",
+    "\u00a0": "~",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTable:
+    """One table: `columns` name the first column too; a cell is a value, or (estimate, low, high)."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+def write_tables(folder: Path, tables: Iterable[FileTable]) -> list[Path]:
+    """Write NAME.csv and NAME.tex of each into `tables/` of a result's folder; returns their paths."""
+    found = []
+    for table in tables:
+        name = re.sub(r"[^\w-]+", "_", table.name.lower()).strip("_")
+        for ending, make in ((".csv", to_csv), (".tex", to_latex)):
+            path = folder / FOLDER / f"{name}{ending}"
+            path.parent.mkdir(exist_ok=True)
+            found.append(write_atomic(path, make(table).encode()))
+    return found
+
+
+def to_csv(table: FileTable) -> str:
+    """RFC 4180; a column with intervals becomes three: NAME, NAME_low, NAME_high. None is an empty field."""
+    wide = [any(isinstance(row[place], tuple) for row in table.rows) for place in range(len(table.columns))]
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    heads = [
+        [name, f"{name}_low", f"{name}_high"] if w else [name]
+        for name, w in zip(table.columns, wide, strict=True)
+    ]
+    writer.writerow([name for names in heads for name in names])
+    for row in table.rows:
+        cells = [_three(cell) if w else [cell] for cell, w in zip(row, wide, strict=True)]
+        writer.writerow(["" if value is None else harmless(value) for three in cells for value in three])
+    return buffer.getvalue()
+
+
+def harmless(value: Any) -> Any:
+    """A text that no spreadsheet takes for a formula: one that begins with = + - @, tab or return, quoted.
+
+    >>> harmless("=1+1"), harmless(-1.5), harmless("a = b")
+    ("'=1+1", -1.5, 'a = b')
+    """
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
+def to_latex(table: FileTable) -> str:
+    """A `tabular` with booktabs' rules; numbers get three significant digits and their interval."""
+    lines = [
+        f"% {table.name}; needs \\usepackage{{booktabs}}",
+        f"\\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
+        "\\toprule",
+        " & ".join(map(latex_text, table.columns)) + r" \\",
+        "\\midrule",
+        *(" & ".join(map(_latex_cell, row)) + r" \\" for row in table.rows),
+        "\\bottomrule",
+        "\\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def latex_text(text: Any) -> str:
+    """A text with LaTeX's own signs escaped.
+
+    >>> latex_text("50 % of a_b")
+    '50 \\\\% of a\\\\_b'
+    """
+    return "".join(_LATEX.get(sign, sign) for sign in str(text))
+
+
+def _three(cell: Any) -> list[Any]:
+    return list(cell) if isinstance(cell, tuple) else [cell, None, None]
+
+
+def _latex_cell(cell: Any) -> str:
+    if isinstance(cell, tuple):
+        estimate, low, high = cell
+        return _number(estimate) + ("" if low is None else f" [{_number(low)}, {_number(high)}]")
+    return _number(cell) if cell is None or isinstance(cell, float) else latex_text(cell)
+
+
+def _number(value: float | None) -> str:
+    return "--" if value is None else f"{value:.3g}" if abs(value) >= 1 else f"{value:.3f}"
