@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
-from .options import Batch, Cache, NewFolder, Resume
+from .options import Batch, Cache, Join, Labels, MapColumns, NewFolder, Resume
 
 if TYPE_CHECKING:
     from visalign.pipelines.evaluate.job import EvaluateOptions
@@ -44,6 +44,9 @@ def evaluate(
     lower_is_better: Annotated[
         list[str] | None, typer.Option(help="Those --scores where lower is better.")
     ] = None,
+    columns: MapColumns = None,
+    labels: Labels = None,
+    join: Join = None,
     split: Annotated[str | None, typer.Option(help="Split of the set.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use at most so many records.", min=1)] = None,
     output: NewFolder = None,
@@ -65,6 +68,7 @@ def evaluate(
     """Measure rewards on a preference set or a quality set: agreement, calibration, correlation, slices."""
     command = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
     with user_messages(resume=command if output is not None else None):
+        from visalign.data.sets.columns import Columns, parse_map
         from visalign.evaluation.rewards.judged_pairs import IntervalSettings
         from visalign.pipelines.evaluate.job import EvaluateOptions
 
@@ -73,6 +77,8 @@ def evaluate(
             rewards=tuple(reward or ()),
             columns=tuple(scores or ()),
             lower_is_better=tuple(lower_is_better or ()),
+            table=Columns(names=parse_map(columns or []), labels=labels),
+            join=tuple(join or ()),
             split=split,
             limit=limit,
             output=output,

@@ -24,6 +24,18 @@ Options = Annotated[
 Cache = Annotated[
     Path | None, typer.Option("--cache", help="Folder in which judgements are kept for all later commands.")
 ]
+MapColumns = Annotated[
+    list[str] | None,
+    typer.Option("--map", help="OURS=THEIRS: a column's name in the table, such as mos=score; repeat."),
+]
+Labels = Annotated[
+    str | None,
+    typer.Option("--labels", help="What labels mean: share, margin, or words, such as 1=left,2=right,0=tie."),
+]
+Join = Annotated[
+    list[Path] | None,
+    typer.Option("--join", help="A table of scores by picture, such as `visalign score` writes; repeat."),
+]
 NewFolder = Annotated[
     Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
 ]

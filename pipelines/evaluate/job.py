@@ -19,6 +19,7 @@ from visalign.data.sets.checks import (
     summed_votes,
     without_duplicates,
 )
+from visalign.data.sets.columns import Columns, joined
 from visalign.data.sets.records import PreferenceSet, QualitySet, mixed_side
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
@@ -56,6 +57,10 @@ class EvaluateOptions:
     """Names of precomputed scores in the set's columns."""
     lower_is_better: tuple[str, ...] = ()
     """Those of `columns` where a lower score is better."""
+    table: Columns = field(default_factory=Columns)
+    """How the columns of the source are read."""
+    join: tuple[Path, ...] = ()
+    """Tables with scores of the source's pictures."""
     split: str | None = None
     limit: int | None = None
     output: Path | None = None
@@ -107,7 +112,10 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     if options.output is not None:
         check_run_folder(options.output, resume=options.resume)
     judges = with_cache(_load_judges(options.rewards), options.cache)
-    source = load_source(options.source, split=options.split, limit=options.limit)
+    table = replace(options.table, has_pictures=bool(judges or options.join))
+    source = load_source(options.source, split=options.split, limit=options.limit, columns=table)
+    for path in options.join:
+        source = joined(source, path)
     if isinstance(source, PreferenceSet):
         source, findings = _prepared(source, options, judges)
     else:

@@ -82,7 +82,7 @@ def test_a_json_list_is_read_entry_by_entry(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match=r"Entry 30 .* cut short"):
         list(read_rows(tmp_path / "a.json"))
     (tmp_path / "a.json").write_text('{"a": 1}')
-    with pytest.raises(UserError, match=r"does not start with a list"):
+    with pytest.raises(UserError, match=r"is one object, and neither records by key"):
         list(read_rows(tmp_path / "a.json"))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError, suggestion
 
+from .columns import Columns, coding_of, plain_row, renamed
 from .image_references import shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout, load_quality_layout
 from .records import (
@@ -30,15 +31,22 @@ SHAPES_PAIRS = 400
 
 
 def load_source(
-    source: str, *, split: str | None = None, limit: int | None = None
+    source: str, *, split: str | None = None, limit: int | None = None, columns: Columns | None = None
 ) -> PreferenceSet | QualitySet:
     """A preference or quality set, at most `limit` records, unchecked (`visalign.data.sets.checks`).
 
-    Args:     source: A JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set,
-    `mos` a         quality set); LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or
-    "shapes:pairs",         "shapes:quality".     split: Which split; None means "test" for a layout of pairs,
-    "heldout" for a generated set, and all of         a file.     limit: Of the records.
+    Args:
+        source: A JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set, `mos` a
+            quality set); LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or "shapes:pairs",
+            "shapes:quality".
+        split: Which split; None means "test" for a layout of pairs, "heldout" for a generated set, and all of
+            a file.
+        limit: Of the records.
+        columns: How the columns of a file are read, where they have other names or labels.
     """
+    is_file = source not in GENERATED and source.partition(":")[0] not in (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
+    if columns is not None and (columns.names or columns.labels) and not is_file:
+        raise UserError(f"--map and --labels are for tables, and '{source}' has a layout of its own.")
     if source in GENERATED:
         number = SHAPES_PAIRS if limit is None else limit
         make = shapes_pairs if source == GENERATED[0] else shapes_quality
@@ -60,27 +68,31 @@ def load_source(
             f"'{source}' is a folder; say whose layout it has, as LAYOUT:{source} with LAYOUT one of "
             f"{', '.join(known)}."
         )
-    return _from_file(source, split, limit)
+    return _from_file(source, split, limit, columns or Columns())
 
 
-def _from_file(source: str, split: str | None, limit: int | None) -> PreferenceSet | QualitySet:
-    for _, row in read_rows(source):
+def _from_file(
+    source: str, split: str | None, limit: int | None, columns: Columns
+) -> PreferenceSet | QualitySet:
+    for _, given in read_rows(source):
+        row = renamed(source, given, columns.names)
         if "image_left" not in row and "image_right" not in row and ("mos" in row or "image" in row):
-            return load_quality(source, split=split, limit=limit)
-        needed = ("prompt", "image_left", "image_right")
-        require_columns(source, row, needed, purpose="a preference set (a quality set: image, mos)")
-        return load_preferences(source, split=split, limit=limit)
+            return load_quality(source, split=split, limit=limit, columns=columns)
+        if columns.missing(row, _PAIR[2]):
+            require_columns(source, row, _PAIR[2], purpose="a preference set (a quality set: image, mos)")
+        return load_preferences(source, split=split, limit=limit, columns=columns)
     raise UserError(f"'{source}' holds no record.")
 
 
 def load_preferences(
-    path: str | Path, *, split: str | None = None, limit: int | None = None
+    path: str | Path, *, split: str | None = None, limit: int | None = None, columns: Columns | None = None
 ) -> PreferenceSet:
     """Read a preference set from a JSONL, JSON, CSV, TSV or Parquet file: one split or all, at most `limit`
     pairs.
 
-    Columns: `prompt`, `image_left`, `image_right`, and what was said: `label` (left, right, tie, or a number
-    0 to 1, the share for the left image), or `votes` [left, right, tie], or `votes_left`, `votes_right` and
+    Columns: `prompt`, `image_left`, `image_right`, and what was said: `label` (left, right, tie; A, B; 1 and
+    2; 1, 0 and -1; or the share for the left image, 0 to 1), `margin` (above 0 for the left image), or
+    `votes` [left, right, tie], or `votes_left`, `votes_right` (counts, or shares of the votes) and
     perhaps `votes_tie`. Optional: `annotator` (a row per annotator: `visalign.data.sets.checks.summed_votes`
     makes one record of a pair's rows), `generator_left` and `generator_right` (or `model_left`,
     `model_right`), `resolution`, `category`, `split`, `prompt_id`. All others are kept in `extra`. Relative
@@ -92,11 +104,14 @@ def load_preferences(
             contradicts the votes of its row, no such split, or no pair.
     """
     folder = Path(path).parent
-    pairs, rows = _load(path, split, limit, _PAIR, lambda row: pair_from_row(row, folder=folder))
+    wanted, place = columns or Columns(), folder if columns is None or columns.has_pictures else None
+    pairs, rows = _load(path, split, limit, _PAIR, lambda row: pair_from_row(row, folder=place), wanted)
     return PreferenceSet(name=Path(path).stem, pairs=tuple(pairs), rows=rows)
 
 
-def load_quality(path: str | Path, *, split: str | None = None, limit: int | None = None) -> QualitySet:
+def load_quality(
+    path: str | Path, *, split: str | None = None, limit: int | None = None, columns: Columns | None = None
+) -> QualitySet:
     """Read a quality set, as `load_preferences` reads pairs; rows with different directions are refused.
 
     Columns: `image`, `mos`; optional `std`, `prompt`, `generator`, `resolution`, `category`, `split`,
@@ -110,7 +125,7 @@ def load_quality(path: str | Path, *, split: str | None = None, limit: int | Non
         better.append(truth(row.get("higher_is_better", True)))
         return quality_from_row(row, folder=folder)
 
-    records, rows = _load(path, split, limit, _SCORED, read)
+    records, rows = _load(path, split, limit, _SCORED, read, columns or Columns())
     if len(set(better)) > 1:
         raise UserError(
             f"'{path}' mixes directions: higher_is_better is true in row {rows[better.index(True)]} and "
@@ -130,23 +145,28 @@ def _load(
     limit: int | None,
     kind: tuple[str, str, tuple[str, ...]],
     read: Callable[[Row], Any],
+    columns: Columns,
 ) -> tuple[list[Any], tuple[int, ...]]:
     """(records, their rows) of a file; what is wrong in a row is said with its number."""
-    found, rows, splits = [], [], set()
+    chosen, splits = [], set()
     what, purpose, needed = kind
-    for number, row in read_rows(path):
-        if not splits:
+    for number, given in read_rows(path):
+        row = renamed(path, given, columns.names)
+        if not splits and columns.missing(row, needed):
             require_columns(path, row, needed, purpose=purpose)
         splits.add(row.get("split"))
         if split is not None and row.get("split") != split:
             continue
+        chosen.append((number, row))
+        if limit is not None and len(chosen) >= limit:
+            break
+    found, rows, coding = [], [], coding_of(chosen, columns, path)
+    for number, row in chosen:
         try:
-            found.append(read(row))
+            found.append(read(plain_row(number, row, coding, columns)))
         except UserError as error:
             raise UserError(f"Row {number} of '{path}': {error}") from error
         rows.append(number)
-        if limit is not None and len(found) >= limit:
-            break
     if not found and split is None:
         raise UserError(f"'{path}' holds no {what}.")
     if not found:

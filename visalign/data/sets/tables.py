@@ -16,6 +16,8 @@ Row = dict[str, Any]
 
 _BLOCK = 1 << 20
 """Characters of a JSON list read at once."""
+SEPARATORS = (",", ";", "\t", "|")
+"""What may part the fields of a .csv or .tsv file whose first line has none of its own."""
 _BLANKS = re.compile(r"\s*")
 _MANY = 5
 """How many lines or names a message lists before it only counts."""
@@ -93,10 +95,13 @@ def _read_json(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, Row]]
     with path.open(encoding="utf-8-sig") as file:
         text = file.read(_BLOCK)
         place, number = _blank(text, 0), 0
+        if text[place : place + 1] == "{":
+            yield from _read_object(path, text + file.read())
+            return
         if text[place : place + 1] != "[":
             raise UserError(
-                f"'{path}' does not start with a list. Needed is a list of objects; a file with one object "
-                "per line must end in .jsonl."
+                f"'{path}' starts neither with a list nor with an object. Needed is a list of objects; a "
+                "file with one object per line must end in .jsonl."
             )
         place += 1
         while True:
@@ -119,6 +124,43 @@ def _read_json(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, Row]]
             yield number, _record(path, number, row, "Entry")
 
 
+def _read_object(path: Path, text: str) -> Iterator[tuple[int, Row]]:
+    """One object: columns (lists, or as `pandas.DataFrame.to_json` writes them), records by their key, which
+    becomes the column `key`, or a single list of records under some name.
+    """
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"'{path}' is no JSON ({error.msg} in line {error.lineno}). A file with one object per line must "
+            "end in .jsonl."
+        ) from error
+    columns = {name: list(c.values()) if isinstance(c, dict) else c for name, c in whole.items()}
+    lists = [name for name, column in columns.items() if isinstance(column, list)]
+    whole_rows = [name for name in lists if isinstance(whole[name], list) and _all_objects(whole[name])]
+    if len(whole_rows) == 1:
+        rows: list[Any] = whole[whole_rows[0]]
+    elif _all_objects(list(whole.values())) and not _COLUMNS & set(whole):
+        rows = [{"key": key} | record for key, record in whole.items()]
+    elif len(lists) == len(whole) and len({len(columns[name]) for name in lists}) == 1:
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    else:
+        raise UserError(
+            f"'{path}' is one object, and neither records by key, nor columns of one length, nor a list of "
+            f"records under a name. It has {listed(list(whole))}."
+        )
+    for number, row in enumerate(rows, 1):
+        yield number, {n: v for n, v in _record(path, number, row, "Entry").items() if v is not None}
+
+
+_COLUMNS = {"prompt", "image", "image_left", "image_right", "mos", "label"}
+"""Names that are columns and no records."""
+
+
+def _all_objects(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, dict) for value in values)
+
+
 def _blank(text: str, place: int) -> int:
     """Where the blanks that start at a place end."""
     found = _BLANKS.match(text, place)
@@ -134,7 +176,11 @@ def _record(path: Path, number: int, row: Any, what: str) -> Row:
 def _read_delimited(delimiter: str) -> Callable[[Path, Sequence[str] | None], Iterator[tuple[int, Row]]]:
     def read(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, Row]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            yield from _delimited_rows(path, file, delimiter)
+            first = file.readline()
+            file.seek(0)
+            others = [sign for sign in SEPARATORS if sign in first]
+            found = delimiter if delimiter in first or len(others) != 1 else others[0]
+            yield from _delimited_rows(path, file, found)
 
     return read
 

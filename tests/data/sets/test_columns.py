@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables as people keep them: names, labels, votes, separators, JSON shapes, scores in another table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from visalign.data.sets.columns import Columns, joined, parse_map
+from visalign.data.sets.records import PreferenceSet, QualitySet
+from visalign.data.sets.sources import load_preferences, load_quality, load_source
+from visalign.data.sets.tables import read_rows
+from visalign.errors import UserError
+
+
+def pairs_of(folder: Path, said: list[Any], **columns: Any) -> list[float]:
+    rows = [
+        {"prompt": "p", "image_left": f"{k}l", "image_right": f"{k}r", "label": v} for k, v in enumerate(said)
+    ]
+    (folder / "a.json").write_text(json.dumps(rows))
+    found = load_preferences(folder / "a.json", columns=Columns(**columns))
+    return [pair.label for pair in found.pairs]
+
+
+def test_words_for_sides(tmp_path: Path) -> None:
+    words = ["A", "b", "First", "draw", "R", "image_left"]
+    assert pairs_of(tmp_path, words) == [1, 0, 1, 0.5, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "sides", "said"),
+    [
+        ([1, 2, 2], [1, 0, 0], "1, 2 and are read as 1 = left, 2 = right"),
+        (["1", "2"], [1, 0], "2 = right"),
+        ([0, 1, -1], [0.5, 1, 0], "0 = tie, -1 = right"),
+        ([1.0, -1.0], [1, 0], "-1 = right"),
+    ],
+)
+def test_numbers_that_are_plain_from_the_column_are_read_and_said(
+    tmp_path: Path, labels: list[Any], sides: list[float], said: str
+) -> None:
+    with pytest.warns(UserWarning, match=said):
+        assert pairs_of(tmp_path, labels) == sides
+
+
+def test_numbers_that_are_not_plain_ask_for_their_meaning(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Row 3 .* got 2\. Say what the labels mean: --labels margin"):
+        pairs_of(tmp_path, [0, 1, 2])
+    assert pairs_of(tmp_path, [0, 1, 2], labels="0=left,1=right,2=tie") == [1, 0, 0.5]
+    assert pairs_of(tmp_path, [0.3, -7, 0], labels="margin") == [1, 0, 0.5]
+    assert pairs_of(tmp_path, [0, 1, 0.3]) == [0, 1, 0.3]
+    with pytest.raises(UserError, match=r"the label 3 has no side; --labels names 1, 2"):
+        pairs_of(tmp_path, [1, 3], labels="1=left,2=right")
+    with pytest.raises(UserError, match="is '1=up'; write share or margin, or words"):
+        pairs_of(tmp_path, [1], labels="1=up")
+
+
+def test_columns_with_other_names_margins_and_shares_of_votes(tmp_path: Path) -> None:
+    lines = ["id;text;one;two;margin", "7;a cat;1.png;2.png;0,5", "8;a dog;3.png;4.png;-2"]
+    (tmp_path / "a.csv").write_text("\n".join(lines).replace("0,5", "0.5"))
+    names = parse_map(["prompt=text", "image_left=one", "image_right=two"])
+    found = load_source(str(tmp_path / "a.csv"), columns=Columns(names=names))
+    assert isinstance(found, PreferenceSet) and [p.label for p in found.pairs] == [1, 0]
+    assert found.pairs[0].prompt == "a cat" and found.pairs[0].image_left == str(tmp_path / "1.png")
+    row = {
+        "prompt": 3,
+        "image_left": 1,
+        "image_right": 2,
+        "votes_left": 0.6,
+        "votes_right": 0.2,
+        "votes_tie": 0.2,
+    }
+    (tmp_path / "b.jsonl").write_text(json.dumps(row))
+    (pair,) = load_preferences(tmp_path / "b.jsonl").pairs
+    assert pair.label == pytest.approx(0.7) and pair.votes is None
+    assert (pair.prompt, Path(pair.image_left).name) == ("3", "1")
+
+
+def test_a_wrong_map_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("file,score\na.png,1\nb.png,2\n")
+    found = load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "score"}))
+    assert isinstance(found, QualitySet) and [r.mos for r in found.records] == [1, 2]
+    with pytest.raises(
+        UserError, match=r"no column 'scor', which --map mos=scor names. Did you mean 'score'"
+    ):
+        load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "scor"}))
+    with pytest.raises(UserError, match="write OURS=THEIRS"):
+        parse_map(["mos"])
+    with pytest.raises(UserError, match="has a layout of its own"):
+        load_source("shapes:pairs", columns=Columns(names={"mos": "x"}))
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        {"x": {"image": "a", "mos": 1}, "y": {"image": "b", "mos": 2}},
+        {"image": {"0": "a", "1": "b"}, "mos": {"0": 1, "1": 2}},
+        {"image": ["a", "b"], "mos": [1, 2]},
+        {"info": "about", "annotations": [{"image": "a", "mos": 1}, {"image": "b", "mos": 2}]},
+    ],
+)
+def test_an_object_of_json_is_read_in_each_of_its_usual_shapes(tmp_path: Path, whole: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    assert [(Path(r.image).name, r.mos) for r in load_quality(tmp_path / "a.json").records] == [
+        ("a", 1),
+        ("b", 2),
+    ]
+
+
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+def test_other_separators_are_seen(tmp_path: Path, sign: str) -> None:
+    (tmp_path / "a.csv").write_text(f"image{sign}mos\na, b.png{sign}1\n")
+    assert [row for _, row in read_rows(tmp_path / "a.csv")] == [{"image": "a, b.png", "mos": "1"}]
+
+
+def test_a_set_without_pictures_is_read_where_none_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("label,m_left,m_right\nleft,1,0\nright,1,2\n")
+    with pytest.raises(UserError, match="lacks the columns 'prompt', 'image_left', 'image_right'"):
+        load_source(str(tmp_path / "a.csv"))
+    found = load_source(str(tmp_path / "a.csv"), columns=Columns(has_pictures=False))
+    assert isinstance(found, PreferenceSet) and len({pair.group for pair in found.pairs}) == 2
+    assert found.pairs[0].extra == {"m_left": "1", "m_right": "0"}
+    (tmp_path / "q.csv").write_text("mos,m\n1,2\n3,4\n")
+    rated = load_source(str(tmp_path / "q.csv"), columns=Columns(has_pictures=False))
+    assert isinstance(rated, QualitySet) and len({record.image for record in rated.records}) == 2
+
+
+def test_scores_are_joined_by_picture(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "image_left": f"im/{k}.png", "image_right": "im/9.png", "label": 1} for k in range(3)
+    ]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = load_preferences(tmp_path / "set.jsonl")
+    wide = "image,good\n" + "".join(f"elsewhere/{k}.png,{k}\n" for k in (0, 1, 2, 9))
+    (tmp_path / "wide.csv").write_text(wide)
+    both = joined(found, tmp_path / "wide.csv")
+    assert isinstance(both, PreferenceSet)
+    assert [(p.extra["good_left"], p.extra["good_right"]) for p in both.pairs] == [
+        ("0", "9"),
+        ("1", "9"),
+        ("2", "9"),
+    ]
+    long = "image,reward,value,unit,std\nim/0.png,a,0.5,x,\nim/9.png,a,0.25,x,0.1\n"
+    long += "im/0.png,b,1,x,\nim/9.png,b,2,x,\n"
+    (tmp_path / "long.csv").write_text(long)
+    with pytest.warns(UserWarning, match="scores for 1 of 3 records"):
+        some = joined(found, tmp_path / "long.csv")
+    assert isinstance(some, PreferenceSet)
+    assert some.pairs[0].extra == {
+        "a_left": "0.5",
+        "b_left": "1",
+        "a_right": "0.25",
+        "b_right": "2",
+        "a_std_right": "0.1",
+    }
+    (tmp_path / "none.csv").write_text("image,good\nother.png,1\n")
+    with pytest.raises(UserError, match="None of the pictures of 'set' stands in"):
+        joined(found, tmp_path / "none.csv")
