@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -25,6 +25,7 @@ def serve_reward(
     max_wait: float = 0.005,
     timeout: float = 120.0,
     threads: int | None = None,
+    on_ready: Callable[[], object] | None = None,
 ) -> None:
     """Serve until interrupted.
 
@@ -40,6 +41,7 @@ def serve_reward(
         max_wait: seconds that the first request of a batch waits for others.
         timeout: seconds that a batch may take.
         threads: CPU threads of the judge's process.
+        on_ready: called when the judge is loaded and the server listens.
 
     Raises:
         UserError: no token where one is needed, the address cannot be listened on, or uvicorn is not
@@ -70,9 +72,23 @@ def serve_reward(
         config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_keep_alive=30)
         server = uvicorn.Server(config)
         _end_in_order(server, app, worker)
+        if on_ready is not None:
+            _say_ready(server, on_ready)
         server.run()
     finally:
         worker.close()
+
+
+def _say_ready(server: Any, on_ready: Callable[[], object]) -> None:
+    """Call when the server listens, which is after the judge is loaded."""
+    start = server.startup
+
+    async def startup(sockets: Any = None) -> None:
+        await start(sockets=sockets)
+        if server.started:
+            on_ready()
+
+    server.startup = startup
 
 
 def _end_in_order(server: Any, app: Any, worker: Any) -> None:

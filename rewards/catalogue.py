@@ -81,6 +81,19 @@ _TEXT_FUNCTION = "visalign.rewards.text.callables:TextFunctionReward"
 _DECLARED = ("name", "unit", "range", "higher_is_better", "score")
 
 
+def summary(name: str, entry: Entry) -> str:
+    """The first sentence on a reward of the catalogue, and the options that its name stands for.
+
+    Example:
+        >>> summary("sharpness", CATALOGUE["sharpness"])
+        'Variance of the Laplacian as a reward.'
+    """
+    place, options = (entry, {}) if isinstance(entry, str) else entry
+    sentence = " ".join((inspect.getdoc(find_target(place)) or name).split("\n\n")[0].split())
+    said = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
+    return sentence.split(". ")[0].rstrip(".") + "." + (f" ({said})" if said else "")
+
+
 def load_reward(name: str, *, run_device: str | None = None, **options: Any) -> PointwiseReward:
     """The reward of that name, or the user's own; it scores one image at a time.
 

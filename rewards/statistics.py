@@ -103,6 +103,8 @@ class PictureStatistic:
         ValueError: unknown statistic or direction.
     """
 
+    needs_prompt = False
+
     name: str
     unit: str
     range: tuple[float, float]

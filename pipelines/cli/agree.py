@@ -12,7 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
-from .options import AsJson, Batch, Cache, LabelOptions, NewFolder, Prompt, Resume, Seed, tell
+from .options import (
+    AsJson,
+    Batch,
+    Cache,
+    LabelOptions,
+    MapColumns,
+    NewFolder,
+    Prompt,
+    Resume,
+    Seed,
+    clean_output,
+    tell,
+)
 from .score import scoring
 
 
@@ -26,8 +38,13 @@ def agree(
         ),
     ],
     reward: Annotated[
-        list[str], typer.Option("--reward", "-r", help="A reward's name; at least two, repeat the option.")
-    ],
+        list[str] | None, typer.Option("--reward", "-r", help="A reward's name; repeat the option.")
+    ] = None,
+    scores: Annotated[
+        list[str] | None,
+        typer.Option("--scores", "-s", help="Scores in a column NAME, or NAME_left and NAME_right; repeat."),
+    ] = None,
+    columns: MapColumns = None,
     prompt: Prompt = None,
     options: LabelOptions = None,
     limit: Annotated[int | None, typer.Option(help="Use at most so many images.", min=3)] = None,
@@ -40,23 +57,31 @@ def agree(
 ) -> None:
     """Show how far rewards agree on a set: rank correlations, where they part company, which images."""
     with user_messages():
+        from visalign.data.sets.columns import Columns, parse_map
         from visalign.pipelines.compare.agree_rewards import (
             ROWS,
             agree_rewards,
             read_set,
             write_agreement,
         )
-        from visalign.pipelines.shared.reward_options import load_each, with_cache
+        from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
         from visalign.pipelines.shared.run_folder import check_run_folder
         from visalign.rewards.catalogue import load_reward
 
         if output is not None:
             check_run_folder(output, resume=resume)
-        rewards = with_cache(load_each(reward, options or [], load_reward), cache)
-        rows = read_set(source, prompt=prompt, limit=limit)
-        log = None if output is None else output / ROWS
-        with scoring(log, rewards, len(rows), resume=resume) as keeping:
-            result = agree_rewards(rows, rewards, source=source, seed=seed, batch_size=batch_size, **keeping)
+        with clean_output():
+            loaded = load_each(reward or [], options or [], load_reward)
+        table = Columns(
+            names=parse_map(columns or []), has_pictures=bool(loaded) and any_needs_prompt(loaded)
+        )
+        names = list(dict.fromkeys(scores or []))
+        rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
+        rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
+        with scoring(log, rewards, len(rows), resume=resume) as keeping, clean_output():
+            result = agree_rewards(
+                rows, rewards, source=source, columns=names, seed=seed, batch_size=batch_size, **keeping
+            )
         write = None if output is None else lambda: ("Page", write_agreement(output, result))
         tell(result, show_agreement, as_json, write)
 

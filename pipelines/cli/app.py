@@ -182,6 +182,22 @@ def configs(
             show_yaml(Console(), resolve_config(name).read_text(encoding="utf-8"))
 
 
+@command()
+def rewards() -> None:
+    """List the rewards and judges by name."""
+    from .show import show_rewards
+
+    show_rewards(Console())
+
+
+@command()
+def probes() -> None:
+    """List the probes of probe-reward."""
+    from .show import show_probes
+
+    show_probes(Console())
+
+
 @command("build-assets")
 def build_assets(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the models.")] = Path("assets"),

@@ -14,18 +14,17 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .messages import user_messages
-from .options import AsJson, Cache, LabelOptions, Rewards, tell
+from .options import AsJson, Cache, LabelOptions, Prompt, Rewards, clean_output, tell
 from .show import tell_whose
 
-Prompt = Annotated[str, typer.Option("--prompt", "-p", help="What the images should show.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")]
 
 
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="An image.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
-    prompt: Prompt,
     reward: Rewards,
+    prompt: Prompt = None,
     options: LabelOptions = None,
     output: Output = None,
     cache: Cache = None,
@@ -35,14 +34,16 @@ def compare(
     with user_messages():
         from visalign.evaluation.pages.compare_page import compare_page
         from visalign.pipelines.compare.compare import compare_images, read_two
-        from visalign.pipelines.shared.reward_options import load_each, with_cache
+        from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
         from visalign.pipelines.shared.run_folder import new_file
         from visalign.rewards.catalogue import load_judge
 
         new_file(output, endings=(".html", ".json"))
         images = read_two([first, second])
-        judges = with_cache(load_each(reward, options or [], load_judge), cache)
-        result = compare_images(images, prompt, judges)
+        with clean_output():
+            judges = load_each(reward, options or [], load_judge)
+            said = needed_prompt(prompt, judges)
+            result = compare_images(images, said, with_cache(judges, cache))
         result["images"] = {"A": str(first), "B": str(second)}
         page = partial(compare_page, result, images, [first.name, second.name])
         tell(result, show_comparison, as_json, _writer(result, page, output))
@@ -104,8 +105,8 @@ def rank(
     images: Annotated[
         list[Path], typer.Argument(help="Image files, or folders of images.", show_default=False)
     ],
-    prompt: Prompt,
     reward: Annotated[str, typer.Option("--reward", "-r", help="A judge's name.")],
+    prompt: Prompt = None,
     options: LabelOptions = None,
     budget: Annotated[
         float, typer.Option(help="Calls of a pairwise judge, as a share of all pairs; above 0, at most 2.")
@@ -119,18 +120,21 @@ def rank(
     with user_messages():
         from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
         from visalign.pipelines.score.image_rows import find_images
-        from visalign.pipelines.shared.reward_options import load_each, with_cache
+        from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
         from visalign.pipelines.shared.run_folder import new_file
         from visalign.rewards.catalogue import load_judge
         from visalign.rewards.pairs.ranking import rank as order
 
         new_file(output, endings=(".html", ".json"))
         paths = find_images(images)
-        judge = with_cache(load_each([reward], options or [], load_judge), cache)[reward]
-        found = order([str(path) for path in paths], prompt, judge, budget=budget, level=level)
-        result = ranking_record(found, [str(path) for path in paths], prompt, reward, judge)
+        names = [str(path) for path in paths]
+        with clean_output():
+            loaded = load_each([reward], options or [], load_judge)
+            said, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
+            found = order(names, said, judge, budget=budget, level=level)
+        result = ranking_record(found, names, said, reward, judge)
         tell(result, show_ranking, as_json, _writer(result, partial(ranking_page, result), output))
-        tell_whose({reward: judge}, [prompt])
+        tell_whose({reward: judge}, [said])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
         typer.echo(

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,6 +67,13 @@ class Command(TyperCommand):
 
         parser.parse_args = once
         return parser
+
+
+@contextmanager
+def clean_output() -> Iterator[None]:
+    """What a reward prints goes to the error stream, so that JSON on the other stays JSON."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def tell(

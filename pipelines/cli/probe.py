@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
-from .options import AsJson, Batch, NewFolder, Options, Prompt, Seed, tell
+from .options import AsJson, Batch, NewFolder, Options, Prompt, Seed, clean_output, tell
 
 if TYPE_CHECKING:
     from visalign.pipelines.probe.reference import Reference
@@ -49,10 +49,11 @@ def probe_reward(
         if output is not None:
             check_run_folder(output, resume=False)
         chosen(only, PAIR_PROBES)
-        judge = load_judge(reward, **parse_options(options or []))
+        with clean_output():
+            judge = load_judge(reward, **parse_options(options or []))
         probes = probes_for(judge, only)
         found = _reference(reference, prompt, count, seed)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
             task = progress.add_task("probing", total=len(probes))
             result = run(
                 judge,

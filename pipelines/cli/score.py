@@ -19,7 +19,7 @@ from rich.progress import Progress
 from visalign.errors import UserError
 
 from .messages import user_messages
-from .options import Batch, Cache, LabelOptions, Prompt, Resume, Rewards
+from .options import Batch, Cache, LabelOptions, MapColumns, Prompt, Resume, Rewards, clean_output
 
 
 class Format(enum.StrEnum):
@@ -40,7 +40,10 @@ def score(
     ],
     reward: Rewards,
     prompt: Prompt = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="How to write the scores.")] = Format.table,
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", "-f", help="How to write the scores; else as --output ends, or a table."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A new file; else the screen.")
     ] = None,
@@ -48,6 +51,7 @@ def score(
         Path | None,
         typer.Option("--page", help="Also write a page (.html): spread, best, worst, failures."),
     ] = None,
+    columns: MapColumns = None,
     resume: Resume = False,
     cache: Cache = None,
     options: LabelOptions = None,
@@ -58,21 +62,25 @@ def score(
     kept = output or page
     with user_messages(resume=again if kept is not None else None):
         _check_files(output, page, resume)
+        from visalign.data.sets.columns import parse_map
         from visalign.pipelines.score.image_rows import image_rows
         from visalign.pipelines.score.log import part_of
         from visalign.pipelines.score.report import score_summary, write_score_page
         from visalign.pipelines.score.score import score_rows
-        from visalign.pipelines.shared.reward_options import load_each, with_cache
+        from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
         from visalign.rewards.catalogue import load_reward
 
         from .show import show_scores, tell_whose
 
-        started, table = time.perf_counter(), image_rows(images, prompt)
-        rewards = with_cache(load_each(reward, options or [], load_reward), cache)
+        started, names = time.perf_counter(), parse_map(columns or [])
+        with clean_output():
+            loaded = load_each(reward, options or [], load_reward)
+        table = image_rows(images, prompt, needs_prompt=any_needs_prompt(loaded), names=names)
+        rewards = with_cache(loaded, cache)
         part = None if kept is None else part_of(kept)
-        with scoring(part, rewards, len(table), resume=resume) as keeping:
+        with scoring(part, rewards, len(table), resume=resume) as keeping, clean_output():
             rows = score_rows(table, rewards, batch_size=batch_size, **keeping)
-        show_scores(rows, form.value, output)
+        show_scores(rows, _form(form, output), output)
         tell_whose(rewards, [row.prompt for row in rows])
         if page is not None:
             summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
@@ -84,6 +92,14 @@ def score(
         what = f"All {len(rows)}" if len(failed) == len(rows) else f"{len(failed)} of {len(rows)}"
         typer.echo(f"{what} scores failed; the reasons stand in their rows.", err=True)
         raise typer.Exit(1)
+
+
+def _form(form: Format | None, output: Path | None) -> str:
+    """As asked for; else what the file's ending says; else a table."""
+    if form is not None:
+        return form.value
+    ending = "" if output is None else output.suffix.lower().removeprefix(".")
+    return ending if ending in Format.__members__ else Format.table.value
 
 
 def _check_files(output: Path | None, page: Path | None, resume: bool) -> None:

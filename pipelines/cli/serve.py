@@ -29,7 +29,7 @@ def serve_reward(
     with user_messages():
         from visalign.pipelines.serve_reward import serve_reward as serve
 
-        typer.echo(f"Loading {reward}, then listening on http://{host}:{port} (Ctrl-C ends it).", err=True)
+        typer.echo(f"Loading {reward}.", err=True)
         serve(
             reward,
             parse_options(options or []),
@@ -39,4 +39,5 @@ def serve_reward(
             max_batch=max_batch,
             timeout=timeout,
             threads=threads,
+            on_ready=lambda: typer.echo(f"Ready on http://{host}:{port} (Ctrl-C ends it).", err=True),
         )

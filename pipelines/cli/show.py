@@ -50,6 +50,32 @@ def show_configs(console: Console) -> None:
     console.print("Show one: visalign configs NAME. Run one: visalign train NAME.", highlight=False)
 
 
+def show_rewards(console: Console) -> None:
+    """Every name that --reward and rewards.terms take, with the first sentence of what it is."""
+    from visalign.rewards.catalogue import CATALOGUE, TEXT_CATALOGUE, summary
+
+    for title, names in (("of pictures", CATALOGUE), ("of text", TEXT_CATALOGUE)):
+        table = Table("name", "what it is", title=f"Rewards {title}", title_justify="left")
+        for name, entry in sorted(names.items()):
+            table.add_row(Text(name), Text(summary(name, entry)))
+        console.print(table)
+    console.print("Your own: module:Name or file.py:Name, a function or a class.", highlight=False)
+
+
+def show_probes(console: Console) -> None:
+    """Every name that --only takes, and what it wants of a judge."""
+    from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, WANTED, WANTED_OF_PAIRS
+
+    for title, probes, wanted in (
+        ("that scores", PROBES, WANTED),
+        ("that compares", PAIR_PROBES, WANTED_OF_PAIRS),
+    ):
+        table = Table("name", "what is changed", "wanted", title=f"Of a judge {title}", title_justify="left")
+        for probe in probes:
+            table.add_row(Text(probe.name), Text(probe.title), Text(wanted[probe.wanted]))
+        console.print(table)
+
+
 def show_yaml(console: Console, text: str) -> None:
     """YAML, coloured in a terminal and byte for byte elsewhere."""
     if console.is_terminal:
@@ -159,6 +185,9 @@ def result_files(folder: Path) -> list[str]:
         "lora": "for peft.PeftModel.from_pretrained" if of_text else "for pipe.load_lora_weights",
         "judge": "the judge and its card; give this folder as the model of its reward",
         "model": f"for {whole}.from_pretrained",
+        "dataset.jsonl": "the chosen completions; data.train of text_sft",
+        "samples.jsonl": "what was sampled",
+        "points": "the completions of each point of the grid, with their scores",
         "summary.json": "the numbers",
         "metrics.jsonl": "a line per iteration",
     }

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from visalign.atomic import write_atomic
+from visalign.data.sets.columns import Columns, renamed
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import GENERATED, load_source
-from visalign.data.sets.tables import READERS, read_rows
-from visalign.errors import UserError
+from visalign.data.sets.tables import READERS, listed, read_rows
+from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import write_tables
 from visalign.evaluation.rewards.agreement import LEVEL, agreement, parted, prompts_apart
@@ -33,7 +35,14 @@ SHOWN = 8
 """Images shown for every two rewards."""
 
 
-def read_set(source: str, *, prompt: str | None = None, limit: int | None = None) -> list[ImageRow]:
+def read_set(
+    source: str,
+    *,
+    prompt: str | None = None,
+    limit: int | None = None,
+    columns: Columns | None = None,
+    scores: Sequence[str] = (),
+) -> list[ImageRow]:
     """Images with prompts from anything that names some.
 
     Args:
@@ -41,17 +50,26 @@ def read_set(source: str, *, prompt: str | None = None, limit: int | None = None
             preference set (both images of each pair, each once) or a quality set.
         prompt: For images without one.
         limit: Take at most so many images.
+        columns: How the columns of a table are read.
+        scores: Names of scores in columns, kept in the rows' metadata: NAME, or NAME_left and NAME_right.
 
     Raises:
         UserError: There is no such set, or it cannot be read.
     """
     layout, colon, _ = source.partition(":")
     known = colon and (source in GENERATED or layout in PAIR_LAYOUTS or layout in QUALITY_LAYOUTS)
-    if known or _is_pairs(Path(source)):
-        found = load_source(source, limit=limit)
-        rows = _of_pairs(found) if isinstance(found, PreferenceSet) else _of_quality(found, prompt)
+    wanted = columns or Columns()
+    if known or _is_pairs(Path(source), wanted):
+        found = load_source(source, limit=limit, columns=wanted)
+        rows = (
+            _of_pairs(found, scores)
+            if isinstance(found, PreferenceSet)
+            else _of_quality(found, prompt, scores)
+        )
+    elif Path(source).is_file() and scores:
+        rows = _of_table(Path(source), prompt, wanted, scores)
     elif Path(source).exists():
-        rows = image_rows([Path(source)], prompt)
+        rows = image_rows([Path(source)], prompt, needs_prompt=wanted.has_pictures, names=wanted.names)
     else:
         names = ", ".join((*PAIR_LAYOUTS, *QUALITY_LAYOUTS))
         raise UserError(
@@ -66,12 +84,14 @@ def agree_rewards(
     rewards: Mapping[str, PointwiseReward],
     *,
     source: str = "",
+    columns: Sequence[str] = (),
     seed: int = 0,
     batch_size: int = 32,
     on_batch: Callable[[int], object] | None = None,
     keeper: Any = None,
 ) -> dict[str, Any]:
-    """Score a set by several rewards and compare their orders.
+    """Score a set by several rewards, or read their scores (`columns`, as `read_set` kept them), and compare
+    their orders.
 
     Returns:
         JSON-able: `set`, `rewards` (unit, direction, counts), `pairs` (as
@@ -82,14 +102,19 @@ def agree_rewards(
         RewardError: A reward raised.
     """
     started = time.perf_counter()
-    if len(rewards) < 2:
-        raise UserError(f"{len(rewards)} reward was named; agreement takes two or more. Add --reward NAME.")
+    if len(rewards) + len(columns) < 2:
+        raise UserError(
+            f"{len(rewards) + len(columns)} reward was named; agreement takes two or more. Add --reward NAME "
+            "or --scores NAME."
+        )
     if len(rows) < 3:
         raise UserError(f"The set has {len(rows)} images; a rank correlation needs at least 3.")
-    scored = score_rows(rows, rewards, batch_size=batch_size, on_batch=on_batch, keeper=keeper)
-    labels = list(rewards)
-    table = {label: scored[place :: len(labels)] for place, label in enumerate(labels)}
-    records = [_reward_record(label, rewards[label], table[label]) for label in labels]
+    table = {name: [_column_row(name, row) for row in rows] for name in columns}
+    if rewards:
+        scored = score_rows(rows, rewards, batch_size=batch_size, on_batch=on_batch, keeper=keeper)
+        table |= {label: scored[place :: len(rewards)] for place, label in enumerate(rewards)}
+    judges = dict.fromkeys(columns, _Column()) | dict(rewards)
+    records = [_reward_record(label, judge, table[label]) for label, judge in judges.items()]
     for record in records:
         if record["failed"] == len(rows):
             reason = next(iter(record["reasons"]), "no reason given")
@@ -105,7 +130,7 @@ def agree_rewards(
             "level": LEVEL,
         },
         "rewards": records,
-        "pairs": _pairs(rows, table, rewards, seed),
+        "pairs": _pairs(rows, table, judges, seed),
         "seconds": round(time.perf_counter() - started, 3),
     }
 
@@ -113,7 +138,7 @@ def agree_rewards(
 def _pairs(
     rows: Sequence[ImageRow],
     table: Mapping[str, Sequence[ScoreRow]],
-    rewards: Mapping[str, PointwiseReward],
+    rewards: Mapping[str, Any],
     seed: int,
 ) -> list[dict[str, Any]]:
     """Every two rewards: agreement, the images on which they part, the prompts they order least alike."""
@@ -145,42 +170,109 @@ def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
     return write_atomic(folder / PAGE, agree_page(result, shown_pictures(names)))
 
 
-def _is_pairs(path: Path) -> bool:
+class _Column:
+    """A column of scores in the place of a reward."""
+
+    unit, higher_is_better = "as in the table", True
+
+
+def _column_row(name: str, row: ImageRow) -> ScoreRow:
+    value = ((row.metadata or {}).get(_SCORES) or {}).get(name)
+    try:
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        number = math.nan
+    known = math.isfinite(number)
+    reason = None if known else "no number in the column"
+    return ScoreRow(
+        image=row.image, reward=name, value=number if known else None, unit=_Column.unit, reason=reason
+    )
+
+
+_SCORES = "scores"
+"""Key of the metadata under which `read_set` keeps columns."""
+
+
+def _is_pairs(path: Path, columns: Columns) -> bool:
     """Whether a file is a table of pairs."""
     if path.suffix.lower() not in READERS or not path.is_file():
         return False
-    _, row = next(read_rows(path), (0, {}))
+    _, given = next(read_rows(path), (0, {}))
+    row = renamed(path, given, columns.names)
     return "image_left" in row or "image_right" in row
 
 
-def _of_pairs(found: PreferenceSet) -> list[ImageRow]:
+def _of_pairs(found: PreferenceSet, scores: Sequence[str]) -> list[ImageRow]:
     rows: dict[tuple[str, str], ImageRow] = {}
+    _require({name for pair in found.pairs for name in pair.extra}, [f"{n}_left" for n in scores], found.name)
     for pair in found.pairs:
         record = pair.extra.get("record")
-        metadata = record if isinstance(record, Mapping) else None
-        for image in (pair.image_left, pair.image_right):
-            rows[image, pair.prompt] = ImageRow(image=image, prompt=pair.prompt, metadata=metadata)
+        metadata = dict(record) if isinstance(record, Mapping) else {}
+        for side, image in (("left", pair.image_left), ("right", pair.image_right)):
+            own = {_SCORES: {name: pair.extra.get(f"{name}_{side}") for name in scores}} if scores else {}
+            known = rows.get((image, pair.prompt))
+            if known is not None and scores and (known.metadata or {})[_SCORES] != own[_SCORES]:
+                raise UserError(f"'{found.name}' has two scores of one picture, '{image}'. Keep one.")
+            rows[image, pair.prompt] = ImageRow(
+                image=image, prompt=pair.prompt, metadata=metadata | own or None
+            )
     return list(rows.values())
 
 
-def _of_quality(found: Any, prompt: str | None) -> list[ImageRow]:
-    return [ImageRow(image=record.image, prompt=record.prompt or prompt or "") for record in found.records]
+def _of_quality(found: Any, prompt: str | None, scores: Sequence[str]) -> list[ImageRow]:
+    _require({name for record in found.records for name in record.extra}, scores, found.name)
+    return [
+        ImageRow(
+            image=record.image,
+            prompt=record.prompt or prompt or "",
+            metadata={_SCORES: {name: record.extra.get(name) for name in scores}} if scores else None,
+        )
+        for record in found.records
+    ]
 
 
-def _values(rows: Sequence[ScoreRow], reward: PointwiseReward) -> list[float]:
+def _of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
+    """A table with scores; prompts and pictures where it has them."""
+    table = [(number, renamed(path, given, columns.names)) for number, given in read_rows(path)]
+    _require({name for _, row in table for name in row}, scores, str(path))
+    return [
+        ImageRow(
+            image=_place(path, str(row.get("image", f"row {number}"))),
+            prompt=str(row.get("prompt", prompt or "")),
+            metadata={_SCORES: {name: row.get(name) for name in scores}},
+        )
+        for number, row in table
+    ]
+
+
+def _place(path: Path, image: str) -> str:
+    beside = path.parent / image
+    return str(beside) if beside.is_file() else image
+
+
+def _require(known: Collection[str], wanted: Sequence[str], name: str) -> None:
+    missing = [column for column in wanted if column not in known]
+    if missing:
+        raise UserError(
+            f"'{name}' has no column {missing[0]!r}. {suggestion(missing[0], known)}Found: "
+            f"{listed(sorted(known), limit=20)}."
+        )
+
+
+def _values(rows: Sequence[ScoreRow], reward: Any) -> list[float]:
     sign = 1 if reward.higher_is_better else -1
     return [float("nan") if row.value is None else sign * row.value for row in rows]
 
 
-def _reward_record(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) -> dict[str, Any]:
+def _reward_record(label: str, reward: Any, rows: Sequence[ScoreRow]) -> dict[str, Any]:
     reasons = [row.reason for row in rows if row.reason]
     known = [row.value for row in rows if row.value is not None]
     return {
         "label": label,
         "unit": reward.unit,
         "higher_is_better": reward.higher_is_better,
-        "digest": judge_identity(reward).digest,
-        "whose": whose(reward),
+        "digest": None if isinstance(reward, _Column) else judge_identity(reward).digest,
+        "whose": None if isinstance(reward, _Column) else whose(reward),
         "judged": len(known),
         "failed": len(rows) - len(known),
         "reasons": {reason: reasons.count(reason) for reason in list(dict.fromkeys(reasons))[:3]},

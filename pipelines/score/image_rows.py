@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visalign.data.sets.columns import renamed
 from visalign.data.sets.image_references import parquet_reference
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
 from visalign.errors import UserError
@@ -84,7 +85,13 @@ def require_text_name(path: Path) -> None:
         ) from error
 
 
-def image_rows(items: Sequence[Path], prompt: str | None = None) -> list[ImageRow]:
+def image_rows(
+    items: Sequence[Path],
+    prompt: str | None = None,
+    *,
+    needs_prompt: bool = True,
+    names: Mapping[str, str] | None = None,
+) -> list[ImageRow]:
     """Images with prompts.
 
     Args:
@@ -93,6 +100,8 @@ def image_rows(items: Sequence[Path], prompt: str | None = None) -> list[ImageRo
             metadata (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold
             the pictures.
         prompt: Of all images of files and folders, and of table rows that have none.
+        needs_prompt: False where no reward looks at it; what has none then gets an empty one.
+        names: Our name of a table's column -> the table's.
 
     Raises:
         UserError: Nothing was named, a table lacks columns or cannot be read, or an image has no prompt.
@@ -101,11 +110,11 @@ def image_rows(items: Sequence[Path], prompt: str | None = None) -> list[ImageRo
     others: list[Path] = []
     for item in items:
         if item.suffix.lower() in READERS and not item.is_dir():
-            rows += _from_table(item, prompt)
+            rows += _from_table(item, prompt, needs_prompt, names or {})
         else:
             others.append(item)
     if others or not items:
-        rows += [_with_prompt(path, prompt) for path in find_images(others)]
+        rows += [_with_prompt(path, prompt, needs_prompt) for path in find_images(others)]
     return rows
 
 
@@ -116,26 +125,30 @@ def _inside(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
 
 
-def _with_prompt(path: Path, prompt: str | None) -> ImageRow:
+def _with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
     beside = path.with_suffix(PROMPT_ENDING)
     if path.suffix != PROMPT_ENDING and prompt is None and beside.is_file():
         try:
             prompt = beside.read_text(encoding="utf-8").strip()
         except UnicodeDecodeError as error:
             raise UserError(f"'{beside}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
-    if prompt is None:
+    if prompt is None and needed:
         raise UserError(
             f"Missing option '--prompt' / '-p': '{path}' has no prompt. Say with it what the images should "
             f"show, put a prompt into '{beside.name}' beside it, or give a table with the columns image, "
             "prompt."
         )
-    return ImageRow(image=str(path), prompt=prompt)
+    return ImageRow(image=str(path), prompt=prompt or "")
 
 
-def _from_table(path: Path, prompt: str | None) -> list[ImageRow]:
+def _from_table(
+    path: Path, prompt: str | None, needs_prompt: bool, names: Mapping[str, str]
+) -> list[ImageRow]:
+    prompt = prompt if needs_prompt else prompt or ""
     needed = ("image",) if prompt is not None else ("image", "prompt")
     rows = []
-    for count, (number, row) in enumerate(read_rows(path)):
+    for count, (number, given) in enumerate(read_rows(path)):
+        row = renamed(path, given, names)
         if not count:
             require_columns(path, row, needed, purpose="a table of images")
         try:
@@ -151,7 +164,7 @@ def _row(path: Path, number: int, row: Row, prompt: str | None) -> ImageRow:
     said = row.get("prompt", prompt)
     if not isinstance(said, str):
         raise UserError(f"'prompt' is {'missing' if said is None else repr(said)}, needed is a text.")
-    value = row.get("image")
+    value = str(row["image"]) if isinstance(row.get("image"), int) else row.get("image")
     if path.suffix.lower() == ".parquet" and isinstance(value, dict | bytes):
         image = parquet_reference(path, "image", number - 1)
     elif isinstance(value, str) and value:

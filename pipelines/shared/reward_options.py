@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,22 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., 
     unique = list(dict.fromkeys(names))
     chosen = reward_options(options, unique)
     return {name: load(name, **chosen[name]) for name in unique}
+
+
+def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:
+    """Whether some reward looks at the prompt; one that does not says `needs_prompt = False`."""
+    return any(getattr(reward, "needs_prompt", True) for reward in rewards.values())
+
+
+def needed_prompt(prompt: str | None, rewards: Mapping[str, Any]) -> str:
+    """The prompt, empty where none was given and no reward looks at it.
+
+    Raises:
+        UserError: none was given and some reward does.
+    """
+    if prompt is None and any_needs_prompt(rewards):
+        raise UserError("Missing option '--prompt' / '-p': say with it what the images should show.")
+    return prompt or ""
 
 
 def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class LaionAesthetic(ClipJudge):
     """
 
     name = "laion_aesthetic"
+    needs_prompt = False
     unit = "rating 1-10"
     range = INFINITE
 

@@ -185,5 +185,5 @@ def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, m
         "seed": 0,
         "level": 0.95,
     }
-    wrong = CliRunner().invoke(app, ["agree", ".", "-r", "saturation", "-r", "brightness"])
+    wrong = CliRunner().invoke(app, ["agree", ".", "-r", "saturation", "-r", "ocr"])
     assert wrong.exit_code == 2 and "has no prompt" in " ".join(wrong.output.split())

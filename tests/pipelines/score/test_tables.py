@@ -256,7 +256,7 @@ def test_all_failed_is_said(light: Light) -> None:
         ("t.csv", "picture,prompt\na.png,x\n", "Found: picture, prompt."),
         ("t.csv", "image,text\na.png,x\n", "lacks the column 'prompt'"),
         ("t.csv", "image,prompt\n", "'t.csv' holds no row."),
-        ("t.jsonl", '{"image": 3, "prompt": "x"}', "Row 1 of 't.jsonl': 'image' is 3, needed is a path."),
+        ("t.jsonl", '{"image": [3], "prompt": "x"}', "Row 1 of 't.jsonl': 'image' is [3], needed is a path."),
         (
             "t.jsonl",
             '{"image": "a.png", "prompt": "x"}\n{"image": "a.png"}',

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,55 @@ def _load(
         names = ", ".join(sorted(str(name) for name in splits if name is not None)) or "none at all"
         raise UserError(f"'{path}' holds no {what} of the split '{split}'. Splits in it: {names}.")
     return found, tuple(rows)
+
+
+def from_dataframe(
+    frame: Any, *, name: str = "frame", folder: str | Path = ".", columns: Columns | None = None
+) -> PreferenceSet | QualitySet:
+    """A set from a pandas data frame, or any with `to_dict("records")`, read as a file with these columns.
+
+    Args:
+        frame: Columns as `load_preferences` or `load_quality` reads them.
+        name: Of the set.
+        folder: Where relative paths of pictures start.
+        columns: How the columns are read, where they have other names or labels.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / f"{name}.jsonl"
+        rows = ({key: _plain(value) for key, value in row.items()} for row in frame.to_dict("records"))
+        kept = ({str(key): value for key, value in row.items() if value is not None} for row in rows)
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
+        found = load_source(str(path), columns=columns)
+        return _moved(found, path.parent, Path(folder))
+
+
+def _plain(value: Any) -> Any:
+    """A cell as JSON has it: NaN and NaT are no value, numpy's numbers and arrays are Python's."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return None if value is None or value != value else value
+
+
+def _moved(found: Any, old: Path, new: Path) -> Any:
+    """A set whose pictures lie below another folder."""
+
+    def place(reference: str) -> str:
+        inside = Path(reference).is_relative_to(old)
+        return str(new / Path(reference).relative_to(old)) if inside else reference
+
+    if isinstance(found, QualitySet):
+        records = tuple(replace(record, image=place(record.image)) for record in found.records)
+        return replace(found, records=records)
+    sides = ("image_left", "image_right")
+    pairs = (replace(p, **{side: place(getattr(p, side)) for side in sides}) for p in found.pairs)
+    return replace(found, pairs=tuple(pairs))
+
+
+def to_dataframe(source: PreferenceSet | QualitySet) -> Any:
+    """A set as a pandas data frame, a row per record, that `from_dataframe` reads back equal."""
+    import pandas
+
+    records = source.pairs if isinstance(source, PreferenceSet) else source.records
+    return pandas.DataFrame([record.to_row() for record in records])
 
 
 def write_rows(path: str | Path, records: Iterable[PreferencePair | QualityRecord]) -> Path:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How results come out: by the ending of a file, whole beside rewards that print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+from PIL import Image
+from scipy import stats
+from typer.testing import CliRunner
+
+from visalign.data.sets.columns import Columns
+from visalign.data.sets.records import PreferenceSet
+from visalign.data.sets.sources import from_dataframe, shapes_pairs, to_dataframe
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.cli.show import result_files
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, level in (("a", 90), ("b", 180), ("c", 240)):
+        Image.new("RGB", (8, 8), (level, 30, 30)).save(tmp_path / f"{name}.png")
+    (tmp_path / "loud.py").write_text(
+        "print('loading weights')\n"
+        "def loud(images, prompts, metadata=None):\n"
+        "    print('judging')\n    return [float(i.mean()) for i in images]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def visalign(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_ending_of_a_file_says_its_format(pictures: Path) -> None:
+    for name in ("x.json", "x.jsonl", "x.csv", "x.txt"):
+        assert visalign("score", "a.png", "-r", "saturation", "-o", name).exit_code == 0
+    assert json.loads(Path("x.json").read_text())[0]["reward"] == "saturation"
+    assert json.loads(Path("x.jsonl").read_text())["reward"] == "saturation"
+    assert Path("x.csv").read_text().startswith("image,reward,value") and "┃" in Path("x.txt").read_text()
+    assert visalign("score", "a.png", "-r", "saturation", "-f", "csv", "-o", "y.json").exit_code == 0
+    assert Path("y.json").read_text().startswith("image,")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("score", "a.png", "-p", "x", "-r", "loud.py:loud", "-f", "json"),
+        ("compare", "a.png", "b.png", "-p", "x", "-r", "loud.py:loud", "--json"),
+        ("rank", "a.png", "b.png", "-p", "x", "-r", "loud.py:loud", "--json"),
+        ("agree", ".", "-p", "x", "-r", "loud.py:loud", "-r", "saturation", "--json"),
+    ],
+)
+def test_a_reward_that_prints_leaves_the_json_whole(pictures: Path, command: tuple[str, ...]) -> None:
+    done = visalign(*command)
+    assert done.exit_code == 0, done.output
+    json.loads(done.stdout)
+    assert "judging" in done.stderr
+
+
+def test_a_reward_that_looks_at_no_prompt_needs_none(pictures: Path) -> None:
+    for command in (("score", "a.png"), ("compare", "a.png", "b.png"), ("rank", "a.png", "b.png")):
+        assert visalign(*command, "-r", "sharpness").exit_code == 0
+        refused = visalign(*command, "-r", "loud.py:loud")
+        assert refused.exit_code == 2 and "'--prompt'" in refused.output
+
+
+def test_names_are_listed() -> None:
+    found = visalign("rewards").stdout
+    assert "sharpness" in found and "hpsv3" in found and "code_tests" in found
+    assert "destroyed" in visalign("probes").stdout
+
+
+def test_agree_reads_scores_from_columns(pictures: Path) -> None:
+    rows = "".join(f"{k},{k % 5},{(k * 7) % 5},p{k // 4}\n" for k in range(20))
+    Path("s.csv").write_text("id,up,other,prompt\n" + rows)
+    done = visalign("agree", "s.csv", "-s", "up", "-s", "other", "--json")
+    assert done.exit_code == 0, done.output
+    (pair,) = json.loads(done.stdout)["pairs"]
+    assert pair["images"] == 20 and pair["overall"]["estimate"] == pytest.approx(
+        stats.spearmanr([k % 5 for k in range(20)], [(k * 7) % 5 for k in range(20)])[0]
+    )
+    wrong = visalign("agree", "s.csv", "-s", "up", "-s", "othr")
+    assert wrong.exit_code == 2 and "Did you mean 'other'" in " ".join(wrong.output.split())
+    rows = "".join(f"{name}.png,{k}\n" for k, name in enumerate("abc"))
+    Path("i.csv").write_text("file,known\n" + rows)
+    mixed = visalign("agree", "i.csv", "-s", "known", "-r", "saturation", "--map", "image=file", "--json")
+    assert mixed.exit_code == 0, mixed.output
+    assert json.loads(mixed.stdout)["pairs"][0]["overall"]["estimate"] == pytest.approx(1.0)
+
+
+def test_evaluate_joins_what_score_wrote(pictures: Path) -> None:
+    rows = [f"p,{one}.png,{two}.png,{side}" for one, two, side in ("abB", "bcB", "caA")]
+    Path("set.csv").write_text("text,one,two,choice\n" + "\n".join(rows) + "\n")
+    assert visalign("score", "a.png", "b.png", "c.png", "-r", "saturation", "-o", "s.csv").exit_code == 0
+    names = [f"--map={item}" for item in ("prompt=text", "image_left=one", "image_right=two", "label=choice")]
+    done = visalign("evaluate", "set.csv", *names, "--join", "s.csv", "-s", "saturation", "-o", "out")
+    assert done.exit_code == 0, done.output
+    judge = json.loads(Path("out/evaluation.json").read_text())["judges"][0]
+    assert judge["counts"]["judged"] == 3 and judge["agreement"]["half_credit"]["micro"]["estimate"] == 1.0
+
+
+def test_a_data_frame_is_a_set_and_back() -> None:
+    pairs = shapes_pairs(6)
+    found = from_dataframe(to_dataframe(pairs), name="shapes-pairs")
+    assert isinstance(found, PreferenceSet) and found.pairs == pairs.pairs
+    frame = pandas.DataFrame({"file": ["a.png", "b.png"], "score": [1.5, float("nan")], "mos": [1, 2]})
+    rated = from_dataframe(frame, folder="there", columns=Columns(names={"image": "file"}))
+    assert [r.image for r in rated.records] == ["there/a.png", "there/b.png"]  # type: ignore[union-attr]
+    assert [dict(r.extra) for r in rated.records] == [{"score": 1.5}, {}]  # type: ignore[union-attr]
+
+
+def test_a_run_that_samples_texts_lists_what_it_wrote(tmp_path: Path) -> None:
+    for name in ("dataset.jsonl", "summary.json"):
+        (tmp_path / name).write_text("")
+    assert [line.split()[0] for line in result_files(tmp_path)] == [
+        str(tmp_path / "dataset.jsonl"),
+        str(tmp_path / "summary.json"),
+    ]
