@@ -271,6 +271,7 @@ def _reward_record(label: str, reward: Any, rows: Sequence[ScoreRow]) -> dict[st
         "label": label,
         "unit": reward.unit,
         "higher_is_better": reward.higher_is_better,
+        "model": None if isinstance(reward, _Column) else judge_identity(reward).model,
         "digest": None if isinstance(reward, _Column) else judge_identity(reward).digest,
         "whose": None if isinstance(reward, _Column) else whose(reward),
         "judged": len(known),

@@ -34,6 +34,7 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
+from visalign.pipelines.score.log import judge_identity
 from visalign.pipelines.score.whose import foreign, whose
 from visalign.pipelines.shared.reward_options import with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
@@ -125,6 +126,11 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
         fused, fusion = _kind(source).fuse(source, scores)
         scores.append(fused)
     reports, whole, failed = _reports(source, scores, options.settings)
+    asked = {judge.name: judge for judge in judges.values()}
+    for report in reports:
+        if (judge := asked.get(report["judge"]["name"])) is not None:
+            identity = judge_identity(judge)
+            report["judge"]["identity"] = {"model": identity.model, "digest": identity.digest}
     comparisons, incomparable = _comparisons(source, whole, options.settings)
     failed += incomparable
     asked = source.pairs if isinstance(source, PreferenceSet) else source.records

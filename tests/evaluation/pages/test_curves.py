@@ -10,7 +10,16 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from visalign.evaluation.pages.curves import CURVES, HEIGHT, RIGHT, WIDTH, Curve, panels, running_mean
+from visalign.evaluation.pages.curves import (
+    CURVES,
+    HEIGHT,
+    RIGHT,
+    WIDTH,
+    Curve,
+    at_zero,
+    panels,
+    running_mean,
+)
 from visalign.evaluation.pages.plots import BOTTOM, LEFT, TOP, label, ticks
 
 REWARD = Curve(keys=("reward_mean",), title="Reward", unit="points", meaning="mean")
@@ -117,13 +126,21 @@ def test_gaps_break_the_line_and_are_counted() -> None:
     assert "nan" not in str(panel.svg) and "inf" not in str(panel.svg)
 
 
+def test_curves_that_stay_at_zero_are_a_sentence() -> None:
+    kl = Curve(keys=("kl",), title="KL", unit="nats", meaning="m", from_zero=True)
+    rows = [{"iteration": n, "reward_mean": 0.1 * n, "kl": 0.0} for n in range(1, 4)]
+    assert [panel.curve.title for panel in panels(rows, [REWARD, kl])] == [REWARD.title]
+    assert at_zero(rows, [REWARD, kl]) == "Zero in every iteration, and not drawn: KL."
+    assert at_zero([*rows, {"iteration": 4, "kl": 1e-12}], [REWARD, kl]) == at_zero([], [kl]) == ""
+
+
 def test_nothing_recorded() -> None:
     assert panels([], [REWARD]) == panels([{"iteration": 1}], [REWARD]) == ()
     broken = panels([{"iteration": 1, "reward_mean": None}], [REWARD])[0]
     assert broken.note == "No finite value in 1 rows." and broken.svg == ""
 
 
-@pytest.mark.parametrize("values", [[0.0], [5.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 2e-9], [1e12, 3e12]])
+@pytest.mark.parametrize("values", [[5.0], [0.0, 1e-9], [-2.0, -2.0], [1e-9, 2e-9], [1e12, 3e12]])
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_odd_ranges_stay_inside(values: list[float], from_zero: bool) -> None:
     curve = Curve(keys=("k",), title="t", unit="u", meaning="m", from_zero=from_zero)

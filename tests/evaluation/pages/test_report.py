@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from PIL import Image
 from tests.support.evaluation_samples import TAGS, blind_result, make_result, make_text_result
 from visalign.evaluation import HeldoutResult, compare, write_report, write_summary
 from visalign.evaluation.pages.base import change, data_uri, duration, number, setting
-from visalign.evaluation.pages.samples import failures, galleries, take_in_turn
+from visalign.evaluation.pages.samples import collapsed, failures, galleries, take_in_turn
 
 VOID = {"meta", "img", "br", "hr", "link", "input", "line", "circle", "path"}
 HOSTILE = '<script>alert("x")</script> & "red" circle\'s'
@@ -342,7 +343,39 @@ def test_all_invalid(tmp_path: Path) -> None:
     assert "without a score: 24 before, 24 after; left out" in page.text
     assert "nan" not in page.source.lower().replace("data:image", "").split("<main")[1].split("<img")[0]
     assert "? no verdict" in page.text and "cannot see" in page.text
-    assert "Nothing: no held-out picture was judged wrong" in page.text
+    assert "Accuracy by category" not in page.text and "judged wrong after training" not in page.text
+
+
+def test_a_run_with_a_reward_of_ones_own_shows_it_under_the_best_and_worst_pictures(tmp_path: Path) -> None:
+    before, after = blind_result(0.25), blind_result(0.75)
+    before = replace(before, reasons=("",) * len(before), scores={"glow": before.scores["clip_score"]})
+    rose = after.scores["clip_score"] + np.where(np.arange(len(after)) == 5, 9, 0).astype(np.float32)
+    after = replace(after, reasons=("",) * len(after), scores={"glow": rose})
+    before, after = (
+        replace(r, units={"glow": "lumen"}, higher_is_better={"glow": True}) for r in (before, after)
+    )
+    page = report(tmp_path, before, after, metrics=[])
+    assert "✓" not in page.text and "✗" not in page.text and "no verdict" not in page.text
+    assert "Only 12 prompts: an interval from so few says little" in page.text
+    best = next(g for g in galleries(before, after, compare(before, after)) if g["anchor"] == "best")
+    top = int(np.argmax(rose))
+    assert {(p["prompt"], p["seed"]) for p in best["pairs"]} >= {(after.prompts[top], int(after.seeds[top]))}
+    assert (
+        best["pairs"][0]["after"]["scores"][0][0] == "glow"
+        and f"glow {number(float(rose[top]))}" in page.text
+    )
+    anchors = [g["anchor"] for g in galleries(before, after, compare(before, after))]
+    assert anchors == ["fixed", "best", "worst", "improved", "worse"]
+
+
+def test_padding_behind_an_answer_is_counted(tmp_path: Path) -> None:
+    result = make_text_result(0.5)
+    padded = replace(
+        result, completions=tuple(f"{text}{'<|endoftext|>' * 40}" for text in result.completions)
+    )
+    page = report(tmp_path, padded, padded)
+    assert "<|endoftext|> × 40" in page.text and "<|endoftext|><|endoftext|>" not in page.text
+    assert collapsed("<pad> <pad>\n<pad> a <b> c") == "<pad> × 3 a <b> c"
 
 
 def test_a_category_without_verdicts(tmp_path: Path) -> None:

@@ -499,6 +499,16 @@ def test_a_quality_set_is_stacked_too(tmp_path: Path) -> None:
     assert all(entry["power"]["needed"] > 0 for entry in result["comparisons"])
 
 
+def test_a_page_says_what_made_it(tmp_path: Path) -> None:
+    options = EvaluateOptions(
+        source="shapes:quality", rewards=("sharpness",), limit=12, output=tmp_path / "out", settings=FAST
+    )
+    (judge,) = evaluate(options)["judges"]
+    page = (tmp_path / "out" / "evaluation.html").read_text()
+    assert f"identity {judge['judge']['identity']['digest'][:12]}" in page
+    assert re.search(r"visalign evaluate</code> with visalign \S+ on \d{4}-\d\d-\d\d\.", page)
+
+
 def test_stacking_needs_two_judges_and_twenty_prompts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--fuse stacks two or more"):
         EvaluateOptions(source="x", columns=("m0",), fuse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from visalign.evaluation.rewards.agreement import FEWEST_PROMPTS
 
-from .base import plain, render_page, signed
+from .base import model_name, plain, render_page, signed
 from .table_files import FileTable
 
 REDUNDANT = 0.9
@@ -22,6 +22,7 @@ def agree_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, An
         "agree_page.html.j2",
         title="Where rewards part company",
         command="visalign agree",
+        models=[(reward["label"], model_name(reward)) for reward in result["rewards"]],
         about=result["set"],
         fewest=FEWEST_PROMPTS,
         rewards=result["rewards"],

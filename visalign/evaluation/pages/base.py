@@ -6,7 +6,10 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterable, Mapping
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from visalign.versions import own_version
+
 LARGEST_SIDE = 768
 """Pictures are shrunk to this many pixels on their longer side before they go into a page."""
 PIXELATED_SIDE = 128
@@ -25,13 +30,16 @@ PIXELATED_SIDE = 128
 MISSING = "–"
 
 
-def render_page(template: str, *, title: str, command: str = "", **values: Any) -> str:
+def render_page(
+    template: str, *, title: str, command: str = "", models: Sequence[tuple[str, str]] = (), **values: Any
+) -> str:
     """A page that extends `page.html.j2`: one file, no network, no script, light or dark, any width.
 
     Args:
         template: Name of a template of this folder.
         title: Of the page.
-        command: What wrote it, for the last line.
+        command: What wrote it, for the last line; the whole command line where it was one.
+        models: (judge, its model and identity), for the last line.
         **values: For the template.
 
     Returns:
@@ -47,7 +55,22 @@ def render_page(template: str, *, title: str, command: str = "", **values: Any) 
     filters = (plain, number, fixed, signed, change, share, whole, points, span, words, duration)
     found.filters |= {function.__name__: function for function in filters}
     found.globals |= found.filters | {"rail": rail}
-    return found.get_template(template).render(title=title, command=command, **values)
+    origin = {"command": command_line() or command, "version": own_version(), "models": list(models)}
+    day = datetime.now(tz=UTC).date().isoformat()
+    return found.get_template(template).render(title=title, **origin, date=day, **values)
+
+
+def command_line() -> str:
+    """The command that this process runs, as a shell takes it; empty where it is another program."""
+    path = Path(sys.argv[0])
+    ours = path.name == "visalign" or (path.name == "__main__.py" and path.parent.name == "visalign")
+    return shlex.join(["visalign", *sys.argv[1:]]) if ours else ""
+
+
+def model_name(identity: Mapping[str, Any]) -> str:
+    """Model and identity of a judge in a few words, from what results keep of it."""
+    model, digest = identity.get("model"), str(identity.get("digest") or "")[:12]
+    return ", ".join(part for part in (model and str(model), digest and f"identity {digest}") if part)
 
 
 def data_uri(image: NDArray[np.uint8]) -> str:

@@ -113,10 +113,23 @@ def panels(
             those of the rows were.
 
     Returns:
-        One panel per curve that was recorded, in order.
+        One panel per curve that was recorded, in order; those that stayed at zero are left to `at_zero`.
     """
     series = [(curve, *_series(metrics, curve, start or {})) for curve in curves]
-    return tuple(_panel(curve, x, y) for curve, x, y in series if len(x))
+    return tuple(_panel(curve, x, y) for curve, x, y in series if len(x) and not _is_zero(y))
+
+
+def at_zero(metrics: Sequence[Mapping[str, Any]], curves: Sequence[Curve] = CURVES) -> str:
+    """The sentence that stands for the curves that were zero all along; empty where there is none."""
+    flat = [curve.title for curve in curves if _is_zero(_series(metrics, curve, {})[1])]
+    if not flat:
+        return ""
+    names = flat[0] if len(flat) == 1 else f"{', '.join(flat[:-1])} and {flat[-1]}"
+    return f"Zero in every iteration, and not drawn: {names}."
+
+
+def _is_zero(values: NDArray[np.float64]) -> bool:
+    return bool(len(values)) and bool((values == 0).all())
 
 
 def _series(

@@ -9,7 +9,7 @@ from typing import Any
 from visalign.evaluation.probes.catalogue import WANTED, WANTED_OF_PAIRS
 from visalign.evaluation.probes.response import ORDER
 
-from .base import plain, render_page, share, signed, span
+from .base import model_name, plain, render_page, share, signed, span
 from .plots import response_plot
 from .table_files import FileTable
 
@@ -40,6 +40,7 @@ def probe_page(
         "probe_page.html.j2",
         title=f"What moves {judge['name']}",
         command="visalign probe-reward",
+        models=[(result["judge"]["name"], model_name({**result["judge"]["identity"], **result["judge"]}))],
         judge=judge,
         reference=reference,
         level=result["level"],

@@ -19,7 +19,7 @@ from visalign.evaluation.heldout.result import HeldoutResult
 
 from . import wording
 from .base import PIXELATED_SIDE, render_page, setting
-from .curves import CURVES, Curve, panels
+from .curves import CURVES, Curve, at_zero, panels
 from .samples import failures, galleries
 
 
@@ -74,6 +74,7 @@ def write_report(
         **_results(before, after, seen),
         title=title,
         panels=panels(metrics, curves, start=start or {}),
+        at_zero=at_zero(metrics, curves),
         config=[(name, setting(value)) for name, value in flatten(config).items()],
         versions=versions,
         costs=wording.cost_rows(costs),
@@ -100,6 +101,7 @@ def _results(before: HeldoutResult, after: HeldoutResult, seen: int | None) -> d
         "reward_note": wording.reward_note(others, kind),
         "galleries": galleries(before, after, comparison),
         "failures": failures(after),
+        "has_accuracy": bool(before.judged.any() or after.judged.any()),
         "pixelated": kind is wording.PICTURES and max(height, width) <= PIXELATED_SIDE,
         "picture_height": round(256 * height / width),
     }

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from visalign.evaluation.statistics.agreement import HEADLINE
 
-from .base import MISSING, fixed, points, rail, render_page, share, signed, span, words
+from .base import MISSING, fixed, model_name, points, rail, render_page, share, signed, span, words
 from .plots import reliability_plot, risk_plot, scatter_plot
 from .table_files import FileTable
 
@@ -96,6 +96,7 @@ def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> s
         "reward_page.html.j2",
         title=title or f"{', '.join(names)} on {about['name']}",
         command="visalign evaluate",
+        models=[(j["judge"]["name"], model_name(j["judge"].get("identity") or {})) for j in judges],
         about=about,
         judges=judges,
         names=names,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,17 +14,25 @@ from visalign.evaluation.heldout.comparison import Comparison
 from visalign.evaluation.heldout.result import HeldoutResult
 from visalign.evaluation.heldout.text import ANY, GREEDY
 
-from .base import data_uri
+from .base import data_uri, words
 from .wording import kind_of
 
 
 def galleries(
     before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, each: int = 12
 ) -> list[dict[str, Any]]:
-    """Fixed, improved and worsened pairs, at most `each` of a kind: `anchor`, `title`, `rule`, `pairs`.
+    """Fixed, improved and worsened pairs, or without verdicts the best and worst of the first reward, at most
+    `each` of a kind: `anchor`, `title`, `rule`, `pairs`.
 
     The rule is the same for all: in the order of evaluation, one of each category in turn, a prompt once.
     """
+    if not (before.judged.any() or after.judged.any()) and comparison.rewards:
+        changed = _by_change(before, after, comparison.rewards[0].name)
+    else:
+        changed = [
+            ("improved", "Wrong before, correct after", "the first that improved", comparison.improved),
+            ("worse", "Correct before, wrong after", "the first that got worse", comparison.worsened),
+        ]
     kinds = [
         (
             "fixed",
@@ -31,8 +40,7 @@ def galleries(
             "chosen before looking: the first prompts of each category",
             np.arange(len(before)),
         ),
-        ("improved", "Wrong before, correct after", "the first that improved", comparison.improved),
-        ("worse", "Correct before, wrong after", "the first that got worse", comparison.worsened),
+        *changed,
     ]
     found = []
     for anchor, title, rule, candidates in kinds:
@@ -50,6 +58,40 @@ def galleries(
         ]
         found.append({"anchor": anchor, "title": title, "rule": said, "pairs": pairs})
     return found
+
+
+def _by_change(
+    before: HeldoutResult, after: HeldoutResult, name: str
+) -> list[tuple[str, str, str, NDArray[np.int64]]]:
+    """Without verdicts: the best and the worst of a reward after training, and what gained and lost most."""
+    sign = 1 if after.higher_is_better[name] else -1
+    value, change = sign * after.scores[name], sign * (after.scores[name] - before.scores[name])
+    title = words(name)
+
+    def order(of: NDArray[np.float32]) -> NDArray[np.int64]:
+        rows = np.argsort(-of, kind="stable")
+        return rows[np.isfinite(of[rows])]
+
+    gained, lost = order(change), order(-change)
+    return [
+        ("best", f"Best after training, by {title}", "the best", order(value)),
+        ("worst", f"Worst after training, by {title}", "the worst", order(-value)),
+        ("improved", f"Gained most in {title}", "those that gained most", gained[change[gained] > 0]),
+        ("worse", f"Lost most in {title}", "those that lost most", lost[change[lost] < 0]),
+    ]
+
+
+def collapsed(text: str) -> str:
+    """A text with runs of one special token written once and counted.
+
+    >>> collapsed("yes<|endoftext|><|endoftext|><|endoftext|>")
+    'yes<|endoftext|> × 3'
+    """
+    return _RUN.sub(lambda found: f"{found[1]} × {found[0].count(found[1])}", text)
+
+
+_RUN = re.compile(r"(<\|?[\w/ ]{1,30}\|?>|\[(?:PAD|UNK|SEP)\])(?:\s*\1)+")
+"""One special token again and again, such as the padding behind an answer."""
 
 
 def failures(after: HeldoutResult, *, each: int = 6) -> list[dict[str, Any]]:
@@ -86,16 +128,24 @@ def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) ->
 def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
     """One sample with what the judge said; where they are pictures `row` must be among `image_index`.
 
-    `source` is the data: URI of a picture, `text` a completion with its `scores`; each empty for the other.
+    `source` is the data: URI of a picture, `text` a completion, each empty for the other; `scores` are those
+    of the rewards beside the one that gave the verdicts.
     """
     verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
     said = {"verdict": verdict, "reason": "" if verdict == "correct" else result.reasons[row]}
+    shown = (key for key in result.scores if key not in (GREEDY, ANY) and not _is_verdict(result, key))
+    scores = [(key, float(result.scores[key][row])) for key in shown]
     if result.completions:
-        kept = (key for key in result.scores if key not in (GREEDY, ANY))
-        scores = [(key, float(result.scores[key][row])) for key in kept]
-        return said | {"source": "", "text": result.completions[row], "scores": scores}
+        return said | {"source": "", "text": collapsed(result.completions[row]), "scores": scores}
     place = int(np.searchsorted(result.image_index, row))
-    return said | {"source": data_uri(result.images[place]), "text": "", "scores": []}
+    return said | {"source": data_uri(result.images[place]), "text": "", "scores": scores}
+
+
+def _is_verdict(result: HeldoutResult, name: str) -> bool:
+    """Whether a picture's score says what the verdict says already."""
+    rows = result.judged
+    same = bool((result.scores[name][rows] == result.correct[rows]).all())
+    return same and bool(rows.any()) and not result.completions
 
 
 def _shown(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:

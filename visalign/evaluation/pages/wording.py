@@ -82,7 +82,7 @@ def headline(
         f"{row.correct[0]} of {row.judged[0]} {kind.many} were correct before training, "
         f"{row.correct[1]} of {row.judged[1]} after it."
     )
-    sentences = [counted, _judgement(row.change)]
+    sentences = [counted, _judgement(row.change), *_caution(before)]
     missing = len(before) - row.judged[0], len(after) - row.judged[1]
     if any(missing):
         sentences.append(
@@ -134,8 +134,23 @@ def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | 
             f"{len(before)} {kind.many} of {_prompts(len(set(before.prompts)), seen)}, {kind.same} "
             "before and after. No reward of this run says correct or wrong, so there is no accuracy.",
             _judgement(row.change),
+            *_caution(before),
         ),
     )
+
+
+FEW = 20
+"""Prompts below which a page asks for caution."""
+
+
+def _caution(before: HeldoutResult) -> list[str]:
+    count = len(set(before.prompts))
+    if count >= FEW:
+        return []
+    return [
+        f"Only {count} prompts: an interval from so few says little of others, and one lucky prompt moves "
+        "the numbers. Evaluate on more (data.heldout) before you believe them."
+    ]
 
 
 def _judgement(interval: Interval) -> str:

@@ -23,7 +23,8 @@ SHOWN = (
     ("grad", "grad_norm", "{:.2g}"),
     ("samples/s", "samples_per_second", "{:.1f}"),
 )
-"""Column title, metric, format; a metric that an iteration lacks shows its last value."""
+"""Column title, metric, format. A metric that an iteration lacks shows its last value; held-out numbers of a
+log stand in the line of their evaluation alone."""
 
 SHOWN_OF_A_JUDGE = (
     ("loss", "loss", "{:.4f}"),
@@ -133,7 +134,8 @@ class TrainingProgress:
         if self._live is not None:
             self._live.update(self._view())
         elif self.enabled and (self._done % self.every == 0 or self._done == self._total):
-            cells = ", ".join(f"{title} {text}" for title, text in self._cells(self._last) if text)
+            fresh = {k: v for k, v in self._last.items() if k in known or not k.startswith("heldout/")}
+            cells = ", ".join(f"{title} {text}" for title, text in self._cells(fresh) if text)
             left = clock_text(self.seconds_left())
             self.console.print(
                 f"iteration {self._done}/{self._total}: {cells}, {left} left",
