@@ -28,6 +28,7 @@ from visalign.evaluation.rewards.comparison import (
     compare_on_quality,
     leaderboard,
     settle,
+    worst_records,
 )
 from visalign.evaluation.rewards.fusion import fuse_preferences, fuse_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
@@ -35,6 +36,7 @@ from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.log import judge_identity
+from visalign.pipelines.score.report import shown_pictures
 from visalign.pipelines.score.whose import foreign, whose
 from visalign.pipelines.shared.reward_options import with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
@@ -131,6 +133,8 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
         if (judge := asked.get(report["judge"]["name"])) is not None:
             identity = judge_identity(judge)
             report["judge"]["identity"] = {"model": identity.model, "digest": identity.digest}
+    for report, entry in zip(reports, whole, strict=True):
+        report["worst"] = worst_records(source, entry)
     comparisons, incomparable = _comparisons(source, whole, options.settings)
     failed += incomparable
     asked = source.pairs if isinstance(source, PreferenceSet) else source.records
@@ -162,7 +166,10 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
 
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder, file_tables(result))
-    write_atomic(folder / PAGE, evaluation_page(result))
+    fields = ("image", "image_left", "image_right")
+    names = [row[key] for judge in result["judges"] for row in judge["worst"] for key in fields if key in row]
+    pictures = shown_pictures(dict.fromkeys(names))
+    write_atomic(folder / PAGE, evaluation_page(result, pictures=pictures))
 
 
 def _load_judges(names: Sequence[str]) -> dict[str, Any]:

@@ -107,17 +107,22 @@ def _agree(folder: Path) -> Path:
 def _evaluate(folder: Path) -> Path:
     from dataclasses import replace
 
-    pairs = [
-        replace(
-            pair, extra={"good_left": pair.extra["utility_left"], "good_right": pair.extra["utility_right"]}
-        )
-        for pair in shapes_pairs(40).pairs
-    ]
+    rng = np.random.default_rng(0)
+
+    def scores(pair: Any) -> dict[str, float]:
+        sides = ("left", "right")
+        found = {f"good_{side}": pair.extra[f"utility_{side}"] for side in sides}
+        for name in ("a_judge_with_a_long_name_without_spaces", "other"):
+            found |= {f"{name}_{side}": found[f"good_{side}"] + 9 * rng.normal() for side in sides}
+        return found
+
+    pairs = [replace(pair, extra=scores(pair)) for pair in shapes_pairs(60).pairs]
     source = write_rows(folder / "set.jsonl", pairs)
     evaluate(
         EvaluateOptions(
             source=str(source),
-            columns=("good",),
+            columns=("good", "a_judge_with_a_long_name_without_spaces", "other"),
+            fuse=True,
             output=folder / "evaluate",
             settings=IntervalSettings(resamples=100),
         )
@@ -268,7 +273,8 @@ def test_a_page_is_used_by_keyboard(browser: Browser, page_of: Callable[[str], P
         reached.add(place)
     assert links <= reached, f"not reached by Tab: {links - reached}"
     regions = browser.value(
-        "[...document.querySelectorAll('.scroll')].map(e => e.getAttribute('aria-label'))"
+        "[...document.querySelectorAll('.scroll')].filter(e => !e.closest('details:not([open])'))"
+        ".map(e => e.getAttribute('aria-label'))"
     )
     assert set(regions) <= reached, "what scrolls sideways can be scrolled by keyboard"
     missing = browser.value(

@@ -499,6 +499,22 @@ def test_a_quality_set_is_stacked_too(tmp_path: Path) -> None:
     assert all(entry["power"]["needed"] > 0 for entry in result["comparisons"])
 
 
+def test_the_worst_pairs_of_each_judge_are_shown(tmp_path: Path) -> None:
+    source = str(table(tmp_path))
+    options = EvaluateOptions(source=source, columns=("good", "coin"), output=tmp_path / "o", settings=FAST)
+    good, coin = evaluate(options)["judges"]
+    assert len(coin["worst"]) == 6
+    for row in coin["worst"] + good["worst"]:
+        assert (row["label"] - 0.5) * row["margin"] < 0
+    page = (tmp_path / "o" / "evaluation.html").read_text()
+    assert page.count('src="data:image/png') == 2 * (len(coin["worst"]) + len(good["worst"]))
+    (quality,) = evaluate(
+        EvaluateOptions(source="shapes:quality", rewards=("sharpness",), limit=30, settings=FAST)
+    )["judges"]
+    gaps = [abs(row["place"] - row["place_mos"]) for row in quality["worst"]]
+    assert gaps == sorted(gaps, reverse=True) and len(gaps) == 6 and gaps[0] <= 1
+
+
 def test_a_page_says_what_made_it(tmp_path: Path) -> None:
     options = EvaluateOptions(
         source="shapes:quality", rewards=("sharpness",), limit=12, output=tmp_path / "out", settings=FAST

@@ -85,8 +85,19 @@ class JudgeTable:
     """Names of the columns; empty where each is a judge."""
 
 
-def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> str:
-    """The page of what `visalign evaluate` wrote as JSON; without a title it gets one from the set's name."""
+def evaluation_page(
+    result: Mapping[str, Any],
+    *,
+    title: str | None = None,
+    pictures: Mapping[str, Mapping[str, Any] | None] | None = None,
+) -> str:
+    """The page of what `visalign evaluate` wrote as JSON.
+
+    Args:
+        result: That.
+        title: None makes one from the set's name.
+        pictures: Of the judges' worst records, as `embedded` gives them; None where one cannot be read.
+    """
     about, judges = result["set"], result["judges"]
     is_pairs = about["kind"] == "preferences"
     names = [judge["judge"]["name"] for judge in judges]
@@ -109,6 +120,8 @@ def evaluation_page(result: Mapping[str, Any], *, title: str | None = None) -> s
         comparisons=result["comparisons"],
         said=[*filter(None, [fusion_line(result)]), *comparison_lines(result)],
         is_pairs=is_pairs,
+        pictures=pictures or {},
+        worst=[judge.get("worst", []) for judge in judges],
         facts=list(_facts(result)),
     )
 

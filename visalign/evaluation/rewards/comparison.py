@@ -196,6 +196,56 @@ def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: Inter
     return int(known.sum()), np.array([srcc(x, y) for x in values]), draws, clusters, (-1.0, 1.0)
 
 
+WORST = 6
+"""Pairs or images on which a judge is furthest from people that a report keeps."""
+
+
+def worst_records(
+    source: PreferenceSet | QualitySet, scores: PairScores | QualityScores
+) -> list[dict[str, Any]]:
+    """Where a judge is furthest from people.
+
+    Returns:
+        JSON-able, at most six, worst first. Of pairs those where it prefers the side that people did not, by
+        its margin in root mean squares times how clear people were: `prompt`, `image_left`, `image_right`,
+        `label`, `margin`. Of images those whose place by score is furthest from that by opinion: `prompt`,
+        `image`, `mos`, `score`, `place` and `place_mos` (shares of the images below).
+    """
+    if isinstance(scores, PairScores):
+        assert isinstance(source, PreferenceSet)
+        side = 2 * labels_of(source) - 1
+        scale = float(np.sqrt(np.nanmean(scores.margin**2))) or 1.0
+        wrong = np.nan_to_num(-side * scores.margin / scale)
+        rows = [int(row) for row in np.argsort(-wrong, kind="stable")[:WORST] if wrong[row] > 0]
+        return [
+            {
+                **{
+                    name: getattr(source.pairs[row], name) for name in ("prompt", "image_left", "image_right")
+                },
+                "label": float(source.pairs[row].label),
+                "margin": float(scores.margin[row]),
+            }
+            for row in rows
+        ]
+    assert isinstance(source, QualitySet)
+    known = np.flatnonzero(scores.judged)
+    mos = np.array([source.records[row].mos for row in known]) * (1 if source.higher_is_better else -1)
+    places = [
+        (stats.rankdata(x) - 0.5) / len(known)
+        for x in (scores.value[known] * (1 if scores.higher_is_better else -1), mos)
+    ]
+    order = np.argsort(-np.abs(places[0] - places[1]), kind="stable")[:WORST]
+    return [
+        {
+            **{name: getattr(source.records[known[k]], name) for name in ("prompt", "image", "mos")},
+            "score": float(scores.value[known[k]]),
+            "place": float(places[0][k]),
+            "place_mos": float(places[1][k]),
+        }
+        for k in order.tolist()
+    ]
+
+
 def _parted(
     pairs: PreferenceSet, first: PairScores, second: PairScores, known: NDArray[np.bool_], label: Array
 ) -> list[dict[str, Any]]:
