@@ -47,7 +47,7 @@ def compare(
         result["images"] = {"A": str(first), "B": str(second)}
         page = partial(compare_page, result, images, [first.name, second.name])
         tell(result, show_comparison, as_json, _writer(result, page, output))
-        tell_whose(judges, [prompt])
+        tell_whose(judges, [said])
     if result["votes"].get("failed"):
         raise typer.Exit(1)
 

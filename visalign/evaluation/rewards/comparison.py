@@ -190,7 +190,7 @@ def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: Inter
         return None
     y = np.array([record.mos for record in records.records])[known] * (1 if records.higher_is_better else -1)
     values = [entry.value[known] * (1 if entry.higher_is_better else -1) for entry in scores]
-    index, clusters = cluster_index([r.group for r, ok in zip(records.records, known, strict=True) if ok])
+    index, clusters = cluster_index(np.array(records.groups)[known])
     blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([np.stack([weighted_srcc(x, y, w) for x in values], axis=1) for w in blocks])
     return int(known.sum()), np.array([srcc(x, y) for x in values]), draws, clusters, (-1.0, 1.0)

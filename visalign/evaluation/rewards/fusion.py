@@ -62,7 +62,7 @@ def fuse_quality(
     records: QualitySet, members: Sequence[QualityScores]
 ) -> tuple[QualityScores, dict[str, Any]]:
     """Stack judges of single pictures as `fuse_preferences` stacks judges of pairs, by ridge regression on
-    the opinions; folds by `QualityRecord.group`.
+    the opinions; folds by `QualitySet.groups`.
     """
     opinion = np.array([record.mos for record in records.records]) * (1 if records.higher_is_better else -1)
     columns = [m.value * (1 if m.higher_is_better else -1) for m in members]
@@ -73,7 +73,7 @@ def fuse_quality(
     def loss(prediction: Array, y: Array) -> float:
         return float(np.mean((prediction - y) ** 2))
 
-    groups = [record.group for record in records.records]
+    groups = list(records.groups)
     found, record = _cross_fitted(
         values, centred, groups, _least_squares, loss, names=[m.name for m in members]
     )
@@ -83,7 +83,7 @@ def fuse_quality(
 def _cross_fitted(
     values: Array,
     said: Array,
-    groups: Sequence[str],
+    groups: Sequence[str | int],
     fit: Fit,
     loss: Callable[[Array, Array], float],
     *,
