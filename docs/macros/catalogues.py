@@ -114,6 +114,19 @@ def regressions() -> str:
     return table(("row", "loss", "anchor", "signal", "levels", "also", "source"), rows)
 
 
+def ascents() -> str:
+    """The rows that train through the reward's gradient: what carries it, what a picture of T steps costs."""
+    rows = []
+    for name, row in importlib.import_module("visalign.core").ASCENTS.items():
+        carries = f"the last {row.last}" if row.last > 1 else "the last step"
+        carries += f", and {row.renoised} predictions from its picture noised again" if row.renoised else ""
+        if row.stop_range is not None:
+            carries = "one step in the {:.0%} to {:.0%} of the way".format(*row.stop_range)
+        free, carried = row.counted(10)
+        rows.append((code(name), carries, f"{free + 3 * carried:g}", prose(row.source)))
+    return table(("row", "steps with gradient", "forward-equivalents of 10 steps", "source"), rows)
+
+
 def refusals() -> str:
     """Rows that a trainer refuses, with what it says."""
     names = importlib.import_module("visalign.core").NAMED

@@ -90,14 +90,14 @@ def variety(folder: Path) -> float:
     from visalign.evaluation.statistics import vendi_score
     from visalign.pipelines.flow_grpo.inputs import prepare
     from visalign.pipelines.sample.job import SampleSettings, sample_pictures
-    from visalign.rewards import build_reward, load_image
+    from visalign.rewards import load_image, load_reward
 
     path = folder / "variety.json"
     if not path.is_file():
         config = load_config(FlowGRPOConfig, resolve_config(REGRESSION), [])
         records = prepare(config, 1).heldout[::8][:24]
         settings = SampleSettings(lora=folder / "lora", seeds=range(8), batch_size=96)
-        judge: Any = build_reward("clip_score")
+        judge: Any = load_reward("clip_score")
         with tempfile.TemporaryDirectory() as there:
             rows = sample_pictures(records, settings, Path(there))
             images = torch.stack([load_image(Path(there) / row["image"]) for row in rows])
