@@ -123,7 +123,7 @@ def table(folders: dict[str, list[Path]]) -> str:
         said = [json.loads((run / "summary.json").read_text()) for run in done]
         after = {key: [one["after"][key] for one in said] for key in MEASURES if key in said[0]["after"]}
         cost = [one["images"] * one["forward_equivalents_per_image"] for one in said]
-        seconds = [sum(row["seconds/total"] for row in read(run)) for run in done]
+        seconds = [sum(row["seconds"] for row in read(run)) for run in done]
         kinds = [variety(run) for run in done]
         means = [statistics.mean(values) for values in (cost, seconds, kinds)]
         seeds = ", ".join(f"{value:.3f}" for value in after["accuracy"])
