@@ -20,7 +20,13 @@ from .config import config_folder, list_configs
 from .errors import UserError
 from .versions import NEEDED, installed_version, own_version
 
-OPTIONAL = {"wandb": "experiment tracking", "hypothesis": "tests", "ruff": "checks", "pyright": "checks"}
+OPTIONAL = {
+    "wandb": "experiment tracking",
+    "math-verify": "equal mathematics",
+    "hypothesis": "tests",
+    "ruff": "checks",
+    "pyright": "checks",
+}
 """Distributions that one can do without, and what for."""
 
 _BROKEN = (ImportError, AttributeError, ValueError, TypeError, KeyError, RuntimeError, OSError)
@@ -126,8 +132,19 @@ def _facts() -> tuple[tuple[str, str], ...]:
             ", ".join(f"{name} {installed_version(name)}" for name in NEEDED if installed_version(name)),
         ),
         ("optional", ", ".join(optional)),
+        ("code sandbox", _sandbox()),
         ("disk", f"{disk.free / 1e9:.1f} GB free of {disk.total / 1e9:.1f} GB here"),
     )
+
+
+def _sandbox() -> str:
+    """What isolates generated code here."""
+    try:
+        from visalign.rewards.code.sandbox import run_python
+
+        return f"isolated by {run_python('').isolation}"
+    except _BROKEN as error:
+        return f"{error}"
 
 
 def _torch_facts() -> tuple[tuple[str, str], ...]:

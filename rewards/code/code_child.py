@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inside of the code sandbox: run as a script by `sandbox`, standard library only.
 
-Three processes. The supervisor gives up root where it can, enters fresh user, mount, network, process and
-IPC namespaces, keeps the time, and ends when nothing is left; the init process holds the process namespace,
-so that its death is everybody's; the worker drops all capabilities, sets the resource limits, installs the
-audit hook, and runs the generated code.
+Three processes. The supervisor gives up root, enters fresh user, mount, network, process and IPC namespaces,
+keeps the time, and ends when nothing is left or its caller is dead; the init process holds the process
+namespace, so that its death is everybody's; the worker drops all capabilities, has the kernel refuse what
+code of this kind has no use for, sets the resource limits, installs the audit hook, and runs the code.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import ctypes
 import json
 import mmap
@@ -22,11 +24,40 @@ import time
 import types
 from typing import Any
 
-NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+NEW_USERS = 0x10000000
+NAMESPACES = 0x00020000 | 0x08000000 | NEW_USERS | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET of <linux/sched.h>."""
 NOBODY = 65534
-COVERED = ("/proc", "/run", "/dev/shm")
-"""Folders hidden behind empty ones: other processes, sockets of services, shared memory."""
+SEEN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+"""What is there of the system besides Python's own folders, read-only: no home, no sockets, no secrets."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""Machine -> its number in <linux/audit.h>, its column in `CALLS`."""
+CALLS = {
+    "socket": (41, 198),
+    "memfd_create": (319, 279),  # memory that no limit of a process counts, as the next three
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "mq_open": (240, 180),
+    "io_uring_setup": (425, 425),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "move_mount": (429, 429),
+    "pivot_root": (155, 41),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+}
+"""System calls that the kernel refuses to the worker: (x86_64, aarch64)."""
 NETWORK = ("connect", "bind", "getaddrinfo", "gethostbyname", "gethostbyaddr", "sendto", "sendmsg")
 PROGRAMS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.forkpty", "pty.spawn")
 CHANGES = ("remove", "rmdir", "mkdir", "rename", "truncate", "chmod", "chown", "link", "symlink", "utime")
@@ -104,49 +135,117 @@ def everybody_reads(path: str) -> bool:
     return True
 
 
-def give_up_root(libc: ctypes.CDLL) -> None:
-    """Become nobody, if we are root and Python's library stays readable: root's limits do not bind."""
-    if os.getuid() == 0 and everybody_reads(os.path.realpath(os.__file__)):
+def give_up_root(libc: ctypes.CDLL | None) -> None:
+    """Become nobody, if we are root: root's limits do not bind, and its files are its own."""
+    if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-        libc.prctl(4, 1, 0, 0, 0)  # dumpable again, or /proc/self/uid_map would be root's
+        if libc is not None:
+            libc.prctl(4, 1, 0, 0, 0)  # dumpable again: /proc/self is ours
 
 
-def enter_namespaces(libc: ctypes.CDLL, folder: str, megabytes: int) -> str | None:
-    """No network, own processes, a read-only file system with one small writable folder; or why not."""
+def die_with(parent: int, libc: ctypes.CDLL) -> None:
+    """SIGALRM, upon which `supervise` ends everything, when the trainer dies, however it does."""
+    libc.prctl(1, signal.SIGALRM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def seen_paths(packages: bool) -> list[str]:
+    """Files and folders of the system that the code may read, none inside another."""
+    own = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__)}
+    own |= {path for path in sys.path[1:] if packages}
+    own |= {os.path.realpath(path) for path in own} | {os.path.realpath(sys.executable)}
+    found: list[str] = []
+    for path in [*SEEN, *sorted(own)]:
+        if os.path.lexists(path) and not any(f"{path}/".startswith(f"{known}/") for known in found):
+            found.append(path)
+    return found
+
+
+def make_root(libc: ctypes.CDLL, root: str, folder: str, megabytes: int, packages: bool) -> str | None:
+    """A file system of Python, the system's libraries and one small writable folder; or what failed."""
+    small = b"size=1m,mode=755"
+    if libc.mount(b"tmpfs", root.encode(), b"tmpfs", 2 | 4, small) != 0:  # nosuid, nodev
+        return "mount of the root"
+    for path in [*seen_paths(packages), *DEVICES]:
+        place = root + path
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), place)
+            continue
+        if os.path.isdir(path):
+            os.makedirs(place, exist_ok=True)
+        elif os.path.exists(path):
+            os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
+        else:
+            continue
+        if (
+            libc.mount(os.fsencode(path), os.fsencode(place), None, 0x1000 | 0x4000, None) != 0
+        ):  # bind, all of it
+            return f"bind of {path}"
+    for path in (folder, "/proc", "/tmp", "/dev/shm"):
+        os.makedirs(root + path, exist_ok=True)
+    read_only = ctypes.create_string_buffer(struct.pack("QQQQ", 1, 0, 0, 0))
+    if libc.syscall(442, -100, root.encode(), 0x8000, read_only, 32) != 0:  # mount_setattr, recursive
+        return "mount_setattr"
+    options = f"size={megabytes}m,mode=777".encode()
+    if libc.mount(b"tmpfs", os.fsencode(root + folder), b"tmpfs", 2 | 4, options) != 0:
+        return "mount of the working folder"
+    if libc.mount(b"tmpfs", os.fsencode(root + "/dev/shm"), b"tmpfs", 2 | 4 | 8, b"size=1m,mode=777") != 0:
+        return "mount of the shared memory"
+    if libc.chroot(root.encode()) != 0:
+        return "chroot"
+    os.chdir("/")
+    return None
+
+
+def enter_namespaces(libc: ctypes.CDLL, config: dict[str, Any]) -> str | None:
+    """No network, own processes, another file system; root is given up. Or why not."""
 
     def failed(what: str) -> str:
         return f"{what}: {os.strerror(ctypes.get_errno())}"
 
     uid, gid = os.getuid(), os.getgid()
-    if libc.unshare(NAMESPACES) != 0:
+    if libc.unshare(NAMESPACES if uid else NAMESPACES & ~NEW_USERS) != 0:
         return failed("unshare")
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
         ("gid_map", f"{gid} {gid} 1"),
     ):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+        if uid:
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
     if libc.mount(None, b"/", None, 0x4000 | 0x40000, None) != 0:  # recursive, private
         return failed("mount")
-    read_only = ctypes.create_string_buffer(struct.pack("QQQQ", 1, 0, 0, 0))
-    if libc.syscall(442, -100, b"/", 0x8000, read_only, 32) != 0:  # mount_setattr, recursive
-        return failed("mount_setattr")
-    options = f"size={megabytes}m,mode=700".encode()
-    if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 2 | 4, options) != 0:  # nosuid, nodev
-        return failed("mount of the working folder")
-    for cover in COVERED:
-        if os.path.isdir(cover) and not os.path.realpath(os.__file__).startswith(cover + "/"):
-            libc.mount(b"tmpfs", cover.encode(), b"tmpfs", 2 | 4 | 8, b"size=1m,mode=777")
-    return None
+    limit, packages = config["limits"]["file_mb"], config["packages"]
+    wrong = make_root(libc, config["root"], config["folder"], limit, packages)
+    give_up_root(libc)
+    return None if wrong is None else failed(wrong)
 
 
 def drop_capabilities(libc: ctypes.CDLL) -> None:
     """Nothing inside may undo the mounts, and no program gets rights back by being started."""
     libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
     libc.prctl(38, 1, 0, 0, 0)  # no new privileges
+
+
+def filter_calls(libc: ctypes.CDLL) -> None:
+    """Have the kernel refuse `CALLS`, where it knows filters: EPERM for each, and for other architectures."""
+    if os.uname().machine not in ARCHITECTURES:
+        return
+    architecture, column = ARCHITECTURES[os.uname().machine]
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    numbers = sorted({numbers[column] for numbers in CALLS.values()})
+    steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, 0x50001), (load, 0, 0, 0)]
+    steps.append((at_least, len(numbers) + 1, 0, 0x40000000))  # the x32 numbers of the same calls
+    steps += [(equal, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
+    steps += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50001)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    given = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(program)))
+    libc.prctl(22, 2, given, 0, 0)
 
 
 def set_limits(limits: dict[str, Any], isolated: bool) -> None:
@@ -203,10 +302,62 @@ def refuse(folder: str, processes: int, isolated: bool, packages: bool) -> None:
     sys.addaudithook(hook)
 
 
+class Operands(ast.NodeTransformer):
+    """Puts a check around what an assert compares or computes with."""
+
+    def _checked(self, node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Constant):
+            return node
+        return ast.Call(func=ast.Name(id=PLAIN, ctx=ast.Load()), args=[node], keywords=[])
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, ast.Compare):
+            node.left, node.comparators = self._checked(node.left), [*map(self._checked, node.comparators)]
+        elif isinstance(node, ast.BinOp):
+            node.left, node.right = self._checked(node.left), self._checked(node.right)
+        elif isinstance(node, ast.UnaryOp):
+            node.operand = self._checked(node.operand)
+        elif isinstance(node, ast.Assert):
+            node.test = self._checked(node.test)
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
+        ):
+            node.args = [a if isinstance(a, ast.Starred) else self._checked(a) for a in node.args]
+        return node
+
+
+PLAIN = "__plain_value__"
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """The value itself; an object of a class that the code wrote (its == may say anything) is refused."""
+    kind = type(value)
+    if kind.__flags__ & 1 << 9:  # made by a class statement
+        place: Any = sys.modules.get(type.__dict__["__module__"].__get__(kind))  # type: ignore[index]
+        for name in type.__dict__["__qualname__"].__get__(kind).split("."):
+            place = getattr(place, name, None)
+        if place is not kind or kind.__module__ == "solution":
+            raise TypeError(f"a {kind.__name__} is no plain value")
+    if depth < DEPTH and kind in (list, tuple, set, frozenset, dict):
+        for part in value:
+            plain(part, depth + 1)
+            if kind is dict:
+                plain(value[part], depth + 1)
+    return value
+
+
+def run_assert(source: str, name: str, names: dict[str, Any], own: dict[str, Any]) -> None:
+    """One assert, with the interpreter's own functions, whatever the code has made of them."""
+    tree = ast.fix_missing_locations(Operands().visit(ast.parse(source)))
+    exec(compile(tree, name, "exec"), {**names, PLAIN: plain, "__builtins__": dict(own)})
+
+
 def run_tests(source: str, tests: list[dict[str, Any]], channel: Channel) -> None:
     """Run the code as a module, then each test; one record per test."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
+    own = dict(vars(builtins))
     with CatchAll() as load:
         exec(compile(source, "solution.py", "exec"), module.__dict__)
     if load.error is not None:
@@ -215,7 +366,7 @@ def run_tests(source: str, tests: list[dict[str, Any]], channel: Channel) -> Non
     for number, test in enumerate(tests):
         with CatchAll() as attempt:
             if "assert" in test:
-                exec(compile(test["assert"], f"test {number + 1}", "exec"), module.__dict__)
+                run_assert(test["assert"], f"test {number + 1}", module.__dict__, own)
                 value = None
             elif "eval" in test:
                 value = encode(eval(compile(test["eval"], f"test {number + 1}", "eval"), module.__dict__))
@@ -241,6 +392,7 @@ def work(config: dict[str, Any], channel: Channel, libc: ctypes.CDLL | None, iso
                 os.close(descriptor)
     if libc is not None:
         drop_capabilities(libc)
+        filter_calls(libc)
     set_limits(config["limits"], isolated)
     refuse(config["folder"], config["limits"]["processes"], isolated, config["packages"])
     channel.send(ready=True)
@@ -304,28 +456,28 @@ def main() -> None:
     channel = Channel(int(sys.argv[2]), config["nonce"])
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     problem: str | None = "needs Linux"
-    if libc is not None:
+    wanted = config["isolation"] == "namespaces"
+    if not wanted and everybody_reads(os.path.realpath(os.__file__)):
         give_up_root(libc)
-        if config["isolation"] != "process":
+    if libc is not None:
+        if wanted:
             with CatchAll() as attempt:
-                problem = enter_namespaces(libc, config["folder"], config["limits"]["file_mb"])
+                problem = enter_namespaces(libc, config)
             problem = attempt.words() if attempt.error else problem
-            if problem and config["isolation"] == "namespaces":
-                channel.send(refused=problem)
-                os._exit(1)
-        else:
-            problem = "not asked for"
         libc.prctl(36, 1, 0, 0, 0)  # orphans come to this process
-    isolated = problem is None
-    channel.send(isolation="namespaces" if isolated else "process", why=problem)
+        die_with(config["parent"], libc)
+    if wanted and problem:
+        channel.send(refused=problem)
+        os._exit(1)
+    channel.send(isolation=config["isolation"], root=os.getuid() == 0)
     if child := os.fork():
         channel.send(ended=supervise(child, config["limits"]["wall_seconds"]))
         os._exit(0)
     if libc is not None:
         libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the supervisor
-    if isolated and (worker := os.fork()):
+    if wanted and (worker := os.fork()):
         os._exit(exit_code(os.waitpid(worker, 0)[1]))
-    work(config, channel, libc, isolated)
+    work(config, channel, libc, wanted)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,11 @@ Expected outputs and values never enter the sandbox: output and returned values 
 program that ends early, prints "passed" or patches the interpreter earns nothing. An assert of the form
 `assert f(literals) == literal` is turned into such a call. Other asserts are judged inside, next to the code
 that they judge, and report on a pipe whose lines carry a nonce: code that ends early or prints does not pass,
-but code written to deceive can (an object whose == is always true is the simplest). Give calls or programs
-where the policy may learn that.
+nor do objects whose == is always true (an assert may compare plain values and objects of libraries, not of
+classes that the code wrote). Code written to deceive still can: give calls or programs where the policy may
+learn that.
+
+Expected values of calls are JSON: tuples are lists, keys are text, and floats are equal within `tolerance`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from visalign.rewards.text.contract import (
 )
 from visalign.rewards.text.parsing import extract_code, has_fence
 
-from .sandbox import ISOLATIONS, Limits, Run, run_python
+from .sandbox import ISOLATIONS, Limits, NoIsolation, Run, run_python
 
 _FORMS = '{"stdin", "stdout"}, {"call", "args", "expected"}, "assert ..." or {"inputs", "outputs"}'
 
@@ -75,6 +78,7 @@ class CodeTests:
         isolation: str = "auto",
         packages: bool = False,
         workers: int = 4,
+        tolerance: float = 1e-9,
         name: str = "code_tests",
     ) -> None:
         """Choose what counts and what a run may take.
@@ -86,9 +90,11 @@ class CodeTests:
             after: only code behind the last occurrence of this marker counts, e.g. "</think>".
             whole: take the whole completion as code where it has no fenced block.
             limits: of one run, see `Limits`.
-            isolation: "auto", "namespaces" or "process", see `sandbox`.
+            isolation: "auto" or "namespaces" (the kernel isolates, or nothing is run), or "process", see
+                `sandbox`.
             packages: whether the code may import installed packages.
             workers: runs at the same time.
+            tolerance: relative, and absolute below 1, of floats that calls return; asserts compare as Python.
             name: for messages and logs.
 
         Raises:
@@ -100,7 +106,10 @@ class CodeTests:
             raise ValueError(f"{name}: isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}.")
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise ValueError(f"{name}: workers is {workers!r}; allowed are whole numbers from 1.")
+        if isinstance(tolerance, bool) or not 0 <= tolerance < 1:
+            raise ValueError(f"{name}: tolerance is {tolerance!r}; allowed are numbers from 0 to below 1.")
         self.name = name
+        self._tolerance = float(tolerance)
         self.unit = "1 = all tests pass" if credit == "all" else "share of tests"
         self._field, self._setup_field, self._credit = field, setup_field, credit
         self._after, self._whole, self._workers = after, whole, workers
@@ -117,7 +126,7 @@ class CodeTests:
             where the sandbox itself broke, a sample is invalid; code that hangs or is missing scores 0.
 
         Raises:
-            RewardError: isolation="namespaces" and the system refuses them.
+            RewardError: the system refuses namespaces, and isolation is not "process".
         """
         request = read_text_request(self.name, completions, prompts, metadata)
         setups = request.column(self._setup_field) if self._setup_field else [None] * len(request)
@@ -137,7 +146,7 @@ class CodeTests:
         if inside:
             run = self._run(code, tests=[_without_answer(listed[index]) for index in inside])
             for number, index in enumerate(inside):
-                results[index] = _test_result(run, number, listed[index])
+                results[index] = _test_result(run, number, listed[index], self._tolerance)
         for index, test in enumerate(listed):
             if "stdin" in test:
                 results[index] = _program_result(self._run(code, stdin=test["stdin"]), test["stdout"])
@@ -163,9 +172,9 @@ class CodeTests:
             results = self._results(f"{setup}\n{code}" if setup else code, listed)
         except UnreadableTests as error:
             return TextVerdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan
+        except NoIsolation:
+            raise
         except RewardError as error:
-            if self._isolation == "namespaces":
-                raise
             return TextVerdict(reason=str(error)), math.nan
         share = sum(result.passed for result in results) / len(results)
         failed = [
@@ -198,7 +207,7 @@ def _without_answer(test: dict[str, Any]) -> dict[str, Any]:
     return {key: part for key, part in test.items() if key not in ("expected", "literal")}
 
 
-def _test_result(run: Run, number: int, test: dict[str, Any]) -> TestResult:
+def _test_result(run: Run, number: int, test: dict[str, Any], tolerance: float) -> TestResult:
     """The verdict on a test that was run inside: its record, and the comparison that is made here."""
     record = next((entry for entry in run.records if entry.get("test") == number), None)
     if record is None:
@@ -218,7 +227,7 @@ def _test_result(run: Run, number: int, test: dict[str, Any]) -> TestResult:
     if "literal" in test:
         passed = bool(value == test["literal"][0])
     else:
-        passed = bool(_listed(value) == _listed(test["expected"]))
+        passed = _is_same(_listed(value), _listed(test["expected"]), tolerance)
     return TestResult(passed, "" if passed else f"it returned {shortened(value)}")
 
 
@@ -239,12 +248,34 @@ def _lines(text: str) -> list[str]:
 
 
 def _listed(value: Any) -> Any:
-    """Tuples as lists, all the way down: JSON has no tuples."""
+    """Tuples as lists and keys as text, all the way down, as JSON has them."""
     if isinstance(value, list | tuple):
         return [_listed(part) for part in value]
     if isinstance(value, dict):
-        return {key: _listed(part) for key, part in value.items()}
+        named = {key if isinstance(key, str) else _key(key): _listed(part) for key, part in value.items()}
+        return named if len(named) == len(value) else {key: _listed(part) for key, part in value.items()}
     return value
+
+
+def _key(key: Any) -> Any:
+    """A key of a mapping as JSON writes it; others stay."""
+    return json.dumps(key) if key is None or isinstance(key, bool | int | float) else key
+
+
+def _is_same(value: Any, expected: Any, tolerance: float) -> bool:
+    """Equal, floats within the tolerance."""
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(
+            _is_same(one, other, tolerance) for one, other in zip(value, expected, strict=True)
+        )
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(
+            _is_same(part, expected[key], tolerance) for key, part in value.items()
+        )
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (value, expected))
+    if numbers and (isinstance(value, float) or isinstance(expected, float)):
+        return value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(value == expected)
 
 
 def decode(record: Any) -> Any:

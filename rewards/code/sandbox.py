@@ -2,19 +2,22 @@
 """Run generated Python in a process of its own, with limits, and come back alive.
 
 Always: CPU seconds, address space, file size, open files per process; forks in all; the wall clock; an empty
-environment; output cut; no rights of root where everybody can read Python's library. The address space is per
-process, so a run can take `processes` times as much. Files that the user may read stay readable.
+environment; output cut; no sockets and no memory without an address (memfd, System V), by the kernel where it
+filters calls (Linux on x86-64 and ARM64). The address space is per process, so a run can take `processes`
+times as much. A run ends with its caller, however that ends.
 
-With user namespaces (`isolation` says "namespaces"; the kernel enforces it): no network; no sight of or
-signal to other processes; the whole file system is read-only but for one empty folder of `file_mb`, which is
-gone afterwards; everything that was started is killed with the run, daemons and forks that changed their
-session included. No capability or set-uid program helps the code. Root's process count cannot be bound.
+With namespaces ("namespaces", and "auto"; the kernel enforces it): no network; no sight of or signal to other
+processes; of the file system Python, the system's programs and libraries, read-only, and one empty folder of
+`file_mb`, which is gone afterwards: no home, no socket, no temporary folder. Everything that was started is
+killed with the run, daemons and forks that changed their session included. No capability or set-uid program
+helps the code, and root becomes nobody. Where the system permits no namespaces nothing is run.
 
-Without them ("process"; "auto" then says so once as a warning) the interpreter refuses network, programs,
-signals, and changes outside the folder by an audit hook, and what was started is found by its parents and
-killed. That stops accidents and careless code; code that means harm gets around it (native code, for one).
-Ask for isolation="namespaces" to refuse that. Where the code's author is an enemy, run all of this in a
-virtual machine: neither kind is meant as the only wall.
+Without them ("process", which has to be asked for and says so once as a warning) the interpreter refuses
+network, programs, signals, and changes outside the folder by an audit hook, and what was started is found by
+its parents and killed. Files that the user may read stay readable, and root stays root where nobody else can
+read Python's library. That stops accidents and careless code; code that means harm gets around it (native
+code, for one). Where the code's author is an enemy, run all of this in a virtual machine: neither kind is
+meant as the only wall.
 """
 
 from __future__ import annotations
@@ -42,6 +45,10 @@ ISOLATIONS = ("auto", "namespaces", "process")
 RECORDS_LIMIT = 4 * 2**20
 """Bytes that are read of the records of one run."""
 _CHUNK = 65536
+
+
+class NoIsolation(RewardError):
+    """The system does not isolate, and nobody said that this is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +114,7 @@ def run_python(
             {"call": name, "args": [], "kwargs": {}}, run after the source in the same interpreter.
         stdin: what the program reads.
         limits: the defaults of `Limits` when None.
-        isolation: "auto" takes namespaces where they are permitted; "namespaces" insists on them; "process"
+        isolation: "auto" and "namespaces" have the kernel isolate, and refuse where it does not; "process"
             does without.
         packages: whether installed packages can be imported (slower start, weaker audit hook: ctypes opens).
 
@@ -116,37 +123,44 @@ def run_python(
 
     Raises:
         ValueError: unknown isolation.
-        RewardError: the system has no resource limits (Windows), or namespaces are insisted on and refused.
+        RewardError: the system has no resource limits (Windows), or refuses namespaces.
     """
     if isolation not in ISOLATIONS:
         raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}.")
     if os.name != "posix":
         raise RewardError("The code sandbox needs Linux or macOS: Windows has no resource limits. Use WSL.")
     limits = limits or Limits()
-    with tempfile.TemporaryDirectory(prefix="sandbox", ignore_cleanup_errors=True) as folder:
-        os.chmod(folder, 0o777)
+    with tempfile.TemporaryDirectory(prefix="sandbox", ignore_cleanup_errors=True) as place:
+        os.chmod(place, 0o755)
+        base = os.path.realpath(place)
+        folder, root = os.path.join(base, "work"), os.path.join(base, "root")
+        for path, mode in ((folder, 0o777), (root, 0o755)):
+            os.mkdir(path)
+            os.chmod(path, mode)
         config = {
             "source": source,
             "tests": tests,
-            "folder": os.path.realpath(folder),
+            "folder": folder,
+            "root": root,
+            "parent": os.getpid(),
             "nonce": secrets.token_hex(16),
             "limits": asdict(limits),
-            "isolation": isolation,
+            "isolation": "process" if isolation == "process" else "namespaces",
             "packages": packages,
         }
         run = _run(config, stdin, limits)
-    if isolation == "auto" and run.isolation == "process":
-        warnings.warn(
-            f"The code sandbox has no isolation by the kernel here ({_first(run.records, 'why')}), but "
-            "limits and an audit hook, which code that means harm gets around. Permit user namespaces "
-            "(kernel setting, container option); isolation='namespaces' insists on them, 'process' takes the "
-            "limits as enough.",
-            stacklevel=2,
+    if refused := _first(run.records, "refused"):
+        raise NoIsolation(
+            f"The code sandbox cannot isolate here ({refused}), so it runs nothing. Permit user namespaces "
+            "(kernel setting, container option) or run in a virtual machine; isolation='process' does "
+            "without, for code that you trust."
         )
-    if isolation == "namespaces" and (refused := _first(run.records, "refused")):
-        raise RewardError(
-            f"The code sandbox cannot make namespaces ({refused}). Permit user namespaces (kernel setting, "
-            "container option), or choose isolation='auto' and accept the weaker guarantees."
+    if run.isolation == "process":
+        as_root = ", and it runs as root" if _first(run.records, "root") else ""
+        warnings.warn(
+            f"The code sandbox runs code with isolation='process'{as_root}: limits and an audit hook, which "
+            "code that means harm gets around. isolation='namespaces' has the kernel isolate.",
+            stacklevel=2,
         )
     return run
 
