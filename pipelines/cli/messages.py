@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from visalign.harmless import visible
 from visalign.signals import Stopped, name_of, stopped_by_sigterm
 
 USER_ERROR = 2
@@ -106,7 +107,7 @@ def describe(error: BaseException) -> str:
 
 def show_message(message: str, *, title: str, style: str) -> None:
     """A framed message in a terminal, `title: message` unbroken elsewhere; both on the error stream."""
-    console = Console(stderr=True)
+    console, message = Console(stderr=True), visible(message)
     if console.is_terminal:
         console.print(Panel(Text(message), title=title, title_align="left", border_style=style))
     else:

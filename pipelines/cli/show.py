@@ -20,6 +20,7 @@ from rich.text import Text
 from visalign.atomic import write_atomic
 from visalign.config import config_folder, list_configs
 from visalign.evaluation.pages.base import short_names
+from visalign.harmless import visible
 from visalign.pipelines.score.score import ScoreRow, to_csv, to_json, to_jsonl
 
 
@@ -216,7 +217,7 @@ def score_table(rows: Sequence[ScoreRow]) -> Group:
         by_reward = rows[start : start + len(columns)]
         table.add_row(Text(names[by_reward[0].image]), *(number(row.value) for row in by_reward))
     failed = dict.fromkeys((row.image, row.reason) for row in rows if row.reason)
-    return Group(table, *(Text(f"! {names[image]}: {reason}") for image, reason in failed))
+    return Group(table, *(Text(visible(f"! {names[image]}: {reason}")) for image, reason in failed))
 
 
 def number(value: Any) -> str:

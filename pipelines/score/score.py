@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
+from visalign.harmless import csv_cell
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.failure import Naming
 
@@ -165,5 +166,5 @@ def to_csv(rows: Sequence[ScoreRow]) -> str:
     names = ("image", "reward", "value", "unit", "std", "reason", "prompt")
     writer.writerow(names)
     for row in rows:
-        writer.writerow(["" if getattr(row, name) is None else getattr(row, name) for name in names])
+        writer.writerow([csv_cell(getattr(row, name)) for name in names])
     return buffer.getvalue()

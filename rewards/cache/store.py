@@ -5,22 +5,29 @@ One SQLite file per folder, shared by all commands and by processes at the same 
 are kept: a failure may be gone the next time. Nothing in the file is needed: one that was cut or is no
 database is set aside and begun anew, a row that was altered is judged again, and while the disk is full,
 read-only or locked the judgements stay in memory. Each of these is said once, as a warning. SQLite checks the
-form of its pages and not what stands in them, so each judgement has a CRC-32.
+form of its pages and not what stands in them, so each judgement is signed with the user's own key
+(HMAC-SHA256; `~/.local/share/visalign/cache.key`, or the text of VISALIGN_CACHE_KEY): whoever may write the
+file, but has not the key, cannot make a judge say what it did not. People who share a cache share
+VISALIGN_CACHE_KEY.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import math
+import os
+import secrets
 import sqlite3
+import tempfile
 import threading
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +39,7 @@ _PAUSE = 30.0
 _KEPT = 100_000
 """Judgements that are kept in memory while the disk fails."""
 
-VERSION = 2
+VERSION = 3
 _CHUNK = 500
 _DAMAGE = (
     sqlite3.SQLITE_CORRUPT,
@@ -43,7 +50,7 @@ _DAMAGE = (
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS judges (digest TEXT PRIMARY KEY, identity TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS judgements (judge TEXT NOT NULL, key BLOB NOT NULL, said TEXT NOT NULL, "
-    "sum INTEGER, PRIMARY KEY (judge, key)) WITHOUT ROWID",
+    "sum BLOB, PRIMARY KEY (judge, key)) WITHOUT ROWID",
 )
 
 Found = TypeVar("Found")
@@ -242,6 +249,7 @@ class ScoreFile:
             sqlite3.Error: it is no database, or cannot be opened.
             ValueError: a later version wrote it.
         """
+        row_sum("", b"", "")  # there is a key
         with closing(self.connect()) as link, link:
             said = link.execute("PRAGMA quick_check(1)").fetchone()[0]
             if said != b"ok":
@@ -256,6 +264,7 @@ class ScoreFile:
                 for table in ("judges", "judgements"):
                     link.execute(f"SELECT 1 FROM {table} LIMIT 1")
                 return
+            link.execute("DROP TABLE IF EXISTS judgements")  # of a version that signed nothing
             for statement in _SCHEMA:
                 link.execute(statement)
             link.execute(f"PRAGMA user_version = {VERSION}")
@@ -270,7 +279,9 @@ class ScoreFile:
                 marks = ",".join("?" * len(part))
                 query = f"SELECT key, said, sum FROM judgements WHERE judge = ? AND key IN ({marks})"
                 for key, said, known in link.execute(query, (judge, *part)):
-                    if row_sum(judge, key, said) == known:
+                    if hmac.compare_digest(
+                        row_sum(judge, key, said), known if isinstance(known, bytes) else b""
+                    ):
                         found[bytes(key)] = said.decode()
                     else:
                         altered += 1
@@ -305,10 +316,38 @@ class ScoreFile:
         return place
 
 
-def row_sum(judge: str | bytes, key: bytes, said: str | bytes) -> int:
-    """CRC-32 of a row."""
-    judge, said = (part.encode() if isinstance(part, str) else part for part in (judge, said))
-    return zlib.crc32(said, zlib.crc32(key, zlib.crc32(judge)))
+def row_sum(judge: str | bytes, key: bytes, said: str | bytes) -> bytes:
+    """The signature of a row."""
+    parts = [part.encode() if isinstance(part, str) else part for part in (judge, key, said)]
+    content = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hmac.digest(_secret(os.environ.get("VISALIGN_CACHE_KEY")), content, "sha256")[:16]
+
+
+@cache
+def _secret(given: str | None) -> bytes:
+    """The user's key; made at the first use, where only the user can read it."""
+    if given:
+        return given.encode()
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    path = Path(data) / "visalign" / "cache.key"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            handle, name = tempfile.mkstemp(dir=path.parent)  # that only the user may read
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_hex(32).encode())
+            with suppress(FileExistsError):  # another process was quicker: its key is the user's
+                os.link(name, path)
+            os.unlink(name)
+        key = path.read_bytes()
+    except OSError as error:
+        raise OSError(
+            f"The key of caches '{path}' cannot be read or made ({error.strerror}). Set VISALIGN_CACHE_KEY "
+            "to a secret text of your own."
+        ) from error
+    if len(key) < 64:
+        raise OSError(f"The key of caches '{path}' is not whole. Remove it; what was cached is judged again.")
+    return key
 
 
 def is_damage(error: sqlite3.Error) -> bool:

@@ -112,3 +112,24 @@ def test_a_text_model_that_the_hub_does_not_give_is_a_message(monkeypatch: pytes
         UserError, match=r"AutoConfig cannot load org/model \(We couldn't connect to the hub\.\)"
     ):
         load_causal_lm("org/model", dtype=torch.float32)
+
+
+def test_names_with_control_characters_move_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that clears the screen, and one that turns the line round."""
+    for name in ("a\x1b[2Jb.png", "c\u202egnp.png"):
+        Image.new("RGB", (8, 8), "red").save(name)
+    Path("d\x1b]0;x\x07.png").write_text("no picture")
+    result = visalign("score", ".", "-r", "sharpness", "-p", "x")
+    assert result.exit_code == 1
+    assert "a\\x1b[2Jb.png" in result.stdout and "c\\u202egnp.png" in result.stdout
+    result_of_error = visalign("score", "picture.png", "-r", "no\x1b[2Jreward", "-p", "x")
+    assert "no\\x1b[2Jreward" in result_of_error.stderr or "'no\\x1b[2Jreward'" in result_of_error.stderr
+    for said in (result.stdout, result.stderr, result_of_error.stderr):
+        assert not set(said) & {"\x1b", "\x07", "\u202e"}
+
+
+def test_cells_of_csv_are_no_formulas() -> None:
+    Image.new("RGB", (8, 8), "red").save("=cmd().png")
+    given = ("score", "=cmd().png", "-r", "sharpness", "-p", "@SUM(1)", "-f", "csv")
+    rows = [line.split(",") for line in visalign(*given).stdout.splitlines()]
+    assert rows[1][0] == "'=cmd().png" and rows[1][-1] == "'@SUM(1)" and rows[1][2] == "0.0"

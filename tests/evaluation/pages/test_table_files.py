@@ -7,7 +7,8 @@ import csv
 import io
 from pathlib import Path
 
-from visalign.evaluation.pages.table_files import FileTable, harmless, to_csv, to_latex, write_tables
+from visalign.evaluation.pages.table_files import FileTable, to_csv, to_latex, write_tables
+from visalign.harmless import csv_cell
 
 TABLE = FileTable(
     name="By kind & size",
@@ -21,7 +22,7 @@ def test_csv_holds_plain_numbers_and_no_formula() -> None:
     assert head == ["judge", "a_b", "a_b_low", "a_b_high"]
     assert rows[0] == ["50 % of $x", "0.5", "0.25", "0.75"]
     assert rows[1] == ["'=cmd()", "12.345", "", ""] and rows[2] == ["−1", "", "", ""]
-    assert [harmless(text) for text in ("@x", "-x", "\tx", "x=")] == ["'@x", "'-x", "'\tx", "x="]
+    assert [csv_cell(text) for text in ("@x", "-x", "\tx", "x=")] == ["'@x", "'-x", "'\tx", "x="]
 
 
 def test_latex_is_escaped_and_has_a_cell_for_every_column() -> None:

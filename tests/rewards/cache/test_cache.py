@@ -282,7 +282,7 @@ def test_refused(tmp_path: Path):
     with sqlite3.connect(tmp_path / FILE) as link:
         link.execute("PRAGMA user_version = 9")
     link.close()
-    with pytest.raises(ValueError, match="of version 9, this program writes 2"):
+    with pytest.raises(ValueError, match="of version 9, this program writes 3"):
         ScoreCache(tmp_path)
 
 

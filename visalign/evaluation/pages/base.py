@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from visalign.harmless import visible
 from visalign.versions import own_version
 
 LARGEST_SIDE = 768
@@ -122,7 +123,7 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     shared = 0
     while parts and all(len(own) > shared + 1 and own[shared] == parts[0][shared] for own in parts):
         shared += 1
-    return {name: "/".join(own[shared:]) for name, own in zip(unique, parts, strict=True)}
+    return {name: visible("/".join(own[shared:])) for name, own in zip(unique, parts, strict=True)}
 
 
 def plain(value: float | None, digits: int = 3) -> str:

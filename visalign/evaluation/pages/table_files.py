@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from visalign.atomic import write_atomic
+from visalign.harmless import csv_cell
 
 FOLDER = "tables"
 
@@ -66,17 +67,8 @@ def to_csv(table: FileTable) -> str:
     writer.writerow([name for names in heads for name in names])
     for row in table.rows:
         cells = [_three(cell) if w else [cell] for cell, w in zip(row, wide, strict=True)]
-        writer.writerow(["" if value is None else harmless(value) for three in cells for value in three])
+        writer.writerow([csv_cell(value) for three in cells for value in three])
     return buffer.getvalue()
-
-
-def harmless(value: Any) -> Any:
-    """A text that no spreadsheet takes for a formula: one that begins with = + - @, tab or return, quoted.
-
-    >>> harmless("=1+1"), harmless(-1.5), harmless("a = b")
-    ("'=1+1", -1.5, 'a = b')
-    """
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
 
 def to_latex(table: FileTable) -> str:

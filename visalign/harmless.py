@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of others (file names, prompts, a judge's words) made harmless where it is shown or written."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def visible(text: str) -> str:
+    r"""Control characters as their escapes: they move a terminal's cursor, and turn a line round.
+
+    >>> visible("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return _CONTROL.sub(lambda hit: ascii(hit[0])[1:-1], text)
+
+
+def csv_cell(value: Any) -> Any:
+    """A cell of CSV: None is empty, and text that a spreadsheet would compute gets an apostrophe before it.
+
+    >>> csv_cell("=1+1"), csv_cell(-0.5), csv_cell(None), csv_cell("-0.5"), csv_cell("a = b")
+    ("'=1+1", -0.5, '', '-0.5', 'a = b')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str) and value.startswith(_FORMULA) and not _is_number(value):
+        return f"'{value}"
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
