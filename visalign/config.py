@@ -176,7 +176,7 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
         raise ConfigError(f"Override '{item}' is not of the form key.sub=value. Write for example: seed=1.")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeError) as error:
         raise ConfigError(
             f"Override '{item}': its value '{text}' is not valid YAML. Close its brackets or quote it."
         ) from error

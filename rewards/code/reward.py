@@ -272,8 +272,11 @@ def _is_same(value: Any, expected: Any, tolerance: float) -> bool:
         return value.keys() == expected.keys() and all(
             _is_same(part, expected[key], tolerance) for key, part in value.items()
         )
-    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (value, expected))
-    if numbers and (isinstance(value, float) or isinstance(expected, float)):
+    if (
+        isinstance(value, float | int)
+        and isinstance(expected, float | int)
+        and float in map(type, (value, expected))
+    ):
         return value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
     return bool(value == expected)
 

@@ -8,6 +8,7 @@ refused first.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import re
@@ -88,16 +89,16 @@ class _Asker:
             for _ in range(2):  # a process that somebody ended is begun anew
                 fresh = self._process is None or self._process.poll() is not None
                 if fresh:
-                    self._end()
+                    self.end()
                     self._start()
                     if self._said("1", "1", START_SECONDS) is not True:
-                        self._end()
+                        self.end()
                         raise RewardError("math-verify does not start. Try: python -c 'import math_verify'.")
                 said = self._said(answer, truth, SECONDS)
                 if said is not None:
                     return said
                 gone = self._process is not None and self._process.poll() is not None
-                self._end()
+                self.end()
                 if fresh or not gone:
                     break
         return False
@@ -121,7 +122,8 @@ class _Asker:
             line = process.stdout.readline() if selector.select(seconds) else b""
         return {b"true\n": True, b"false\n": False}.get(line)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -130,4 +132,6 @@ class _Asker:
 
 @cache
 def _asker() -> _Asker:
-    return _Asker()
+    asker = _Asker()
+    atexit.register(asker.end)
+    return asker

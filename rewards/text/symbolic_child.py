@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from typing import Any
 
 MEMORY = 4 * 2**30
 """Bytes of address space: a power tower is no reason to fill the machine."""
@@ -32,8 +33,9 @@ def main() -> None:
     def read(text: str) -> list:
         # decimals as what they are, exactly: the library rounds them
         exact = _DECIMAL.sub(lambda hit: rf"\frac{{{int(hit[1] + hit[2])}}}{{1{'0' * len(hit[2])}}}", text)
+        without: Any = None  # a clock of its own, which would need this process's only signal
         return parse(
-            f"${exact}$", extraction_config=config, parsing_timeout=None, fallback_mode="no_fallback"
+            f"${exact}$", extraction_config=config, parsing_timeout=without, fallback_mode="no_fallback"
         )
 
     for line in sys.stdin:

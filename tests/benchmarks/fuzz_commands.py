@@ -192,7 +192,9 @@ def table(r: random.Random, kind: str) -> str:
         import pyarrow
         import pyarrow.parquet
 
-        with suppress(pyarrow.ArrowException):  # columns of mixed kinds: the file is the text then
+        with suppress(
+            pyarrow.ArrowException, UnicodeError, OverflowError
+        ):  # columns of mixed kinds: the file is the text then
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
             raw = bytearray(Path(name).read_bytes())
     if r.random() < 0.1 and raw:
@@ -383,11 +385,11 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 def run(number: int, seconds: int) -> Case:
     """Run command `number` in a folder of its own."""
-    here, r = Path.cwd(), random.Random(number)
+    here, r, case = Path.cwd(), random.Random(number), Case(number=number, arguments=["none"])
     place = tempfile.mkdtemp(prefix="fuzz")
     try:
         os.chdir(place)
-        case = Case(number=number, arguments=arguments(r))
+        case.arguments = arguments(r)
         with warnings.catch_warnings(), time_limit(seconds):
             warnings.simplefilter("ignore")
             result = CliRunner().invoke(app, case.arguments)

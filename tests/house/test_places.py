@@ -133,3 +133,15 @@ def test_cells_of_csv_are_no_formulas() -> None:
     given = ("score", "=cmd().png", "-r", "sharpness", "-p", "@SUM(1)", "-f", "csv")
     rows = [line.split(",") for line in visalign(*given).stdout.splitlines()]
     assert rows[1][0] == "'=cmd().png" and rows[1][-1] == "'@SUM(1)" and rows[1][2] == "0.0"
+
+
+def test_a_parquet_table_with_a_damaged_page_is_a_message() -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"image": "picture.png", "prompt": f"number {i}"} for i in range(50)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "t.parquet", compression="none")
+    whole = Path("t.parquet").read_bytes()
+    Path("t.parquet").write_bytes(whole[:4] + b"\xff" * 40 + whole[44:])
+    result = visalign("score", "t.parquet", "-r", "sharpness")
+    assert result.exit_code == 2 and "'t.parquet' cannot be read as Parquet" in result.stderr

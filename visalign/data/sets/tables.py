@@ -208,17 +208,19 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[i
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"'{path}' cannot be read as Parquet: {error}. It may be cut short.") from error
-    wanted = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
     number = 0
-    with file:
-        for batch in file.iter_batches(batch_size=1024, columns=wanted):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, {name: value for name, value in row.items() if value is not None}
+    try:  # a page that is damaged shows when it is read
+        with pyarrow.parquet.ParquetFile(path) as file:
+            wanted = (
+                None if columns is None else [name for name in columns if name in file.schema_arrow.names]
+            )
+            for batch in file.iter_batches(batch_size=1024, columns=wanted):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, {name: value for name, value in row.items() if value is not None}
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"'{path}' cannot be read as Parquet: {said}. It may be cut short.") from error
 
 
 READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[tuple[int, Row]]]] = {
