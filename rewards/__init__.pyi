@@ -16,6 +16,7 @@ from .catalogue import load_reward as load_reward
 from .catalogue import load_text_reward as load_text_reward
 from .chat.deepseek_grm import DeepSeekGRM as DeepSeekGRM
 from .chat.lift import Lift as Lift
+from .chat.local import LocalModel as LocalModel
 from .chat.server import ChatServer as ChatServer
 from .chat.unified_reward import UnifiedReward as UnifiedReward
 from .chat.unified_reward_pairs import UnifiedRewardPairs as UnifiedRewardPairs

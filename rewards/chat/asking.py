@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from visalign.data.assets import resolve_model
 from visalign.interfaces import Scores
 from visalign.rewards.base.contract import Request, RewardError, make_scores
 from visalign.rewards.base.identity import Identity
@@ -17,7 +19,9 @@ from visalign.rewards.catalogue import check_options
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template
+from visalign.rewards.weights.hub import is_hub_id
 
+from .local import LocalModel
 from .messages import Reply, question
 from .server import ChatServer
 
@@ -26,12 +30,15 @@ URL, MODEL, KEY = "VISALIGN_JUDGE_URL", "VISALIGN_JUDGE_MODEL", "VISALIGN_JUDGE_
 
 
 class ServedJudge:
-    """A judge that asks a served vision-language model; nothing is sent before the first picture.
+    """A judge that asks a vision-language model: a served one, to which nothing is sent before the first
+    picture, or one that is loaded here.
 
     Args:
         base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
-        model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None.
-        server: a `ChatServer` instead of the two, which several judges may share.
+        model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None. Without an address a
+            folder, hub id or packaged name of a model that is loaded in this process.
+        server: a `ChatServer` or `LocalModel` instead of the two, which several judges may share.
+        device: where a model in this process runs; a server knows of none.
         template: instead of ours: a `Template`, or the text alone, with the names in braces that ours has,
             before which the pictures are put without labels, as the published texts want them.
         default: ours.
@@ -40,7 +47,7 @@ class ServedJudge:
         seed: of the first answer; the next have the next ones.
         temperature: of the answers; 0 takes the likeliest token always, which gives one answer.
         max_new_tokens: of an answer; a longer one is a failure.
-        **server_options: of `ChatServer`.
+        **server_options: of `ChatServer`, or of `LocalModel`: precision, attention, device_map, ...
 
     Raises:
         RewardError: options that cannot be used.
@@ -55,7 +62,8 @@ class ServedJudge:
         *,
         default: Template,
         needed: Sequence[str] = ("prompt",),
-        server: ChatServer | None = None,
+        server: ChatServer | LocalModel | None = None,
+        device: Any = "cpu",
         template: Template | str | None = None,
         answers: int = 1,
         seed: int = 0,
@@ -63,7 +71,7 @@ class ServedJudge:
         max_new_tokens: int = 1024,
         **server_options: Any,
     ) -> None:
-        self.server = connect(self.name, server, base_url, model, server_options)
+        self.server = connect(self.name, server, base_url, model, server_options, device=device)
         self.template = as_template(self.name, template, default, needed=needed)
         self.answers = answers
         self.drawing = {"answers": answers, "seed": seed, "temperature": temperature}
@@ -131,11 +139,17 @@ class ServedJudge:
 
 
 def connect(
-    name: str, server: ChatServer | None, base_url: str | None, model: str | None, options: dict[str, Any]
-) -> ChatServer:
+    name: str,
+    server: ChatServer | LocalModel | None,
+    base_url: str | None,
+    model: str | None,
+    options: dict[str, Any],
+    *,
+    device: Any = "cpu",
+) -> ChatServer | LocalModel:
     """The server that a judge was given (several may share one), or that at an address: `base_url` and
     `model`, else what `URL` and `MODEL` say in the environment with the key in `KEY`; `options` are those
-    of `ChatServer`.
+    of `ChatServer`. Without an address a model that can be found is loaded here, with those of `LocalModel`.
     """
     if server is not None:
         if base_url is not None or model is not None or options:
@@ -145,11 +159,17 @@ def connect(
         base_url = os.environ[URL]
         options = {"api_key_env": KEY if KEY in os.environ else None, **options}
     model = model if model is not None else os.environ.get(MODEL)
+    if (
+        base_url is None
+        and model is not None
+        and (isinstance(resolve_model(model), Path) or is_hub_id(model))
+    ):
+        return LocalModel(model, device=device, **options)
     if base_url is None or model is None:
         raise RewardError(
             f"{name}: base_url is {base_url!r} and model {model!r}; give the address of an OpenAI-compatible "
             'server, e.g. "http://localhost:8000/v1", and the name under which it serves the model, or set '
-            f"{URL} and {MODEL} in the environment."
+            f"{URL} and {MODEL} in the environment; or a folder or hub id as model alone, to load it here."
         )
     arguments = {"base_url": base_url, "model": model, **options}
     check_options(name, ChatServer, arguments)

@@ -26,6 +26,7 @@ from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
 from .asking import ServedJudge, as_template, failed
+from .local import LocalModel
 from .messages import Reply, question
 from .server import ChatServer
 from .yes_no import read_yes_no
@@ -68,9 +69,10 @@ class DeepSeekGRM(ServedJudge):
         *,
         answers: int = 8,
         k_meta: int | None = None,
-        meta_server: ChatServer | None = None,
+        meta_server: ChatServer | LocalModel | None = None,
         meta_template: Template | str | None = None,
         min_mass: float = MIN_MASS,
+        device: Any = "cpu",
         **asking: Any,
     ) -> None:
         """Say who is asked, and what.
@@ -83,6 +85,7 @@ class DeepSeekGRM(ServedJudge):
             meta_server: of the meta judge; the judge's own when None.
             meta_template: instead of ours, with {critique}.
             min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
+            device: see `ServedJudge`.
             **asking: of `ServedJudge`; the temperature is 1 and a sample has 2048 tokens.
         """
         if k_meta is not None and not 1 <= k_meta <= answers:
@@ -94,7 +97,7 @@ class DeepSeekGRM(ServedJudge):
                 f"{self.name}: min_mass is {min_mass}; allowed are probabilities from 0 up to below 1."
             )
         asking = {"default": CRITIQUE, "temperature": 1.0, "max_new_tokens": 2048, **asking}
-        super().__init__(base_url, model, answers=answers, **asking)
+        super().__init__(base_url, model, answers=answers, device=device, **asking)
         self.meta_server = meta_server or self.server
         self.meta_template = as_template(self.name, meta_template, META, needed=("critique",))
         self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass

@@ -53,6 +53,7 @@ class Lift(ServedJudge):
         model: str | None = None,
         *,
         questions: Mapping[str, str] | None = None,
+        device: Any = "cpu",
         **asking: Any,
     ) -> None:
         """Say who is asked, and what.
@@ -61,6 +62,7 @@ class Lift(ServedJudge):
             base_url: see `ServedJudge`.
             model: see `ServedJudge`.
             questions: respect -> question, instead of ours.
+            device: see `ServedJudge`.
             **asking: of `ServedJudge`; the template holds {prompt} and {question}, an answer 512 tokens.
         """
         self.questions = dict(QUESTIONS if questions is None else questions)
@@ -69,7 +71,7 @@ class Lift(ServedJudge):
                 f"{self.name}: there are no questions; give at least one as {{respect: question}}."
             )
         asking = {"default": TEMPLATE, "needed": ("prompt", "question"), "max_new_tokens": 512, **asking}
-        super().__init__(base_url, model, **asking)
+        super().__init__(base_url, model, device=device, **asking)
         self.identity = self.identified(questions=self.questions, **self.drawing)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

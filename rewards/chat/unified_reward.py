@@ -68,6 +68,7 @@ class UnifiedReward(ServedJudge):
         model: str | None = None,
         *,
         mode: Mode = "aspects",
+        device: Any = "cpu",
         **asking: Any,
     ) -> None:
         """Say who is asked, and what.
@@ -76,6 +77,7 @@ class UnifiedReward(ServedJudge):
             base_url: see `ServedJudge`.
             model: see `ServedJudge`.
             mode: "aspects", "final", "edit_following" or "edit_quality".
+            device: see `ServedJudge`.
             **asking: of `ServedJudge`; the template holds {prompt} where the published one does.
         """
         if mode not in get_args(Mode):
@@ -86,7 +88,9 @@ class UnifiedReward(ServedJudge):
         self._source = mode == "edit_following"
         default = question(f"unified_reward_{mode}", PUBLISHED[mode], pictures=[""] * (1 + self._source))
         needed = () if mode == "edit_quality" else ("prompt",)
-        super().__init__(base_url, model, **{"default": default, "needed": needed, **asking})
+        super().__init__(
+            base_url, model, **{"default": default, "needed": needed, "device": device, **asking}
+        )
         self.identity = self.identified(mode=mode, **self.drawing)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

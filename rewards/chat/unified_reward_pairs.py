@@ -55,6 +55,7 @@ class UnifiedRewardPairs(ServedJudge):
         dim_weight: float = 1.0,
         category_weights: Sequence[float] | None = None,
         flex_categories: Literal["all", "first_three"] = "all",
+        device: Any = "cpu",
         **asking: Any,
     ) -> None:
         """Say who is asked, and what.
@@ -69,6 +70,7 @@ class UnifiedRewardPairs(ServedJudge):
             dim_weight: of the mean over Flex's categories.
             category_weights: of Flex's first categories; 1 for those beyond.
             flex_categories: those that count: "all", or "first_three", as in Pref-GRPO's code.
+            device: see `ServedJudge`.
             **asking: of `ServedJudge`, K answers in each order; the template holds {prompt} and two pictures
                 (with "edit_rank" the source before them), an answer 2048 tokens.
         """
@@ -81,7 +83,8 @@ class UnifiedRewardPairs(ServedJudge):
         _check_weights(self.name, [overall_weight, dim_weight, *(category_weights or ())])
         self._source = mode == "edit_rank"
         default = question(f"unified_reward_{mode}", PUBLISHED[mode], pictures=[""] * (2 + self._source))
-        super().__init__(base_url, model, **{"default": default, "max_new_tokens": 2048, **asking})
+        asking = {"default": default, "max_new_tokens": 2048, "device": device, **asking}
+        super().__init__(base_url, model, **asking)
         self.mode, self.both_orders = mode, both_orders
         self._blend: dict[str, Any] = {"overall_weight": overall_weight, "dim_weight": dim_weight}
         self._blend["category_weights"] = tuple(category_weights or ())

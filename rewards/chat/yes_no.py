@@ -27,6 +27,7 @@ from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
 from .asking import ServedJudge, connect
+from .local import LocalModel
 from .messages import Reply, question
 from .server import ChatServer
 
@@ -139,7 +140,8 @@ class YesNoServer(ServedJudge):
         base_url: str | None = None,
         model: str | None = None,
         *,
-        server: ChatServer | None = None,
+        server: ChatServer | LocalModel | None = None,
+        device: Any = "cpu",
         template: Template | str | None = None,
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
@@ -152,13 +154,14 @@ class YesNoServer(ServedJudge):
             base_url: see `ServedJudge`.
             model: see `ServedJudge`.
             server: see `ServedJudge`.
+            device: see `ServedJudge`.
             template: instead of ours: a `Template`, whose words "yes" and "no" count, or the text alone.
             top_logprobs: alternatives of the first token to ask for; 20 is what OpenAI and vLLM allow
                 by default.
             min_mass: smallest probability of yes and no together that counts as an answer.
             one_sided: where yes or no is not among the alternatives, so that the log-odds are undefined:
                 "invalid" masks the image, "bound" takes the nearest to 0 that the list allows.
-            **server_options: of `ChatServer`.
+            **server_options: of `ChatServer` or `LocalModel`.
         """
         if not 2 <= top_logprobs or not 0 <= min_mass < 1:
             raise RewardError(
@@ -167,7 +170,7 @@ class YesNoServer(ServedJudge):
             )
         if one_sided not in ("invalid", "bound"):
             raise RewardError(f"{self.name}: one_sided is {one_sided!r}; allowed are 'invalid' and 'bound'.")
-        server = connect(self.name, server, base_url, model, server_options)
+        server = connect(self.name, server, base_url, model, server_options, device=device)
         super().__init__(server=server, template=template, default=QUESTION, needed=(), max_new_tokens=1)
         self.top_logprobs, self.min_mass, self.one_sided = top_logprobs, min_mass, one_sided
         self.identity = self.identified(top_logprobs=top_logprobs, min_mass=min_mass, one_sided=one_sided)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,19 +109,33 @@ class SeeingNetwork:
         # A few rows cost nothing in float64, and rounding then does not tell neighbours.
         wide = torch.float32 if head.weight.device.type == "mps" else torch.float64
         bias = None if head.bias is None else head.bias[index].to(wide)
-        return linear(states.to(wide), head.weight[index].to(wide), bias).float()
+        return linear(states.to(head.weight.device, wide), head.weight[index].to(wide), bias).float()
 
     def log_total(self, states: Tensor) -> Tensor:
         """logsumexp [N] float32 over the whole vocabulary at states [N, H], a part of the head at a time."""
+        return torch.stack([strip.logsumexp(-1) for strip in self._strips(states)]).logsumexp(0)
+
+    def likeliest(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(log-probs [N, K], ids [N, K]) of the K likeliest tokens at states [N, H], the likeliest first."""
+        best, ids, parts = [], [], []
+        for number, strip in enumerate(self._strips(states)):
+            found = strip.topk(min(count, strip.shape[-1]))
+            best.append(found.values)
+            ids.append(found.indices + number * STRIP)
+            parts.append(strip.logsumexp(-1))
+        all_best, all_ids = torch.cat(best, -1), torch.cat(ids, -1)
+        order = all_best.topk(min(count, all_best.shape[-1]))
+        total = torch.stack(parts).logsumexp(0)
+        return order.values - total[:, None], all_ids.gather(-1, order.indices)
+
+    def _strips(self, states: Tensor) -> Iterator[Tensor]:
+        """Logits [N, up to `STRIP`] float32 of all tokens, part by part."""
         head = self.model.get_output_embeddings()
-        total: Tensor | None = None
+        states = states.to(head.weight.device).float()
         for start in range(0, len(head.weight), STRIP):
             part = slice(start, start + STRIP)
             bias = None if head.bias is None else head.bias[part].float()
-            strip = linear(states.float(), head.weight[part].float(), bias).logsumexp(-1)
-            total = strip if total is None else torch.logaddexp(total, strip)
-        assert total is not None
-        return total
+            yield linear(states, head.weight[part].float(), bias)
 
     def features(self, shown: Sequence[SeenPicture]) -> dict[SeenPicture, PictureFeatures]:
         """Features of pictures: kept ones, or live with gradient where the tower is trained.
