@@ -36,6 +36,8 @@ CATALOGUE: dict[str, Entry] = {
     "lora_ensemble": "visalign.rewards.hpsv3.ensemble_judge:LoraEnsembleReward",
     "reward_dance": "visalign.rewards.questions.reward_dance:RewardDance",
     "reward_dance_pairs": "visalign.rewards.questions.reward_dance:RewardDancePairs",
+    "vqa_score": "visalign.rewards.questions.vqa:VqaScore",
+    "soft_tifa": "visalign.rewards.questions.vqa:SoftTifa",
     "vision_reward": "visalign.rewards.questions.vision_reward:VisionReward",
     "heie": "visalign.rewards.heie.judge:Heie",
     "geneval": "visalign.rewards.verifiers.geneval:GenEval",

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,7 +47,9 @@ class GroupWinRate:
     so is the only image of its group. Equal images are asked about once and tie with each other. The part
     "compared" counts the valid comparisons of a row.
 
-    Win rates as a reward: Wang et al., Pref-GRPO, arXiv 2508.20751 (there: hard answers, one order).
+    Win rates as a reward: Wang et al., Pref-GRPO, arXiv 2508.20751. Their code asks each pair i < j of a
+    group once, image i first, takes hard answers, counts a failure as half a win of both, and rounds to three
+    decimals: `rule="published"`.
     """
 
     unit = "win rate"
@@ -59,6 +61,7 @@ class GroupWinRate:
         self,
         judge: PairwiseReward,
         *,
+        rule: Literal["own", "published"] = "own",
         both_orders: bool | None = None,
         hard: bool = False,
         budget: float | None = None,
@@ -69,6 +72,7 @@ class GroupWinRate:
 
         Args:
             judge: the pairwise judge.
+            rule: "own" as above, or "published", which sets both_orders, hard and budget itself.
             both_orders: ask each pair in both orders (without a budget); None does so unless the judge says
                 that it averages both itself (its attribute `both_orders`).
             hard: count p > ½ as a win, p < ½ as a loss; otherwise the probability itself is the share of a
@@ -81,6 +85,13 @@ class GroupWinRate:
         Raises:
             ValueError: a budget outside (0, 1], or one with `hard`.
         """
+        if rule not in ("own", "published"):
+            raise ValueError(f"rule is {rule!r}; allowed are 'own' and 'published'.")
+        if rule == "published" and (both_orders or budget is not None):
+            raise ValueError("rule 'published' asks every pair once; leave out both_orders and budget.")
+        self.published = rule == "published"
+        if self.published:
+            both_orders, hard = False, True
         if budget is not None and not 0 < budget <= 1:
             raise ValueError(f"budget is {budget}; allowed are shares in (0, 1], or None for all pairs.")
         if budget is not None and hard:
@@ -148,12 +159,15 @@ class GroupWinRate:
             ]
             answers = PairAnswers((there - back) / 2, reasons)
         else:
-            # The odd pairs are turned round, so that each image stands on either side about equally often.
-            pairs = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
+            if not self.published:
+                # Odd pairs are turned round, so that each image stands on either side about equally often.
+                pairs = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
             answers = asker.ask(pairs)
         prob = answers.prob
         if self.hard:
             prob = torch.where(torch.isnan(prob), prob, (1 + (prob - 0.5).sign()) / 2)
+        if self.published:
+            prob = prob.nan_to_num(0.5)
         return _Outcome(
             pairs, prob, _count(pairs, answers, len(groups)), _reasons(pairs, answers, len(groups))
         )
@@ -194,6 +208,8 @@ class GroupWinRate:
             torch.tensor(prob, dtype=torch.float64),
             len(index),
         )
+        if self.published:
+            rates = (rates * 1000).round() / 1000
         reasons = list(request.images.reasons)
         for row, rate, number in zip(rows, rates.tolist(), index, strict=True):
             if math.isnan(rate):

@@ -19,7 +19,17 @@ from visalign.rewards import CATALOGUE, load_judge
 from visalign.rewards.base.images import to_pil
 
 READ = (
-    *("clip_score", "ict", "ict_hp", "hpsv3", "reward_dance", "reward_dance_pairs", "pick_score", "hps_v2"),
+    *(
+        "clip_score",
+        "ict",
+        "ict_hp",
+        "hpsv3",
+        "reward_dance",
+        "vqa_score",
+        "reward_dance_pairs",
+        "pick_score",
+        "hps_v2",
+    ),
     "vision_reward",
 )
 """Judges that look at the prompt, as they work with nothing downloaded."""
@@ -32,6 +42,7 @@ ELSEWHERE = {
     *("shapes_verifier", "laion_aesthetic", "image_reward", "heie", "geneval", "ocr", "lora_ensemble"),
     *("calibrated", "remote", "unified_reward", "unified_reward_pairs", "lift", "deepseek_grm"),
     "yes_no_server",
+    "soft_tifa",
 }
 """Judges of records, and those that need more than an option: tests of their own hold them to the same."""
 

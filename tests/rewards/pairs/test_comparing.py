@@ -125,6 +125,23 @@ def test_hard_answers_in_one_order_are_the_published_win_rates() -> None:
     assert {sum(left == k / 10 for left, _ in sides.asked) for k in range(9)} == {4}
 
 
+def test_the_published_rule_by_name() -> None:
+    """Pref-GRPO's: i before j, hard answers, half a win each for a failure, three decimals."""
+    levels = [0.2, 0.5, 0.8, 0.6]
+    judge = BrightnessPairs(bias=4.0, fails=lambda left, right: {left, right} == {0.2, 0.6})
+    rates = GroupWinRate(judge, rule="published").score(grey(levels), ["a"] * 4)
+    assert judge.asked == [(0.2, 0.5), (0.2, 0.8), (0.2, 0.6), (0.5, 0.8), (0.5, 0.6), (0.8, 0.6)]
+    # left wins above −0.4 of difference: 0>1, 2>0, 0=3 (failed), 1>2, 1>3, 2>3
+    assert rates.value.tolist() == pytest.approx([0.5, 0.667, 0.667, 0.167], abs=1e-7)
+    assert rates.valid.all() and rates.parts["compared"].tolist() == [2, 3, 3, 2]
+    own = GroupWinRate(judge, both_orders=False, hard=True).score(grey(levels), ["a"] * 4)
+    assert own.value.tolist() != rates.value.tolist(), "there odd pairs are turned round"
+    with pytest.raises(ValueError, match="rule is 'theirs'; allowed are 'own' and 'published'"):
+        GroupWinRate(judge, rule="theirs")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="asks every pair once; leave out both_orders and budget"):
+        GroupWinRate(judge, rule="published", budget=0.5)
+
+
 def test_hard_rounds_the_averaged_answer_and_two_minds_are_a_tie() -> None:
     judge = BrightnessPairs(scale=1, bias=5, hard=True)  # always for the left one
     assert as_pointwise(judge).score(grey([0.2, 0.5]), ["p"] * 2).value.tolist() == [0.5, 0.5]

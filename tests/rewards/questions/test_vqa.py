@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VQAScore and Soft-TIFA: probabilities of the right words, by hand and of the model itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.support.seeing_judges import ScriptedEngine, images
+from tests.support.tiny_judges import ONE, noise, tiny_judge
+from visalign.rewards import RewardError, check_reward, load_reward
+from visalign.rewards.questions.vqa import SHOWS, SoftTifa, VqaScore
+from visalign.rewards.vlm.engine import Query
+from visalign.rewards.vlm.template import Template
+
+CONTENT = [{"type": "image"}, {"type": "text", "text": "{question}"}]
+ASK = Template(name="ask", messages=[{"role": "user", "content": CONTENT}])
+
+
+def test_vqa_score_is_the_probability_of_yes_among_all_words():
+    engine = tiny_judge()
+    pictures = [noise(16, 24, 1), noise(40, 8, 2)]
+    found = VqaScore(engine, template=ONE, answer="y").score(pictures, ["a cat", "a dog"])
+    everything = engine.answer_logits(
+        ONE,
+        [Query(images=[p], prompt=t) for p, t in zip(pictures, ["a cat", "a dog"], strict=True)],
+        range(len(engine.model.get_output_embeddings().weight)),
+    ).logits.double()
+    yes = engine.token_ids(["y"])[0]
+    assert found.value.tolist() == pytest.approx(everything.softmax(-1)[:, yes].tolist(), rel=1e-5)
+    assert (
+        SHOWS.messages[0]["content"][1]["text"]
+        == 'Does this figure show "{prompt}"? Please answer Yes or No.'
+    )
+    with pytest.raises(RewardError, match="Did you mean 'attention'"):
+        VqaScore("shapes-vlm", atention="eager")
+
+
+def test_soft_tifa_by_hand():
+    told = {
+        "How many?": {"four": 0.3, "4": 0.2, "five": 0.5},
+        "Is it red?": {"Yes": 0.1, "yes": 0.1, "no": 0.8},
+    }
+    words = ("four", "4", "five", "Yes", "yes", "no")
+    engine = ScriptedEngine(lambda template, ask: told[ask.prompt], words=words)
+    record = {"vqa_list": [["How many?", "four"], ["Is it red?", "Yes"]]}
+    records = [record, {}, {"vqa_list": [["How many?"]]}]
+    hard = SoftTifa(engine).score(images(3), ["a", "b", "c"], records)
+    soft = SoftTifa(engine, mean="arithmetic").score(images(3), ["a", "b", "c"], records)
+    assert hard.value[0] == pytest.approx(math.sqrt(0.5 * 0.2), rel=1e-5)
+    assert soft.value[0] == pytest.approx((0.5 + 0.2) / 2, rel=1e-5)
+    assert hard.text is not None and hard.text[0] == "least probable: Is it red? (0.2)"
+    assert hard.valid.tolist() == [True, False, False] and hard.reason is not None
+    assert hard.reason[1] == 'its record has no "vqa_list", a list of [question, answer]'
+    assert "is no [question, answer]" in str(hard.reason[2])
+    with pytest.raises(ValueError, match="mean is 'median'; allowed are"):
+        SoftTifa(engine, mean="median")  # type: ignore[arg-type]
+
+
+def test_soft_tifa_of_a_model_counts_each_answer_among_all_words():
+    engine = tiny_judge()
+    judge = SoftTifa(engine, template=ASK)
+    picture = noise(16, 24, 1)
+    found = judge.score([picture], ["-"], [{"vqa_list": [["a b?", "y"], ["c?", "n"]]}])
+    alone = [
+        judge.score([picture], ["-"], [{"vqa_list": [pair]}]).value[0]
+        for pair in (["a b?", "y"], ["c?", "n"])
+    ]
+    torch.testing.assert_close(found.value[0], (alone[0] * alone[1]).sqrt(), rtol=1e-5, atol=1e-7)
+
+
+def test_the_contract():
+    judge = load_reward("vqa_score")
+    pictures = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(1)).mul(255).round() / 255
+    check_reward(judge, images=pictures, prompts=["a red circle", "two blue squares", "a circle"])
+    assert judge.identity.model == "shapes-vlm"  # type: ignore[attr-defined]
