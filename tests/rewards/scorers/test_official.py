@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our judges against the published recipes on random checkpoints: equal within 1e-5."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support.official_judges import FROZEN, JUDGES, pictures, prompts_of
+
+TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_scores_are_the_official_ones(name, tmp_path):
+    judge, official = JUDGES[name](tmp_path)
+    frozen = torch.tensor(json.loads(FROZEN.read_text())[name], dtype=torch.float64)
+    found = judge.score(pictures(), prompts_of(name))
+    assert found.valid.all(), found.reason
+    with torch.no_grad():
+        now = official().double()
+    scale = frozen.abs().clamp(min=1.0)
+    assert ((now - frozen).abs() / scale).max() <= TOLERANCE, "the recipe itself gives what was frozen"
+    assert ((found.value.double() - frozen).abs() / scale).max() <= TOLERANCE
+    assert frozen.std() > 1e-3, "the pictures are told apart"

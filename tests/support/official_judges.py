@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges on random checkpoints in their published layouts, and what the published recipes make of them.
+
+The recipes run the libraries' own classes and image transforms, none of ours. `python -m
+tests.support.official_judges` writes their scores to tests/golden/official/judges.json, which
+tests/rewards/scorers/test_official.py holds ours against.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from tests.support.rewards_published_layouts import head, open_clip_vit, transformers_clip
+from tests.support.rewards_tiny_clip import CONTEXT
+from tests.support.rewards_tiny_transformers import SIZES, tiny_clip_config
+from tests.support.tiny_vision_language_models import TEMPLATE, tiny_seeing_model, tiny_seeing_tokenizer
+
+FROZEN = Path(__file__).parents[1] / "golden" / "official" / "judges.json"
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+PROMPTS = ["a red circle", "Tom &amp; Jerry, don't stop 42", "two  blue squares " * 12, "é 日本 🙂"]
+SHAPES = ((41, 44), (32, 35), (35, 32), (60, 47))
+"""Height and width of the pictures; three columns or rows are left over in two of them."""
+VOCABULARY, SIDE = 49408, 32
+LARGE = {**SIZES, "vocabulary": VOCABULARY}
+OPEN_CLIP = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": SIDE, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1},
+}
+PIXELS = {"min_pixels": 64, "max_pixels": 4096}
+
+
+def pictures() -> list[Image.Image]:
+    """Noise of other sizes each; numpy's generator is the same everywhere."""
+    random = np.random.default_rng(7)
+    return [Image.fromarray(random.integers(0, 256, (*shape, 3), dtype=np.uint8)) for shape in SHAPES]
+
+
+def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Norms near 1, the rest N(0, 0.04), from numpy."""
+    random, state = np.random.default_rng(seed), {}
+    for key, shape in shapes.items():
+        if key.endswith("position_ids"):
+            state[key] = torch.arange(shape[1])[None]
+            continue
+        noise = torch.tensor(random.standard_normal(shape, dtype=np.float32) * np.float32(0.2))
+        state[key] = 1 + noise if key.endswith("weight") and len(shape) == 1 else noise
+        if key == "logit_scale":
+            state[key] = torch.tensor(4.6)
+    return state
+
+
+def _clip_folder(folder: Path, seed: int, *, config: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    torch.save(weights(transformers_clip(**LARGE), seed), folder / "pytorch_model.bin")
+    if config:
+        (folder / "config.json").write_text(json.dumps(tiny_clip_config(VOCABULARY, 2)))
+    return folder
+
+
+def _clip_model(folder: Path) -> Any:
+    from transformers import CLIPConfig, CLIPModel
+
+    model = CLIPModel(CLIPConfig.from_dict(json.loads((folder / "config.json").read_text())))
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    model.load_state_dict({k: v for k, v in state.items() if not k.endswith("position_ids")})
+    return model.eval()
+
+
+def _clip_tokens() -> Any:
+    """transformers' CLIPTokenizer on the published vocabulary."""
+    from open_clip import SimpleTokenizer
+    from transformers import CLIPTokenizer
+
+    words = SimpleTokenizer()
+    names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+    vocabulary = {names.get(word, word): place for word, place in words.encoder.items()}
+    merges: Any = list(words.bpe_ranks)
+    return CLIPTokenizer(vocab=vocabulary, merges=merges)
+
+
+def _processed(images: Sequence[Image.Image]) -> Tensor:
+    """transformers' CLIPImageProcessor on PIL's pictures."""
+    from transformers import CLIPImageProcessorPil
+
+    size: dict[str, Any] = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    return CLIPImageProcessorPil(**size)(images, return_tensors="pt")["pixel_values"]
+
+
+def _torchvision(images: Sequence[Image.Image], *, tensors: bool) -> Tensor:
+    """OpenAI's and open_clip's transform, or HPSv2's, which turns pictures into tensors before the resize."""
+    from torchvision import transforms as tv
+
+    resize = tv.Resize(SIDE, tv.InterpolationMode.BICUBIC, antialias=True)
+    steps: list[Any] = [resize, tv.CenterCrop(SIDE)]
+    steps = [tv.ToTensor(), *steps] if tensors else [*steps, tv.ToTensor()]
+    return torch.stack([tv.Compose([*steps, tv.Normalize(MEAN, STD)])(image) for image in images])
+
+
+def _cosine(model: Any, pixels: Tensor, tokens: Any) -> Tensor:
+    picture = F.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
+    text = F.normalize(model.get_text_features(**tokens).pooler_output, dim=-1)
+    return (picture * text).sum(-1)
+
+
+def _layers(widths: Sequence[int], places: Sequence[int], state: dict[str, Tensor]) -> nn.Module:
+    """The published five-layer head without nonlinearity, in evaluation mode."""
+    layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
+    for layer, place in zip(layers, places, strict=True):
+        layer.load_state_dict({kind: state[f"layers.{place}.{kind}"] for kind in ("weight", "bias")})
+    return nn.Sequential(*layers)
+
+
+WIDTHS, PLACES = (16, 24, 12, 8, 4, 1), (0, 2, 4, 6, 7)
+
+
+def pick_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """exp(logit_scale) · cos of CLIPProcessor's pixels and tokens."""
+    from visalign.rewards.scorers.pick_score import PickScore
+
+    place = _clip_folder(folder / "pick", 1)
+
+    def official() -> Tensor:
+        model = _clip_model(place)
+        tokens = _clip_tokens()(
+            PROMPTS, padding=True, truncation=True, max_length=CONTEXT, return_tensors="pt"
+        )
+        return model.logit_scale.exp() * _cosine(model, _processed(pictures()), tokens)
+
+    return PickScore(place), official
+
+
+def ict(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """The cosine alone; texts by open_clip's tokenizer."""
+    from visalign.rewards.scorers.ict import Ict
+
+    place = _clip_folder(folder / "ict", 2)
+
+    def official() -> Tensor:
+        from open_clip import SimpleTokenizer
+
+        ids = SimpleTokenizer(context_length=CONTEXT)(PROMPTS)
+        return _cosine(_clip_model(place), _processed(pictures()), {"input_ids": ids})
+
+    return Ict(place), official
+
+
+def hp(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """The projected embedding, not normalised, through the head."""
+    from visalign.rewards.scorers.hp import Hp
+
+    place = _clip_folder(folder / "hp" / "hp_backbone", 3)
+    file = folder / "hp" / "hp_scorer" / "mlp_pytorch_model.bin"
+    file.parent.mkdir()
+    torch.save(weights(head(16, WIDTHS[1:]), 4), file)
+
+    def official() -> Tensor:
+        layers = _layers(WIDTHS, PLACES, torch.load(file, weights_only=True))
+        return layers(_clip_model(place).get_image_features(_processed(pictures())).pooler_output)[:, 0]
+
+    return Hp(folder / "hp"), official
+
+
+def laion_aesthetic(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """OpenAI's transform, the normalised embedding, the head."""
+    from visalign.rewards.scorers.laion_aesthetic import LaionAesthetic
+
+    place = _clip_folder(folder / "laion", 5)
+    torch.save(weights(head(16, WIDTHS[1:]), 6), place / "head.pth")
+
+    def official() -> Tensor:
+        layers = _layers(WIDTHS, PLACES, torch.load(place / "head.pth", weights_only=True))
+        found = _clip_model(place).get_image_features(_torchvision(pictures(), tensors=False)).pooler_output
+        return layers(F.normalize(found, dim=-1))[:, 0]
+
+    return LaionAesthetic(place, head=place / "head.pth"), official
+
+
+def hps_v2(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """open_clip's own model and tokenizer; tensors are resized."""
+    from visalign.rewards.scorers.hps_v2 import FILES, HpsV2
+
+    sizes: dict[str, Any] = {"text": (32, 128, 1), "vision": (32, 128, 1), "embed": 16, "context": 16}
+    sizes |= {"vocabulary": VOCABULARY, "patch": 8, "image": SIDE}
+    file = folder / FILES["2.1"]
+    torch.save({"epoch": 1, "state_dict": weights(open_clip_vit(**sizes), 7)}, file)
+
+    def official() -> Tensor:
+        import open_clip
+
+        model = open_clip.CLIP(**OPEN_CLIP)
+        model.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
+        model.eval()
+        ids = open_clip.SimpleTokenizer(context_length=16)(PROMPTS)
+        picture = model.encode_image(_torchvision(pictures(), tensors=True), normalize=True)
+        return (picture * model.encode_text(ids, normalize=True)).sum(-1)
+
+    return HpsV2(file, architecture=OPEN_CLIP), official
+
+
+def _seeing(folder: Path, seed: int, **changes: Any) -> tuple[Any, Any]:
+    """A tiny Qwen2-VL with numpy's weights, and its processor with the library's PIL image processor."""
+    from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    model = tiny_seeing_model(max_position_embeddings=8192, **changes)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key != "lm_head.weight"}
+    model.load_state_dict(weights(shapes, seed), strict=False)
+    model.tie_weights()
+    size: Any = {"shortest_edge": 64, "longest_edge": 4096}
+    processor = Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(patch_size=4, size=size),
+        tokenizer=tiny_seeing_tokenizer(),
+        video_processor=Qwen2VLVideoProcessor(patch_size=4),
+        chat_template=TEMPLATE,
+    )
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return model.eval(), processor
+
+
+def _asked(processor: Any, text: str, image: Image.Image) -> Any:
+    """The processor's inputs; the picture is resized before, by PIL, as qwen-vl-utils does it, and in the
+    order of Pillow up to 12, the width first: 13 takes the height first where that is cheaper.
+    """
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    height, width = smart_resize(image.height, image.width, factor=8, **PIXELS)
+    bicubic = Image.Resampling.BICUBIC
+    image = image.resize((width, image.height), bicubic).resize((width, height), bicubic)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+    written = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return processor(text=[written], images=[image], return_tensors="pt")
+
+
+def vqa_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """The softmax over the whole vocabulary at the next word, one picture at a time; here the word is "y"."""
+    from visalign.rewards.questions.vqa import SHOWS, VqaScore
+
+    model, processor = _seeing(folder / "vlm", 8)
+    text = SHOWS.messages[0]["content"][1]["text"]
+
+    def official() -> Tensor:
+        yes, found = processor.tokenizer.convert_tokens_to_ids("y"), []
+        for image, prompt in zip(pictures(), _SPELLED, strict=True):
+            inputs = _asked(processor, text.replace("{prompt}", prompt), image)
+            found.append(model(**inputs).logits[0, -1].double().softmax(-1)[yes])
+        return torch.stack(found)
+
+    return VqaScore(folder / "vlm", answer="y"), official
+
+
+def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """The released forward: embeddings with the picture's in their places, plain positions, the head on the
+    state at the reward token; its mean.
+    """
+    from safetensors.torch import save_file
+
+    from visalign.rewards.hpsv3.judge import HPSv3
+    from visalign.rewards.hpsv3.published import PUBLISHED_TEMPLATE
+
+    base = folder / "hpsv3" / "base"
+    _seeing(base, 9)
+    _, processor = _seeing(folder / "unused", 9)
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|Reward|>"]})
+    token = processor.tokenizer.convert_tokens_to_ids("<|Reward|>")
+    model: Any = tiny_seeing_model(vocab_size=token + 1, max_position_embeddings=8192)
+    model.config.tie_word_embeddings = False
+    state = weights({key: tuple(value.shape) for key, value in model.state_dict().items()}, 10)
+    state["lm_head.weight"] = state["model.language_model.embed_tokens.weight"].clone()
+    model.load_state_dict(state)
+    shapes = {"0": (1024, 32), "3": (16, 1024), "5": (2, 16)}
+    layers = {f"rm_head.{n}.weight": shape for n, shape in shapes.items()}
+    layers |= {f"rm_head.{n}.bias": (shape[0],) for n, shape in shapes.items()}
+    ranknet = weights(layers, 11)
+    old = {
+        key.removeprefix("model.")
+        if "visual" in key
+        else key.replace("model.language_model.", "model."): held
+        for key, held in state.items()
+    }
+    save_file({k: v.contiguous() for k, v in (old | ranknet).items()}, folder / "hpsv3" / "HPSv3.safetensors")
+    text = PUBLISHED_TEMPLATE.messages[0]["content"][1]["text"]
+
+    def official() -> Tensor:
+        trunk, found = model.eval().model, []
+        for image, prompt in zip(pictures(), _SPELLED, strict=True):
+            inputs = _asked(processor, text.replace("{prompt}", prompt), image)
+            ids = inputs["input_ids"]
+            embedded = trunk.get_input_embeddings()(ids)
+            seen = trunk.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+            mask = (ids == model.config.image_token_id)[..., None].expand_as(embedded)
+            embedded = embedded.masked_scatter(mask, torch.cat(list(seen)))
+            states = trunk.language_model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"])[0]
+            at = states[0, ids[0] == token]
+            for number in ("0", "3", "5"):
+                at = F.linear(at, ranknet[f"rm_head.{number}.weight"], ranknet[f"rm_head.{number}.bias"])
+                at = at.relu() if number != "5" else at
+            found.append(at[0, 0])
+        return torch.stack(found)
+
+    return HPSv3(folder / "hpsv3" / "HPSv3.safetensors", base=base, **PIXELS), official
+
+
+_SPELLED = ["a red circle", "two squares", "a cat on a mat", "x"]
+"""Prompts in letters of the tiny tokenizer."""
+JUDGES = {
+    **{"pick_score": pick_score, "ict": ict, "hp": hp, "laion_aesthetic": laion_aesthetic, "hps_v2": hps_v2},
+    **{"vqa_score": vqa_score, "hpsv3": hpsv3},
+}
+"""Name -> (our judge on a checkpoint that it makes in a folder, the official scores of it)."""
+
+
+def prompts_of(name: str) -> list[str]:
+    """What a judge is asked with."""
+    return _SPELLED if name in ("vqa_score", "hpsv3") else PROMPTS
+
+
+def main() -> None:
+    """Write what the official recipes give."""
+    found = {}
+    with tempfile.TemporaryDirectory() as place, torch.no_grad():
+        for name, make in JUDGES.items():
+            folder = Path(place) / name
+            folder.mkdir()
+            found[name] = make(folder)[1]().double().tolist()
+    FROZEN.parent.mkdir(exist_ok=True)
+    FROZEN.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
