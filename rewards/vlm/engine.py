@@ -176,7 +176,7 @@ class VisionLanguageEngine:
             "template": template.text,
             "preprocessing": self.network.pictures.settings(),
             "dtype": str(self.network.trunk.get_input_embeddings().weight.dtype).removeprefix("torch."),
-            "options": {"positions": self.positions, **options},
+            "options": {"positions": self.positions, **_quantised(self.model), **options},
         }
 
     def encode(
@@ -328,6 +328,16 @@ def check_loading(name: str, options: Mapping[str, Any]) -> None:
     ) -> None: ...
 
     check_options(name, loading, options, RewardError)
+
+
+def _quantised(model: Any) -> dict[str, str]:
+    """How a model's weights are quantised, which moves its scores; {} where they are not."""
+    config = getattr(model.config, "quantization_config", None)
+    if config is None:
+        return {}
+    held = config if isinstance(config, dict) else config.to_dict()
+    told = {key: value for key, value in held.items() if key.startswith(("load_in", "bits", "quant_method"))}
+    return {"quantisation": ", ".join(f"{key} {value}" for key, value in sorted(told.items()) if value)}
 
 
 def _full(rows: Sequence[TokenRow | None], width: int, compute: Any) -> Tensor:

@@ -3,6 +3,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
 from tests.support.tiny_vision_language_models import save_tiny_seeing_model, tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.vlm import loading
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.network import picture_encoder
 from visalign.rewards.vlm.template import JudgeSettings, Template, escape
@@ -220,3 +222,21 @@ def test_a_text_that_is_too_long_is_a_reason_and_no_warning(tmp_path, capfd) -> 
     (row, _), (reason, none) = judge.encode(ONE, [long, ASK])
     assert row is None and none is None and "the model reads at most 64" in str(reason)
     assert capfd.readouterr().err == ""
+
+
+def test_quantisation_needs_its_package_and_spares_what_is_read(monkeypatch):
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(RewardError, match=r"'int8' needs bitsandbytes: pip install bitsandbytes"):
+        loading.placing_options(torch.bfloat16, "cuda", quantisation="int8")
+    monkeypatch.setattr(loading, "find_spec", lambda name: name)
+    options = loading.placing_options(torch.bfloat16, "cuda:1", quantisation="int4")
+    config = options["quantization_config"]
+    assert config.load_in_4bit and config.bnb_4bit_compute_dtype == torch.bfloat16
+    assert {"lm_head", "visual"} <= set(config.llm_int8_skip_modules)
+    assert options["device_map"] == {"": "cuda:1"}
+
+
+def test_a_model_that_is_partly_on_disk_is_refused():
+    held = SimpleNamespace(hf_device_map={"model.visual": 0, "lm_head": "disk"})
+    with pytest.raises(RewardError, match="device_map puts parts of the model on disk"):
+        loading.placed(held, "cuda", device_map="auto")
