@@ -88,7 +88,7 @@ def summary(name: str, entry: Entry) -> str:
 
     Example:
         >>> summary("sharpness", CATALOGUE["sharpness"])
-        'Variance of the Laplacian as a reward.'
+        'Variance of the Laplacian; higher means more and harder edges (noise counts as edges, too).'
     """
     place, options = (entry, {}) if isinstance(entry, str) else entry
     sentence = " ".join((inspect.getdoc(find_target(place)) or name).split("\n\n")[0].split())

@@ -118,6 +118,7 @@ DEVIATION_KINDS = {
 
 _WITHOUT = (
     *("shapes_verifier", "geneval", "ocr", "heie", "reward_dance", "reward_dance_pairs", "vision_reward"),
+    *("vqa_score", "soft_tifa"),
     *("clip_score", "pick_score", "hps_v2", "laion_aesthetic", "image_reward", "ict", "hp", "ict_hp"),
     *("brightness", "contrast", "saturation", "colourfulness", "edge_density", "sharpness", "jpeg_size"),
     "yes_no_server",

@@ -38,7 +38,7 @@ OPEN_CLIP = {
     "vision_cfg": {"image_size": SIDE, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
     "text_cfg": {"context_length": 16, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1},
 }
-PIXELS = {"min_pixels": 64, "max_pixels": 4096}
+PIXELS: dict[str, Any] = {"min_pixels": 64, "max_pixels": 4096}
 
 
 def pictures() -> list[Image.Image]:
@@ -95,7 +95,7 @@ def _processed(images: Sequence[Image.Image]) -> Tensor:
     from transformers import CLIPImageProcessorPil
 
     size: dict[str, Any] = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
-    return CLIPImageProcessorPil(**size)(images, return_tensors="pt")["pixel_values"]
+    return CLIPImageProcessorPil(**size)(list(images), return_tensors="pt")["pixel_values"]
 
 
 def _torchvision(images: Sequence[Image.Image], *, tensors: bool) -> Tensor:
@@ -105,7 +105,8 @@ def _torchvision(images: Sequence[Image.Image], *, tensors: bool) -> Tensor:
     resize = tv.Resize(SIDE, tv.InterpolationMode.BICUBIC, antialias=True)
     steps: list[Any] = [resize, tv.CenterCrop(SIDE)]
     steps = [tv.ToTensor(), *steps] if tensors else [*steps, tv.ToTensor()]
-    return torch.stack([tv.Compose([*steps, tv.Normalize(MEAN, STD)])(image) for image in images])
+    transform: Any = tv.Compose([*steps, tv.Normalize(MEAN, STD)])
+    return torch.stack([transform(image) for image in images])
 
 
 def _cosine(model: Any, pixels: Tensor, tokens: Any) -> Tensor:
