@@ -7,8 +7,8 @@ Every entry of a report with an estimate and two ends is an interval that is pri
 estimate on one very large set of the same world. In a clustered world four pairs or pictures share a prompt
 and part of everything that is random: how hard they are, what the judge and what people get wrong. A table of
 the share of sets whose interval holds the truth is printed, per world; with 200 sets a true .95 gives .92 to
-.98 in 95 % of the cases. Of a gain that a fit to the set itself brings, the truth is its mean over all
-the sets: what such a fit is worth at their size.
+.98 in 95 % of the cases. Of a gain that a fit to the set itself brings, cross-fitted, the truth is its mean
+over the sets: what such a fit is worth at their size.
 """
 
 from __future__ import annotations
@@ -136,7 +136,11 @@ def agree(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *,
     """How far two rewards agree."""
     _, x, other, index = ratings(rng, prompts, each)
     (found,) = agreement(
-        ["one", "two"], np.stack([x, other]), index.tolist(), seed=settings.seed, resamples=settings.resamples
+        ["one", "two"],
+        np.stack([x, other]),
+        [str(k) for k in index],
+        seed=settings.seed,
+        resamples=settings.resamples,
     )
     return found
 

@@ -20,14 +20,15 @@ from visalign.evaluation.statistics.calibration import (
     fit_temperature,
     nll,
     reliability,
+    scaled_nll,
 )
 from visalign.evaluation.statistics.correlations import weighted_srcc
 from visalign.evaluation.statistics.generator_control import FOLDS
 from visalign.evaluation.statistics.intervals import (
     Interval,
-    RatioTable,
     bootstrap,
     cluster_index,
+    cluster_sums,
     interval,
     ratio,
     resample_samples,
@@ -62,7 +63,7 @@ def calibration_numbers(
     both = np.append(judged.index, judged.index)
     for k, column in enumerate((p, y)):
         np.add.at(sums, (both, place + k * settings.bins), column)
-    np.add.at(sums, (both, 2 * settings.bins), 1.0)
+    np.add.at(sums, (both, np.full_like(place, 2 * settings.bins)), 1.0)
 
     def apart(totals: Array) -> Array:
         confidence, frequency, count = np.split(totals, [settings.bins, 2 * settings.bins], axis=1)
@@ -194,12 +195,35 @@ def std_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, An
             found[name] = number.to_dict()
     p = [cross_fitted(judged, std) for std in (None, judged.std)]
     if p[0] is not None and p[1] is not None:
-        table = RatioTable(judged.index, judged.clusters)
-        gain = nll(p[0], judged.label) - nll(p[1], judged.label)
-        table.add("gain", gain, np.ones_like(gain))
-        drawn = table.intervals(**settings.drawing(), level=settings.level, wilson=False)
-        found["nll_gain"] = drawn["gain"].to_dict()
+        gain = float(np.mean(nll(p[0], judged.label) - nll(p[1], judged.label)))
+        draws = _gain_draws(judged, judged.std, settings)
+        number = interval(gain, draws + gain, judged.clusters, level=settings.level)
+        found["nll_gain"] = number.to_dict()
     return found
+
+
+def _gain_draws(judged: JudgedPairs, std: Array, settings: IntervalSettings) -> Array:
+    """[R] deviations of the cross-fitted gain, both scalings searched anew on a grid in every resample."""
+    shares, places = np.array([0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.99]), np.geomspace(0.05, 20.0, 20)
+    unit = float(np.std(judged.margin)) or 1.0
+    table = np.concatenate(
+        [scaled_nll(judged.margin, std, judged.label, r, unit * places) for r in shares], 1
+    )
+    sums = cluster_sums(table, judged.index, judged.clusters)
+    fold = np.arange(judged.clusters) % FOLDS
+    blocks = [np.where((fold == number)[:, None], sums, 0.0) for number in range(FOLDS)]
+    count = cluster_sums(np.ones(len(judged.margin)), judged.index, judged.clusters)
+
+    def gain(totals: Array) -> Array:
+        inside = totals[:, :-1].reshape(len(totals), FOLDS, -1)
+        outside = inside.sum(1, keepdims=True) - inside
+        alone = outside[:, :, : len(places) + 1].argmin(2)[:, :, None]
+        both = outside.argmin(2)[:, :, None]
+        won = np.take_along_axis(inside, alone, 2) - np.take_along_axis(inside, both, 2)
+        return won.sum((1, 2))[:, None] / totals[:, -1:]
+
+    whole = np.concatenate([*blocks, count], axis=1)
+    return bootstrap(whole, gain, **settings.drawing())[:, 0] - gain(whole.sum(0)[None])[0, 0]
 
 
 def _rank_correlations(sides: Sequence[Array], weights: Array) -> Array:

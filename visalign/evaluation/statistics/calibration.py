@@ -228,6 +228,13 @@ def fit_noise_scaling(logit: ArrayLike, std: ArrayLike, outcome: ArrayLike) -> N
     return NoiseScaling(share=share, usual=usual, temperature=temperature)
 
 
+def scaled_nll(logit: Array, std: Array, outcome: Array, share: float, temperatures: Array) -> Array:
+    """[N, K + 1] NLL of each pair under noise scaling: one share, K temperatures, and infinity last."""
+    usual = float(np.median(std)) or float(std.mean()) or 1.0
+    scaled = _damped(logit, std, share, usual)[:, None] * np.append(1 / temperatures, 0.0)
+    return np.logaddexp(0.0, scaled) - outcome[:, None] * scaled
+
+
 def _damped(logit: ArrayLike, std: ArrayLike, share: float, usual: float) -> Array:
     square = (np.asarray(std, dtype=np.float64) / usual) ** 2
     return np.asarray(logit, dtype=np.float64) / np.sqrt((1 - share) + share * square)

@@ -202,7 +202,7 @@ class RefittedPlcc:
 def _least_squares(z: Array, y: Array, start: tuple[float, ...]) -> tuple[float, ...]:
     """Levenberg-Marquardt from one start; it never ends above it."""
     found = optimize.least_squares(
-        lambda beta: logistic(z, *beta) - y, np.array(start), method="lm", max_nfev=2000
+        lambda beta: logistic(z, *beta) - y, np.array(start), method="lm", max_nfev=500
     )
     return tuple(float(value) for value in found.x)
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coverage of what is printed, on few simulated sets; tests/benchmarks/interval_coverage.py has all of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from visalign.data.sets.records import QualityRecord, QualitySet
+from visalign.evaluation.rewards.comparison import compare_on_quality
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.evaluation.rewards.quality import evaluate_quality, from_values
+from visalign.evaluation.statistics.correlations import fit_logistic
+
+
+def ratings(seed: int, prompts: int, each: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Opinions, two equally good judges' scores, prompts: most of what they err in is the prompt's."""
+    rng = np.random.default_rng(seed)
+    index = np.repeat(np.arange(prompts), each)
+
+    def noise() -> np.ndarray:
+        shared = 0.8 if each > 1 else 0.0
+        common, own = rng.normal(size=prompts)[index], rng.normal(size=len(index))
+        return math.sqrt(shared) * common + math.sqrt(1 - shared) * own
+
+    good = noise()
+    return np.tanh(good) + 0.2 * noise(), good + noise(), good + noise(), index
+
+
+def records(mos: np.ndarray, prompts: np.ndarray | None) -> QualitySet:
+    return QualitySet(
+        name="q",
+        records=tuple(
+            QualityRecord(image=str(k), mos=float(value), prompt="" if prompts is None else f"p {prompts[k]}")
+            for k, value in enumerate(mos)
+        ),
+    )
+
+
+def test_prompts_are_drawn_whole() -> None:
+    """The interval of the difference of equals holds 0 where the pictures of a prompt go together."""
+    sets, held = 120, {"prompts": 0, "pictures": 0}
+    for seed in range(sets):
+        mos, x, other, index = ratings(seed, 30, 6)
+        judges = from_values("a", "x", x), from_values("b", "x", other)
+        settings = IntervalSettings(seed=seed, resamples=150)
+        for kind, prompts in (("prompts", index), ("pictures", None)):
+            number = compare_on_quality(records(mos, prompts), *judges, settings)["difference"]
+            held[kind] += number["low"] <= 0 <= number["high"]
+    assert held["prompts"] >= sets * (0.95 - 3 * math.sqrt(0.95 * 0.05 / sets)), held
+    assert held["pictures"] < 0.75 * sets, "the sets would not show that pictures are drawn one by one"
+
+
+@pytest.mark.slow
+def test_a_fit_of_30_pictures_is_fitted_in_each_resample() -> None:
+    mos, x, _, _ = ratings(10**6, 4_000, 1)
+    truth = {number: fit_logistic(x, mos, number).plcc for number in (4, 5)}
+    sets, held = 60, {4: 0, 5: 0}
+    for seed in range(sets):
+        mos, x, _, _ = ratings(seed, 30, 1)
+        settings = IntervalSettings(seed=seed, resamples=200)
+        found = evaluate_quality(records(mos, None), from_values("a", "x", x), settings)["correlations"]
+        for number in (4, 5):
+            entry = found[f"plcc_logistic{number}"]
+            held[number] += entry["low"] <= truth[number] <= entry["high"]
+    assert min(held.values()) >= 0.865 * sets, f"95 % intervals; three standard errors below: {held}"
