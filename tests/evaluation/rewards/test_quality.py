@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from visalign.data.sets.records import QualityRecord, QualitySet
-from visalign.evaluation.rewards.comparison import compare_on_quality
+from visalign.evaluation.rewards.comparison import compare_on_quality, leaderboard, settle
+from visalign.evaluation.rewards.fusion import fuse_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.quality import evaluate_quality, from_values
 
@@ -96,3 +97,22 @@ def test_a_map_that_turns_is_said() -> None:
     found = evaluate_quality(quality(mos), from_values("j", "x", x), FAST)
     assert found["fit"]["4"]["monotone"] and not found["fit"]["5"]["monotone"]
     assert any("not monotone" in note for note in found["notes"])
+
+
+def test_a_fusion_and_a_leaderboard_keep_the_pictures_of_a_prompt_together() -> None:
+    x, mos, prompt = clustered(3, 40, 4)
+    other = mos + np.random.default_rng(4).normal(size=160)
+    judges = [from_values("a", "x", x), from_values("b", "x", other)]
+    wide, narrow = quality(mos, prompt), quality(mos)
+    fused, record = fuse_quality(wide, judges)
+    assert np.isfinite(fused.value).all() and set(record["weights"]) == {"a", "b"}
+    alone, _ = fuse_quality(narrow, judges)
+    assert not np.allclose(fused.value, alone.value), "other folds"
+    spans = []
+    for records in (wide, narrow):
+        comparison = compare_on_quality(records, *judges, FAST)
+        settle([comparison], level=0.95)
+        board = leaderboard(records, judges, [comparison], FAST)
+        assert board is not None
+        spans.append(sum(row["high"] - row["low"] for row in board["rows"]))
+    assert spans[0] > 1.15 * spans[1]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ def fuse_quality(
     def loss(prediction: Array, y: Array) -> float:
         return float(np.mean((prediction - y) ** 2))
 
-    groups = list(records.groups)
+    groups = records.groups
     found, record = _cross_fitted(
         values, centred, groups, _least_squares, loss, names=[m.name for m in members]
     )
@@ -83,7 +83,7 @@ def fuse_quality(
 def _cross_fitted(
     values: Array,
     said: Array,
-    groups: Sequence[str | int],
+    groups: Sequence[Hashable],
     fit: Fit,
     loss: Callable[[Array, Array], float],
     *,
