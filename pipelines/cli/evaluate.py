@@ -53,7 +53,7 @@ def evaluate(
     resume: Resume = False,
     swap_sides: Annotated[bool, typer.Option("--swap-sides", help="Mix the sides of the pairs.")] = False,
     keep_duplicates: Annotated[
-        bool, typer.Option("--keep-duplicates", help="Count rows that repeat an earlier row.")
+        bool, typer.Option("--keep-duplicates", help="Count what an annotator says again.")
     ] = False,
     fuse: Annotated[
         bool, typer.Option("--fuse", help="Also stack all into one judge, cross-fitted by prompt.")
