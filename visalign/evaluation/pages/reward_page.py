@@ -228,7 +228,7 @@ def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
     rows = []
     for entry in comparisons:
         form, needed, test = _difference_form(entry), entry["power"]["needed"], entry.get("mcnemar")
-        smallest = _cell(entry["power"]["smallest"], form)
+        smallest = _cell(entry["power"]["smallest"], lambda value, form=form: form(value).removeprefix("+"))
         alone = [Cell(value=f"{test['first_only']} : {test['second_only']}")] if test else []
         cells = [
             _in_points(_cell(entry["difference"], form)) if is_pairs else _cell(entry["difference"], form),
