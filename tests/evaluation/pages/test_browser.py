@@ -43,7 +43,7 @@ pytestmark = [
     ),
 ]
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
-MOST_TABS = 80
+MOST_TABS = 400
 FOCUSED = """(() => { const e = document.activeElement;
   return e === document.body || e === null ? null
     : e.getAttribute('href') || e.getAttribute('aria-label') || e.id; })()"""
@@ -294,3 +294,26 @@ def _luminance(colour: list[float]) -> float:
     """Relative luminance of sRGB levels, as WCAG defines it."""
     linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_tables_are_sorted_filtered_and_copied_and_pictures_enlarged(
+    browser: Browser, page_of: Callable[[str], Path]
+) -> None:
+    browser.open(page_of("evaluate"), width=1280, height=900, dark=False)
+    names = "[...document.querySelectorAll('#leaderboard tbody th')].map(e => e.textContent.trim())"
+    given = browser.value(names)
+    browser.value("document.querySelectorAll('#leaderboard button.sort')[1].click()")
+    assert browser.value(names) == given[::-1] != given, "from the smallest share to the largest"
+    browser.value("document.querySelectorAll('#leaderboard button.sort')[1].click()")
+    assert browser.value(names) == given
+    shown = "[...document.querySelectorAll('#agreement tbody tr')].filter(e => e.offsetHeight).length"
+    before = browser.value(shown)
+    browser.value(
+        "(() => { const e = document.querySelector('#agreement input'); e.value = 'pickscore';"
+        " e.dispatchEvent(new Event('input')); })()"
+    )
+    assert before > 8 and browser.value(shown) == 1
+    browser.value("document.querySelector('#worst img').click()")
+    assert browser.value("document.querySelector('dialog').open")
+    assert browser.value("document.querySelector('dialog img').clientWidth") > 400
+    assert browser.seen("Runtime.exceptionThrown") == []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import math
@@ -159,7 +160,7 @@ def test_the_first_point_of_a_curve_is_what_is_given(tmp_path: Path) -> None:
 
 def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     page = report(tmp_path, make_result(0.25), make_result(0.75))
-    assert page.all("script") == [] and page.all("iframe") == []
+    assert len(page.all("script")) == 1 and page.all("iframe") == [], "its own, by the hash of the policy"
     assert page.all("link") == [{"rel": "icon", "href": "data:,"}], "not even an icon is asked for"
     assert not re.search(r"""(src|href|srcset|data|action)\s*=\s*["']?\s*(https?:)?//""", page.source, re.I)
     assert not re.search(r"url\(|@import|https?://", page.source)
@@ -173,7 +174,10 @@ def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     policy = [
         meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"
     ]
-    assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
+    script = page.source.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    own = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy == [own] and "fetch" not in script and "http" not in script
     assert page.source.startswith("<!doctype html>")
 
 
@@ -206,8 +210,7 @@ def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
         metrics=[{"iteration": 1, "reward_mean": HOSTILE}],
         resume_command=HOSTILE,
     )
-    assert page.all("script") == []
-    assert "<script" not in page.source
+    assert len(page.all("script")) == 1 and page.source.count("<script") == 1
     assert page.text.count(HOSTILE) > 20
     assert all(set(image) == {"src", "width", "height", "loading", "alt"} for image in page.all("img"))
 
@@ -249,7 +252,7 @@ def test_a_text_run_has_the_same_page_with_completions(tmp_path: Path) -> None:
     assert "6 of 24 completions were correct before training, 18 of 24 after it" in page.text
     assert "each completed twice with the same seeds" in page.text and "+50.0 points" in page.text
     assert "picture" not in page.text.lower() and "noise" not in page.text and page.all("img") == []
-    assert "<script" not in page.source and "<think>" not in page.source, "completions are escaped"
+    assert page.source.count("<script") == 1 and "<think>" not in page.source, "completions are escaped"
     improved = galleries(before, after, compare(before, after))[1]["pairs"]
     assert len(improved) == 10, "each prompt once"
     for pair in improved:

@@ -236,4 +236,4 @@ def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
     result = probe_reward(LovesSaturation(), sneaky, probes=chosen(["jpeg"]))
     result["judge"]["name"] = "<script>alert(1)</script>"
     page = write_probe(tmp_path, result, sneaky).read_text()
-    assert "<script>" not in page and "<b>here" not in page and "&lt;b&gt;here" in page
+    assert page.count("<script>") == 1 and "<b>here" not in page and "&lt;b&gt;here" in page

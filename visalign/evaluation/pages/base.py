@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import math
 import shlex
@@ -34,7 +35,10 @@ MISSING = "–"
 def render_page(
     template: str, *, title: str, command: str = "", models: Sequence[tuple[str, str]] = (), **values: Any
 ) -> str:
-    """A page that extends `page.html.j2`: one file, no network, no script, light or dark, any width.
+    """A page that extends `page.html.j2`: one file, no network, light or dark, any width.
+
+    Its script (`page.js`, for sorting, filtering, copying and enlarging) is the only one that the page's
+    security policy lets run, by its hash.
 
     Args:
         template: Name of a template of this folder.
@@ -56,9 +60,16 @@ def render_page(
     filters = (plain, number, fixed, signed, change, share, whole, points, span, words, duration)
     found.filters |= {function.__name__: function for function in filters}
     found.globals |= found.filters | {"rail": rail}
-    origin = {"command": command_line() or command, "version": own_version(), "models": list(models)}
+    origin: dict[str, Any] = {
+        "command": command_line() or command,
+        "version": own_version(),
+        "models": list(models),
+    }
     day = datetime.now(tz=UTC).date().isoformat()
-    return found.get_template(template).render(title=title, **origin, date=day, **values)
+    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    origin |= {"date": day, "script": Markup(script), "script_hash": f"sha256-{digest}"}
+    return found.get_template(template).render(title=title, **origin, **values)
 
 
 def command_line() -> str:
