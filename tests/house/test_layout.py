@@ -30,6 +30,9 @@ WINGS = ("rewards", "pipelines")
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
+    "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
+    "pipelines/cli/score.py:score": "an option a line, and one call",
+    "pipelines/serve_reward.py:serve_reward": "half of it says what its arguments are",
     "visalign/flow/replay.py:ratio_check": "half of it says what its arguments are",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and what its arguments are",
 }

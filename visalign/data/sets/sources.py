@@ -220,8 +220,10 @@ def _moved(found: Any, old: Path, new: Path) -> Any:
 
 def to_dataframe(source: PreferenceSet | QualitySet) -> Any:
     """A set as a pandas data frame, a row per record, that `from_dataframe` reads back equal."""
-    import pandas
-
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise UserError("A data frame needs pandas: python -m pip install 'visalign[dataframe]'.") from error
     records = source.pairs if isinstance(source, PreferenceSet) else source.records
     return pandas.DataFrame([record.to_row() for record in records])
 
