@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from visalign.errors import UserError, said_by, suggestion
+from visalign.errors import Caught, UserError, said_by, suggestion
 
 
 def named_object(path: str, *, what: str, error: type[Exception] = UserError) -> Any:
@@ -76,11 +76,11 @@ def _from_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
         raise error(f"{file} cannot be imported; give a Python file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    try:
+    with Caught() as importing:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as problem:  # whatever stands in it
+    if importing.error is not None:
         del sys.modules[spec.name]
-        raise _broken(str(file), problem, error) from problem
+        raise _broken(str(file), importing.error, error) from importing.error
     return module
 
 
@@ -93,14 +93,14 @@ def _broken(what: str, problem: BaseException, error: type[Exception]) -> Except
 
 
 def _from_name(module: str, path: str, error: type[Exception]) -> ModuleType:
-    try:
+    with Caught() as importing:
         return importlib.import_module(module)
-    except (Exception, SystemExit) as problem:
-        named = f"{path!r}: the module {module!r}"
-        missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
-        if missing and (module == missing or module.startswith(missing + ".")):
-            raise error(
-                f"{named} cannot be imported. Is it installed, or on PYTHONPATH? A file can be named "
-                "directly: 'path/to/file.py:Name'."
-            ) from problem
-        raise _broken(named, problem, error) from problem
+    problem, named = importing.error, f"{path!r}: the module {module!r}"
+    assert problem is not None
+    missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
+    if missing and (module == missing or module.startswith(missing + ".")):
+        raise error(
+            f"{named} cannot be imported. Is it installed, or on PYTHONPATH? A file can be named "
+            "directly: 'path/to/file.py:Name'."
+        ) from problem
+    raise _broken(named, problem, error) from problem

@@ -17,6 +17,20 @@ class ConfigError(UserError):
     """A configuration file or an override that cannot be used."""
 
 
+class Caught:
+    """Keeps what a user's own code raises, sys.exit included."""
+
+    error: Exception | SystemExit | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, Exception | SystemExit):
+            self.error = error
+        return self.error is not None
+
+
 def said_by(error: BaseException) -> str:
     """An error of a user's own code: its kind, its words, and the last line of theirs that it went through.
 

@@ -406,9 +406,7 @@ def run(number: int, seconds: int) -> Case:
             case.fault = "what it printed is no JSON"
     except TooLong:
         case.fault = f"it took longer than {seconds} s"
-    except BaseException as error:  # what even the runner does not hold
-        if isinstance(error, KeyboardInterrupt):
-            raise
+    except (SystemExit, GeneratorExit) as error:  # what even the runner does not hold
         case.fault = f"it let {error!r} out"
     finally:
         os.chdir(here)
