@@ -149,6 +149,12 @@ def run_python(
             "packages": packages,
         }
         run = _run(config, stdin, limits)
+    _say_isolation(run)
+    return run
+
+
+def _say_isolation(run: Run) -> None:
+    """Refuse where nothing isolates; warn where only limits and an audit hook do."""
     if refused := _first(run.records, "refused"):
         raise NoIsolation(
             f"The code sandbox cannot isolate here ({refused}), so it runs nothing. Permit user namespaces "
@@ -160,9 +166,8 @@ def run_python(
         warnings.warn(
             f"The code sandbox runs code with isolation='process'{as_root}: limits and an audit hook, which "
             "code that means harm gets around. isolation='namespaces' has the kernel isolate.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return run
 
 
 def _run(config: dict[str, Any], stdin: str, limits: Limits) -> Run:
