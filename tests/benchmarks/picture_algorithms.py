@@ -85,12 +85,14 @@ def variety(folder: Path) -> float:
     """Vendi score of 8 pictures of a prompt by the packaged CLIP, mean over 24 held-out prompts."""
     import tempfile
 
+    import numpy as np
     import torch
+    from PIL import Image
 
-    from visalign.evaluation.statistics import vendi_score
+    from visalign.evaluation.statistics.diversity import vendi_score
     from visalign.pipelines.flow_grpo.inputs import prepare
     from visalign.pipelines.sample.job import SampleSettings, sample_pictures
-    from visalign.rewards import load_image, load_reward
+    from visalign.rewards.catalogue import load_reward
 
     path = folder / "variety.json"
     if not path.is_file():
@@ -100,7 +102,8 @@ def variety(folder: Path) -> float:
         judge: Any = load_reward("clip_score")
         with tempfile.TemporaryDirectory() as there:
             rows = sample_pictures(records, settings, Path(there))
-            images = torch.stack([load_image(Path(there) / row["image"]) for row in rows])
+            pictures = [np.asarray(Image.open(Path(there) / row["image"])) for row in rows]
+            images = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
         with torch.no_grad():
             features = judge.towers.image_features_with_gradient(images)
         score = vendi_score(features.unflatten(0, (len(records), 8)))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ class Nothing:
 
 def _steered(strength, reward=None, particles=PARTICLES, **more):
     return steered_rollout(
-        Gaussian(),
+        cast(Any, Gaussian()),
         Nothing(particles),
         reward or (lambda images: images.flatten()),
         sigmas=torch.linspace(1, 0, 41),
@@ -108,4 +110,4 @@ def test_what_cannot_be_is_refused(changes, message):
         **changes,
     }
     with pytest.raises(ValueError, match=message):
-        steered_rollout(Gaussian(), Nothing(4), lambda images: images.flatten(), **settings)
+        steered_rollout(cast(Any, Gaussian()), Nothing(4), lambda images: images.flatten(), **settings)

@@ -131,6 +131,7 @@ def test_no_block_escapes() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
+@pytest.mark.filterwarnings("ignore:The code sandbox runs code with isolation='process'")
 def test_python_blocks(
     block: Block, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ LOOKED_AT = {
     "pipelines/serve_reward.py:serve_reward": "half of it says what its arguments are",
     "visalign/flow/replay.py:ratio_check": "half of it says what its arguments are",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and what its arguments are",
+    "visalign/flow/steering.py:steered_rollout": "one loop over the steps; half says what its arguments are",
 }
 """A file or `file:function` above these -> why it is one subject all the same."""
 MAX_FILES = 20

@@ -63,15 +63,7 @@ def steered_rollout(
     """
     grid = torch.as_tensor(sigmas).cpu().float()
     count, steps, after = len(condition), len(grid) - 1, list(resample_after)
-    if particles < 2 or count % particles or len(seeds) != count:
-        raise ValueError(
-            f"{count} samples, {len(seeds)} seeds, groups of {particles}: give whole groups of at least 2, "
-            "and a seed for each sample."
-        )
-    if not after or after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= steps - 2:
-        raise ValueError(f"resample_after is {after}; give rising steps among 0 to {steps - 2}.")
-    if not 0 < strength < float("inf"):
-        raise ValueError(f"strength is {strength}; it must be above 0 and finite.")
+    _check(count, len(seeds), particles, after, steps, strength)
     kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=grid[1].item())
     exact = kernel.schedule in LAST_IS_EXACT
     noise = initial_noise(seeds, policy.latent_shape)
@@ -97,18 +89,30 @@ def steered_rollout(
             x[rows] = moved.to(x.dtype)
         if k in after:
             value = reward(torch.cat(images)).double().cpu()
-            known = value.isfinite()
-            value = torch.where(known, value, said)
-            weight = torch.where(known, strength * (value - said), -torch.inf)
+            weight = strength * (value - said)
+            value = torch.where(value.isfinite(), value, said)
             parents = _parents(weight, particles, [sample_seed("steer", seed, k) for seed in seeds])
             x, said = x[parents.to(x.device)], value[parents]
     return x
+
+
+def _check(count: int, seeds: int, particles: int, after: list[int], steps: int, strength: float) -> None:
+    if particles < 2 or count % particles or seeds != count:
+        raise ValueError(
+            f"{count} samples, {seeds} seeds, groups of {particles}: give whole groups of at least 2, "
+            "and a seed for each sample."
+        )
+    if not after or after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= steps - 2:
+        raise ValueError(f"resample_after is {after}; give rising steps among 0 to {steps - 2}.")
+    if not 0 < strength < float("inf"):
+        raise ValueError(f"strength is {strength}; it must be above 0 and finite.")
 
 
 def _parents(log_weight: Tensor, particles: int, seeds: Sequence[int]) -> Tensor:
     """[M] place of each particle's parent, in its own group, by systematic resampling."""
     groups = log_weight.view(-1, particles)
     known = groups.isfinite()
+    groups = torch.where(known, groups, -torch.inf)
     groups = torch.where(known.any(1, keepdim=True), groups, 0.0)  # nothing known: all alike
     edges = groups.softmax(1).cumsum(1)
     offset = torch.tensor(seeds[::particles], dtype=torch.float64) / 2**63

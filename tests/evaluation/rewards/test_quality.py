@@ -110,7 +110,7 @@ def test_a_fusion_and_a_leaderboard_keep_the_pictures_of_a_prompt_together() -> 
     assert not np.allclose(fused.value, alone.value), "other folds"
     spans = []
     for records in (wide, narrow):
-        comparison = compare_on_quality(records, *judges, FAST)
+        comparison = compare_on_quality(records, judges[0], judges[1], FAST)
         settle([comparison], level=0.95)
         board = leaderboard(records, judges, [comparison], FAST)
         assert board is not None

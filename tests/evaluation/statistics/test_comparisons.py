@@ -57,6 +57,7 @@ def test_a_repeated_prompt_is_no_evidence() -> None:
     """Twenty prompts whose ten pairs all fall alike: the plain test would call a coin's fall a discovery."""
     small = 0
     rng = np.random.default_rng(1)
+    wins = np.zeros(0, dtype=bool)
     for _ in range(200):
         wins = np.repeat(rng.random(20) < 0.5, 10)
         small += mcnemar(wins, ~wins, np.repeat(np.arange(20), 10).tolist())["p_value"] < 0.05

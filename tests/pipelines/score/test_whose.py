@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from tests.support.hub import COMMIT, hub
 from tests.support.rewards_tiny_transformers import save_tiny_transformers_clip
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.score.whose import foreign, whose
+from visalign.pipelines.score.whose import foreign, judge_identity, whose
 from visalign.rewards import load_reward
 from visalign.rewards.serve.worker import judge_card
 
@@ -35,7 +36,7 @@ def test_a_packaged_judge_says_where_it_does_not_belong(command, image, tmp_path
         options = ["-r", "clip_score", "--option", "model=shapes-clip", "--output", str(tmp_path / "p.html")]
     found = CliRunner().invoke(app, [command, *images, "-p", "a cat on a mat", *options])
     assert found.exit_code == 0, found.output
-    identity = load_reward("clip_score", model="shapes-clip").identity
+    identity = judge_identity(load_reward("clip_score", model="shapes-clip"))
     caution = "1 of 1 prompts, such as 'a cat on a mat', are not of the world of shapes"
     page = (tmp_path / "p.html").read_text()
     assert identity.line in found.stderr and caution in found.stderr and "(packaged: " in found.stderr
@@ -55,8 +56,10 @@ def test_it_keeps_quiet_at_home_and_of_other_models(tmp_path):
 def test_the_revision_of_a_hub_model_is_told_and_is_no_part_of_the_digest(tmp_path, monkeypatch):
     folder = save_tiny_transformers_clip(tmp_path / "clip")
     hub(monkeypatch, {"a/b": folder})
-    fetched = load_reward("clip_score", model="a/b")
+    fetched: Any = load_reward("clip_score", model="a/b")
     assert f"a/b, revision {COMMIT[:12]}, identity {fetched.identity.digest[:12]}" in whose(fetched)
-    assert fetched.identity.differences(load_reward("clip_score", model=folder).identity)[:1] == ["model"]
+    assert fetched.identity.differences(judge_identity(load_reward("clip_score", model=folder)))[:1] == [
+        "model"
+    ]
     card = judge_card(fetched)
     assert (card["model"], card["revision"]) == ("a/b", COMMIT)

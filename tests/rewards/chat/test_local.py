@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_folder_is_loaded_here(tmp_path, monkeypatch):
     assert not found.valid.any() and found.reason is not None
     assert all("cut off" in str(reason) or "gives no score" in str(reason) for reason in found.reason)
     assert judge.identity.model == "judge" and judge.identity.weights.strip("+")
-    pairs = load_judge("unified_reward_pairs", model=str(folder), run_device="cpu", **options)
+    pairs: Any = load_judge("unified_reward_pairs", model=str(folder), run_device="cpu", **options)
     assert pairs.compare(PICTURES, PICTURES[::-1], PROMPTS).valid.tolist() == [False] * 3
     with pytest.raises(RewardError, match="Did you mean 'attention'"):
         UnifiedReward(model=str(folder), atention="eager")

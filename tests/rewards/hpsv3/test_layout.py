@@ -86,7 +86,12 @@ def test_options_of_the_weights(tmp_path) -> None:
     base: dict[str, Any] = {"base": tmp_path / "base", "template": TEMPLATE}
     base |= {"min_pixels": 64, "max_pixels": 4096}
     plain = HPSv3(file, **base).score(PICTURES, PROMPTS).value
-    for options in ({"device_map": {"": "cpu"}}, {"attention": "eager"}, {"max_tokens_per_batch": 40}):
+    several: list[dict[str, Any]] = [
+        {"device_map": {"": "cpu"}},
+        {"attention": "eager"},
+        {"max_tokens_per_batch": 40},
+    ]
+    for options in several:
         found = HPSv3(file, **base, **options).score(PICTURES, PROMPTS).value
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
     with pytest.raises(RewardError, match="Did you mean 'device_map'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_noising_again_takes_the_mean_of_all_predictions(tmp_path):
     ends = [x0, *(algorithm._again(asked, step, everyone, x0.detach(), n)[0] for n in range(2))]
     assert not torch.equal(ends[1], ends[2])
     means = [Brightness().score_with_gradient(policy.decode(end), asked.prompts).mean() for end in ends]
-    (-sum(means) / 3).backward()
+    (-torch.stack(means).mean()).backward()
     torch.testing.assert_close(found, _gradient(trainer), rtol=1e-5, atol=1e-9)
 
 
@@ -179,7 +180,7 @@ def test_sampling_stops_where_the_row_says():
 
 
 class _NoGradient(Brightness):
-    score_with_gradient = None
+    score_with_gradient: Any = None
 
 
 @pytest.mark.parametrize(
