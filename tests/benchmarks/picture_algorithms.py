@@ -49,7 +49,6 @@ ROWS: dict[str, tuple[str, list[str]]] = {
         }.items()
     },
 }
-MEASURES = ("accuracy", "clip_score", "sharpness")
 
 
 def overrides_for(name: str, seed: int, budget: float) -> tuple[str, list[str], int]:
@@ -114,9 +113,9 @@ def variety(folder: Path) -> float:
 def table(folders: dict[str, list[Path]]) -> str:
     """Markdown: one row for each algorithm, means over its seeds and what the seeds were."""
     lines = [
-        "| | seeds | held-out accuracy (seeds) | iterations | forward-equivalents | training, CPU s "
-        "| CLIP score | sharpness | variety |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | held-out accuracy (seeds) | iterations | forward-equivalents | training, s | CLIP score "
+        "| sharpness | variety |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     found = []
     for name, runs in folders.items():
@@ -124,21 +123,22 @@ def table(folders: dict[str, list[Path]]) -> str:
         if not done:
             continue
         said = [json.loads((run / "summary.json").read_text()) for run in done]
-        after = {key: [one["after"][key] for one in said] for key in MEASURES if key in said[0]["after"]}
-        cost = [one["images"] * one["forward_equivalents_per_image"] for one in said]
-        seconds = [sum(row["seconds"] for row in read(run)) for run in done]
-        kinds = [variety(run) for run in done]
-        means = [statistics.mean(values) for values in (cost, seconds, kinds)]
-        seeds = ", ".join(f"{value:.3f}" for value in after["accuracy"])
-        found.append(
-            (
-                -statistics.mean(after["accuracy"]),
-                f"| {name} | {len(done)} | **{statistics.mean(after['accuracy']):.3f}** ({seeds}) "
-                f"| {said[0]['iterations']} | {means[0]:,.0f} | {means[1]:.0f} "
-                f"| {statistics.mean(after['clip_score']):.3f} | {statistics.mean(after['sharpness']):.0f} "
-                f"| {means[2]:.2f} |",
-            )
+        right = [one["after"]["accuracy"] for one in said]
+        columns = {
+            "cost": [one["images"] * one["forward_equivalents_per_image"] for one in said],
+            "seconds": [sum(row["seconds"] for row in read(run)) for run in done],
+            "variety": [variety(run) for run in done],
+        }
+        for key in ("clip_score", "sharpness"):
+            columns[key] = [one["after"]["rewards"][key]["mean"] for one in said]
+        mean = {key: statistics.mean(values) for key, values in columns.items()}
+        seeds = ", ".join(f"{value:.3f}" for value in right)
+        line = (
+            f"| {name} | **{statistics.mean(right):.3f}** ({seeds}) | {said[0]['iterations']} "
+            f"| {mean['cost']:,.0f} | {mean['seconds']:.0f} | {mean['clip_score']:.3f} "
+            f"| {mean['sharpness']:.0f} | {mean['variety']:.2f} |"
         )
+        found.append((-statistics.mean(right), line))
     return "\n".join([*lines, *(line for _, line in sorted(found))])
 
 
