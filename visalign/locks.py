@@ -34,7 +34,7 @@ class FolderInUse(UserError):
 
 @contextmanager
 def hold(lock: Path, *, what: str, instead: str = "give another --output") -> Iterator[None]:
-    """Hold a lock file until the block ends; the system lets go of it when the process dies, however it does.
+    """Hold a lock file until the block ends, or the process and what it forked are dead.
 
     Nested blocks of one process are one. The file goes with the block, and so do the folders made for it that
     hold nothing else. On Windows, and on file systems without locks (that with a warning), nothing is held.

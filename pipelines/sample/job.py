@@ -43,7 +43,7 @@ class SampleSettings:
     best_of: int = 1
     """Draw so many for each seed and keep the one that the rewards like best."""
     resample_after: Sequence[int] = ()
-    """Steps, 0 to T − 2, after which the `best_of` draws of a seed are resampled by the rewards of their
+    """Steps, 0 to T − 3, after which the `best_of` draws of a seed are resampled by the rewards of their
     predicted pictures (Feynman-Kac steering); none: the draws do not meet."""
     strength: float = 10.0
     """λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum."""
@@ -86,10 +86,10 @@ class SampleSettings:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         after = list(self.resample_after)
-        if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= self.steps - 2):
+        if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= self.steps - 3):
             raise UserError(
                 f"Draws are to be resampled (--steer) after the steps {after}; of {self.steps} steps give "
-                f"rising ones from 0 to {self.steps - 2}: noise after the last one sets them apart."
+                f"rising ones from 0 to {self.steps - 3}: the noise of the next step sets them apart."
             )
         if after and self.best_of < 2:
             raise UserError("--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more.")
@@ -136,7 +136,7 @@ def sample_pictures(
     """Sample and write each picture as it is made, then the table and the grid.
 
     The noise of a picture depends on its prompt and seed alone. With `best_of` N a seed stands for N draws,
-    and the one with the highest sum of rewards is kept; a picture that a judge could not judge is not chosen.
+    and the one with the highest sum of rewards is kept; one that could not be judged only where none could.
 
     Args:
         records: with "prompt"; handed to the rewards as metadata.

@@ -72,7 +72,7 @@ class WeightedSum:
         self.range = self._total_range()
 
     @property
-    def weights(self) -> dict[str, float]:
+    def term_weights(self) -> dict[str, float]:
         """Label -> weight of the terms that are added; the part "label.weighted" is each by itself."""
         return {label: weight for label, (_, weight) in self.rewards.items() if weight}
 
@@ -81,8 +81,8 @@ class WeightedSum:
         """Whether a term compares inside groups, so that the metadata must name them."""
         return any(getattr(reward, "needs_group", False) for reward, _ in self.rewards.values())
 
-    def gradient_terms(self) -> Iterator[tuple[str, Any, float]]:
-        """(label, reward, signed weight) of what Σ_m w_m d_m r_m / std_m adds up, for a sum of gradients.
+    def gradient_terms(self) -> Iterator[tuple[str, Any, float, float]]:
+        """(label, reward, w_m d_m / std_m, mean_m) of the terms w_m d_m (r_m − mean_m) / std_m.
 
         Raises:
             RewardError: the terms are z-scores of the batch, whose gradient couples its pictures.
@@ -93,9 +93,9 @@ class WeightedSum:
                 "gradients. Set rewards.normalise to none or to fixed (each term's mean and std)."
             )
         for label, (reward, weight) in self.rewards.items():
-            std = self._normalise[label][1] if isinstance(self._normalise, dict) and weight else 1.0
             if weight:
-                yield label, reward, weight / std * (1.0 if reward.higher_is_better else -1.0)
+                mean, std = self._normalise[label] if isinstance(self._normalise, dict) else (0.0, 1.0)
+                yield label, reward, weight / std * (1.0 if reward.higher_is_better else -1.0), mean
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Judge with every reward and add up; images are read once for all of them."""

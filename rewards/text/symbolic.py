@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import json
+import os
 import re
 import selectors
 import subprocess
@@ -31,6 +32,9 @@ LONGEST = 1000
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PREFIX = re.compile(r"[A-Za-z]\\in(?![A-Za-z])")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_\w|_\{\w+\})?)=(?!=)")
+_NAMED = re.compile(rf"(?:{_ASSIGNED.pattern}|{_PREFIX.pattern})")
+_NUMBERS = re.compile(r"\\(?:frac|infty|pi|sqrt|cdot|times)(?![A-Za-z])")
+_ALONE = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -50,8 +54,14 @@ def symbolically_equal(answer: str, truth: str) -> bool:
 
 
 def _may_be_equal(answer: str, truth: str) -> bool:
-    """Rules out what math-verify overlooks: case of letters, percent signs, kinds of brackets, names."""
-    letters = [set(re.findall(r"[A-Za-z]", _COMMAND.sub(" ", text))) for text in (answer, truth)]
+    """Rules out what math-verify overlooks: a variable on one side alone, which it may take for a unit, case
+    of letters, percent signs, kinds of brackets, names."""
+    bare = [_COMMAND.sub(" ", text) for text in (answer, truth)]
+    letters = [set(re.findall(r"[A-Za-z]", text)) for text in bare]
+    if not any(map(_NAMED.match, (answer, truth))):
+        variables = [set(_ALONE.findall(text)) - {"e", "i"} for text in bare]
+        if any(not letters[k] - {"e", "i"} and variables[1 - k] for k in (0, 1)):
+            return False
     for one, other in (letters, letters[::-1]):
         if any(letter not in other and letter.swapcase() in other for letter in one):
             return False
@@ -67,7 +77,7 @@ def _may_be_equal(answer: str, truth: str) -> bool:
 def _brackets(text: str) -> str | None:
     """The brackets around a text with a comma in them, "" and {} being one; None where there is no comma."""
     text = _PREFIX.sub("", text, count=1).replace("\\{", "{").replace("\\}", "}")
-    if "," not in text or "=" in text or _COMMAND.search(text.replace("\\frac", "").replace("\\infty", "")):
+    if "," not in text or "=" in text or _COMMAND.search(_NUMBERS.sub("", text)):
         return None
     depth, around = 0, True
     for place, sign in enumerate(text):
@@ -130,8 +140,13 @@ class _Asker:
             self._process = None
 
 
-@cache
 def _asker() -> _Asker:
+    """Of this process: a fork must not read the other's replies."""
+    return _asker_of(os.getpid())
+
+
+@cache
+def _asker_of(_process: int) -> _Asker:
     asker = _Asker()
     atexit.register(asker.end)
     return asker

@@ -87,6 +87,17 @@ def test_what_could_not_be_judged_has_no_child():
     assert torch.equal(nothing, _steered(1e-9, reward=lambda images: torch.zeros(len(images)), particles=64))
 
 
+@pytest.mark.parametrize("schedule", ["flow", "ddim"])
+def test_children_differ_and_the_last_step_leaves_no_noise(schedule):
+    """The ODE's last step: all children of the last resampling are apart, by the noise of the step after."""
+    settings = {"sigmas": torch.linspace(1, 0, 11), "seeds": range(64), "particles": 64, "strength": 20.0}
+    policy, images = cast(Any, Gaussian()), lambda images: images.flatten()
+    x = steered_rollout(
+        policy, Nothing(64), images, resample_after=[6, 7], schedule=schedule, noise_level=0.7, **settings
+    )
+    assert len(x.unique()) == 64
+
+
 def test_batches_change_nothing():
     torch.testing.assert_close(_steered(2.0, particles=64, batch_size=7), _steered(2.0, particles=64))
 
@@ -95,7 +106,7 @@ def test_batches_change_nothing():
     ("changes", "message"),
     [
         ({"particles": 1}, "groups of at least 2"),
-        ({"resample_after": [39]}, "rising steps among 0 to 38"),
+        ({"resample_after": [38]}, "rising steps among 0 to 37"),
         ({"resample_after": [5, 3]}, "rising steps"),
         ({"resample_after": []}, "rising steps"),
         ({"strength": 0.0}, "strength is 0.0; it must be above 0"),

@@ -52,6 +52,7 @@ class ToyNet(nn.Module):
         self.base = nn.Conv2d(4, 4, 3, padding=1, bias=False, dtype=dtype)
         self.base.weight.data = 0.1 * torch.randn(4, 4, 3, 3, generator=draw).to(dtype)
         self.base.requires_grad_(False)
+        self.register_buffer("unused", torch.zeros(1))  # DDP hands buffers round
         self.shift = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
         self.mix = nn.Linear(4, 4, bias=False, dtype=dtype)
         nn.init.zeros_(self.mix.weight)

@@ -84,11 +84,11 @@ def rollout(
     trajectory = _empty(policy, latents, grid, times, steps, kernel)
     for rows in torch.arange(len(condition)).split(_checked_batch_size(batch_size, len(condition))):
         _denoise(policy, condition.select(rows), grid, times, drawn[rows[0] : rows[-1] + 1], trajectory, rows)
-    _check_finite(trajectory.latents)
+    check_finite(trajectory.latents)
     return trajectory
 
 
-def _check_finite(latents: Tensor) -> None:
+def check_finite(latents: Tensor) -> None:
     if not bool(torch.isfinite(latents).all()):
         raise FloatingPointError(
             f"The rollout ended in latents that are not finite (stored in {latents.dtype}). Look for "

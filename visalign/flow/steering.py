@@ -13,8 +13,8 @@ from visalign.seeds import sample_seed
 
 from .noise import initial_noise, step_noise
 from .parametrization import preserving_scale
-from .rollout import velocity_of
-from .transitions import LAST_IS_EXACT, Kernel, sde_step
+from .rollout import check_finite, velocity_of
+from .transitions import Kernel, sde_step
 
 
 @torch.no_grad()
@@ -47,7 +47,8 @@ def steered_rollout(
         sigmas: [T + 1], see `rollout`.
         seeds: one per sample.
         particles: samples of a group, at least 2.
-        resample_after: steps, rising, in 0 to T − 2; later noise sets the children apart.
+        resample_after: steps, rising, in 0 to T − 3: the noise of the next step sets the children apart, and
+            the last step is the ODE's.
         strength: λ, per unit of the reward.
         schedule: "flow", "dance", "cps" or "ddim".
         noise_level: of the schedule.
@@ -58,6 +59,7 @@ def steered_rollout(
 
     Raises:
         ValueError: particles, steps or strength out of range.
+        FloatingPointError: a final latent is not finite.
 
     Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
     """
@@ -65,7 +67,6 @@ def steered_rollout(
     count, steps, after = len(condition), len(grid) - 1, list(resample_after)
     _check(count, len(seeds), particles, after, steps, strength)
     kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=grid[1].item())
-    exact = kernel.schedule in LAST_IS_EXACT
     noise = initial_noise(seeds, policy.latent_shape)
     if policy.prediction != "velocity":
         noise = noise * preserving_scale(grid[0]).to(noise)
@@ -81,7 +82,7 @@ def steered_rollout(
             v = velocity_of(policy, part, sigma, condition.select(rows), times[k].expand(at))
             if k in after:
                 images.append(policy.decode((part - levels[k] * v).to(x.dtype)).float().cpu())
-            if exact and k == steps - 1:
+            if k == steps - 1:  # the written latent keeps no noise
                 moved = sde_step(part, v, sigma, onward, schedule="none").mean
             else:
                 own = step_noise([seeds[i] for i in rows.tolist()], k, policy.latent_shape)
@@ -93,6 +94,7 @@ def steered_rollout(
             value = torch.where(value.isfinite(), value, said)
             parents = _parents(weight, particles, [sample_seed("steer", seed, k) for seed in seeds])
             x, said = x[parents.to(x.device)], value[parents]
+    check_finite(x)
     return x
 
 
@@ -102,8 +104,8 @@ def _check(count: int, seeds: int, particles: int, after: list[int], steps: int,
             f"{count} samples, {seeds} seeds, groups of {particles}: give whole groups of at least 2, "
             "and a seed for each sample."
         )
-    if not after or after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= steps - 2:
-        raise ValueError(f"resample_after is {after}; give rising steps among 0 to {steps - 2}.")
+    if not after or after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= steps - 3:
+        raise ValueError(f"resample_after is {after}; give rising steps among 0 to {steps - 3}.")
     if not 0 < strength < float("inf"):
         raise ValueError(f"strength is {strength}; it must be above 0 and finite.")
 

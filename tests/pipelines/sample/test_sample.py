@@ -74,7 +74,7 @@ def test_steered_draws_go_where_the_reward_is(folder, tmp_path):
         4,
     )
     assert run(*common, "-o", tmp_path / "apart").exit_code == 0
-    steered = run(*common, "--steer", "1,2,3,4", "--strength", 100, "-o", tmp_path / "steered")
+    steered = run(*common, "--steer", "1,2,3", "--strength", 100, "-o", tmp_path / "steered")
     assert steered.exit_code == 0, steered.output
     apart, met = (
         sum(row["saturation"] for row in rows(tmp_path / name)) / 8 for name in ("apart", "steered")
@@ -113,7 +113,7 @@ def test_adapters_of_a_run_are_used(folder, tmp_path):
         (("--option", "image_size=[16]"), "image_size is (16,); give one number or [height, width]"),
         (("--option", "dtype=float16"), "--option names dtype, which is an option of its own (--dtype)"),
         (("--steer", "1"), "--steer resamples the draws of a seed: give best_of"),
-        (("--steer", "9", "--best-of", 2, "-r", "sharpness"), "of 10 steps give rising ones from 0 to 8"),
+        (("--steer", "8", "--best-of", 2, "-r", "sharpness"), "of 10 steps give rising ones from 0 to 7"),
         (("--steer", "x"), "--steer is 'x'; give numbers from 0 up"),
         (("--device", "foo"), "The device 'foo' cannot be used"),
         (("-m", "nowhere"), "There is no model folder nowhere"),

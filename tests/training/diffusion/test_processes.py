@@ -23,6 +23,7 @@ from visalign.training import end_processes
 torch.set_num_threads(1)
 folder, algorithm = Path(sys.argv[1]), sys.argv[2]
 wide = {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}} if "flow" in algorithm else {}
+wide |= {"last": 2} if algorithm == "draft" else {}
 accelerator = Accelerator(cpu=True)
 trainer = toy_trainer(
     folder,
@@ -38,7 +39,7 @@ end_processes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo", "diffusion_nft", "crd", "draft_lv"])
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo", "diffusion_nft", "crd", "draft"])
 def test_two_processes_make_the_update_of_one(algorithm, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(CODE)

@@ -14,6 +14,7 @@ from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
 from visalign.core import ASCENTS, Ascent, named_ascent
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
+from visalign.rewards import WeightedSum
 from visalign.training import TextObjectiveSettings, read_metrics
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 from visalign.training.diffusion.reward_gradient import image_gradient
@@ -136,8 +137,8 @@ class _Two:
     name, unit, higher_is_better = "two", "level", True
 
     def gradient_terms(self):
-        yield "small", Brightness(), 1.0
-        yield "large", _Darkness(), -1.0
+        yield "small", Brightness(), 1.0, 0.0
+        yield "large", _Darkness(), -1.0, 0.0
 
 
 class _Darkness(Brightness):
@@ -169,6 +170,40 @@ def test_a_picture_above_the_hinge_or_without_a_score_moves_nothing():
     value, slope = image_gradient(Holes(), images, ["bright"] * 3, Ascent(hinge=0.5))
     assert value[:2].tolist() == pytest.approx([0.2, 0.8]) and value[2].isnan()
     assert slope[0].any() and not slope[1:].any()
+
+
+def test_the_values_are_those_of_the_sum_and_of_its_score():
+    """The logged reward and the hinge are in the sum's own scale, means and all."""
+    terms = {"light": (Brightness(), 2.0), "dark": (_Darkness(), 1.0)}
+    total = WeightedSum(terms, normalise={"light": (0.5, 0.1), "dark": (300.0, 50.0)})
+    images, prompts = torch.rand(3, 3, 8, 8), ["bright", "light", "bright"]
+    value, _ = image_gradient(total, images, prompts, Ascent())
+    light, dark = images.mean((1, 2, 3)), 1000 * images.square().mean((1, 2, 3))
+    expected = 2.0 * (light - 0.5) / 0.1 - (dark - 300.0) / 50.0
+    torch.testing.assert_close(value, expected.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("broken", ["shape", "gradient"])
+def test_a_rewards_gradient_that_is_none_is_said(broken):
+    class Broken(Brightness):
+        def score_with_gradient(self, images, prompts):
+            found = images.mean((1, 2, 3))
+            return found.mean() if broken == "shape" else found + (images - images).sum((1, 2, 3)).sqrt()
+
+    images, prompts = torch.rand(3, 3, 8, 8), ["bright"] * 3
+    if broken == "shape":
+        with pytest.raises(UserError, match=r"'brightness' returned \[\] for 3 images"):
+            image_gradient(Broken(), images, prompts, Ascent())
+        return
+    for row in (Ascent(), Ascent(normalise=True)):  # √0 has no slope
+        value, slope = image_gradient(Broken(), images, prompts, row)
+        assert value.isnan().all() and not slope.any()
+
+
+def test_the_pull_and_several_last_steps_with_a_reference_that_swaps_weights(tmp_path):
+    trainer = toy_trainer(tmp_path, objective={"algorithm": "draft", "changes": {"last": 2, "kl": 0.1}})
+    records = [trainer.iterate() for _ in range(2)]
+    assert records[0]["loss/kl"] < records[1]["loss/kl"] and records[1]["grad_norm"] > 0
 
 
 def test_sampling_stops_where_the_row_says():

@@ -90,9 +90,16 @@ def compare_on_quality(
         JSON-able: `difference` of the SRCC (first − second) with its paired interval, `p_value` (Student's t
         of the difference over the deviation of its draws), `power`, `images`, `agreement` (SRCC of the two
         judges with one another).
+
+    Raises:
+        ValueError: fewer than 2 images that both judged, or a judge that says one value of all of them.
     """
     settings = settings or IntervalSettings()
     known = first.judged & second.judged
+    if known.sum() < 2:
+        raise ValueError(
+            f"{first.name} and {second.name} judged {int(known.sum())} images both; 2 are needed."
+        )
     a, b = (s.value[known] * (1 if s.higher_is_better else -1) for s in (first, second))
     sign = 1 if records.higher_is_better else -1
     y = np.array([record.mos for record in records.records])[known] * sign
@@ -190,6 +197,8 @@ def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: Inter
         return None
     y = np.array([record.mos for record in records.records])[known] * (1 if records.higher_is_better else -1)
     values = [entry.value[known] * (1 if entry.higher_is_better else -1) for entry in scores]
+    if any(np.ptp(column) == 0 for column in (y, *values)):
+        return None  # no rank correlation
     index, clusters = cluster_index(np.array(records.groups)[known])
     blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([np.stack([weighted_srcc(x, y, w) for x in values], axis=1) for w in blocks])

@@ -66,7 +66,7 @@ def fuse_quality(
     """
     opinion = np.array([record.mos for record in records.records]) * (1 if records.higher_is_better else -1)
     columns = [m.value * (1 if m.higher_is_better else -1) for m in members]
-    columns = [x - np.nanmean(x) for x in columns]
+    columns = [x - np.nanmean(x) if np.isfinite(x).any() else x for x in columns]
     values = np.stack(columns, axis=1) if columns else np.zeros((0, 0))
     centred = opinion - opinion.mean()
 
@@ -95,6 +95,9 @@ def _cross_fitted(
         raise UserError(
             f"{len(names)} judge was named; stacking takes two or more. Add --scores or --reward."
         )
+    silent = [name for name, column in zip(names, values.T, strict=True) if not np.isfinite(column).any()]
+    if silent:
+        raise UserError(f"{', '.join(silent)} judged nothing of the set; leave it out of --fuse.")
     if count < FEWEST_GROUPS:
         raise UserError(
             f"The set has {count} prompts (or references); stacking needs {FEWEST_GROUPS}. Leave --fuse out."

@@ -7,6 +7,7 @@ trained on.
 
 Where this deviates from the published code, always on purpose:
 * under guidance the unconditional half carries no gradient, as in every other training here;
+* the pull takes v_ref as given: with `last` above 1 it does not follow how v_ref moves with x;
 * a picture leaves the autoencoder in [0, 1], and pixels that are cut there carry no gradient.
 """
 
@@ -97,6 +98,8 @@ class RewardGradient(PictureAlgorithm):
         check_differentiable(reward)
         self.times = policy.times(self.source.sigmas)
         self.module = self.accelerator.prepare_model(VelocityModule(policy))
+        # the network is in evaluation mode: its buffers are equal, and processes differ in their forwards
+        self.module.broadcast_buffers = False
 
     def collect(self, run: Context) -> Collected:
         """Which pictures the iteration makes; each update makes its own, under the weights of that moment."""
@@ -146,8 +149,7 @@ class RewardGradient(PictureAlgorithm):
             sums += some
         if not batches:  # DDP must meet a backward of every process
             nothing = torch.zeros(1, dtype=torch.int64)
-            x = self._start(experience, step, nothing)
-            process.backward(self._ask(experience, nothing, x, step.stop).sum() * 0.0)
+            process.backward(self._end(experience, step, nothing)[0].sum() * 0.0)
         if process.num_processes > 1:
             known = torch.stack([value.nan_to_num(), (~value.isnan()).double()]).to(self.policy.device)
             total, seen = torch.as_tensor(process.reduce(known, "sum")).cpu()
@@ -226,8 +228,8 @@ class RewardGradient(PictureAlgorithm):
         pull = torch.zeros(len(x), device=x.device)
         whole = self.row.stop_range is None
         for k in range(step.stop, self.rollout.steps if whole else step.stop + 1):
-            v = self._ask(experience, sample, x, k)
-            pull = pull + self._pull(experience, sample, x, k, v)
+            v, own = self._ask(experience, sample, x, k)
+            pull = pull + own
             # an Euler step of the ODE, or x0 = x − σ v
             length = grid[k + 1] - grid[k] if whole else -grid[k]
             x = x + length.to(v) * v
@@ -243,22 +245,20 @@ class RewardGradient(PictureAlgorithm):
         seeds = [sample_seed(self.seed, "again", one, step.number, number) for one in ids]
         noise = initial_noise(seeds, self.policy.latent_shape).to(x0)
         x = ((1 - sigma) * x0 + sigma * noise).to(self.policy.storage_dtype)
-        v = self._ask(experience, sample, x, k)
-        return x - sigma.to(v) * v, self._pull(experience, sample, x, k, v)
+        v, pull = self._ask(experience, sample, x, k)
+        return x - sigma.to(v) * v, pull
 
-    def _pull(self, experience: Asked, sample: Tensor, x: Tensor, k: int, v: Tensor) -> Tensor:
-        """[n] k · mean |v − v_ref|² at a step."""
-        if not self.row.kl:
-            return v.new_zeros(len(v))
-        sigma, time = self._level(k, x)
-        with torch.no_grad(), self.accelerator.autocast(), self.policy.reference():
-            condition = experience.condition.select(sample)
-            reference = velocity_of(self.policy, x.detach(), sigma, condition, time)
-        return self.row.kl * (v - reference).square().flatten(1).mean(1)
-
-    def _ask(self, experience: Asked, sample: Tensor, x: Tensor, k: int) -> Tensor:
-        """[n, ...] the velocity at step k, with gradient."""
-        return self.module(experience.condition.select(sample), x, *self._level(k, x))
+    def _ask(self, experience: Asked, sample: Tensor, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """(v [n, ...] at step k with gradient, [n] k · mean |v − v_ref|²)."""
+        condition, (sigma, time) = experience.condition.select(sample), self._level(k, x)
+        reference = None
+        if self.row.kl:  # before the own forward: weights may be swapped in place
+            with torch.no_grad(), self.accelerator.autocast(), self.policy.reference():
+                reference = velocity_of(self.policy, x.detach(), sigma, condition, time)
+        v = self.module(condition, x, sigma, time)
+        if reference is None:
+            return v, v.new_zeros(len(v))
+        return v, self.row.kl * (v - reference).square().flatten(1).mean(1)
 
     def _level(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """(σ [n], time [n]) of step k."""
@@ -298,13 +298,13 @@ def checked_ascent(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     return row
 
 
-def terms_of(reward: Any) -> Iterator[tuple[str, Any, float]]:
-    """(label, reward, signed weight) of what a reward adds up; of a plain one itself."""
+def terms_of(reward: Any) -> Iterator[tuple[str, Any, float, float]]:
+    """(label, reward r, weight w, mean m) of the w (r − m) that a reward adds up, or of itself."""
     weighted = getattr(reward, "gradient_terms", None)
     if weighted is not None:
         yield from weighted()
     else:
-        yield reward.name, reward, 1.0 if reward.higher_is_better else -1.0
+        yield reward.name, reward, 1.0 if reward.higher_is_better else -1.0, 0.0
 
 
 def check_differentiable(reward: Any) -> None:
@@ -313,7 +313,7 @@ def check_differentiable(reward: Any) -> None:
     Raises:
         UserError: naming the term.
     """
-    for label, term, _ in terms_of(reward):
+    for label, term, *_ in terms_of(reward):
         if not callable(getattr(term, "score_with_gradient", None)):
             raise UserError(
                 f"The reward {label!r} ({type(term).__name__}) has no gradient in the pixels, through which "
@@ -332,21 +332,29 @@ def image_gradient(reward: Any, images: Tensor, prompts: Sequence[str], row: Asc
         prompts: [n].
         row: its hinge and normalisation.
 
+    Raises:
+        UserError: a reward returned another shape.
+
     Returns:
         ([n] float64 rewards, higher is better, NaN where not finite; [n, 3, H, W] where they grow, 0 there).
     """
     images = images.detach().float()
     value = torch.zeros(len(images), dtype=torch.float64)
     slope = torch.zeros_like(images)
-    for _, term, weight in terms_of(reward):
+    for label, term, weight, mean in terms_of(reward):
         leaf = images.clone().requires_grad_()
         with torch.enable_grad():
             said = term.score_with_gradient(leaf, list(prompts))
+            if said.shape != (len(images),):
+                raise UserError(
+                    f"score_with_gradient of the reward {label!r} returned {list(said.shape)} for "
+                    f"{len(images)} images; it must return one number for each, [{len(images)}]."
+                )
             (found,) = torch.autograd.grad(said.sum(), leaf)
         if row.normalise:
             size = found.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
-            found = torch.where(size > 0, found / size, 0.0)
-        value += weight * said.detach().double().cpu()
+            found = torch.where(size == 0, 0.0, found / size)
+        value += weight * (said.detach().double().cpu() - mean)
         slope += weight * found
     finite = torch.isfinite(value) & torch.isfinite(slope).flatten(1).all(1).cpu()
     live = finite if row.hinge is None else finite & (value < row.hinge)

@@ -73,7 +73,7 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
 
 def reward_weights(reward: Any) -> dict[str, float]:
     """Label -> weight of what a reward adds up, as `visalign.rewards.WeightedSum` does; of another itself."""
-    return dict(getattr(reward, "weights", None) or {reward.name: 1.0})
+    return dict(getattr(reward, "term_weights", None) or {reward.name: 1.0})
 
 
 def reward_columns(reward: Any, scores: Scores) -> Tensor:
