@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from visalign.data.sets.records import QualityRecord, QualitySet
+from visalign.errors import UserError
 from visalign.evaluation.rewards.comparison import compare_on_quality, leaderboard, settle
 from visalign.evaluation.rewards.fusion import fuse_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
@@ -116,3 +117,18 @@ def test_a_fusion_and_a_leaderboard_keep_the_pictures_of_a_prompt_together() -> 
         assert board is not None
         spans.append(sum(row["high"] - row["low"] for row in board["rows"]))
     assert spans[0] > 1.15 * spans[1]
+
+
+def test_judges_that_share_nothing_or_say_one_value_are_no_crash() -> None:
+    """After all pictures were judged: a comparison that cannot be is left out, with what is wrong."""
+    x, mos, prompt = clustered(3, 40, 4)
+    records, half = quality(mos, prompt), np.arange(160) < 80
+    first = from_values("a", "x", np.where(half, x, np.nan))
+    second = from_values("b", "x", np.where(half, np.nan, x))
+    with pytest.raises(ValueError, match="a and b judged 0 images both"):
+        compare_on_quality(records, first, second, FAST)
+    flat = from_values("flat", "x", np.ones(160))
+    assert leaderboard(records, [first, flat], [], FAST) is None
+    silent = from_values("silent", "x", np.full(160, np.nan))
+    with pytest.raises(UserError, match="silent judged nothing of the set"):
+        fuse_quality(records, [first, silent])

@@ -97,7 +97,7 @@ class RewardGradient(PictureAlgorithm):
         self.row, self.reward = checked_ascent(self.settings, self.rollout), reward
         check_differentiable(reward)
         self.times = policy.times(self.source.sigmas)
-        self.module = self.accelerator.prepare_model(VelocityModule(policy))
+        self.module: Any = self.accelerator.prepare_model(VelocityModule(policy))
         # the network is in evaluation mode: its buffers are equal, and processes differ in their forwards
         self.module.broadcast_buffers = False
 
