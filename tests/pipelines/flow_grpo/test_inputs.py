@@ -157,7 +157,7 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
 
 
 def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -> None:
-    before = make_result(0.5, prompts=12, seeds=2)
+    before = make_result(0.6, prompts=12, seeds=2)
     heldout = [{"prompt": f"prompt {number}"} for number in range(12)]
     given = config("evaluation={seeds: [0, 1], every: 1, prompts_on_the_way: 3}")
     rows = [0, 8, 16]  # prompts 0, 4 and 8 with seed 0

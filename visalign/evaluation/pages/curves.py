@@ -119,9 +119,13 @@ def panels(
     return tuple(_panel(curve, x, y) for curve, x, y in series if len(x) and not _is_zero(y))
 
 
-def at_zero(metrics: Sequence[Mapping[str, Any]], curves: Sequence[Curve] = CURVES) -> str:
+def at_zero(
+    metrics: Sequence[Mapping[str, Any]],
+    curves: Sequence[Curve] = CURVES,
+    start: Mapping[str, float] | None = None,
+) -> str:
     """The sentence that stands for the curves that were zero all along; empty where there is none."""
-    flat = [curve.title for curve in curves if _is_zero(_series(metrics, curve, {})[1])]
+    flat = [curve.title for curve in curves if _is_zero(_series(metrics, curve, start or {})[1])]
     if not flat:
         return ""
     names = flat[0] if len(flat) == 1 else f"{', '.join(flat[:-1])} and {flat[-1]}"

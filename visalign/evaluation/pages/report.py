@@ -74,7 +74,7 @@ def write_report(
         **_results(before, after, seen),
         title=title,
         panels=panels(metrics, curves, start=start or {}),
-        at_zero=at_zero(metrics, curves),
+        at_zero=at_zero(metrics, curves, start),
         config=[(name, setting(value)) for name, value in flatten(config).items()],
         versions=versions,
         costs=wording.cost_rows(costs),
