@@ -158,7 +158,7 @@ class _LoudLetters(Letters):
         return replace(scores, value=1e4 * scores.value)
 
 
-def _hears_each_term(trainer: Any) -> None:
+def assert_each_term_is_heard(trainer: Any) -> None:
     algorithm, context = trainer.algorithm, trainer.context
     experience = algorithm.collect(context).experience
     steps = algorithm.prepare(experience, context)
@@ -177,7 +177,7 @@ def test_gdpo_of_pictures_hears_each_term_of_a_sum(tmp_path):
     terms = {"light": (Brightness(), 1.0), "red": (_Loud(), 0.5)}
     reward = WeightedSum(terms, allow_mixed_units=True)
     objective = {"algorithm": "gdpo", "ratio_bound": 1e-4}
-    _hears_each_term(
+    assert_each_term_is_heard(
         toy_trainer(tmp_path, reward=reward, objective=objective, optimizer={"updates_per_iteration": 1})
     )
 
@@ -186,7 +186,7 @@ def test_gdpo_of_pictures_hears_each_term_of_a_sum(tmp_path):
 def test_gdpo_of_texts_hears_each_term_of_a_sum(dynamic, tmp_path):
     terms = {"a": (Letters("a"), 1.0), "e": (_LoudLetters("e"), 0.5)}
     reward = WeightedTextSum(terms, allow_mixed_units=True)
-    _hears_each_term(
+    assert_each_term_is_heard(
         toy_text_trainer(
             tmp_path, "gdpo", reward=reward, dynamic=dynamic, optimizer={"updates_per_iteration": 1}
         )

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.core import PolicyOutput, Prepared, Trajectories
@@ -33,7 +32,7 @@ from visalign.flow.replay import RATIO_BOUND, replay
 from visalign.flow.trajectory import Pairs, Trajectory
 from visalign.flow.transitions import Kernel
 from visalign.flow.windows import window_places
-from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward
+from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.judging import reward_weights
 from visalign.training.loop.trainer import Collected, Context
@@ -48,7 +47,7 @@ from visalign.training.policy.update import (
 )
 
 from .pictures import PictureAlgorithm, Pictures
-from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+from .settings import DiffusionObjectiveSettings, RolloutSettings
 
 
 class ReplayModule(nn.Module):
@@ -113,29 +112,11 @@ class FlowGRPO(PictureAlgorithm):
         UserError: settings that do not fit each other.
     """
 
-    together = False
-
-    def __init__(
-        self,
-        policy: DiffusionPolicy,
-        reward: PointwiseReward,
-        records: Sequence[Mapping[str, Any]],
-        *,
-        rollout: RolloutSettings | None = None,
-        objective: DiffusionObjectiveSettings | None = None,
-        seed: int = 0,
-        accelerator: Accelerator | None = None,
-        strata: Sequence[str] | None = None,
-        cycle: Sequence[str] | None = None,
-    ) -> None:
-        self.settings = objective or DiffusionObjectiveSettings()
-        rollout = rollout or RolloutSettings()
-        check_sampling(self.settings, rollout)
-        self.objective = self.settings.build(length=rollout.trained_per_image)
-        order: dict[str, Any] = {"seed": seed, "accelerator": accelerator, "strata": strata, "cycle": cycle}
-        super().__init__(policy, reward, records, rollout=rollout, **order)
+    def begin(self) -> None:
+        """The objective, and the module that DDP wraps."""
+        self.objective = self.settings.build(length=self.rollout.trained_per_image)
         self.step_weights = step_weights(self.settings, self.rollout, self.source.sigmas)
-        self.module = self.accelerator.prepare_model(ReplayModule(policy))
+        self.module = self.accelerator.prepare_model(ReplayModule(self.policy))
         self.ratio_bound: float | None = self._ratio_bound()
 
     def _ratio_bound(self) -> float:

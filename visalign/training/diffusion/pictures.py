@@ -22,7 +22,7 @@ from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
 from visalign.training.loop.trainer import Algorithm
 
-from .settings import RolloutSettings
+from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,19 +194,13 @@ def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, flo
 
 
 class PictureAlgorithm(Algorithm):
-    """What every training of a diffusion policy on judged pictures has.
+    """What every training of a diffusion policy on judged pictures has; its arguments are `FlowGRPO`'s.
 
-    Args:
-        policy: on the accelerator's device.
-        reward: judges one image at a time; higher is better (or its sign is turned).
-        records: prompt records, each with "prompt"; handed to the reward as metadata.
-        rollout: how samples are made.
-        seed: of the run.
-        accelerator: device, processes and trackers, without mixed precision: that is the policy's own matter.
-            None makes one on the policy's device.
-        strata: label per record, see `PromptSampler`.
-        cycle: see `PromptSampler`.
+    A training defines `begin`, which finds policy, settings, rollout, accelerator and source in place.
     """
+
+    usual = "flow_grpo"
+    """`objective.algorithm` where no objective is given."""
 
     def __init__(
         self,
@@ -214,15 +208,33 @@ class PictureAlgorithm(Algorithm):
         reward: PointwiseReward,
         records: Sequence[Mapping[str, Any]],
         *,
-        rollout: RolloutSettings,
-        seed: int,
-        accelerator: Accelerator | None,
-        **order: Any,
+        rollout: RolloutSettings | None = None,
+        objective: DiffusionObjectiveSettings | None = None,
+        seed: int = 0,
+        accelerator: Accelerator | None = None,
+        strata: Sequence[str] | None = None,
+        cycle: Sequence[str] | None = None,
     ) -> None:
-        self.policy, self.seed, self.rollout = policy, seed, rollout
+        self.policy, self.seed, self.reward = policy, seed, reward
+        self.settings = objective or DiffusionObjectiveSettings(algorithm=self.usual)
+        self.rollout = rollout or RolloutSettings()
+        check_sampling(self.settings, self.rollout)
         self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
-        given: dict[str, Any] = {"rollout": rollout, "seed": seed, "accelerator": self.accelerator, **order}
-        self.source = PictureSource(policy, reward, records, **given)
+        self.source = PictureSource(
+            policy,
+            reward,
+            records,
+            rollout=self.rollout,
+            seed=seed,
+            accelerator=self.accelerator,
+            strata=strata,
+            cycle=cycle,
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        """Check the row against the rollout and make what it needs."""
+        ...
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""

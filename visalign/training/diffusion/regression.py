@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.core.groups.group_statistics import group_extremes
@@ -30,7 +29,7 @@ from visalign.core.regression.signals import best_worst_pairs, old_policy_decay
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import velocity_of
-from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward
+from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.trainer import Collected, Context
@@ -108,25 +107,11 @@ class VelocityRegression(PictureAlgorithm):
         UserError: settings that do not fit each other.
     """
 
-    together = False
-    ratio_bound: float | None = None
+    usual = "diffusion_nft"
 
-    def __init__(
-        self,
-        policy: DiffusionPolicy,
-        reward: PointwiseReward,
-        records: Sequence[Mapping[str, Any]],
-        *,
-        rollout: RolloutSettings | None = None,
-        objective: DiffusionObjectiveSettings | None = None,
-        seed: int = 0,
-        accelerator: Accelerator | None = None,
-        strata: Sequence[str] | None = None,
-        cycle: Sequence[str] | None = None,
-    ) -> None:
-        self.settings = objective or DiffusionObjectiveSettings(algorithm="diffusion_nft")
-        order: dict[str, Any] = {"seed": seed, "accelerator": accelerator, "strata": strata, "cycle": cycle}
-        super().__init__(policy, reward, records, rollout=rollout or RolloutSettings(), **order)
+    def begin(self) -> None:
+        """The row, its levels, and the module that DDP wraps."""
+        policy = self.policy
         row = checked_row(self.settings, self.rollout, self.accelerator.num_processes)
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
@@ -135,7 +120,7 @@ class VelocityRegression(PictureAlgorithm):
         self.module = self.accelerator.prepare_model(VelocityModule(policy))
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
-            check_guided(policy, scale, records[0])
+            check_guided(policy, scale, self.source.records[0])
 
     def collect(self, run: Context) -> Collected:
         """Sample with the old policy, decode and judge one iteration's groups."""

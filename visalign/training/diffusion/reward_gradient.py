@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from visalign.core.regression.ascents import Ascent
@@ -27,7 +26,7 @@ from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.parametrization import preserving_scale
 from visalign.flow.rollout import asked_of, velocity_of
-from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
+from visalign.interfaces import Condition, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.judging import check_failures
 from visalign.training.loop.sampler import Batch
@@ -75,29 +74,14 @@ class RewardGradient(PictureAlgorithm):
         UserError: settings that do not fit each other, or a reward without a gradient.
     """
 
-    together = False
-    ratio_bound: float | None = None
+    usual = "draft"
 
-    def __init__(
-        self,
-        policy: DiffusionPolicy,
-        reward: PointwiseReward,
-        records: Sequence[Mapping[str, Any]],
-        *,
-        rollout: RolloutSettings | None = None,
-        objective: DiffusionObjectiveSettings | None = None,
-        seed: int = 0,
-        accelerator: Accelerator | None = None,
-        strata: Sequence[str] | None = None,
-        cycle: Sequence[str] | None = None,
-    ) -> None:
-        self.settings = objective or DiffusionObjectiveSettings(algorithm="draft")
-        order: dict[str, Any] = {"seed": seed, "accelerator": accelerator, "strata": strata, "cycle": cycle}
-        super().__init__(policy, reward, records, rollout=rollout or RolloutSettings(), **order)
-        self.row, self.reward = checked_ascent(self.settings, self.rollout), reward
-        check_differentiable(reward)
-        self.times = policy.times(self.source.sigmas)
-        self.module: Any = self.accelerator.prepare_model(VelocityModule(policy))
+    def begin(self) -> None:
+        """The row, and the module that DDP wraps."""
+        self.row = checked_ascent(self.settings, self.rollout)
+        check_differentiable(self.reward)
+        self.times = self.policy.times(self.source.sigmas)
+        self.module: Any = self.accelerator.prepare_model(VelocityModule(self.policy))
         # the network is in evaluation mode: its buffers are equal, and processes differ in their forwards
         self.module.broadcast_buffers = False
 
