@@ -165,16 +165,11 @@ def _torch_facts() -> tuple[tuple[str, str], ...]:
 
 
 def _cpu_bf16() -> str:
-    """Whether the processor multiplies bf16 matrices; only oneDNN (mkldnn) can tell."""
     import torch
 
-    if not torch.backends.mkldnn.is_available():
-        return "without mkldnn"
-    try:
-        has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    except _BROKEN:  # a private question, which another torch may not answer
-        return "bf16 arithmetic unknown"
-    return "with bf16 arithmetic" if has_bf16 else "without bf16 arithmetic"
+    from visalign.precision import multiplies_bfloat16
+
+    return f"{'with' if multiplies_bfloat16(torch.device('cpu')) else 'without'} bf16 arithmetic"
 
 
 def _memory() -> str:

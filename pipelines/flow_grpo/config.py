@@ -20,6 +20,7 @@ from visalign.pipelines.shared.sections import (
     RewardTerm,
     RunConfig,
 )
+from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -43,8 +44,9 @@ class ModelConfig:
     dtype: Dtype = "float32"
     """Of the frozen weights: float32, bfloat16 or float16. What is trained is float32 always; the whole
     transformer is then computed in this dtype."""
-    autocast: Dtype | None = None
-    """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it."""
+    autocast: Autocast | None = None
+    """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it. auto: bfloat16
+    where the device multiplies it, else none (a processor without that arithmetic takes ten times as long)."""
     use_t5: bool = True
     """false leaves the third text encoder out where the model has one."""
     image_size: int | tuple[int, int] | None = None

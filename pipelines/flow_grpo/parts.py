@@ -12,6 +12,7 @@ from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.pipelines.shared.parts import Records, no_loading_bars
+from visalign.precision import autocast_dtype
 
 from .config import EvaluationConfig, ModelConfig
 
@@ -39,7 +40,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             "guidance": model.guidance,
             "lora": lora,
             "max_sequence_length": model.max_sequence_length,
-            "autocast": None if model.autocast is None else getattr(torch, model.autocast),
+            "autocast": autocast_dtype(model.autocast, device),
             "image_size": model.image_size,
             **{k: _dtype(v) if k.endswith("dtype") else v for k, v in model.options.items()},
         }

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from .stage import Plan, SceneFeed, rendered, train
+from .stage import Plan, SceneFeed, fast_autocast, rendered, train
 
 KL_WEIGHT = 2e-5
 """Per latent element, against the errors per pixel; 1e-3 was tried and washed the colors out."""
@@ -65,7 +65,7 @@ def train_autoencoder(work: Path, plan: Plan, resume: bool) -> AutoencoderKL:
     def loss_of(step: int) -> Tensor:
         pictures = rendered(feed.scenes(step * batch, batch))
         noise.manual_seed(seed * 1_000_003 + step)
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast_autocast():
             posterior = model.encode(pictures).latent_dist
             latents = posterior.sample(generator=noise)
             output = model.decode(latents).sample
@@ -88,6 +88,6 @@ def encode_scenes(model: AutoencoderKL, feed: SceneFeed, count: int, chunk: int 
     parts = []
     for start in range(0, count, chunk):
         pictures = rendered(feed.scenes(start, min(chunk, count - start)))
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast_autocast():
             parts.append(model.encode(pictures).latent_dist.mean.float())
     return torch.cat(parts)

@@ -18,7 +18,7 @@ from visalign.data.shapes.verifier import verify_scene
 from visalign.rewards.clip.open_clip_folder import load_open_clip
 
 from .captions import MAX_TOKENS, new_tokenizer
-from .stage import Plan, SceneFeed, machine, rendered, size_of, train
+from .stage import Plan, SceneFeed, fast_autocast, machine, rendered, size_of, train
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
@@ -122,7 +122,7 @@ def train_clip(work: Path, plan: Plan, resume: bool) -> open_clip.CLIP:
         rng = np.random.default_rng([seed, 11, step])
         scenes = _distinct(feed, step * 8 * batch, batch, rng)
         ids = _ids(tokenizer, [scene.record["prompt"] for scene in scenes])
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast_autocast():
             image, text = model.encode_image(rendered(scenes)), model.encode_text(ids)
         scale = model.logit_scale.exp().clamp(max=100.0)
         logits = scale * F.normalize(image.float(), dim=-1) @ F.normalize(text.float(), dim=-1).T

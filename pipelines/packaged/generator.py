@@ -30,7 +30,7 @@ from visalign.data.shapes.verifier import verify
 
 from .autoencoder import encode_scenes
 from .captions import TextSide, new_tokenizer
-from .stage import Plan, SceneFeed, machine, muon_and_adam, size_of, tidy, train
+from .stage import Plan, SceneFeed, fast_autocast, machine, muon_and_adam, size_of, tidy, train
 
 POOL = 50_000
 """Scenes that are rendered and encoded once; every epoch draws its own noise and times."""
@@ -127,7 +127,7 @@ def train_generator(autoencoder: AutoencoderKL, work: Path, plan: Plan, resume: 
         sigma = torch.sigmoid(torch.randn(batch, generator=draw) + 0.3)
         dropped = torch.rand(batch, 1, generator=draw) < DROP_CAPTION
         at = sigma[:, None, None, None]
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast_autocast():
             v = generator.velocity((1 - at) * x0 + at * noise, sigma, torch.where(dropped, empty, ids[rows]))
         return F.mse_loss(v, noise - x0)
 
@@ -195,7 +195,7 @@ def pipeline_accuracy(
         for start in range(0, len(records), 52):
             part = records[start : start + 52]
             noise = [torch.Generator().manual_seed(10_000 * seed + start + i) for i in range(len(part))]
-            with torch.autocast("cpu", torch.bfloat16):
+            with fast_autocast():
                 images = pipe(
                     [record["prompt"] for record in part],
                     num_inference_steps=steps,

@@ -33,7 +33,7 @@ from .judge_inputs import (
     see,
     special_ids,
 )
-from .stage import Plan, muon_and_adam, train
+from .stage import Plan, fast_autocast, muon_and_adam, train
 
 _SIZES = ("small", "medium", "big")
 _CELL = 1 + len(SHAPES) + len(COLORS) + len(_SIZES)
@@ -173,7 +173,7 @@ def train_judge(
 
     def sight_loss(step: int) -> Tensor:
         scenes = [world.scene(n) for n in range(3 * step * batch, 3 * (step + 1) * batch)]
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast_autocast():
             return learner.cells(see(learner.model, render_many(scenes)), scenes)
 
     vision = nn.ModuleList([learner.model.model.visual, learner.cells])
@@ -208,7 +208,7 @@ def question_loss(
     asked = [world.about(scene, number, questions) for scene, number in zip(scenes, numbers, strict=True)]
     pairs = [world.pair(number) for number in numbers]
     shown = [*scenes, *(scene for pair in pairs for scene in pair[:2])]
-    with torch.autocast("cpu", torch.bfloat16):
+    with fast_autocast():
         features = see(learner.model, render_many(shown))
         single = answer_loss(learner.model, pack_questions(tokenizer, asked, 1, TOKENS), features[:batch])
         both = features[batch:].reshape(len(pairs), 2 * TOKENS, -1)

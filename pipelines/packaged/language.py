@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from visalign.data.text_tasks.tasks import HELDOUT_SHARE, TASKS, Record, check_answer, heldout_tasks
 
 from .language_data import MAX_TOKENS, MISREAD_SHARE, Packed, corpus_record, encode, new_tokenizer, pack
-from .stage import Plan, machine, muon_and_adam, size_of, tidy, train
+from .stage import Plan, fast_autocast, machine, muon_and_adam, size_of, tidy, train
 
 NAME = "tasks-qwen3"
 """Folder of the model in `assets/`."""
@@ -82,7 +82,7 @@ def train_language(work: Path, plan: Plan, resume: bool, save_every: int = 250) 
     def loss_of(step: int) -> Tensor:
         records = [corpus_record(number, seed=seed) for number in range(step * batch, (step + 1) * batch)]
         packed = pack(encode(tokenizer, records), ROW, pad)
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast_autocast():
             return solution_loss(model, packed)
 
     def check(held: Qwen3ForCausalLM) -> dict[str, float]:

@@ -21,6 +21,14 @@ from torch.optim.swa_utils import AveragedModel
 from visalign.data.shapes.prompts import CATEGORIES, Record, train_prompts
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import Scene, sample_scene
+from visalign.precision import autocast_dtype
+
+
+def fast_autocast() -> torch.autocast:
+    """bfloat16 where the processor multiplies it, which halves a stage's time; else nothing."""
+    dtype = autocast_dtype("auto", torch.device("cpu"))
+    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+
 
 CATEGORY_WEIGHTS = {
     "single_object": 0.08,

@@ -20,6 +20,7 @@ from visalign.pipelines.shared.sections import (
     RewardTerm,
     RunConfig,
 )
+from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
@@ -40,8 +41,9 @@ class TextModelConfig:
     """System message of every chat."""
     dtype: Dtype = "float32"
     """Of the weights: float32, bfloat16 or float16. Adapters are float32 always."""
-    autocast: Dtype | None = None
-    """Run the model under autocast in this dtype; raise objective.ratio_bound with it."""
+    autocast: Autocast | None = None
+    """Run the model under autocast in this dtype; raise objective.ratio_bound with it. auto: bfloat16 where
+    the device multiplies it, else none (a processor without that arithmetic takes ten times as long)."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, for memory."""
     max_prompt_tokens: Count | None = None

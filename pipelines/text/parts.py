@@ -20,6 +20,7 @@ from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_text_judge
 from visalign.pipelines.shared.parts import Records, build_records, load_terms, no_loading_bars, weighted_sum
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
+from visalign.precision import autocast_dtype
 from visalign.training.loop.sampler import PromptSampler
 
 from .config import (
@@ -180,7 +181,7 @@ def build_text_policy(
         value_head=head,
         max_prompt_tokens=model.max_prompt_tokens,
         long_prompts=model.long_prompts,
-        autocast=None if model.autocast is None else getattr(torch, model.autocast),
+        autocast=autocast_dtype(model.autocast, device),
         gradient_checkpointing=model.gradient_checkpointing,
         reference=reference,
         generate_batch=model.generate_batch,

@@ -18,6 +18,7 @@ from visalign.data.sets.sources import GENERATED
 from visalign.data.shapes.preferences import KINDS, Kind
 from visalign.errors import UserError
 from visalign.pipelines.shared.sections import Count, Dtype, LoraConfig, Natural, RunConfig
+from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.training.reward.settings import AnyObjective, RewardOptimizerSettings, UncertaintySettings
 from visalign.training.reward.tasks import TASKS
@@ -47,7 +48,7 @@ class TrainedModel:
     frozen: list[str] = field(default_factory=list)
     """Beginnings of names of parameters that stay as they are with train=full, e.g. visual.attnpool of
     shapes-clip."""
-    autocast: Dtype | None = None
+    autocast: Autocast | None = None
     """Precision of matrix products while training, e.g. bfloat16; heads stay float32. null: that of
     the weights."""
     save_dtype: Dtype = "float16"

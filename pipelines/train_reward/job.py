@@ -65,7 +65,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         objective=config.objective,
         accelerator=accelerator,
         seed=config.seed,
-        compute_dtype=compute_dtype(config.model),
+        compute_dtype=compute_dtype(config.model, accelerator.device),
     )
     trainer = build_trainer(config, output, algorithm, measure, shown=SHOWN_OF_A_JUDGE)
     for note in (*inputs.notes, *judge.first_notes()):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError, suggestion
+from visalign.precision import autocast_dtype
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.template import JudgeSettings, Template
@@ -71,9 +72,8 @@ class TrainedJudge(ABC):
 
     def precision(self) -> Any:
         """Autocast as model.autocast says."""
-        name = self.settings.autocast
-        dtype = torch.float32 if name is None else getattr(torch, name)
-        return torch.autocast(self.device.type, dtype, enabled=name is not None)
+        dtype = autocast_dtype(self.settings.autocast, self.device)
+        return torch.autocast(self.device.type, dtype or torch.float32, enabled=dtype is not None)
 
     @property
     def save_dtype(self) -> torch.dtype:
@@ -164,10 +164,9 @@ def moving(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
 
 
-def compute_dtype(model: TrainedModel) -> torch.dtype:
+def compute_dtype(model: TrainedModel, device: torch.device) -> torch.dtype:
     """Of the network's products while training: that of autocast, else of the weights."""
-    name: str = model.autocast or getattr(model, "dtype", "float32")
-    return getattr(torch, name)
+    return autocast_dtype(model.autocast, device) or getattr(torch, getattr(model, "dtype", "float32"))
 
 
 def base_name(path: str, folder: Path) -> str:

@@ -34,6 +34,7 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.score import score
 from visalign.pipelines.score.image_rows import ImageRow, find_images
 from visalign.pipelines.shared import run_folder
+from visalign.precision import autocast_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "# Toy job.\n# Command: visalign train toy\n# Hardware: none. Duration: none. Expected: nothing\n"
@@ -501,12 +502,18 @@ def test_doctor_passes_on_a_whole_installation(models: Path, monkeypatch: pytest
     assert report.text.endswith("All checks passed.")
 
 
-def test_doctor_lives_without_mkldnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert "without mkldnn" in dict(doctor._torch_facts())["devices"]
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+def test_auto_autocast_is_bfloat16_where_the_device_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for answer, dtype, word in ((True, torch.bfloat16, "with"), (False, None, "without")):
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.ops, "mkldnn", types.SimpleNamespace(_is_mkldnn_bf16_supported=lambda a=answer: a)
+        )
+        assert autocast_dtype("auto", cpu) is dtype
+        assert f", {word} bf16 arithmetic" in dict(doctor._torch_facts())["devices"]
     monkeypatch.setattr(torch.ops, "mkldnn", None)
-    assert "bf16 arithmetic unknown" in dict(doctor._torch_facts())["devices"]
+    assert autocast_dtype("auto", cpu) is None
+    assert autocast_dtype("bfloat16", cpu) is torch.bfloat16 and autocast_dtype(None, cpu) is None
 
 
 def test_doctor_names_what_is_broken(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
