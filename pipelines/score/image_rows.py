@@ -22,6 +22,9 @@ IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tif
 PROMPT_ENDING = ".txt"
 """A file with the image's name and this ending holds its prompt."""
 
+RECORD, SAMPLES = "metadata.jsonl", "samples"
+"""GenEval's folders: a record, with its prompt, beside the folder of the samples."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRow:
@@ -95,7 +98,8 @@ def image_rows(
     """Images with prompts.
 
     Args:
-        items: Image files; folders, whose images may have their prompts beside them (`cat.png`, `cat.txt`);
+        items: Image files; folders, whose images may have their prompts beside them (`cat.png`, `cat.txt`) or
+            lie as GenEval writes them (`00000/metadata.jsonl`, `00000/samples/`);
             tables (`visalign.data.sets.tables.READERS`) with the columns image, prompt and, if wanted,
             metadata (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold
             the pictures.
@@ -119,13 +123,22 @@ def image_rows(
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """Images in a folder, then in those below it, sorted at each step; hidden folders are left out."""
+    """Images in a folder, then in those below it, sorted at each step; hidden folders are left out, and the
+    `grid.png` that GenEval writes beside its samples.
+    """
     for place, below, names in os.walk(folder):
         below[:] = sorted(name for name in below if not name.startswith("."))
+        if RECORD in names and SAMPLES in below:
+            continue
         yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
 
 
 def _with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
+    metadata, record = None, path.parent.parent / RECORD
+    if path.parent.name == SAMPLES and record.is_file():
+        _, metadata = next(read_rows(record), (1, {}))
+        said = metadata.get("prompt")
+        prompt = said if prompt is None and isinstance(said, str) else prompt
     beside = path.with_suffix(PROMPT_ENDING)
     if path.suffix != PROMPT_ENDING and prompt is None and beside.is_file():
         try:
@@ -138,7 +151,7 @@ def _with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
             f"show, put a prompt into '{beside.name}' beside it, or give a table with the columns image, "
             "prompt."
         )
-    return ImageRow(image=str(path), prompt=prompt or "")
+    return ImageRow(image=str(path), prompt=prompt or "", metadata=metadata)
 
 
 def _from_table(

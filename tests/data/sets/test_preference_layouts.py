@@ -249,3 +249,42 @@ def test_missing_columns_are_named_with_those_found(tmp_path: Path) -> None:
         load_layout("hpdv3", tmp_path)
     with pytest.raises(UserError, match=r"lacks image_path or file_path"):
         load_layout("hpdv2", tmp_path)
+
+
+def test_geneval_has_verdicts_of_its_rules_and_answers_of_people(tmp_path: Path) -> None:
+    (tmp_path / "00000" / "samples").mkdir(parents=True)
+    (tmp_path / "00000" / "samples" / "0000.png").write_bytes(png(9))
+    record = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}
+    lines = [
+        {
+            "filename": f"00000/samples/000{k}.png",
+            "tag": "counting",
+            "prompt": "two cups",
+            "correct": correct,
+            "reason": "" if correct else "expected cup>=2, found 1",
+            "metadata": json.dumps(record),
+            "details": "{}",
+        }
+        for k, correct in enumerate((True, False))
+    ]
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = quality(f"geneval:{results}")
+    assert [(row.mos, row.prompt, row.category) for row in found.records] == [
+        (1.0, "two cups", "counting"),
+        (0.0, "two cups", "counting"),
+    ]
+    assert [row.image for row in found.records] == [
+        str(tmp_path / "00000/samples/0000.png"),
+        "00000/samples/0001.png",
+    ]
+    assert found.records[1].extra["reason"] == "expected cup>=2, found 1"
+    people = tmp_path / "annotations_x.csv"
+    heads = "Input.prompt_id,Input.image_url,Input.caption,Answer.task-quality\n"
+    url = "https://example.org/images/x/00328/samples/00001.png"
+    people.write_text(heads + "".join(f"328,{url},a white bear,{answer}\n" for answer in (4, 3, 2)))
+    [row] = quality(f"geneval:{people}").records
+    assert (row.mos, row.std, row.prompt, row.extra["answers"]) == (3.0, 1.0, "a white bear", 3)
+    assert row.image == str(tmp_path / "00328/samples/00001.png")
+    with pytest.raises(UserError, match=r"Give GenEval's results\.jsonl or annotations"):
+        quality(f"geneval:{tmp_path}")

@@ -133,6 +133,33 @@ def test_records_reach_the_reward(light: Light) -> None:
     assert row.metadata == record
 
 
+def test_folders_and_results_of_geneval_bring_prompts_and_records(light: Light) -> None:
+    record = {
+        "tag": "colors",
+        "include": [{"class": "cup", "count": 1, "color": "red"}],
+        "prompt": "a red cup",
+    }
+    folder = Path("out/00000/samples")
+    folder.mkdir(parents=True)
+    (folder.parent / "metadata.jsonl").write_text(json.dumps(record))
+    for place in ("samples/00000.png", "samples/00001.png", "grid.png"):
+        shutil.copy("pictures/2.png", folder.parent / place)
+    rows = image_rows([Path("out")])
+    assert [(row.image, row.prompt, row.metadata) for row in rows] == [
+        (f"out/00000/samples/0000{k}.png", "a red cup", record) for k in (0, 1)
+    ], "and not the grid"
+    assert {row.prompt for row in image_rows([Path("out")], "mine")} == {"mine"}
+    line = {
+        "filename": "out/00000/samples/00000.png",
+        "tag": "colors",
+        "prompt": "a red cup",
+        "correct": True,
+    }
+    write("results.jsonl", line | {"reason": "", "metadata": json.dumps(record), "details": "{}"})
+    assert visalign("results.jsonl", "--map", "image=filename", "-r", "light").exit_code == 0
+    assert (light.asked, light.records) == (["a red cup"], [record])
+
+
 def test_folders_are_read_to_the_bottom_and_prompts_may_lie_beside(light: Light) -> None:
     Path("pictures/.hidden").mkdir()
     Image.new("RGB", (4, 4)).save("pictures/.hidden/x.png")

