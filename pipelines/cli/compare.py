@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .messages import user_messages
-from .options import AsJson, Cache, LabelOptions, Prompt, Rewards, clean_output, tell
+from .options import AsJson, Cache, LabelOptions, Prompt, Rewards, Tables, clean_output, keep_tables, tell
 from .show import tell_whose
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")]
@@ -27,18 +27,20 @@ def compare(
     prompt: Prompt = None,
     options: LabelOptions = None,
     output: Output = None,
+    tables: Tables = None,
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two images: which, by how much, how sure, why. Exit code 1 when some judge could not judge."""
     with user_messages():
-        from visalign.evaluation.pages.compare_page import compare_page
+        from visalign.evaluation.pages.compare_page import compare_page, file_tables
         from visalign.pipelines.compare.compare import compare_images, read_two
         from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
         from visalign.pipelines.shared.run_folder import new_file
         from visalign.rewards.catalogue import load_judge
 
         new_file(output, endings=(".html", ".json"))
+        new_file(tables)
         images = read_two([first, second])
         with clean_output():
             judges = load_each(reward, options or [], load_judge)
@@ -47,6 +49,7 @@ def compare(
         result["images"] = {"A": str(first), "B": str(second)}
         page = partial(compare_page, result, images, [first.name, second.name])
         tell(result, show_comparison, as_json, _writer(result, page, output))
+        keep_tables(tables, partial(file_tables, result))
         tell_whose(judges, [said])
     if result["votes"].get("failed"):
         raise typer.Exit(1)
@@ -113,11 +116,13 @@ def rank(
     ] = 0.3,
     level: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.9,
     output: Output = None,
+    tables: Tables = None,
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
     """Put images of one prompt in order, best first. Exit code 1 when some image could not be judged."""
     with user_messages():
+        from visalign.evaluation.pages.rank_page import file_tables
         from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
         from visalign.pipelines.score.image_rows import find_images
         from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
@@ -126,6 +131,7 @@ def rank(
         from visalign.rewards.pairs.ranking import rank as order
 
         new_file(output, endings=(".html", ".json"))
+        new_file(tables)
         paths = find_images(images)
         names = [str(path) for path in paths]
         with clean_output():
@@ -134,6 +140,7 @@ def rank(
             found = order(names, said, judge, budget=budget, level=level)
         result = ranking_record(found, names, said, reward, judge)
         tell(result, show_ranking, as_json, _writer(result, partial(ranking_page, result), output))
+        keep_tables(tables, partial(file_tables, result))
         tell_whose({reward: judge}, [said])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +40,9 @@ Join = Annotated[
 ]
 NewFolder = Annotated[
     Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
+]
+Tables = Annotated[
+    Path | None, typer.Option("--tables", help="A new folder: every table as CSV and as LaTeX.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was stopped in --output.")]
 Batch = Annotated[int, typer.Option(help="Images or pairs judged at once.", min=1)]
@@ -92,3 +95,12 @@ def tell(
     if write is not None:
         what, path = write()
         typer.echo(f"{what}: {path}", err=as_json)
+
+
+def keep_tables(folder: Path | None, tables: Callable[[], Iterable[Any]]) -> None:
+    """Write tables as CSV and LaTeX where a folder is asked for, and say so on the error stream."""
+    from visalign.evaluation.pages.table_files import write_tables
+
+    if folder is not None:
+        write_tables(folder, tables())
+        typer.echo(f"CSV and LaTeX: {folder}", err=True)

@@ -19,7 +19,18 @@ from rich.progress import Progress
 from visalign.errors import UserError
 
 from .messages import user_messages
-from .options import Batch, Cache, LabelOptions, MapColumns, Prompt, Resume, Rewards, clean_output
+from .options import (
+    Batch,
+    Cache,
+    LabelOptions,
+    MapColumns,
+    Prompt,
+    Resume,
+    Rewards,
+    Tables,
+    clean_output,
+    keep_tables,
+)
 
 
 class Format(enum.StrEnum):
@@ -51,6 +62,7 @@ def score(
         Path | None,
         typer.Option("--page", help="Also write a page (.html): spread, best, worst, failures."),
     ] = None,
+    tables: Tables = None,
     columns: MapColumns = None,
     resume: Resume = False,
     cache: Cache = None,
@@ -61,11 +73,11 @@ def score(
     again = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
     kept = output or page
     with user_messages(resume=again if kept is not None else None):
-        _check_files(output, page, resume)
+        _check_files(output, page, tables, resume)
         from visalign.data.sets.columns import parse_map
         from visalign.pipelines.score.image_rows import image_rows
         from visalign.pipelines.score.log import part_of
-        from visalign.pipelines.score.report import score_summary, write_score_page
+        from visalign.pipelines.score.report import file_tables, score_summary, write_score_page
         from visalign.pipelines.score.score import score_rows
         from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
         from visalign.rewards.catalogue import load_reward
@@ -82,8 +94,9 @@ def score(
             rows = score_rows(table, rewards, batch_size=batch_size, **keeping)
         show_scores(rows, _form(form, output), output)
         tell_whose(rewards, [row.prompt for row in rows])
+        summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
+        keep_tables(tables, lambda: file_tables(rows, summary))
         if page is not None:
-            summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
             typer.echo(f"Page: {write_score_page(page, summary)}", err=True)
         if part is not None:
             part.unlink()
@@ -102,12 +115,13 @@ def _form(form: Format | None, output: Path | None) -> str:
     return ending if ending in Format.__members__ else Format.table.value
 
 
-def _check_files(output: Path | None, page: Path | None, resume: bool) -> None:
+def _check_files(output: Path | None, page: Path | None, tables: Path | None, resume: bool) -> None:
     """Refuse files that cannot be written as they are named, before anything is scored."""
     from visalign.pipelines.shared.run_folder import new_file
 
     new_file(output)
     new_file(page, endings=(".html",))
+    new_file(tables)
     if output is not None and output.suffix.lower() == ".html":
         raise UserError(f"'{output}' ends in '.html'. For a page write --page '{output}'.")
     if resume and output is None and page is None:

@@ -20,7 +20,7 @@ from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import READERS, listed, read_rows
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
-from visalign.evaluation.pages.table_files import write_tables
+from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.rewards.agreement import LEVEL, agreement, parted, prompts_apart
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
@@ -166,7 +166,7 @@ def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
     """Write `agreement.json`, `tables/`, and `agreement.html` with the pictures that are shown."""
     names = dict.fromkeys(shown["image"] for pair in result["pairs"] for shown in pair["parted"])
     write_atomic(folder / RESULT, pretty(result))
-    write_tables(folder, file_tables(result))
+    write_tables(folder / FOLDER, file_tables(result))
     return write_atomic(folder / PAGE, agree_page(result, shown_pictures(names)))
 
 

@@ -162,10 +162,10 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
 def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Write `evaluation.json`, `evaluation.html` and `tables/`, each file whole or not at all."""
     from visalign.evaluation.pages.reward_page import evaluation_page, file_tables
-    from visalign.evaluation.pages.table_files import write_tables
+    from visalign.evaluation.pages.table_files import FOLDER, write_tables
 
     write_atomic(folder / RESULT, pretty(result))
-    write_tables(folder, file_tables(result))
+    write_tables(folder / FOLDER, file_tables(result))
     fields = ("image", "image_left", "image_right")
     names = [row[key] for judge in result["judges"] for row in judge["worst"] for key in fields if key in row]
     pictures = shown_pictures(dict.fromkeys(names))

@@ -16,7 +16,7 @@ from visalign.atomic import write_atomic
 from visalign.errors import UserError
 from visalign.evaluation.pages.base import embedded
 from visalign.evaluation.pages.probe_page import file_tables, probe_page
-from visalign.evaluation.pages.table_files import write_tables
+from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.probes import response as answer
 from visalign.evaluation.probes.catalogue import Probe, chosen, examples
 from visalign.interfaces import PairwiseReward, PointwiseReward
@@ -126,5 +126,5 @@ def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *
         pictures[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
     write_atomic(folder / RESULT, pretty(result))
-    write_tables(folder, file_tables(result))
+    write_tables(folder / FOLDER, file_tables(result))
     return write_atomic(folder / PAGE, probe_page(result, original, pictures))

@@ -14,6 +14,7 @@ from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
 from visalign.evaluation.pages.base import embedded
 from visalign.evaluation.pages.score_page import score_page
+from visalign.evaluation.pages.table_files import FileTable
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.images import load_images
 
@@ -59,6 +60,32 @@ def write_score_page(path: Path, summary: Mapping[str, Any]) -> Path:
         row["image"] for reward in summary["rewards"] for side in ("best", "worst") for row in reward[side]
     }
     return write_atomic(path, score_page(summary, shown_pictures(sorted(names))))
+
+
+def file_tables(rows: Sequence[ScoreRow], summary: Mapping[str, Any]) -> list[FileTable]:
+    """The values of each reward, and every score with an image a row, for files."""
+    rewards = summary["rewards"]
+    counts = ("judged", "failed", "mean", "spread", "mean_std")
+    quantiles = [f"{100 * q:.0f}" for q in QUANTILES]
+    values = [
+        [reward["label"], reward["unit"], *(reward[name] for name in counts)]
+        + [reward["quantiles"].get(percent) for percent in quantiles]
+        for reward in rewards
+    ]
+    labels = [reward["label"] for reward in rewards]
+    has_std = {reward["label"] for reward in rewards if reward["mean_std"] is not None}
+    images = [rows[start : start + len(labels)] for start in range(0, len(rows), max(len(labels), 1))]
+    scores = [
+        [own[0].image, own[0].prompt]
+        + [value for row in own for value in (row.value, row.std)[: 1 + (row.reward in has_std)]]
+        for own in images
+    ]
+    heads = [name for label in labels for name in (label, f"{label}_std")[: 1 + (label in has_std)]]
+    columns = ("reward", "unit", *counts, *(f"percentile_{percent}" for percent in quantiles))
+    return [
+        FileTable(name="values", columns=columns, rows=values),
+        FileTable(name="scores", columns=("image", "prompt", *heads), rows=scores),
+    ]
 
 
 def shown_pictures(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:

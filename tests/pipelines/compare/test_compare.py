@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Mapping
@@ -265,3 +266,31 @@ def test_rank_asks_a_pairwise_judge_on_a_budget(pictures: Path) -> None:
     assert [row["image"] for row in result["images"]] == files[::-1]
     assert result["calls"] == 15 and result["position_bias"] > 0
     assert all(row["low"] < row["score"] < row["high"] for row in result["images"])
+
+
+def test_tables_of_compare_rank_and_score_are_csv_and_latex(pictures: Path) -> None:
+    base = ("-p", "x", "-r", "saturation", "--tables")
+    assert visalign("compare", "a.png", "b.png", *base, "two").exit_code == 0
+    assert visalign("rank", ".", *base, "places").exit_code == 1
+    assert visalign("score", "a.png", "c.png", *base, "scores").exit_code == 1
+    read = {
+        path.stem: list(csv.DictReader(path.read_text().splitlines())) for path in pictures.rglob("*.csv")
+    }
+    assert sorted(read) == ["comparison", "ranking", "scores", "values"]
+    assert sorted(path.stem for path in pictures.rglob("*.tex")) == sorted(read)
+    [judge] = read["comparison"]
+    assert (judge["winner"], judge["sure"], judge["prob_A"]) == ("B", "yes", "")
+    assert float(judge["difference"]) == float(judge["A"]) - float(judge["B"]) < 0
+    assert [(row["image"], row["place"]) for row in read["ranking"]] == [
+        ("b.png", "1"),
+        ("a.png", "2"),
+        ("c.png", ""),
+    ]
+    assert read["ranking"][0]["score"] == judge["B"] and "c.png" in read["ranking"][2]["reason"]
+    assert [row["saturation"] for row in read["scores"]] == [judge["A"], ""]
+    pairs = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "reward_dance_pairs", "--tables", "pairs")
+    assert pairs.exit_code == 0, pairs.output
+    [call, *_] = csv.DictReader(Path("pairs/calls.csv").read_text().splitlines())
+    assert {call["left"], call["right"]} == {"a.png", "b.png"} and 0 < float(call["prob"]) < 1
+    again = visalign("compare", "a.png", "b.png", *base, "two")
+    assert again.exit_code == 2 and "'two' exists, and nothing is overwritten." in again.output

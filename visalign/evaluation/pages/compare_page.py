@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .base import embedded, plain, render_page, signed
+from .table_files import FileTable
 
 WINNERS = {
     "A": "A is better",
@@ -37,6 +38,21 @@ def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Seq
             for side, name, image in zip("AB", names, images, strict=True)
         ],
     )
+
+
+def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
+    """A row for each judge, for files; `sure` is yes, no, or empty where there is no winner."""
+    rows = []
+    for judge in result["judges"]:
+        sides = judge.get("sides") or {}
+        sure = {True: "yes", False: "no"}.get(judge["sure"])
+        rows.append(
+            [judge["label"], judge["winner"], sure, judge["prob"]]
+            + [sides[side]["value"] if sides else None for side in "AB"]
+            + [judge["difference"], judge["difference_std"], judge["unit"]]
+        )
+    columns = ("judge", "winner", "sure", "prob_A", "A", "B", "difference", "difference_std", "unit")
+    return [FileTable(name="comparison", columns=columns, rows=rows)]
 
 
 def margin(judge: Mapping[str, Any]) -> str:

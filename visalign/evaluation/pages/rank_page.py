@@ -11,6 +11,7 @@ from typing import Any
 from scipy import special, stats
 
 from .base import render_page, share, short_names, signed
+from .table_files import FileTable
 
 SHOWN = 60
 """Pictures that the page shows; the table goes on without."""
@@ -61,6 +62,21 @@ def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any
         against=against_the_order(result),
         sentences=[*sentences(result), *whose(result)],
     )
+
+
+def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
+    """The images in order, and every call of a judge that compares, for files."""
+    images = [
+        [row["image"], row["place"], (row["score"], row["low"], row["high"]), row.get("calls"), row["reason"]]
+        for row in result["images"]
+    ]
+    columns = ("image", "place", "score", "calls", "reason")
+    found = [FileTable(name="ranking", columns=columns, rows=images)]
+    if result["asked"] is not None:
+        calls = ("left", "right", "prob", "reason")
+        rows = [[call[name] for name in calls] for call in result["asked"]]
+        found.append(FileTable(name="calls", columns=calls, rows=rows))
+    return found
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from visalign.atomic import write_atomic
 from visalign.harmless import csv_cell
 
 FOLDER = "tables"
+"""Of a result's own folder."""
 
 _LATEX = {
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
@@ -44,14 +45,12 @@ class FileTable:
 
 
 def write_tables(folder: Path, tables: Iterable[FileTable]) -> list[Path]:
-    """Write NAME.csv and NAME.tex of each into `tables/` of a result's folder; returns their paths."""
+    """Write NAME.csv and NAME.tex of each into a folder, which is made; returns their paths."""
     found = []
     for table in tables:
         name = re.sub(r"[^\w-]+", "_", table.name.lower()).strip("_")
         for ending, make in ((".csv", to_csv), (".tex", to_latex)):
-            path = folder / FOLDER / f"{name}{ending}"
-            path.parent.mkdir(exist_ok=True)
-            found.append(write_atomic(path, make(table).encode()))
+            found.append(write_atomic(folder / f"{name}{ending}", make(table).encode()))
     return found
 
 
