@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from functools import partial
@@ -19,7 +20,7 @@ from .agree import agree
 from .compare import compare, rank
 from .evaluate import evaluate
 from .messages import user_messages
-from .options import Command, DryRun
+from .options import Command, DryRun, Labels, MapColumns
 from .probe import probe_reward
 from .sample import sample
 from .score import score
@@ -101,19 +102,27 @@ def train(
 def train_reward(
     config: Annotated[str, typer.Argument(help="Such as shapes_hpsv3, or a YAML file.")],
     overrides: Overrides = None,
+    columns: MapColumns = None,
+    labels: Labels = None,
     output: Output = None,
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
     """Train a judge on pairs, votes or quality scores."""
     with user_messages():
+        from visalign.data.sets.columns import parse_map
         from visalign.pipelines.jobs import require_pipeline
 
         require_pipeline(config, "train_reward")
+        changes = [
+            f"data.columns.{ours}={json.dumps(theirs)}" for ours, theirs in parse_map(columns or []).items()
+        ]
+        changes += [] if labels is None else [f"data.coding={json.dumps(labels)}"]
+        changes += overrides or []
     if dry_run:
-        _show_plan(config, overrides or [])
+        _show_plan(config, changes)
     else:
-        _train(config, overrides or [], output, resume=resume, then="visalign evaluate --help")
+        _train(config, changes, output, resume=resume, then="visalign evaluate --help")
 
 
 def _show_plan(config: str, overrides: list[str]) -> None:

@@ -155,6 +155,11 @@ class RewardDataConfig:
     """Rows of data.train with this split, e.g. train; null: all of a file, of a layout its test split."""
     heldout_split: str | None = None
     """The same for data.heldout."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our name of a column -> that of the files, such as mos: score; the command line has --map mos=score."""
+    coding: str | None = None
+    """What the labels of files mean: share, margin, or words such as 1=left,2=right,0=tie (--labels); null:
+    what is plain by itself."""
     size: Count | None = 20000
     """Examples of data.train at most; for generated ones, how many. null: all of a file."""
     heldout_size: Count | None = 1000
@@ -236,6 +241,10 @@ def _learns_pairs(c: TrainRewardConfig) -> bool:
     return TASKS[c.objective.task].labels == "pairs" and "shapes:pairs" in (c.data.train, c.data.heldout)
 
 
+def _reads_files(c: TrainRewardConfig) -> bool:
+    return not {c.data.train, c.data.heldout} <= {None, *GENERATED}
+
+
 USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
     "theta": (lambda c: c.objective.task == "ict", "by the task ict alone"),
     "kinds": (
@@ -254,6 +263,8 @@ USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
         ),
         "by shapes:quality, and by shapes:pairs where data.labels is votes and the task learns from pairs",
     ),
+    "columns": (_reads_files, "where data.train or data.heldout is a file"),
+    "coding": (_reads_files, "where data.train or data.heldout is a file of pairs"),
     "train_split": (lambda c: c.data.train not in GENERATED, "where data.train is a file or layout"),
     "heldout_split": (
         lambda c: c.data.heldout not in (None, *GENERATED),

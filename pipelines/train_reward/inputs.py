@@ -11,6 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
+from visalign.data.sets.columns import Columns
 from visalign.data.sets.leaks import refuse_shared_pictures
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
@@ -146,12 +147,9 @@ def _read(config: TrainRewardConfig, which: str, notes: list[str]) -> Examples:
     source = getattr(data, which)
     limit = data.size if which == "train" else data.heldout_size
     split = data.train_split if which == "train" else data.heldout_split
+    columns = Columns(names=data.columns, labels=data.coding)
     try:
-        whole = (
-            load_source(source, limit=limit)
-            if split is None
-            else load_source(source, split=split, limit=limit)
-        )
+        whole = load_source(source, split=split, limit=limit, columns=columns)
         if isinstance(whole, QualitySet):
             return _ratings(config, whole, name)
         return _pairs(config, whole, which, notes)

@@ -13,11 +13,13 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 from torch import nn
+from typer.testing import CliRunner
 
 from tests.support.reward_toy import ToyJudge, ToyPairs
 from tests.support.rewards_tiny_clip import tiny_config, tiny_tokenizer
 from visalign.config import load_config
 from visalign.errors import UserError
+from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
 from visalign.pipelines.train_reward.judges import refuse
@@ -65,6 +67,33 @@ def test_a_prompt_of_blanks_is_refused_where_it_is_read(tmp_path, rows):
         prepare_reward(_config(tmp_path, rows))
     hp = ["model.kind=hp", "model.train=head", "objective.task=hp"]
     assert len(prepare_reward(_config(tmp_path, rows, *hp)).train) == 4
+
+
+def test_columns_of_other_names_and_labels_are_read_as_evaluate_reads_them(tmp_path, rows):
+    plain = [{**row, "label": 1.0 - n % 2} for n, row in enumerate(rows)]
+    for row in plain:
+        del row["votes_left"], row["votes_right"]
+    theirs = [
+        {"text": r["prompt"], "one": r["image_left"], "two": r["image_right"], "choice": 2 - int(r["label"])}
+        for r in plain
+    ]
+    wanted = prepare_reward(_config(tmp_path, plain)).train
+    names = {"prompt": "text", "image_left": "one", "image_right": "two", "label": "choice"}
+    mapped = [f"data.columns.{ours}={name}" for ours, name in names.items()]
+    found = prepare_reward(_config(tmp_path, theirs, *mapped, "data.coding='1=left,2=right'")).train
+    assert [found[n].label for n in range(4)] == [wanted[n].label for n in range(4)] == [1, 0, 1, 0]
+    assert [row[1:] for row in found.rows] == [row[1:] for row in wanted.rows]
+    with pytest.raises(UserError, match=r"data\.train: .* has no column 'txt', which --map prompt=txt names"):
+        prepare_reward(_config(tmp_path, theirs, *mapped, "data.columns.prompt=txt"))
+    with pytest.raises(
+        UserError, match=r"data\.columns is .* used where data\.train or data\.heldout is a file"
+    ):
+        load_config(TrainRewardConfig, None, ["data.columns.mos=score"])
+    options = ["--map", "mos=a score", "--labels", "1=left,2=right", "--dry-run"]
+    said = CliRunner().invoke(
+        app, ["train-reward", "shapes_hpsv3", f"data.train={tmp_path}/set.jsonl", *options]
+    )
+    assert "has no column 'a score', which --map mos=a score names" in " ".join(said.output.split())
 
 
 def test_few_examples_are_told_of(tmp_path, rows):
