@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from visalign.errors import UserError
+from visalign.pipelines.shared.run_folder import check_place
 
 from .stage import Plan
 
@@ -32,6 +33,7 @@ def main(output: Path, only: str | None = None, resume: bool = False, plan: Plan
     plan = plan or Plan()
     if only is not None and only not in STAGES:
         raise UserError(f"There is no stage {only!r}. Stages: {', '.join(STAGES)}.")
+    check_place(output)
     work = output / ".build"
     if work.exists() and any(work.iterdir()) and not resume:
         raise UserError(f"{work} holds the state of an earlier build. Add --resume to go on, or remove it.")

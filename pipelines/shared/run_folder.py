@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -175,13 +176,21 @@ def check_place(path: Path) -> None:
     """Refuse a path that nothing can be written to, before hours of work for it.
 
     Raises:
-        UserError: it stands below a file, or in a folder that may not be written or is none of this system.
+        UserError: it stands below a file, or in a folder where trying to make a file fails.
     """
-    there = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), Path("/"))
+    full = path.absolute()
+    places = (full, *full.parents) if full.is_dir() else full.parents
+    there = next((folder for folder in places if os.path.lexists(folder)), Path("/"))
     if not there.is_dir():
         raise UserError(f"'{there}' is no folder, so nothing can be written to '{path}'. Give another place.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"The folder '{there}' may not be written, so '{path}' cannot. Give another place.")
+    try:  # root, read-only and virtual file systems: permissions alone do not say it
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"The folder '{there}' cannot be written ({error.strerror}), so '{path}' cannot. "
+            "Give another place."
+        ) from None
 
 
 def pretty(result: Any) -> str:

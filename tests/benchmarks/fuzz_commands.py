@@ -32,9 +32,13 @@ from typing import Any
 from PIL import Image
 from typer.testing import CliRunner
 
+from visalign.data.shapes.prompts import heldout_prompts
+from visalign.evaluation.probes.catalogue import PAIR_PROBES
 from visalign.pipelines.cli.app import app
 
 CODES = (0, 1, 2, 130)
+TRAININGS = 0.2
+"""Share of the commands of `train` that train; the others print the plan."""
 ODD = (
     *(
         "",
@@ -233,6 +237,9 @@ def arguments(r: random.Random) -> list[str]:
         "a/b/c.json",
         ".",
         "",
+        "/proc/x",
+        "/proc/x.json",
+        "/sys/x.html",
     )
 
     def image() -> str:
@@ -313,54 +320,103 @@ def arguments(r: random.Random) -> list[str]:
         own = (("-o", output), ("--cache", output), ("--batch-size", number), ("--swap-sides", flag))
         return [command, what, *asked, *some(r, *own, *rest, *more[:3])]
     if command == "probe-reward":
-        only = (
-            ["--only", r.choice(("blur", "jpeg", "noise", "mirror", "crop", "form", "neighbours", odd()))]
-            if r.random() < 0.7
-            else []
-        )
-        return [
-            command,
-            judge(),
-            "-i",
-            image(),
-            "--count",
-            "2",
-            *only,
-            *some(r, ("-o", output), ("--json", flag)),
-            *("-p", "a red circle"),
-        ]
+        return [command, judge(), *_probing(r, image, odd, some(r, ("-o", output), ("--json", flag)))]
     if command == "train":
-        keys = (
-            "seed",
-            "run.iterations",
-            "optimizer.lr",
-            "model.path",
-            "data.train",
-            "rollout.group_size",
-            "objective.algorithm",
-        )
-        changes = [
-            f"{r.choice((*keys, 'no.such', ''))}={r.choice((*NUMBERS, *ODD))}"
-            for _ in range(r.choice((0, 1, 2)))
-        ]
-        name = r.choice(
-            (
-                "text_grpo",
-                "text_sft",
-                "text_sample",
-                "shapes_hpsv3",
-                "no_such",
-                "own.py",
-                "file",
-                table(r, "images"),
-            )
-        )
-        return [command, name, *changes, *some(r, ("-o", output), ("--resume", flag)), "--dry-run"]
-    what = r.choice((odd, image, lambda: table(r, "images")))()
-    broken = r.choice(
-        (["--model", odd()], ["--seeds", odd()], ["--steps", "0"], ["--lora", image()], ["--device", odd()])
-    )
-    return [command, what, "-o", output(), *broken, "--steps", "1", "--seeds", "0"]
+        return [command, *_training(r, some(r, ("-o", output), ("--resume", flag)))]
+    what = r.choice((["a red circle"], ["a red circle", odd()], [image()], [table(r, "images")], [odd()]))
+    return [command, *what, "-o", output(), *_sampling(r, judge, odd, image)]
+
+
+def _probing(
+    r: random.Random, image: Callable[[], str], odd: Callable[[], str], more: list[str]
+) -> list[str]:
+    """On what, which probes, how."""
+    asked = [
+        r.choice(PAIR_PROBES).name if r.random() < 0.9 else odd() for _ in range(r.choice((0, 1, 1, 1, 2)))
+    ]
+    reference = r.choice(((), (image(),), (image(), image()), (table(r, "images"),)))
+    count, batch = r.choice(("2", "3", "5", *NUMBERS[:6])), r.choice(("1", "2", "32", *NUMBERS))
+    rest = [*("-p", r.choice(("a red circle", *ODD)))] if r.random() < 0.7 else []
+    rest += ["--option", r.choice(("quality=3", "a.b.c", "=", *ODD))] if r.random() < 0.1 else []
+    rest += ["--seed", r.choice(NUMBERS)] if r.random() < 0.2 else []
+    rest += ["--batch-size", batch] if r.random() < 0.3 else []
+    given = [
+        part
+        for name, parts in (("-i", reference), ("--only", asked))
+        for one in parts
+        for part in (name, one)
+    ]
+    return [*given, "--count", count, *rest, *more]
+
+
+def _sampling(
+    r: random.Random, judge: Callable[[], str], odd: Callable[[], str], image: Callable[[], str]
+) -> list[str]:
+    """The options of `sample`: most of them fit, at most two of them are odd."""
+    given = {"--steps": r.choice(("1", "2")), "--seeds": r.choice(("0", "0,1", "0-1", "3"))}
+    drawn = {
+        "-r": judge,
+        "--best-of": lambda: r.choice(("2", "1", "0", "-1", "nan")),
+        "--steer": lambda: r.choice(("0", "1", "0,1", *NUMBERS)),
+        "--strength": lambda: r.choice(("1", "10", *NUMBERS)),
+        "--batch-size": lambda: r.choice(("1", "2", *NUMBERS)),
+        "--dtype": lambda: r.choice(("float32", "bfloat16", "float16", odd())),
+        "--option": lambda: r.choice(
+            ("guidance=4.5", "guidance=0", "image_size=32", "image_size=9", "no=1", "=", odd())
+        ),
+    }
+    given |= {name: draw() for name, draw in drawn.items() if r.random() < 0.2}
+    broken = {
+        "--model": lambda: r.choice((odd(), "shapes-clip", "tasks-qwen3", image())),
+        "--seeds": lambda: r.choice((odd(), "0-x", "5-2", "0,0", "-1", "1e3")),
+        "--steps": lambda: r.choice(NUMBERS[:7]),
+        "--lora": image,
+        "--device": lambda: r.choice((odd(), "cuda", "meta")),
+    }
+    for name in r.sample(sorted(broken), r.choice((0, 0, 1, 2))):
+        given[name] = broken[name]()
+    return [part for pair in given.items() for part in pair]
+
+
+TRAINED = {
+    "text_grpo": ("rollout.prompts_per_iteration=2", "rollout.group_size=2", "rollout.max_new_tokens=8"),
+    "text_sft": ("data.batch=4",),
+    "text_sample": ("data.tasks=[add]", "data.size=4", "rollout.samples=2", "rollout.max_new_tokens=8"),
+    "shapes_hp": ("data.size=16", "data.heldout_size=8", "optimizer.updates_per_iteration=2"),
+    "shapes_hpsv3": ("data.size=16", "data.heldout_size=8", "optimizer.updates_per_iteration=2"),
+    "shapes_quickstart": (
+        *("rollout.prompts_per_iteration=2", "rollout.group_size=3", "rollout.batch_size=6"),
+        *("data.heldout=few.jsonl", "evaluation.seeds=[0]", "evaluation.steps=2"),
+    ),
+}
+"""Configuration -> what makes a training of it small."""
+CHANGES = (
+    *("seed", "run.iterations", "optimizer.lr", "model.path", "data.train", "rollout.group_size"),
+    *("objective.algorithm", "run.checkpoint_every", "optimizer.micro_batch", "optimizer.ema_decay"),
+    *("evaluation.every", "evaluation.seeds", "run.device", "rollout.temperature", "run.threads"),
+    *("optimizer.grad_clip", "data.size", "rollout.max_new_tokens", "model.lora", "run.max_seconds"),
+)
+
+
+def _training(r: random.Random, more: list[str]) -> list[str]:
+    """A plan, or now and then one iteration of a small run, whose settings, rewards and data may be odd."""
+    odds = [
+        f"{r.choice((*CHANGES, 'no.such', ''))}={r.choice((*NUMBERS, *ODD))}"
+        for _ in range(r.choice((0, 1, 2)))
+    ]
+    if r.random() > TRAININGS:
+        name = r.choice((*TRAINED, "text_sample", "no_such", "own.py", "file", table(r, "images")))
+        return [name, *odds, *more, "--dry-run"]
+    name = r.choice((*TRAINED,))
+    Path("few.jsonl").write_text(json.dumps(heldout_prompts()[0]) + "\n", encoding="utf-8")
+    small = [*TRAINED[name], "run.threads=1"]
+    if name != "text_sample":
+        small.append("run.iterations=1")
+    if name in ("text_grpo", "text_sft"):
+        small += ["data.tasks=[add]", "data.size=8", "data.heldout_per_task=2", "evaluation.seeds=[0]"]
+    if name == "shapes_quickstart" and r.random() < 0.5:
+        small.append(f"rewards.terms={{own: {{name: '{r.choice(REWARDS)}'}}}}")
+    return [name, *odds[:1], *small, *more]
 
 
 class TooLong(BaseException):

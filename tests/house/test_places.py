@@ -37,7 +37,7 @@ def visalign(*arguments: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize(
+PLACES = pytest.mark.parametrize(
     "arguments",
     [
         (*PICTURE, "-o", "file/x.json"),
@@ -52,13 +52,26 @@ def visalign(*arguments: str) -> Result:
         ("train", "text_grpo", "-o", "file/x"),
         ("train", "text_sample", "-o", "file/x"),
         ("train-reward", "shapes_hpsv3", "-o", "file/x"),
+        ("build-assets", "-o", "file/x"),
     ],
     ids=" ".join,
 )
+
+
+@PLACES
 def test_a_place_below_a_file_is_refused_before_any_work(arguments: tuple[str, ...], here: Path) -> None:
     result = visalign(*arguments)
     assert result.exit_code == 2
     assert f"Error: '{here / 'file'}' is no folder, so nothing can be written to 'file/x" in result.stderr
+
+
+@PLACES
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_place_that_no_file_can_be_made_in_is_refused_before_any_work(arguments: tuple[str, ...]) -> None:
+    """Permissions do not say it: root may write /proc."""
+    result = visalign(*(part.replace("file/", "/proc/") for part in arguments))
+    assert result.exit_code == 2
+    assert "Error: The folder '/proc' cannot be written (No such file" in result.stderr
 
 
 def test_a_cache_that_is_a_file_is_refused() -> None:
@@ -72,7 +85,7 @@ def test_a_cache_that_is_a_file_is_refused() -> None:
 def test_a_folder_that_may_not_be_written_is_refused(here: Path) -> None:
     (here / "closed").mkdir(mode=0o500)
     result = visalign(*PICTURE, "-o", "closed/x.json")
-    assert result.exit_code == 2 and "may not be written" in result.stderr
+    assert result.exit_code == 2 and "cannot be written (Permission" in result.stderr
 
 
 def test_a_full_disk_in_score_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
