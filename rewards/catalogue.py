@@ -49,6 +49,9 @@ CATALOGUE: dict[str, Entry] = {
     "unified_reward": "visalign.rewards.chat.unified_reward:UnifiedReward",
     "unified_reward_pairs": "visalign.rewards.chat.unified_reward_pairs:UnifiedRewardPairs",
     "lift": "visalign.rewards.chat.lift:Lift",
+    "edit_score": "visalign.rewards.chat.edit_score:EditScore",
+    "rational_rewards": "visalign.rewards.chat.rational_rewards:RationalRewards",
+    "rubric": "visalign.rewards.chat.rubric:Rubric",
     "deepseek_grm": "visalign.rewards.chat.deepseek_grm:DeepSeekGRM",
     "yes_no_server": "visalign.rewards.chat.yes_no:YesNoServer",
 }

@@ -107,7 +107,6 @@ class ServedJudge:
             fields: further names that the template fills.
             source: show the picture under "source" in a record first.
         """
-        size = len(request)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons, fields, source=source)
 
@@ -117,6 +116,18 @@ class ServedJudge:
         found = self.server.ask(
             self.template, queries, read=reader, top_logprobs=top_logprobs, **self.drawing
         )
+        return self.summed(request, rows, found, reasons, unit)
+
+    def summed(
+        self,
+        request: Request,
+        rows: Sequence[int],
+        found: Sequence[Sequence[tuple[Mapping[str, float], str] | AnswerError]],
+        reasons: list[str | None],
+        unit: str,
+    ) -> Scores:
+        """Scores as of `rate` from K answers to each of its rows: "value", parts and text, or the failure."""
+        size = len(request)
         columns: dict[str, torch.Tensor] = {}
         text = [""] * size
         for row, answers in zip(rows, found, strict=True):

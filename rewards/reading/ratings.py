@@ -26,6 +26,9 @@ RATIONAL_ASPECTS = {
     "text_rendering": "Text Rendering",
 }
 """RationalRewards' aspects: key -> heading in the judgement."""
+_FAITHFUL, *_OTHERS = RATIONAL_ASPECTS.items()
+RATIONAL_EDIT_ASPECTS = dict((_FAITHFUL, ("image_faithfulness", "Image Faithfulness"), *_OTHERS))
+"""Those of an edited picture."""
 
 _END = r"(?!\w|\.\d|,\d)"
 _FINAL = re.compile(rf"Final Score:[\s*_]*(?P<number>{NUMBER}){_END}(?:\s*/\s*(?P<whole>\d+))?")
@@ -152,18 +155,18 @@ def lift_label(text: str) -> str:
     return label
 
 
-def rational_scores(text: str) -> dict[str, float | str | None]:
-    """RationalRewards' aspect scores by every key of `RATIONAL_ASPECTS`: a number, "N/A", or None where the
-    judgement has none; what follows "# Summary:" is left out.
+def rational_scores(
+    text: str, aspects: Mapping[str, str] = RATIONAL_ASPECTS
+) -> dict[str, float | str | None]:
+    """RationalRewards' aspect scores by every key of `aspects`: a number, "N/A", or None where the judgement
+    has none; what follows "# Summary:" is left out.
     """
     lines = text.split("# Summary:")[0].splitlines()
-    numbered = {
-        key: re.compile(rf"\s*{n}\..*{name}") for n, (key, name) in enumerate(RATIONAL_ASPECTS.items(), 1)
-    }
-    plain = {key: re.compile(rf".*{name}:") for key, name in RATIONAL_ASPECTS.items()}
+    numbered = {key: re.compile(rf"\s*{n}\..*{name}") for n, (key, name) in enumerate(aspects.items(), 1)}
+    plain = {key: re.compile(rf".*{name}:") for key, name in aspects.items()}
     has_numbers = any(form.match(line) for line in lines for form in numbered.values())
     headings = numbered if has_numbers else plain
-    scores: dict[str, float | str | None] = dict.fromkeys(RATIONAL_ASPECTS)
+    scores: dict[str, float | str | None] = dict.fromkeys(aspects)
     current = None
     for line in lines:
         current = next((key for key, form in headings.items() if form.match(line)), current)
@@ -222,7 +225,7 @@ def _rational_value(line: str) -> float | str | None:
     match = re.search(r"Score\s*:\s*(.+)$", line.strip(), re.IGNORECASE)
     if match is None:
         return None
-    said = match[1].strip()
+    said = match[1].strip(" *\t")
     if said == "N/A":
         return said
     number = re.match(r"\d+(?:\.\d+)?", said)
