@@ -105,8 +105,8 @@ def test_refusals_say_what_exists(folder, own, tmp_path):
         load_policy(folder, adapter="absent.py:Own")
     other = tmp_path / "flux"
     other.mkdir()
-    (other / "model_index.json").write_text(json.dumps({"_class_name": "PRXPipeline"}))
-    message = r"is a PRXPipeline; adapters exist for .*FluxPipeline \(flux\).*file\.py:Class"
+    (other / "model_index.json").write_text(json.dumps({"_class_name": "PRXPixelPipeline"}))
+    message = r"is a PRXPixelPipeline; adapters exist for .*FluxPipeline \(flux\).*file\.py:Class"
     with pytest.raises(UserError, match=message):
         load_policy(other)
     with pytest.raises(FileNotFoundError, match=r"There is no model folder .*absent"):

@@ -592,6 +592,28 @@ def _kandinsky5() -> Made:
     return pipe, shapes, {"guidance": 5.0, "image_size": (32, 16), "num_frames": 5}
 
 
+def _kandinsky5_image() -> Made:
+    video, shapes, options = _kandinsky5()
+    transformer = diffusers.Kandinsky5Transformer3DModel.from_config(
+        video.transformer.config, visual_cond=False
+    )
+    pipe = diffusers.Kandinsky5T2IPipeline(
+        transformer, _autoencoder(16, (4, 4, 4, 4)), NO, NO, NO, NO, _flow(shift=3.0)
+    )
+    pipe.resolutions = [(32, 16), (16, 32)]
+    return pipe, shapes, {"guidance": options["guidance"], "image_size": (32, 16)}
+
+
+def _prx() -> Made:
+    transformer = diffusers.PRXTransformer2DModel(
+        in_channels=4, context_in_dim=32, hidden_size=16, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[4, 4]
+    )
+    vae = _autoencoder(4, (4, 4))
+    pipe = diffusers.PRXPipeline(transformer, _flow(shift=3.0), NO, NO, vae, default_sample_size=32)
+    shapes = {"prompt_embeds": (7, 32), "prompt_attention_mask": (7,)}
+    return pipe, shapes, {"guidance": 4.0, "image_size": (16, 32)}
+
+
 def _unet(**config: Any) -> Any:
     return diffusers.UNet2DConditionModel(
         block_out_channels=(16, 32),

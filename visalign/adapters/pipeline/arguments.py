@@ -145,6 +145,12 @@ def _size(pipe: Any, family: Family, image_size: Any) -> dict[str, int]:
             f"image_size is {image_size}; this model makes multiples of {unit} pixels, height and width "
             "alike or apart (one number or a pair)."
         )
+    known = [(height, width) for width, height in getattr(pipe, "resolutions", None) or ()]
+    if known and tuple(sides) not in known:
+        raise UserError(
+            f"image_size is {image_size}; {type(pipe).__name__} brings it to one of its own (height, width): "
+            f"{known}. Give one of these."
+        )
     return {"height": sides[0], "width": sides[1]}
 
 

@@ -43,6 +43,8 @@ class Family:
     """The negative prompt where none is given, of a call that has none itself and would not guide without."""
     mixed: bool = True
     """Whether the samples of one call may stand at different times; otherwise they go by groups."""
+    alone: bool = False
+    """Whether a guided call takes one sample alone: PRX's gives its network two times for 2n samples."""
     batch_axis: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the call, or of the network, whose samples do not stand along the first axis."""
     networks: tuple[str, ...] = ("transformer",)
@@ -212,6 +214,25 @@ FAMILIES: dict[str, Family] = {
         unit=2,
         lora=("to_query", "to_key", "to_value", "out_layer"),
         frames=121,
+    ),
+    "kandinsky5_image": Family(
+        pipelines=("Kandinsky5T2IPipeline",),
+        encodes="prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens",
+        guidance="two calls",
+        unconditional=1,
+        mixed=False,
+        unit=2,
+        lora=("to_query", "to_key", "to_value", "out_layer"),
+    ),
+    "prx": Family(
+        pipelines=("PRXPipeline",),
+        encodes=_MASKED,
+        guidance="concatenated",
+        mixed=False,
+        alone=True,
+        fixed={"use_resolution_binning": False},
+        unit=2,
+        lora=("img_qkv_proj", "txt_kv_proj", "to_out.0"),
     ),
     "hunyuan_image": Family(
         pipelines=("HunyuanImagePipeline",),

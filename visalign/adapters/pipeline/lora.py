@@ -6,6 +6,7 @@ Source: LoRA, arXiv 2106.09685.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
         config = adapter_config(networks[part]).to_dict()
         weights = {**get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)}
         entry = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        if hasattr(pipeline, "save_lora_weights"):
+        if has_loader(pipeline, name):
             more: Any = {f"{name}_lora_layers": weights, f"{name}_lora_adapter_metadata": entry}
             pipeline.save_lora_weights(save_directory=place, **more)
             continue
@@ -101,6 +102,12 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
         flat = {f"{name}.{key}": weight.contiguous() for key, weight in weights.items()}
         entries = json.dumps({f"{name}.{key}": value for key, value in entry.items()}, default=str)
         save_file(flat, place / WEIGHT_FILE, {"format": "pt", METADATA: entries})
+
+
+def has_loader(pipeline: Any, part: str) -> bool:
+    """Whether a diffusers class saves and loads adapters of that part (PRX's knows a U-Net's alone)."""
+    saves = getattr(pipeline, "save_lora_weights", None)
+    return saves is not None and f"{part}_lora_layers" in inspect.signature(saves).parameters
 
 
 def load_lora(networks: Mapping[str, Any], folder: Path) -> None:

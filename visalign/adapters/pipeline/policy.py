@@ -417,8 +417,9 @@ class PipelinePolicy:
     def _groups(self, rows: Sequence[Encoded], time: Tensor) -> list[list[int]]:
         """The samples that one call of the pipeline can take, in order of appearance."""
         groups: dict[Any, list[int]] = {}
+        alone = self.guided and self.family.alone
         for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):
-            key = (lengths(row, self.family.batch_axis), None if self._mixed else t)
+            key = (lengths(row, self.family.batch_axis), None if self._mixed else t, i if alone else 0)
             groups.setdefault(key, []).append(i)
         return list(groups.values())
 

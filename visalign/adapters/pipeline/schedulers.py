@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
 from visalign.errors import UserError
@@ -30,10 +31,10 @@ class _Handing:
 
     def step(
         self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor]:
+    ) -> SchedulerOutput | tuple[Tensor]:
         """Keep the model output, with its gradient; the sample stays."""
         self.taken = model_output
-        return (sample,)
+        return SchedulerOutput(prev_sample=sample) if kwargs.get("return_dict", True) else (sample,)
 
     def _stand_at(self) -> None:
         self.timesteps = torch.empty(0) if self.at is None or not self.at.numel() else self.at[None]
