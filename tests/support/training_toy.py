@@ -160,6 +160,17 @@ class Brightness:
         return images.mean((1, 2, 3)) * sign
 
 
+class Loud(Brightness):
+    """The share of one colour's light, ten thousand fold: a sum hears it alone."""
+
+    def __init__(self, colour: int = 0) -> None:
+        self.colour = colour
+
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Any = None) -> Scores:
+        value = 1e4 * images[:, self.colour].mean((1, 2))
+        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="level")
+
+
 ROLLOUT = {"prompts_per_iteration": 6, "group_size": 8, "steps": 4, "batch_size": 48, "noise_level": 0.5}
 CHANGES = {
     "kl": 0.0,

@@ -38,6 +38,7 @@ ROOMS = {
     "advantages.baselines": "best_of_group_advantages gpg_advantages opo_advantages pass_at_k_advantages",
     "advantages.combine": "gdpo_advantages normalise_then_sum weighted_mean weighted_sum",
     "advantages.entropy": "aem_advantages aem_scale",
+    "advantages.gradient_balance": "combine_gradients min_norm_weights smooth_weights",
     "advantages.group": "clamp_advantages whiten",
     "advantages.process": "aggregate_steps process_advantages span_index span_rewards",
     "advantages.returns": (
@@ -94,7 +95,6 @@ ROOMS = {
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
     "standalone.copo": "between_group_advantages consistency_entropy copo_advantages copo_weight",
     "standalone.entropy_weights": "empg_advantages empg_scale tea_weights weighted_entropy",
-    "standalone.gradient_balance": "combine_gradients min_norm_weights smooth_weights",
     "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",
     "standalone.risk": (

@@ -18,16 +18,25 @@ CODE = """
 import sys, torch
 from pathlib import Path
 from accelerate import Accelerator
-from tests.support.training_toy import toy_trainer
+from tests.support.training_toy import Brightness, Loud, toy_trainer
+from visalign.rewards import WeightedSum
 from visalign.training import end_processes
 torch.set_num_threads(1)
-folder, algorithm = Path(sys.argv[1]), sys.argv[2]
+folder, (algorithm, _, option) = Path(sys.argv[1]), sys.argv[2].partition("+")
 wide = {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}} if "flow" in algorithm else {}
 wide |= {"last": 2} if algorithm == "draft" else {}
+terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5), "blue": (Loud(2), 1.0)}
+several = WeightedSum(terms, allow_mixed_units=True)
+changes = {"kl": 0.01, **wide}
+objective, reward = {
+    "": ({}, None),
+    "balance": ({"balance_every": 1}, several),
+}[option]
 accelerator = Accelerator(cpu=True)
 trainer = toy_trainer(
     folder,
-    objective={"algorithm": algorithm, "changes": {"kl": 0.01, **wide}},
+    objective={"algorithm": algorithm, "changes": changes, **objective},
+    reward=reward,
     run={"iterations": 2},
     accelerator=accelerator,
 )
@@ -39,7 +48,13 @@ end_processes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo", "diffusion_nft", "crd", "draft"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *("flow_grpo", "flow_gspo", "diffusion_nft", "crd", "draft"),
+        *("flow_grpo+balance", "diffusion_nft+balance"),
+    ],
+)
 def test_two_processes_make_the_update_of_one(algorithm, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(CODE)
@@ -64,3 +79,6 @@ def test_two_processes_make_the_update_of_one(algorithm, tmp_path):
         )
         for key in (*both, *own):
             assert mine[key] == pytest.approx(other[key], rel=1e-3), key
+        for key in mine:
+            if key.startswith("reward_weight/"):
+                assert mine[key] == pytest.approx(other[key], rel=1e-3) != 1 / 3, key

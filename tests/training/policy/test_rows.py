@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.text_toy import Letters, toy_text_trainer, weights_of
-from tests.support.training_toy import Brightness, toy_trainer
+from tests.support.training_toy import Brightness, Loud, toy_trainer
 from visalign.core import NAMED, gdpo_advantages, group_advantages
 from visalign.core.objective.decisions import ON_STEPS
 from visalign.errors import UserError
@@ -144,14 +144,6 @@ def test_an_off_policy_correction_compares_rollout_and_replay(tmp_path):
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
 
 
-class _Loud(Brightness):
-    """The share of red light, ten thousand fold: a sum hears it alone."""
-
-    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
-        value = 1e4 * images[:, 0].mean((1, 2))
-        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="level")
-
-
 class _LoudLetters(Letters):
     def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
         scores = super().score(completions, prompts, metadata)
@@ -174,7 +166,7 @@ def assert_each_term_is_heard(trainer: Any) -> None:
 
 
 def test_gdpo_of_pictures_hears_each_term_of_a_sum(tmp_path):
-    terms = {"light": (Brightness(), 1.0), "red": (_Loud(), 0.5)}
+    terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5)}
     reward = WeightedSum(terms, allow_mixed_units=True)
     objective = {"algorithm": "gdpo", "ratio_bound": 1e-4}
     assert_each_term_is_heard(

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum
 from visalign.core.advantages.group import clamp_advantages, group_advantages
 from visalign.core.groups.labels import Labels
 from visalign.core.groups.moments import present_entries
@@ -33,7 +34,7 @@ from .signals import best_share, soft_clip, tilted_weights
 
 Anchor = Literal["none", "old", "reference"]
 Noise = Literal["sample", "group", "start"]
-Signal = Literal["advantage", "tilt", "best", "reward"]
+Signal = Literal["advantage", "gdpo", "normalise_then_sum", "tilt", "best", "reward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,9 @@ SIGNALS: dict[str, Callable[..., Tensor]] = {
 }
 """What of the rewards a loss gets: name -> function of (reward [B], group, valid)."""
 
+MATRIX_SIGNALS = {"gdpo": gdpo_advantages, "normalise_then_sum": normalise_then_sum}
+"""The same of several rewards: name -> function of (rewards [B, M], M weights, group)."""
+
 _ANCHORS: dict[str, tuple[Anchor, ...]] = {
     **dict.fromkeys(("nft", "ram", "covariance", "crd", "dpo", "gdro"), ("old", "reference")),
     "elbo": ("old",),
@@ -145,7 +149,7 @@ class Regression:
     """w(σ) of the errors that a loss is made of, see `matching_error`; "prediction" is that of what the
     network predicts, the velocity unless the trainer knows better."""
     signal: Signal = "advantage"
-    """What of the rewards the loss gets: a key of `SIGNALS`."""
+    """What of the rewards the loss gets: a key of `SIGNALS`, or of `MATRIX_SIGNALS`."""
     signal_options: Mapping[str, Any] = field(default_factory=dict)
     clamp: float | None = None
     """Bound of |A|."""
@@ -179,7 +183,7 @@ class Regression:
         for name, chosen, allowed in (
             ("anchor", self.anchor, _ANCHORS[self.loss]),
             ("weighting", self.weighting, (*get_args(Weighting), "prediction")),
-            ("signal", self.signal, tuple(SIGNALS)),
+            ("signal", self.signal, (*SIGNALS, *MATRIX_SIGNALS)),
             ("noise", self.noise, get_args(Noise)),
         ):
             if chosen not in allowed:
@@ -245,20 +249,34 @@ class Regression:
         """S for a sampler of so many steps."""
         return self.levels or max(1, steps - 1)
 
-    def prepare(self, reward: Tensor, group: Labels, *, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def prepare(
+        self,
+        reward: Tensor,
+        group: Labels,
+        *,
+        valid: Tensor | None = None,
+        weights: Sequence[float] = (),
+    ) -> tuple[Tensor, Tensor]:
         """What each sample says, over all samples of an iteration.
 
         Args:
-            reward: [B], any unit; NaN is missing.
+            reward: [B], or [B, M] for `MATRIX_SIGNALS`, any unit; NaN is missing.
             group: [B] labels.
             valid: bool [B].
+            weights: M numbers, for rewards [B, M].
 
         Returns:
             (signal [B] float64, present bool [B]); the signal of what is missing is 0, and so is that of
             groups of equal rewards, but for "reward".
         """
-        present = present_entries(reward, valid)
-        signal = SIGNALS[self.signal](reward.double(), group, valid=valid, **self.signal_options)
+        if self.signal in MATRIX_SIGNALS:
+            counts = torch.tensor([weight != 0 for weight in weights])
+            present = present_entries(reward[:, counts].sum(1), valid)
+            known = torch.where(present[:, None], reward.double(), torch.nan)
+            signal = MATRIX_SIGNALS[self.signal](known, weights, group, **self.signal_options)
+        else:
+            present = present_entries(reward, valid)
+            signal = SIGNALS[self.signal](reward.double(), group, valid=valid, **self.signal_options)
         if self.clamp is not None:
             signal = clamp_advantages(signal, self.clamp)
         if self.soft_clip is not None:
@@ -402,7 +420,7 @@ def named_regression(name: str, **changes: Any) -> Regression:
     Args:
         name: a key of `REGRESSIONS`.
         changes: fields of `Regression`; a mapping is merged into the row's, unless its loss or signal is
-            changed too: then it replaces it.
+            changed too: then it replaces it, and without one there are no options.
 
     Raises:
         ValueError: an unknown name or field, with the nearest one, or what `Regression` refuses.
@@ -423,4 +441,7 @@ def named_regression(name: str, **changes: Any) -> Regression:
         choice = key.removesuffix("_options")
         if choice != key and changes.get(choice, getattr(row, choice)) == getattr(row, choice):
             merged[key] = {**getattr(row, key), **value}
+    for choice in ("loss", "signal"):  # the row's options are another choice's
+        if changes.get(choice, getattr(row, choice)) != getattr(row, choice):
+            merged.setdefault(f"{choice}_options", {})
     return replace(row, **merged)

@@ -15,13 +15,14 @@ def forward_equivalents_per_image(
     epochs: int = 1,
     asked_again: int = 0,
     guided_rollout: bool | None = None,
+    measured: float = 0.0,
 ) -> float:
     """The least that this configuration needs per image.
 
-    T·g + a·S·g + E·q·S·(g − 1 + 3 + r·g) with g = 2 under guidance and 1 without: sampling; passes over
-    all trained steps before the update; per epoch and trained step one forward and one backward of the
-    conditional half, one forward of the unconditional half, and the other policies. Old log-probabilities
-    come from the rollout and cost nothing.
+    T·g + a·S·g + m·q·S·(g + 2) + E·q·S·(g − 1 + 3 + r·g) with g = 2 under guidance and 1 without: sampling;
+    passes over all trained steps before the update; gradients of single rewards; per epoch and trained step
+    one forward and one backward of the conditional half, one forward of the unconditional half, and the other
+    policies. Old log-probabilities come from the rollout and cost nothing.
 
     Args:
         steps: T, denoising steps of the sampling; without those that carry a gradient themselves.
@@ -34,6 +35,7 @@ def forward_equivalents_per_image(
         asked_again: a, what is computed of every trained step before the update: the reference's log-prob for
             a KL in the reward, the policy's own for an off-policy correction.
         guided_rollout: whether the sampling is guided; None: as `guided`.
+        measured: m, gradients of single rewards in which an image takes part, for their balance.
 
     Example:
         Flow-GRPO on SD3.5 (10 steps, 9 trained, guidance 4.5, β > 0), where the published code spends 92:
@@ -46,4 +48,7 @@ def forward_equivalents_per_image(
     passes = 2 if guided else 1
     pair = passes - 1 + 3 + reference * passes
     sampling = steps * (passes if guided_rollout is None else 1 + guided_rollout)
-    return float(sampling + asked_again * trained * passes + epochs * trained_share * trained * pair)
+    balance = measured * trained_share * trained * (passes + 2)
+    return float(
+        sampling + asked_again * trained * passes + balance + epochs * trained_share * trained * pair
+    )

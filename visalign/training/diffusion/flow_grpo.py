@@ -146,13 +146,14 @@ class FlowGRPO(PictureAlgorithm):
         old = self.source.of_all(trajectory.log_prob[:, list(trained)].contiguous())
         factor = self.step_weights[[trajectory.sde_steps[step] for step in trained]]
         one_by_one = self.objective.advantage in MATRIX_ADVANTAGES
+        weights = list(reward_weights(self.source.reward).values())
         plain = self.settings.step_weights is None and self.objective.step_weight == "uniform"
         return Trajectories(
             weight=torch.ones_like(old),
             old_log_prob=torch.zeros_like(old) if self.objective.ratio == "guard" else old,
             group=made.group,
             reward=made.columns if one_by_one else made.value,
-            reward_weights=list(reward_weights(self.source.reward).values()) if one_by_one else (),
+            reward_weights=weights if one_by_one else (),
             valid=made.valid,
             loss_weight=None if plain else factor.to(old.dtype).expand_as(old).contiguous(),
             decisions="denoising_steps",
@@ -190,6 +191,28 @@ class FlowGRPO(PictureAlgorithm):
 
     def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:
         """Advantages, denominators and the split into updates, over all processes' samples."""
+        if self.balance is None:
+            return self._steps(experience, run)
+        if self.balance.is_due(run):
+            objective, self.objective = self.objective, replace(self.objective, kl=0.0)
+            self.balance.measure(
+                run, self.parameters(), lambda weights: self._alone(experience, weights, run)
+            )
+            self.objective = objective
+        weights = self.balance.weights(run)
+        experience.trajectories = replace(experience.trajectories, reward_weights=weights)
+        steps = self._steps(experience, run)
+        experience.signal |= self.balance.metrics(run)
+        return steps
+
+    def _alone(self, experience: Experience, weights: Sequence[float], run: Context) -> None:
+        """Add the gradient of the first update under weights of the rewards."""
+        trajectories = replace(experience.trajectories, reward_weights=weights)
+        alone = replace(experience, trajectories=trajectories)
+        for step in self._steps(alone, run)[:1]:
+            self.backward(alone, step, run)
+
+    def _steps(self, experience: Experience, run: Context) -> list[PolicyStep]:
         steps, experience.signal = prepare_steps(
             self.objective,
             self.settings,

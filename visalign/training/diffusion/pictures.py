@@ -21,6 +21,7 @@ from visalign.training.loop.judging import check_failures, judge, oriented, rewa
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
 from visalign.training.loop.trainer import Algorithm
+from visalign.training.policy.balance import RewardBalance
 
 from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
 
@@ -230,6 +231,8 @@ class PictureAlgorithm(Algorithm):
             strata=strata,
             cycle=cycle,
         )
+        every = self.settings.balance_every
+        self.balance = None if every is None else RewardBalance(reward, every)
         self.begin()
 
     def begin(self) -> None:

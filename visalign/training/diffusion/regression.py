@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from visalign.core.groups.group_statistics import group_extremes
 from visalign.core.groups.labels import group_index
 from visalign.core.regression.losses import covariance_guidance
-from visalign.core.regression.rows import PairOutput, Regression
+from visalign.core.regression.rows import MATRIX_SIGNALS, PairOutput, Regression
 from visalign.core.regression.signals import best_worst_pairs, old_policy_decay
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
@@ -32,6 +32,7 @@ from visalign.flow.rollout import velocity_of
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.ema import EMA
+from visalign.training.loop.judging import reward_weights
 from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.update import split_updates
 
@@ -67,6 +68,8 @@ class EndPoints:
     """[B] of all processes: what each sample says."""
     present: Tensor
     """bool [B]."""
+    value: Tensor
+    """[B] which of a group is the better: the reward, or what a row for several rewards makes of them."""
     guidance: Tensor | None = None
     """[b, ...] of this process's samples, where the row takes the group's."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -132,11 +135,24 @@ class VelocityRegression(PictureAlgorithm):
         old = self._as_old() if self.row.keeps_old else nullcontext()
         with old, guided(self.policy, self.rollout.guidance):
             made = self.source.collect(run.counters.iteration, run.clock)
-        signal, present = self.row.prepare(made.value, made.group, valid=made.valid)
-        experience = EndPoints(made=made, signal=signal, present=present)
+        experience = self._said(made, self._weights(run))
+        return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
+
+    def _weights(self, run: Context) -> Sequence[float]:
+        """Of the rewards, for a row that takes them one by one."""
+        named = reward_weights(self.source.reward).values()
+        return list(named) if self.balance is None else self.balance.weights(run)
+
+    def _said(self, made: Pictures, weights: Sequence[float]) -> EndPoints:
+        """What the samples say under weights of the rewards."""
+        several = self.row.signal in MATRIX_SIGNALS
+        reward = made.columns if several else made.value
+        signal, present = self.row.prepare(reward, made.group, valid=made.valid, weights=weights)
+        value = signal if several else made.value
+        experience = EndPoints(made=made, signal=signal, present=present, value=value)
         if self.row.loss == "covariance":
             experience.guidance = self._guidance(experience)
-        return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
+        return experience
 
     def _guidance(self, experience: EndPoints) -> Tensor:
         """[b, ...] the direction of each sample's group."""
@@ -153,6 +169,22 @@ class VelocityRegression(PictureAlgorithm):
 
     def prepare(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
         """The units of each update and their number, over all processes' samples."""
+        if self.balance is not None and self.balance.is_due(run):
+
+            def gradient(weights: Sequence[float]) -> None:
+                alone = self._said(experience.made, weights)
+                for step in self._steps(alone, run)[:1]:
+                    self.backward(alone, replace(step, kl=0.0), run)
+
+            self.balance.measure(run, self.parameters(), gradient)
+            balanced = self._said(experience.made, self.balance.weights(run))
+            vars(experience).update(vars(balanced))
+        steps = self._steps(experience, run)
+        if self.balance is not None:
+            experience.metrics |= self.balance.metrics(run)
+        return steps
+
+    def _steps(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
         row, group = self.row, experience.made.group
         per_epoch = run.optimizer.updates_per_iteration
         parts = split_updates(
@@ -188,7 +220,7 @@ class VelocityRegression(PictureAlgorithm):
         if not row.of_groups:
             live = present if pulls else present[experience.signal[present] != 0]
             return list(live[:, None]), len(present)
-        group, value = experience.made.group[present], experience.made.value[present]
+        group, value = experience.made.group[present], experience.value[present]
         if row.loss == "dpo":
             return list(present[best_worst_pairs(value, group)]), len(group.unique())
         members = [present[group == label] for label in group.unique()]
@@ -427,7 +459,7 @@ def planned_passes(row: Regression, updates: int, *, own: int, reference: int, i
 def _silent(experience: EndPoints) -> Tensor:
     """bool [B]: the sample's group has one reward alone, or the sample none."""
     index, groups = group_index(experience.made.group, len(experience.present))
-    low, high = group_extremes(experience.made.value, experience.present, index, groups)
+    low, high = group_extremes(experience.value, experience.present, index, groups)
     return ~experience.present | (low == high)[index]
 
 

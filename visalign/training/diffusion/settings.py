@@ -10,13 +10,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
+from visalign.core import Objective
 from visalign.core.objective.algorithms import NAMED
 from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
-from visalign.core.regression.rows import REGRESSIONS, PairOutput, Regression, named_regression
+from visalign.core.regression.rows import (
+    MATRIX_SIGNALS,
+    REGRESSIONS,
+    PairOutput,
+    Regression,
+    named_regression,
+)
 from visalign.errors import UserError, suggestion
 from visalign.flow.transitions import LAST_IS_EXACT
 from visalign.flow.windows import WINDOW_ORDERS
@@ -161,6 +168,10 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     through the reward's own gradient: draft, draft_lv, refl."""
     step_weights: list[float] | None = None
     """Factor of the policy's loss at each of the T steps, in place of the row's `step_weight`."""
+    balance_every: int | None = None
+    """Iterations between two measurements of the rewards' weights from their gradients (MARBLE, arXiv
+    2605.06507: 10); the advantages are then each reward's own within its group. null: the weights of the
+    rewards' sum."""
     ratio_bound: float | None = None
     """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the
     latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
@@ -172,11 +183,19 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 f"objective: there is no algorithm {self.algorithm!r}. {suggestion(self.algorithm, allowed)}"
                 f"Choose one of: {', '.join(allowed)}."
             )
+        if self.balance_every is not None:
+            at_least("objective.balance_every", self.balance_every, 1)
         if self.regression is not None:
             self._check_regression(self.regression)
             return
         if self.ascent is not None:
             self._check_absent("; objective.changes.stop_range says where sampling stops")
+            if self.balance_every is not None:
+                raise UserError(
+                    f"objective.balance_every is {self.balance_every}, and objective.algorithm="
+                    f"{self.algorithm} adds the rewards' own gradients, with "
+                    "objective.changes.normalise each of one length. Set objective.balance_every=null."
+                )
             return
         super().__post_init__()
         self.check("denoising_steps")
@@ -191,11 +210,38 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         if self.algorithm not in REGRESSIONS:
             return None
         try:
-            return named_regression(
+            row = named_regression(
                 self.algorithm, **merged_changes(self.rows.get(self.algorithm, {}), self.changes)
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
+        if self.balance_every is None:
+            return row
+        self._check_balanced("signal", row.signal, "advantage")
+        return replace(row, signal="normalise_then_sum", signal_options={"ddof": 0})
+
+    def build(self, *, length: int) -> Objective:
+        """The objective; with `balance_every` its advantage is the sum of each reward's own."""
+        row = super().build(length=length)
+        if self.balance_every is None:
+            return row
+        self._check_balanced("advantage", row.advantage, "group")
+        if row.kl_in_reward:
+            raise UserError(
+                f"objective: kl_in_reward is {row.kl_in_reward}, and objective.balance_every keeps the KL "
+                "out of the rewards that it weighs. Set objective.changes.kl_in_reward=0 and the exact kl."
+            )
+        return replace(row, advantage="normalise_then_sum", advantage_options={"ddof": 0})
+
+    def _check_balanced(self, field: str, given: str, plain: str) -> None:
+        """Refuse a row whose loss is not made of an advantage that several can be added to."""
+        if given not in (plain, "normalise_then_sum"):
+            raise UserError(
+                f"objective.balance_every is {self.balance_every}, and objective.algorithm="
+                f"{self.algorithm} has {field}={given!r}: it weighs advantages, {field}={plain!r}. Take "
+                "flow_grpo, grpo_guard, diffusion_nft, awm, v_grpo or ram, or set "
+                "objective.balance_every=null."
+            )
 
     @property
     def ascent(self) -> Ascent | None:
@@ -224,9 +270,11 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         """Refuse what means nothing to a regression, and values that its functions refuse."""
         self._check_absent("; objective.changes.weighting weighs noise levels")
         some, one = torch.zeros(4, 2), torch.full((4,), 0.5)
+        reward = torch.tensor([0.0, 1.0, 1.0, 0.0])
+        several = row.signal in MATRIX_SIGNALS
         pairs = PairOutput(v=some, target=some, sigma=one, anchor=some, guidance=some)
         try:
-            signal, _ = row.prepare(torch.tensor([0.0, 1.0, 1.0, 0.0]), [0, 0, 1, 1])
+            signal, _ = row.prepare(reward[:, None] if several else reward, [0, 0, 1, 1], weights=[1.0])
             if row.of_groups:
                 row.group_loss(one[:2], one[:2], signal[:2])
             else:

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MARBLE in the trainers of pictures: its numbers, its linearity, its resume, its cost, what it refuses; and
+GDPO's signal of the regressions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training_toy import Brightness, Loud, ToyPolicy, toy_trainer
+from visalign.core import gdpo_advantages
+from visalign.errors import UserError
+from visalign.rewards import WeightedSum
+from visalign.training import DiffusionObjectiveSettings, forward_equivalents_per_image, read_metrics
+from visalign.training.loop import checkpoint
+from visalign.training.loop.metrics import without_times
+from visalign.training.policy.balance import KEY, RewardBalance
+
+ROWS = (
+    "flow_grpo",
+    "grpo_guard",
+    "flow_gspo",
+    "diffusion_nft",
+    "awm",
+    "v_grpo",
+    "ram",
+    "crd",
+    "group_covariance",
+)
+
+
+def _several() -> WeightedSum:
+    """The second drowns the first in a sum."""
+    return WeightedSum({"light": (Brightness(), 1.0), "red": (Loud(), 0.5)}, allow_mixed_units=True)
+
+
+def _three() -> WeightedSum:
+    terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5), "blue": (Loud(2), 2.0)}
+    return WeightedSum(terms, allow_mixed_units=True)
+
+
+def _trainer(folder: Any, name: str = "flow_grpo", policy: ToyPolicy | None = None, **more: Any) -> Any:
+    objective = {"algorithm": name, "balance_every": 2, "changes": {"kl": 0.1}, **more.pop("objective", {})}
+    if name in ("flow_grpo", "flow_gspo"):
+        objective["changes"] |= {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
+    return toy_trainer(folder, policy=policy, reward=_three(), objective=objective, **more)
+
+
+def test_the_weights_of_three_gradients_by_hand(tmp_path):
+    """α = (5, 5, 2)/12 of (1, 0, 0), (−.6, .8, 0), (0, 0, 1), as worked by hand; then ᾱ = .7/3 + .3 α."""
+    terms = {label: (Brightness(), 1.0) for label in "abc"}
+    balance = RewardBalance(WeightedSum(terms), 2)
+    run = toy_trainer(tmp_path).context
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    rows = torch.tensor([[7.0, 0, 0], [-0.6, 0.8, 0], [0, 0, 0.01]])  # their lengths do not count
+
+    def gradient(weights: Any) -> None:
+        parameter.grad = torch.tensor(weights) @ rows
+
+    assert balance.weights(run) == [1 / 3] * 3
+    balance.measure(run, [("w", parameter)], gradient)
+    expected = [0.7 / 3 + 0.3 * alpha / 12 for alpha in (5, 5, 2)]
+    assert balance.weights(run) == pytest.approx(expected, abs=1e-6) and parameter.grad is None
+    rows[0, 0] = float("inf")
+    balance.measure(run, [("w", parameter)], gradient)
+    assert balance.weights(run) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "ram"])
+def test_the_gradient_is_the_weighted_sum_of_the_rewards_own(name, tmp_path):
+    """Before anything is clipped or clamped, whatever the rewards' units."""
+    policy = ToyPolicy(torch.float64)
+    trainer = _trainer(tmp_path, name, policy, objective={"changes": {"kl": 0.0}})
+    algorithm, context = trainer.algorithm, trainer.context
+    found = []
+
+    class Watched(RewardBalance):
+        def measure(self, run: Any, named: Any, gradient: Any) -> None:
+            for weights in ([1.0, 0.0, 0], [0.0, 1.0, 0], [0.25, 0.75, 0]):
+                gradient(weights)
+                found.append(torch.cat([p.grad.flatten() for _, p in named]))
+                trainer.weights.clear()
+
+    algorithm.balance = Watched(_three(), 1)
+    algorithm.prepare(algorithm.collect(context).experience, context)
+    light, red, both = found
+    torch.testing.assert_close(both, 0.25 * light + 0.75 * red, rtol=1e-8, atol=1e-12)
+    assert 0.05 < light.norm() / red.norm() < 20  # in a sum it would be 1e4
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_learn_both_rewards_and_a_resume_is_exact(name, tmp_path):
+    ends = []
+    for folder, parts in ((tmp_path / "whole", (4,)), (tmp_path / "parts", (3, 4))):
+        for iterations in parts:
+            trainer = _trainer(folder, name, run={"iterations": iterations})
+            trainer.resume()
+            trainer.train()
+        stored = checkpoint.step_folder(folder / "checkpoints", 4)
+        files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
+        ends.append((files, [without_times(r) for r in read_metrics(folder / "metrics.jsonl")]))
+    assert ends[0] == ends[1] and trainer.counters.updates == 8 and not trainer.counters.skipped
+    rows = ends[0][1]
+    weights = [[row[f"reward_weight/{label}"] for label in ("light", "red", "blue")] for row in rows]
+    assert weights[0] == weights[1] != weights[2] == weights[3] and weights[0] != [1 / 3] * 3
+    assert trainer.counters.own[KEY] == weights[3] and sum(weights[3]) == pytest.approx(1.0)
+
+
+def test_the_cost_of_measuring_is_the_planned_one(tmp_path):
+    trainer = _trainer(tmp_path, objective={"balance_every": 1})
+    record = trainer.iterate()
+    planned = forward_equivalents_per_image(steps=4, trained=3, guided=False, reference=1, measured=3 / 2)
+    assert record["forward_equivalents_per_image"] == pytest.approx(planned) == 4 + 1.5 * 3 * 3 + 3 * 4
+
+
+def test_gdpo_of_a_regression_hears_each_term_of_a_sum(tmp_path):
+    gdpo = {"algorithm": "awm", "changes": {"signal": "gdpo", "signal_options": {"ddof": 0}, "clamp": None}}
+    trainer = toy_trainer(tmp_path, reward=_several(), objective=gdpo)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    made = experience.made
+    expected = gdpo_advantages(made.columns, [1.0, 0.5], made.group, ddof=0)
+    torch.testing.assert_close(experience.signal, expected.double())
+    plain = toy_trainer(tmp_path, reward=_several(), objective={"algorithm": "awm"})
+    summed = plain.algorithm.collect(plain.context).experience.signal
+    light = made.columns[:, 0].view(6, 8)
+    light = (light - light.mean(1, keepdim=True)).flatten()
+    both = [torch.corrcoef(torch.stack([one, light]))[0, 1] for one in (experience.signal, summed)]
+    assert both[0] > 0.3 and both[0] > both[1] + 0.1
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "ram", "crd", "gdro", "diffusion_dpo", "reward_weighted"])
+def test_each_regression_takes_gdpo(name, tmp_path):
+    objective = {"algorithm": name, "changes": {"signal": "gdpo"}}
+    trainer = toy_trainer(tmp_path, reward=_several(), objective=objective)
+    trainer.iterate()
+    assert trainer.counters.updates == 2 and not trainer.counters.skipped
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"balance_every": 0}, "objective.balance_every is 0"),
+        (
+            {"algorithm": "gdpo"},
+            "has advantage='gdpo': it weighs advantages, advantage='group'. Take flow_grpo",
+        ),
+        ({"algorithm": "gdro"}, "has signal='reward': it weighs advantages, signal='advantage'. Take"),
+        (
+            {"algorithm": "rloo"},
+            "kl_in_reward is 0.05.*keeps the KL out.*Set objective.changes.kl_in_reward=0",
+        ),
+        ({"algorithm": "draft"}, "adds the rewards' own gradients.*Set objective.balance_every=null"),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(objective: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        DiffusionObjectiveSettings(**{"balance_every": 10, **objective})
+
+
+def test_one_reward_has_nothing_to_balance(tmp_path):
+    with pytest.raises(UserError, match=r"rewards.terms has 1 terms .*\(brightness\). Give 2 to 12"):
+        toy_trainer(tmp_path, objective={"balance_every": 10})

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MARBLE: the weights of several rewards found from their gradients while the policy learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from visalign.core.advantages.gradient_balance import MAX_REWARDS, min_norm_weights, smooth_weights
+from visalign.errors import UserError
+from visalign.training.loop.judging import reward_weights
+from visalign.training.loop.trainer import Context
+
+KEY = "reward_balance"
+"""Where the counters, and so a checkpoint, keep ᾱ."""
+
+
+class RewardBalance:
+    """ᾱ of Ā = Σ_k ᾱ_k A_k, A_k the advantage of reward k alone, every few iterations from one gradient each.
+
+    α = argmin over the simplex of ‖Σ_k α_k g_k/‖g_k‖‖², ᾱ ← 0.7 ᾱ + 0.3 α, equal at first. g_k is the
+    gradient of the iteration's first update with A_k for the advantage, without the KL term, over all
+    processes. The weights of the sum play no part, and of two rewards each has one half. Combining advantages
+    is combining gradients while the loss is linear in the advantage: in the regressions below their clamp, in
+    PPO where no ratio is clipped.
+
+    Args:
+        reward: a sum of 2 to 12 terms.
+        every: iterations between two measurements.
+
+    Raises:
+        UserError: a reward that is no such sum.
+
+    MARBLE, arXiv 2605.06507 (every 10 steps, 0.7).
+    """
+
+    def __init__(self, reward: Any, every: int) -> None:
+        self.labels, self.every = list(reward_weights(reward)), every
+        if not 2 <= len(self.labels) <= MAX_REWARDS:
+            raise UserError(
+                f"objective.balance_every is {every}, and rewards.terms has {len(self.labels)} terms of a "
+                f"weight above 0 ({', '.join(self.labels)}). Give 2 to {MAX_REWARDS}, or set "
+                "objective.balance_every=null."
+            )
+
+    def weights(self, run: Context) -> list[float]:
+        """ᾱ, one for each reward."""
+        return run.counters.own.get(KEY) or [1 / len(self.labels)] * len(self.labels)
+
+    def is_due(self, run: Context) -> bool:
+        """Whether this iteration measures."""
+        return run.counters.iteration % self.every == 0
+
+    def measure(
+        self,
+        run: Context,
+        named: Sequence[tuple[str, nn.Parameter]],
+        gradient: Callable[[Sequence[float]], None],
+    ) -> None:
+        """Take the rewards' gradients and move ᾱ; a gradient that is not finite leaves it.
+
+        Args:
+            run: that keeps ᾱ.
+            named: the trained parameters, whose gradients are left empty.
+            gradient: adds the gradient of an update under given weights of the rewards.
+        """
+        rows = []
+        for one in torch.eye(len(self.labels)).tolist():
+            gradient(one)
+            rows.append(
+                torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for _, p in named])
+            )
+            for _, parameter in named:
+                parameter.grad = None
+        found = torch.stack(rows)
+        if bool(torch.isfinite(found).all()):
+            before = torch.tensor(self.weights(run), dtype=torch.float64)
+            run.counters.own[KEY] = smooth_weights(before, min_norm_weights(found).cpu().double()).tolist()
+
+    def metrics(self, run: Context) -> dict[str, float]:
+        """ᾱ by reward."""
+        names = [f"reward_weight/{label}" for label in self.labels]
+        return dict(zip(names, self.weights(run), strict=True))
