@@ -37,6 +37,7 @@ CATALOGUE: dict[str, Entry] = {
     "reward_dance": "visalign.rewards.questions.reward_dance:RewardDance",
     "reward_dance_pairs": "visalign.rewards.questions.reward_dance:RewardDancePairs",
     "vqa_score": "visalign.rewards.questions.vqa:VqaScore",
+    "q_align": "visalign.rewards.questions.q_align:QAlign",
     "soft_tifa": "visalign.rewards.questions.vqa:SoftTifa",
     "vision_reward": "visalign.rewards.questions.vision_reward:VisionReward",
     "heie": "visalign.rewards.heie.judge:Heie",

@@ -69,6 +69,7 @@ def load_seeing_model(
         if not isinstance(below, Path) or below in folders:
             break
         folders.append(below)
+    place = _known(find_model(folder_or_id, ("config.json",)))
     place = find_model(folder_or_id)
     settings = next((JudgeSettings.read(f) for f in folders if (f / SETTINGS).is_file()), JudgeSettings())
     processor = load_processor(place)
@@ -162,6 +163,20 @@ def find_model(folder_or_id: str | Path, patterns: Sequence[str] = TRANSFORMERS_
         f"There is no model folder {place}. Give a folder with config.json, weights and processor, a "
         "packaged name, or a hub id owner/name."
     )
+
+
+def _known(place: Path) -> Path:
+    """A folder whose model transformers knows; one that brings its own code is refused by name."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind = json.loads((place / "config.json").read_text(encoding="utf-8")).get("model_type", "")
+    if kind and kind not in CONFIG_MAPPING:
+        raise RewardError(
+            f"{place.name} is a {kind!r}, which transformers {__version__} does not know. Code that comes "
+            "with a checkpoint is not run here; give a model of the families Qwen2-VL, Qwen2.5-VL, Qwen3-VL or "
+            "InternVL, or ask this one through a server of its own."
+        )
+    return place
 
 
 def load_processor(place: Path) -> Any:

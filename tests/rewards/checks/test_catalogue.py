@@ -120,6 +120,7 @@ def test_catalogue_names_load_lazily():
         "reward_dance_pairs",
         "vision_reward",
         "vqa_score",
+        "q_align",
         "soft_tifa",
         "heie",
     }

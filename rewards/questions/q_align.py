@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Q-Align and DeQA-Score: the mean of five levels of quality under the next word's probabilities.
+
+Sources: Wu et al., "Q-Align", arXiv 2312.17090; You et al., "DeQA-Score", arXiv 2501.11561. Both ask the same
+question and read the same five words, excellent, good, fair, poor, bad, as 5 to 1; they differ in training.
+
+The published checkpoints (q-future/one-align, zhiyuanyou/DeQA-Score-Mix3) are mPLUG-Owl2, whose code comes
+with them, is never run here, and does not import under transformers 5. They are refused by name; what is
+judged here is any model of `rewards.vlm` that was trained on the levels, or is asked for them unseen, in the
+pictures' own shape, where upstream pads them to squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import Request, RewardError, make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.requests import requests
+from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.yes_no import MIN_MASS
+
+Task = Literal["quality", "aesthetics"]
+LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
+
+
+def _question(task: str) -> Template:
+    asked = {"type": "text", "text": f"How would you rate the {task} of this image?\n"}
+    messages = [{"role": "user", "content": [asked, {"type": "image"}]}]
+    return Template(name=f"q_align_{task}", messages=messages, answer_prefix=f"The {task} of the image is")
+
+
+class QAlign:
+    """Σ p·s over the levels s = 5 to 1, with p the softmax over the five words; the prompt is not looked at.
+
+    `std` is √Σ p·(s − value)², the width of the distribution (DeQA-Score's), not an error. The parts hold
+    each level's p, and "mass", the probability of all five among everything that the model may write.
+    """
+
+    name = "q_align"
+    unit = "points from 1 to 5"
+    range = (1.0, 5.0)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        task: Task = "quality",
+        template: Template | None = None,
+        min_mass: float = MIN_MASS,
+        device: str | torch.device = "cpu",
+        precision: str = "auto",
+        **loading: Any,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model: folder or hub id; or a loaded `rewards.vlm.VisionLanguageEngine`.
+            task: "quality" or "aesthetics".
+            template: instead of the folder's "q_align_quality" or "q_align_aesthetics", or the published
+                words; it ends where the level begins.
+            min_mass: smallest probability of the five words together that counts as an answer; upstream
+                reads them whatever else the model would write (0).
+            device: where the model runs.
+            precision: of its weights, as in `engine_of`.
+            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
+
+        Raises:
+            RewardError: an unknown task, or a model that cannot be used.
+            ValueError: min_mass out of range.
+        """
+        if task not in get_args(Task):
+            raise RewardError(f"{self.name}: task is {task!r}; allowed are {', '.join(get_args(Task))}.")
+        if not 0 <= min_mass < 1:
+            raise ValueError(f"min_mass is {min_mass}; allowed are probabilities from 0 up to below 1.")
+        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
+        self.template = template or self.engine.template(f"q_align_{task}", _question(task))
+        self.min_mass, self._ids = min_mass, _first_tokens(self.engine.processor.tokenizer)
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        fields = self.engine.identity_fields(self.template, min_mass=self.min_mass, levels=self._ids)
+        return Identity(judge=self.name, **fields)
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score per image; prompts and metadata are not looked at."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons, size = list(request.images.reasons), len(request)
+        rows, queries = requests(
+            Request(request.images, ["-"] * size, request.metadata), self.template, reasons
+        )
+        if not rows:
+            return make_scores(torch.full((size,), torch.nan), reasons, self.unit)
+        reply = self.engine.answer_logits(self.template, queries, self._ids, left_over=True)
+        assert reply.log_total is not None
+        logits = reply.logits.double()
+        mass = (logits.logsumexp(-1) - reply.log_total.double()).exp().clamp(max=1.0)
+        for row, reason, share in zip(rows, reply.reasons, mass.tolist(), strict=True):
+            reasons[row] = reason
+            if reason is None and not share >= self.min_mass:
+                reasons[row] = (
+                    f"the model names no level: the five words have {share:.2g} of the probability, and at "
+                    f"least {self.min_mass:g} is asked for"
+                )
+        prob, level = logits.softmax(-1), torch.tensor(list(LEVELS.values()), dtype=torch.float64)
+        mean = prob @ level
+        std = (prob * (level - mean[:, None]).square()).sum(-1).sqrt()
+        columns = {**dict(zip(LEVELS, prob.unbind(1), strict=True)), "mass": mass, "value": mean, "std": std}
+        parts = {key: scatter(column.float(), rows, size) for key, column in columns.items()}
+        value, std = parts.pop("value"), parts.pop("std")
+        return make_scores(value, reasons, self.unit, std=std, parts=parts)
+
+
+def _first_tokens(tokenizer: Any) -> list[int]:
+    """The first token of each level's word, with a blank before it where that tells them apart."""
+    for blank in (" ", ""):
+        ids = [int(tokenizer(blank + word, add_special_tokens=False)["input_ids"][0]) for word in LEVELS]
+        if len(set(ids)) == len(LEVELS):
+            return ids
+    raise RewardError(
+        f"The levels {', '.join(LEVELS)} do not begin with five different tokens of this model; give another "
+        "model."
+    )
