@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An installed wheel, far from the checkout: the README trains an adapter, the site's block draws with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.test_docs import BLOCKS, README, ROOT
+
+
+def code_with(word: str, page: str) -> str:
+    """The Python block of a page that has the word."""
+    [found] = [b.code for b in BLOCKS if b.language == "python" and b.page.name == page and word in b.code]
+    return found
+
+
+@pytest.mark.slow
+def test_the_adapter_of_the_readme_is_trained_and_loaded(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index"]
+    build = ["wheel", *offline, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run([*pip, *build], check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", *offline, "--target", str(site), str(wheel)], check=True)
+    away = tmp_path / "away"
+    away.mkdir()
+
+    def run(code: str) -> str:
+        """What a program prints that finds the wheel alone."""
+        places = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=away, env=places, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    assert run("import visalign; print(visalign.__file__)").startswith(str(site))
+    run(code_with("redness", README.name))
+    (away / "runs/red").rename(away / "runs/first")
+    drawn = code_with("load_lora_weights", "fine_tune.md")
+    assert run(f"{drawn}\nprint(pipe.get_active_adapters(), _.size)".replace("pipe(\n", "_ = pipe(\n")) == (
+        "['default_0'] (64, 64)\n"
+    )
