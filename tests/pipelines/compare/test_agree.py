@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from tests.support.pair_judges import Brightness
 from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.errors import UserError
-from visalign.evaluation.pages.agree_page import sentences
+from visalign.evaluation.pages.agree_page import agree_page, sentences
 from visalign.evaluation.rewards.agreement import (
     agreement,
     parted,
@@ -144,6 +145,15 @@ def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:
     page = write_agreement(tmp_path, result).read_text()
     assert page.count("<img") == sum(len(pair["parted"]) for pair in result["pairs"]) > 0
     assert json.loads((tmp_path / "agreement.json").read_text())["set"]["images"] == 20
+    [overall, _] = re.findall(r'<figure class="heat">(.*?)</figure>', page)
+    kinds = re.findall(r'class="cell (\w+)".*?fill-opacity="([\d.]+)"', overall)
+    assert [kind for kind, _ in kinds[:3]] == ["itself", "parts", kinds[2][0]] and len(kinds) == 9
+    assert kinds[1][1] == "0.56" and kinds[3] == kinds[1], "−1 is the strongest colour, both ways"
+    third = f"{result['pairs'][1]['overall']['estimate']:.2f}".replace("-", "−")
+    assert re.findall(r'class="number".*?>(.*?)<', overall)[:2] == ["−1.00", third]
+    two = result | {"rewards": result["rewards"][:2], "pairs": result["pairs"][:1]}
+    absent = {shown["image"]: None for shown in result["pairs"][0]["parted"]}
+    assert "<figure" not in agree_page(two, absent), "one number needs no map"
 
 
 def test_bad_sets_are_refused_by_message(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from visalign.evaluation.rewards.agreement import FEWEST_PROMPTS
 
 from .base import model_name, plain, render_page, signed
+from .plots import heatmap_plot
 from .table_files import FileTable
 
 REDUNDANT = 0.9
@@ -36,8 +37,13 @@ def agree_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, An
             for pair in result["pairs"][:6]
         ],
         labels=labels,
-        overall=matrix(result, "overall"),
-        within=matrix(result, "within"),
+        squares={kind: matrix(result, kind) for kind in ("overall", "within")},
+        heatmaps={
+            kind: heatmap_plot(
+                labels, _estimates(matrix(result, kind)), f"Heatmap of the rank correlations {where}."
+            )
+            for kind, where in (("overall", "over all images"), ("within", "within prompts"))
+        },
         pictures=pictures,
         sentences=sentences(result),
         facts_of_set=list(_facts(result)),
@@ -83,6 +89,10 @@ def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] 
     labels = [reward["label"] for reward in result["rewards"]]
     found = {frozenset((pair["first"], pair["second"])): pair[kind] for pair in result["pairs"]}
     return [[None if a == b else found[frozenset((a, b))] for b in labels] for a in labels]
+
+
+def _estimates(square: Sequence[Sequence[Mapping[str, Any] | None]]) -> list[list[float | None]]:
+    return [[None if cell is None else cell["estimate"] for cell in row] for row in square]
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:

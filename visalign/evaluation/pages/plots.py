@@ -217,6 +217,37 @@ def response_plot(probe: Mapping[str, Any]) -> Markup | None:
     return frame.svg([band, zero, frame.path("line", line), frame.dots(line)], said)
 
 
+def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]], said: str) -> Markup:
+    """A square of correlations, one colour above 0 and one below, as strong as the number; None is a dash.
+
+    Args:
+        labels: [K] of the rows and, by their numbers, of the columns.
+        cells: [K][K] in [-1, 1]; the diagonal is not drawn.
+        said: What the picture says, in words.
+    """
+    names = [_cut(f"{number} {label}", 25) for number, label in enumerate(labels, 1)]
+    size, left, top = 52.0, 16 + 7.8 * max(map(len, names)), 30.0
+    drawn = []
+    for row, (name, values) in enumerate(zip(names, cells, strict=True)):
+        y = top + row * size
+        drawn.append(text(left - 12, y + size / 2 + 5, name, "end"))
+        drawn.append(text(left + row * size + size / 2, top - 10, str(row + 1)))
+        for column, value in enumerate(values):
+            x, known = left + column * size, value is not None and math.isfinite(value)
+            kind = "itself" if row == column else "agrees" if known and value >= 0 else "parts"
+            opacity = 1.0 if row == column else 0.06 + 0.5 * abs(value) if known else 0.0
+            place = f'x="{x + 1:.0f}" y="{y + 1:.0f}" width="{size - 2:.0f}" height="{size - 2:.0f}"'
+            drawn.append(f'<rect class="cell {kind}" {place} fill-opacity="{opacity:.2f}"/>')
+            if row != column:
+                number = f"{value:.2f}".replace("-", "−") if known else "–"
+                drawn.append(text(x + size / 2, y + size / 2 + 5, number, name="number"))
+    width, height = left + len(labels) * size, top + len(labels) * size
+    return Markup(
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="max-width: {width:.0f}px" role="img" '
+        f'aria-label="{escape(said)}">{"".join(drawn)}</svg>'
+    )
+
+
 def _bin_points(bins: Sequence[Mapping[str, Any]]) -> list[Point]:
     return [(entry["confidence"], entry["frequency"]) for entry in bins if entry["confidence"] is not None]
 
