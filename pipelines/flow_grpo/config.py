@@ -84,6 +84,9 @@ class EvaluationConfig(HeldoutConfig):
     """Denoising steps; null: as many as in training."""
     batch_size: Count = 128
     """Samples at once; memory only."""
+    grid: Natural = 8
+    """Held-out prompts, evenly spaced, whose picture of the first seed goes into samples/ at each evaluation,
+    side by side; 0: none."""
     rewards: dict[str, RewardTerm] = field(
         default_factory=lambda: {
             name: RewardTerm() for name in ("shapes_verifier", "clip_score", "sharpness")

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import (
     PolicyRun,
     TrainingInterrupted,
@@ -15,7 +16,7 @@ from visalign.pipelines.shared.job import (
     result_folder,
     run_job,
 )
-from visalign.pipelines.shared.parts import build_accelerator
+from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 
 from .config import FlowGRPOConfig, PrefGRPOConfig
 from .inputs import prepare
@@ -43,6 +44,14 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         inputs.rewards,
         steps=config.rollout.steps,
         timestep_schedule=config.rollout.timestep_schedule,
+        accelerator=accelerator,
+    )
+    grids = SampleGrids(
+        output=output,
+        accelerator=accelerator,
+        heldout=evenly_spaced(inputs.heldout, config.evaluation.prompts_on_the_way),
+        seed=config.evaluation.seeds[0],
+        most=config.evaluation.grid,
     )
     objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
@@ -60,7 +69,9 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, algorithm, on_the_way(config, measure, inputs.heldout)),
+        trainer=build_trainer(
+            config, output, algorithm, on_the_way(config, measure, inputs.heldout, grids.keep)
+        ),
         fingerprints=inputs.fingerprints,
         title=f"{_title(config)} on {config.model.path}",
         policy=policy,
@@ -73,6 +84,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
             "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples),
         },
         seen=inputs.seen,
+        grids=grids,
     )
 
 

@@ -17,6 +17,8 @@ from visalign.precision import autocast_dtype
 from .config import EvaluationConfig, ModelConfig
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from visalign.evaluation import HeldoutResult
 
 
@@ -72,20 +74,34 @@ def build_evaluator(
     *,
     steps: int,
     timestep_schedule: str,
+    accelerator: Accelerator,
 ) -> Callable[..., HeldoutResult]:
-    """A function of (records, seeds) that evaluates the policy with the weights it has."""
+    """A function of (records, seeds) that evaluates the policy with the weights it has, its pictures spread
+    over the processes; all of them call it and get the whole result."""
 
     def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
-        from visalign.evaluation import evaluate
+        from accelerate.utils import gather_object
 
-        return evaluate(
-            policy,
-            rewards,
-            records,
-            seeds=seeds,
-            sigmas=policy.sigmas(config.steps or steps, timestep_schedule=timestep_schedule),
-            batch_size=config.batch_size,
-            correctness=config.correctness,
+        from visalign.evaluation import evaluate, joined
+
+        rank, shares = accelerator.process_index, min(accelerator.num_processes, len(records) * len(seeds))
+        sigmas = policy.sigmas(config.steps or steps, timestep_schedule=timestep_schedule)
+        own = (
+            []
+            if rank >= shares
+            else [
+                evaluate(
+                    policy,
+                    rewards,
+                    records,
+                    seeds=seeds,
+                    sigmas=sigmas,
+                    batch_size=config.batch_size,
+                    correctness=config.correctness,
+                    share=(rank, shares),
+                )
+            ]
         )
+        return joined(gather_object(own))
 
     return measure

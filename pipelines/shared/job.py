@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from visalign.training import Trainer, TrainResult
     from visalign.training.loop.trainer import Counters
 
+    from .grids import SampleGrids
+
 
 class TrainingInterrupted(Stopped):
     """Ctrl-C or SIGTERM: the iteration was finished and saved; the command line says how to go on."""
@@ -135,7 +137,7 @@ def _work(job: Job, resume: bool) -> dict[str, Any]:
 
 
 def build_trainer(
-    config: Any, output: Path, algorithm: Any, evaluate: Callable[[], Mapping[str, float]], **progress: Any
+    config: Any, output: Path, algorithm: Any, evaluate: Callable[[int], Mapping[str, float]], **progress: Any
 ) -> Trainer:
     """The trainer of an algorithm by the sections optimizer, evaluation and run of a configuration."""
     from visalign.training import RunSettings, Trainer, TrainingProgress
@@ -154,7 +156,7 @@ def build_trainer(
             config=asdict(config),
             free_keys=FREE_KEYS,
         ),
-        evaluate=lambda _: evaluate(),
+        evaluate=evaluate,
         progress=TrainingProgress(
             length.iterations,
             max_seconds=length.max_seconds,
@@ -190,12 +192,20 @@ class PolicyRun(Job):
     prompt_text: Callable[[Any], str] = str
     seen: int | None = None
     """Held-out prompts that are trained on as well; None where that is not known."""
+    grids: SampleGrids | None = None
+    """What pictures are kept at each evaluation; None of texts."""
 
     def before(self) -> HeldoutResult | None:
         """The evaluation before training, kept in the run folder; None in all processes but the first."""
+        from accelerate.utils import broadcast_object_list
+
         from visalign.evaluation import load_heldout
 
-        if not self.trainer.accelerator.is_main_process:
+        path, first = self.output / "before.npz", self.trainer.accelerator.is_main_process
+        (is_known,) = broadcast_object_list([path.is_file()])  # as the first process sees it
+        if not first:
+            if not is_known:
+                self.measure(self.heldout, self.config.evaluation.seeds)
             return None
         note, count, seeds = self.trainer.progress.note, len(self.heldout), self.config.evaluation.seeds
         if self.seen:
@@ -203,23 +213,28 @@ class PolicyRun(Job):
                 f"Warning: {self.seen} of {count} held-out prompts are trained on as well, so the accuracy "
                 "is partly one of memory. Take them out of data.train or data.heldout."
             )
-        path = self.output / "before.npz"
-        if path.is_file():
-            return load_heldout(path)
-        note(f"Evaluating {count} held-out prompts × {len(seeds)} {self.samples} before training.")
-        result = self.measure(self.heldout, seeds)
-        result.save(path)
+        if is_known:
+            result = load_heldout(path)
+        else:
+            note(f"Evaluating {count} held-out prompts × {len(seeds)} {self.samples} before training.")
+            result = self.measure(self.heldout, seeds)
+            result.save(path)
+        if self.grids is not None:
+            self.grids.keep(0, result)
         return result
 
     def after(self, before: HeldoutResult | None, result: TrainResult, measuring: float) -> dict[str, Any]:
         """Save the averaged weights, evaluate them, write summary and report."""
-        if before is None:
-            return {}
         begin = time.perf_counter()
         with self.trainer.averaged():
-            with no_loading_bars():
-                self.policy.save(result_folder(self.config, self.output))
+            if before is not None:
+                with no_loading_bars():
+                    self.policy.save(result_folder(self.config, self.output))
             after = self.measure(self.heldout, self.config.evaluation.seeds)
+        if before is None:
+            return {}
+        if self.grids is not None:
+            self.grids.keep(result.counters.iteration, after)
         after.save(self.output / "after.npz")
         return self._write(before, after, result, measuring + time.perf_counter() - begin)
 
@@ -259,12 +274,25 @@ class PolicyRun(Job):
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
             seen=self.seen,
+            over_time=() if self.grids is None else self.grids.files(),
             **shared,
         )
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def on_the_way(config: Any, measure: Measure, heldout: Records) -> Callable[[], dict[str, float]]:
-    """The evaluation while a policy is trained: some held-out prompts, the first seed."""
+def on_the_way(
+    config: Any,
+    measure: Measure,
+    heldout: Records,
+    keep: Callable[[int, HeldoutResult], None] = lambda *_: None,
+) -> Callable[[int], dict[str, float]]:
+    """The evaluation while a policy is trained: some held-out prompts, the first seed; `keep` gets the
+    iterations finished and the result."""
     some = evenly_spaced(heldout, config.evaluation.prompts_on_the_way)
-    return lambda: heldout_metrics(measure(some, config.evaluation.seeds[:1]))
+
+    def evaluate(iteration: int) -> dict[str, float]:
+        result = measure(some, config.evaluation.seeds[:1])
+        keep(iteration, result)
+        return heldout_metrics(result)
+
+    return evaluate

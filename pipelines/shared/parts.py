@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Records = Sequence[Mapping[str, Any]]
 
 PATIENCE = timedelta(hours=12)
-"""How long the processes wait for each other; the first evaluates alone, which may take hours."""
+"""How long the processes wait for each other; a judge may take hours over the pictures of one."""
 
 
 def build_accelerator(run: RunConfig, folder: Path) -> Accelerator:

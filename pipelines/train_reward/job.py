@@ -67,7 +67,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         seed=config.seed,
         compute_dtype=compute_dtype(config.model, accelerator.device),
     )
-    trainer = build_trainer(config, output, algorithm, measure, shown=SHOWN_OF_A_JUDGE)
+    trainer = build_trainer(config, output, algorithm, lambda _: measure(), shown=SHOWN_OF_A_JUDGE)
     for note in (*inputs.notes, *judge.first_notes()):
         trainer.progress.note(note)
     return RewardRun(

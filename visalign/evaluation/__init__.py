@@ -7,7 +7,7 @@ It needs what was sampled or judged, handed in; no model and no judge is loaded 
 from visalign.evaluation.heldout.comparison import Comparison, compare
 from visalign.evaluation.heldout.correctness import check_judge
 from visalign.evaluation.heldout.images import evaluate
-from visalign.evaluation.heldout.result import HeldoutResult, load_heldout
+from visalign.evaluation.heldout.result import HeldoutResult, joined, load_heldout
 from visalign.evaluation.pages.curves import CURVES, Curve
 from visalign.evaluation.pages.report import write_report, write_summary
 from visalign.evaluation.rewards.comparison import compare_on_preferences, compare_on_quality
@@ -36,6 +36,7 @@ __all__ = [
     "from_probabilities",
     "from_scores",
     "from_values",
+    "joined",
     "load_heldout",
     "paired_bootstrap",
     "wilson_interval",

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from visalign.evaluation import HeldoutResult, check_judge, evaluate, load_heldout
+from visalign.evaluation import HeldoutResult, check_judge, evaluate, joined, load_heldout
 from visalign.flow.noise import initial_noise
 from visalign.interfaces import ForwardCount, Metadata, Prediction, Scores
 from visalign.seeds import sample_seed
@@ -418,3 +418,11 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
 def test_unknown_reward_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"No reward 'brightnes'.*Did you mean 'brightness'"):
         run().mean("brightnes")
+
+
+@pytest.mark.parametrize(("shares", "most"), [(2, 1024), (3, 5), (8, 3)])
+def test_the_shares_of_processes_make_the_whole(shares: int, most: int) -> None:
+    parts = [run(share=(rank, shares), max_images=most) for rank in range(shares)]
+    assert sum(map(len, parts)) == 8
+    assert same(joined(parts), run(max_images=most))
+    assert same(joined([run()]), run())

@@ -35,6 +35,7 @@ def evaluate(
     correctness: str | None = "shapes_verifier",
     max_images: int = 1024,
     image_side: int = 256,
+    share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
 ) -> HeldoutResult:
     """Sample every record once per seed without noise on the way (Euler steps of the ODE) and judge them.
@@ -52,6 +53,8 @@ def evaluate(
         correctness: The reward that says correct or wrong: by its part `correct`, else by its best value.
         max_images: Pictures kept, evenly spaced over the samples.
         image_side: Kept pictures whose longer side is larger are reduced to it.
+        share: (r, w): of the samples the r-th of w equal stretches, w at most their number; `joined` puts
+            the w results together.
         progress: Called with (samples done, samples in all) after each batch.
 
     Returns:
@@ -59,9 +62,12 @@ def evaluate(
     """
     check_asked(rewards, records, seeds, correctness)
     _check_sizes(batch_size, max_images, image_side)
-    metadata = [record for record in records for _ in seeds]
-    prompts, drawn = [str(record["prompt"]) for record in metadata], np.tile(seeds, len(records))
-    kept, pictures = _evenly(len(prompts), max_images), []
+    total = len(records) * len(seeds)
+    first, end = (total * (share[0] + more) // share[1] for more in (0, 1))
+    metadata = [record for record in records for _ in seeds][first:end]
+    prompts, drawn = [str(record["prompt"]) for record in metadata], np.tile(seeds, len(records))[first:end]
+    kept, pictures = _evenly(total, max_images) - first, []
+    kept = kept[(kept >= 0) & (kept < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
         for rows, images in _drawn(policy, metadata, drawn, sigmas, batch_size):
@@ -75,7 +81,7 @@ def evaluate(
         prompts=tuple(prompts),
         tags=tags_of(metadata),
         seeds=drawn,
-        images=np.stack(pictures),
+        images=np.stack(pictures) if pictures else np.zeros((0, 1, 1, 3), np.uint8),
         image_index=kept,
         **tally.fields(rewards, len(prompts)),
     )

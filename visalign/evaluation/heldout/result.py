@@ -7,8 +7,8 @@ import io
 import json
 import math
 import zipfile
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,7 @@ class HeldoutResult:
 
 
 _ARRAYS = ("seeds", "correct", "judged", "images", "image_index")
+_TEXTS = ("prompts", "tags", "reasons", "completions")
 
 
 def load_heldout(path: Path) -> HeldoutResult:
@@ -193,6 +194,25 @@ def load_heldout(path: Path) -> HeldoutResult:
         units=header["units"],
         higher_is_better=header["higher_is_better"],
         **arrays,
+    )
+
+
+def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
+    """One result of the stretches that processes evaluated.
+
+    Args:
+        parts: at least one, in the order of the samples, by the same rewards.
+    """
+    starts = np.cumsum([0, *map(len, parts)])
+    shown = [part for part in parts if len(part.images)] or parts
+    indices = [part.image_index + start for part, start in zip(parts, starts[:-1], strict=True)]
+    return replace(
+        parts[0],
+        **{name: tuple(x for part in parts for x in getattr(part, name)) for name in _TEXTS},
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS[:3]},
+        scores={name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores},
+        images=np.concatenate([part.images for part in shown]),
+        image_index=np.concatenate(indices),
     )
 
 

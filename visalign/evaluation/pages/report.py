@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from visalign.atomic import write_atomic
 from visalign.config import flatten
@@ -18,7 +19,7 @@ from visalign.evaluation.heldout.comparison import compare
 from visalign.evaluation.heldout.result import HeldoutResult
 
 from . import wording
-from .base import PIXELATED_SIDE, render_page, setting
+from .base import PIXELATED_SIDE, data_uri, render_page, setting
 from .curves import CURVES, Curve, at_zero, panels
 from .samples import failures, galleries
 
@@ -37,6 +38,7 @@ def write_report(
     resume_command: str,
     start: Mapping[str, float] | None = None,
     seen: int | None = None,
+    over_time: Sequence[tuple[int, Path]] = (),
     curves: Sequence[Curve] = CURVES,
 ) -> Path:
     """Write `report.html` into a run's folder: no network, no script, pictures inside, light or dark.
@@ -60,6 +62,7 @@ def write_report(
             of the curves.
         seen: How many of the held-out prompts were trained on, which the page then says; None where that is
             not known.
+        over_time: (iterations finished, PNG) of the same prompts on the way, side by side in each.
         curves: Panels of the training section, each drawn where the metrics have it.
 
     Returns:
@@ -74,6 +77,7 @@ def write_report(
         **_results(before, after, seen),
         title=title,
         panels=panels(metrics, curves, start=start or {}),
+        over_time=[(number, data_uri(np.asarray(Image.open(path)))) for number, path in over_time],
         at_zero=at_zero(metrics, curves, start),
         config=[(name, setting(value)) for name, value in flatten(config).items()],
         versions=versions,

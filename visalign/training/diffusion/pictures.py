@@ -200,6 +200,7 @@ class PictureAlgorithm(Algorithm):
     A training defines `begin`, which finds policy, settings, rollout, accelerator and source in place.
     """
 
+    together = True
     usual = "flow_grpo"
     """`objective.algorithm` where no objective is given."""
 

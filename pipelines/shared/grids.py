@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same prompts and seed at each evaluation, side by side: a PNG in the run folder, and in trackers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from accelerate import Accelerator
+from PIL import Image
+
+from visalign.atomic import write_atomic
+
+from .parts import Records, evenly_spaced
+
+if TYPE_CHECKING:
+    from visalign.evaluation import HeldoutResult
+
+FOLDER = "samples"
+"""Of a run folder; one file per evaluation, named by the iterations finished."""
+
+
+@dataclass(kw_only=True)
+class SampleGrids:
+    """What a run shows of itself; only the first process writes."""
+
+    output: Path
+    """Run folder."""
+    accelerator: Accelerator
+    heldout: Records
+    """Those of the evaluations on the way."""
+    seed: int
+    most: int
+    """Pictures side by side."""
+    prompts: list[str] = field(default_factory=list)
+    """From left to right; chosen by the first result among those whose pictures it kept."""
+
+    def keep(self, iteration: int, result: HeldoutResult) -> None:
+        """Write the grid of an evaluation, once per iteration, and hand it to trackers that take pictures.
+
+        Args:
+            iteration: finished; 0 is before training.
+            result: with these prompts and this seed.
+        """
+        if not self.accelerator.is_main_process or not self.most:
+            return
+        kept = {
+            (result.prompts[row], int(result.seeds[row])): place
+            for place, row in reversed([*enumerate(result.image_index.tolist())])
+        }
+        if not self.prompts:
+            there = [r for r in self.heldout if (str(r["prompt"]), self.seed) in kept]
+            self.prompts = list(dict.fromkeys(str(r["prompt"]) for r in evenly_spaced(there, self.most)))
+        path = self.output / FOLDER / f"{iteration:06d}.png"
+        if path.is_file() or not self.prompts:
+            return
+        grid = np.concatenate([result.images[kept[prompt, self.seed]] for prompt in self.prompts], axis=1)
+        buffer = io.BytesIO()
+        Image.fromarray(grid).save(buffer, "PNG")
+        write_atomic(path, buffer.getvalue())
+        for tracker in self.accelerator.trackers:
+            log = getattr(tracker, "log_images", None)
+            if log is not None:
+                more = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                log({FOLDER: grid if tracker.name == "aim" else grid[None]}, step=iteration, **more)
+
+    def files(self, most: int = 12) -> list[tuple[int, Path]]:
+        """(iterations finished, file) of at most so many evaluations, evenly spaced, first and last included.
+
+        Args:
+            most: at least 2.
+        """
+        found: Sequence[Path] = sorted((self.output / FOLDER).glob("*.png"))
+        places = np.linspace(0, len(found) - 1, min(most, len(found))).round().astype(int)
+        return [(int(found[place].stem), found[place]) for place in places]

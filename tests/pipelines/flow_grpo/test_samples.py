@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run shows on the way: grids of the same prompts, in its folder, its report and its trackers; and
+evaluations whose pictures several processes share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from PIL import Image
+
+from tests.support.tiny_models import tiny_sd3_pipeline
+from visalign.config import load_config
+from visalign.evaluation import load_heldout
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
+from visalign.pipelines.shared.grids import FOLDER, SampleGrids
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPTS = ["a red circle", "two circles", "a blue square", "a cross", "three green squares"]
+CHANGES = (
+    "model.lora.rank=4",
+    "rewards.terms={sharpness: {weight: 1.0}}",
+    "rollout={prompts_per_iteration: 2, group_size: 2, steps: 2, batch_size: 4}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 1, micro_batch: 8, ema_every: 1}",
+    "evaluation={seeds: [3, 1], every: 1, prompts_on_the_way: 4, grid: 3, rewards: {shapes_verifier: {}}}",
+    "run={iterations: 2, checkpoint_every: 1, device: cpu}",
+)
+CODE = """
+import json, sys
+from pathlib import Path
+from visalign.config import load_config
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
+from visalign.training import end_processes
+run(load_config(FlowGRPOConfig, None, sys.argv[2:]), Path(sys.argv[1]))
+end_processes()
+"""
+
+
+class Shown(GeneralTracker):
+    """A tracker that takes pictures."""
+
+    name, requires_logging_directory = "shown", False
+
+    def __init__(self) -> None:
+        self.pictures: list[tuple[int, dict[str, Any]]] = []
+        super().__init__()
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        del values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        del values, step, kwargs
+
+    def log_images(self, values: dict[str, Any], step: int) -> None:
+        self.pictures.append((step, values))
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_sd3_pipeline().save_pretrained(folder / "model")
+    what = {"class": "circle", "count": 1, "color": "red"}
+    lines = [json.dumps({"prompt": p, "tag": "colors", "include": [what]}) for p in PROMPTS]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    files = (f"data.{name}={folder}/prompts.jsonl" for name in ("train", "heldout"))
+    return [*CHANGES, f"model.path={folder}/model", *files]
+
+
+@pytest.fixture(scope="module")
+def finished(changes, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "one"
+    run(load_config(FlowGRPOConfig, None, changes), output)
+    return output
+
+
+def test_each_evaluation_leaves_a_grid_of_the_same_prompts(finished):
+    files = sorted((finished / FOLDER).iterdir())
+    assert [file.name for file in files] == ["000000.png", "000001.png", "000002.png"]
+    before = load_heldout(finished / "before.npz")
+    places = [before.prompts.index(PROMPTS[i]) for i in (0, 1, 2)]  # three of four, their first seed
+    expected = np.concatenate([before.images[place] for place in places], axis=1)
+    np.testing.assert_array_equal(np.asarray(Image.open(files[0])), expected)
+    assert not np.array_equal(np.asarray(Image.open(files[2])), expected)
+    page = (finished / "report.html").read_text()
+    assert "The same prompts over time" in page and page.count('class="over-time"') == 3
+
+
+def test_trackers_that_take_pictures_get_them(finished, tmp_path):
+    shown, other = Shown(), Shown()
+    other.log_images = None  # type: ignore[assignment,method-assign]
+    accelerator = Accelerator(cpu=True, log_with=[shown, other])
+    accelerator.init_trackers("test")
+    records = [{"prompt": prompt} for prompt in PROMPTS]
+    grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=records, seed=3, most=2)
+    result = load_heldout(finished / "before.npz")
+    for iteration in (0, 5, 5):
+        grids.keep(iteration, result)
+    assert [step for step, _ in shown.pictures] == [0, 5]
+    height, width = result.images.shape[1:3]
+    assert shown.pictures[0][1][FOLDER].shape == (1, height, 2 * width, 3)
+    assert [number for number, _ in grids.files()] == [0, 5]
+
+
+def test_without_a_grid_nothing_is_kept(finished, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=[], seed=3, most=0)
+    grids.keep(0, load_heldout(finished / "before.npz"))
+    assert grids.files() == [] and not (tmp_path / FOLDER).exists()
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(finished, changes, tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(CODE)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *start, str(script), str(tmp_path / "two"), *changes]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("before", "after"):
+        one, two = (load_heldout(folder / f"{name}.npz") for folder in (finished, tmp_path / "two"))
+        assert one.prompts == two.prompts and one.seeds.tolist() == two.seeds.tolist()
+        assert one.correct.tolist() == two.correct.tolist()
+        assert one.image_index.tolist() == two.image_index.tolist()
+        for label, score in one.scores.items():
+            np.testing.assert_allclose(two.scores[label], score, rtol=1e-4, atol=1e-6)
+    rows = [
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (finished, tmp_path / "two")
+    ]
+    for mine, other in zip(*rows, strict=True):
+        for key in [key for key in mine if key.startswith("heldout/") and mine[key] is not None]:
+            assert mine[key] == pytest.approx(other[key], rel=1e-4), key
+    assert len(list((tmp_path / "two" / FOLDER).iterdir())) == 3
