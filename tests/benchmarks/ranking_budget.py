@@ -3,6 +3,7 @@
 
     python tests/benchmarks/ranking_budget.py [--groups 200] [--size 24] [--budget 0.3] [--methods active]
     python tests/benchmarks/ranking_budget.py --judge reward_dance_pairs --groups 20 --methods active
+    python tests/benchmarks/ranking_budget.py --peers          # needs `pip install choix trueskill`
 
 With --judge the packaged judge of that name ranks groups of pictures of one held-out prompt each (`rank`),
 the true scores are their utilities, and `cover` is left out, as utilities have another unit. Otherwise the
@@ -20,6 +21,10 @@ either side equally often, and orders by win rate; every call of the budget is c
     both       Spearman with the round robin in both orders (n(n − 1) calls), mean
     truth      Spearman with the true scores: on the budget, and of the full round robin
     cover      share of true scores inside their 90 % intervals, on the budget
+
+With --peers the same simulated votes go to what is used elsewhere, on the same number of calls: choix's
+Bradley-Terry fit of random pairs, TrueSkill with the pair that is nearest to a draw next, and insertion by
+bisection, which stops where the calls end (the rest keeps its order). `round_robin` asks each pair once.
 """
 
 from __future__ import annotations
@@ -73,13 +78,18 @@ def spearman(first: Tensor, second: Tensor) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def simulate(judge: Judge, size: int, budget: float, method: Method, seed: int) -> dict[str, float]:
-    """One group: the numbers of one row."""
+def simulated_odds(judge: Judge, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """True scores [n] of a group and the judge's log-odds [n, n] for each ordered pair (row on the left)."""
     generator = torch.Generator().manual_seed(seed)
     true = judge.spread * torch.randn(size, generator=generator, dtype=torch.float64)
     true = true - true.mean()
     noise = torch.logit(torch.rand(size, size, generator=generator, dtype=torch.float64), eps=1e-12)
-    odds = true[:, None] - true[None, :] + judge.bias + judge.noise * noise
+    return true, true[:, None] - true[None, :] + judge.bias + judge.noise * noise
+
+
+def simulate(judge: Judge, size: int, budget: float, method: Method, seed: int) -> dict[str, float]:
+    """One group: the numbers of one row."""
+    true, odds = simulated_odds(judge, size, seed)
     is_vote = judge.answers == "votes"
     prob = (odds > 0).double() if is_vote else odds.sigmoid()
     model: Model = "bradley_terry" if is_vote else "log_odds"
@@ -141,6 +151,61 @@ def ask(name: str, size: int, budget: float, method: Method, seed: int) -> dict[
     }
 
 
+def peer(name: str, prob: Tensor, calls: int, seed: int) -> Tensor:
+    """[n] scores by another package's method, from `calls` of the votes prob [n, n] (row on the left)."""
+    size, rng = len(prob), np.random.default_rng(seed)
+    won = (prob > 0.5).numpy()  # [i, j]: the left one, i
+    if name == "insertion":
+        order, left = [0], calls
+        for new in range(1, size):
+            low, high = 0, len(order)
+            while low < high and left:
+                middle, left = (low + high) // 2, left - 1
+                first = bool(rng.random() < 0.5)
+                beats = won[new, order[middle]] if first else not won[order[middle], new]
+                low, high = (low, middle) if beats else (middle + 1, high)
+            order.insert(low, new)
+        return -torch.tensor(order).argsort().double()
+    if name == "choix":
+        import choix
+
+        pairs = [(i, j) for i in range(size) for j in range(i)]
+        chosen = [pairs[k] for k in rng.choice(len(pairs), calls, replace=False)]
+        sides = [pair if rng.random() < 0.5 else pair[::-1] for pair in chosen]
+        data = [(i, j) if won[i, j] else (j, i) for i, j in sides]
+        return torch.from_numpy(choix.opt_pairwise(size, data, alpha=0.1))
+    import trueskill
+
+    # a game's noise and the spread of the scores in one unit, as in the simulation
+    world = trueskill.TrueSkill(mu=0, sigma=2, beta=1.2, tau=0, draw_probability=0)
+    ratings, seen = [world.create_rating() for _ in range(size)], np.zeros((size, size))
+    for _ in range(calls):
+        quality = np.array([[world.quality_1vs1(a, b) for b in ratings] for a in ratings])
+        i, j = np.unravel_index(np.argmax(quality - 10 * seen - 100 * np.eye(size)), seen.shape)
+        i, j = (i, j) if rng.random() < 0.5 else (j, i)
+        seen[i, j] = seen[j, i] = 1
+        better, worse = (i, j) if won[i, j] else (j, i)
+        ratings[better], ratings[worse] = world.rate_1vs1(ratings[better], ratings[worse])
+    return torch.tensor([rating.mu for rating in ratings]).double()
+
+
+def compare_peers(groups: int, size: int, budget: float, seed: int) -> None:
+    """Print Spearman with the truth of each method on the judges that vote."""
+    names = ("active", "choix", "trueskill", "insertion", "round_robin")
+    print("| accuracy | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
+    for judge in (j for j in JUDGES if j.answers == "votes"):
+        rows: list[list[float]] = []
+        for number in range(seed, seed + groups):
+            found = simulate(judge, size, budget, "active", number)
+            true, odds = simulated_odds(judge, size, number)
+            others = [
+                spearman(peer(n, odds.sigmoid(), int(found["calls"]), number), true) for n in names[1:-1]
+            ]
+            rows.append([found["accuracy"], found["truth"], *others, found["full_truth"]])
+        mean = torch.tensor(rows).double().mean(0).tolist()
+        print(f"| {mean[0]:.2f} | " + " | ".join(f"{value:.3f}" for value in mean[1:]) + " |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Budgeted ranking against the full round robin.")
@@ -151,7 +216,11 @@ def main() -> None:
     # Pairing rule and priors were chosen on seeds below 224.
     parser.add_argument("--seed", type=int, default=1000, help="of the first group")
     parser.add_argument("--judge", default=None, help="a packaged judge that compares, not a simulated one")
+    parser.add_argument("--peers", action="store_true", help="compare with choix, TrueSkill and insertion")
     options = parser.parse_args()
+    if options.peers:
+        compare_peers(options.groups, options.size, options.budget, options.seed)
+        return
     print(
         "| answers | spread | bias | noise | accuracy | swap "
         "| method | calls | full (5 %) | both | truth | cover |"

@@ -1,88 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KL that a run logs is the distance to the model before training, not to that of the last iteration."""
+"""A reference that follows the policy (GARDO): when it moves, what a resume restores, what is refused."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.text_toy import toy_policy, toy_text_trainer
-from tests.support.tiny_models import build_tiny_sd3
-from tests.support.training_toy import toy_trainer
-from visalign.adapters import LoraSettings, SD3Policy
-from visalign.adapters.causal_lm.lora import text_lora
-from visalign.training import Trainer, read_metrics
-from visalign.training.diffusion.flow_grpo import replay_pairs
+from tests.support.text_toy import toy_text_trainer
+from tests.support.training_toy import ToyPolicy, toy_trainer
+from visalign.errors import UserError
+from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings, read_metrics
+from visalign.training.loop import checkpoint
+from visalign.training.loop.metrics import without_times
+from visalign.training.policy.reference import KEY
 
-ONE_UPDATE = {"updates_per_iteration": 1, "lr": 3e-3}
-
-
-def of_pictures(untouched: Any, trainer: Trainer, experience: Any) -> float:
-    """‖μ − μ₀‖²/(2 std² D), mean over all trained steps, μ₀ of a model that nothing trained."""
-    count, steps = len(experience.trajectory), len(experience.trained)
-    sample = torch.arange(count).repeat_interleave(steps)
-    pairs = experience.trajectory.pairs(sample, experience.trained.repeat(count))
-    given = experience.condition.select(sample), pairs, experience.trajectory.kernel
-    now, first = (replay_pairs(policy, *given).mean for policy in (trainer.algorithm.policy, untouched))
-    return float(((now - first).double().square().flatten(1).mean(1) / (2 * pairs.std.double() ** 2)).mean())
+FLOW = {"algorithm": "flow_grpo", "changes": {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}}
+ROWS: dict[str, dict[str, Any]] = {
+    "flow_grpo": FLOW,
+    "diffusion_nft": {"algorithm": "diffusion_nft", "changes": {"kl": 0.1}},
+    "ram": {"algorithm": "ram"},
+    "draft": {"algorithm": "draft", "changes": {"kl": 0.1, "last": 2}},
+}
 
 
-def of_text(untouched: Any, trainer: Trainer, experience: Any) -> float:
-    """e^−d − 1 + d with d = log π − log π₀, mean over all tokens."""
-    now, first = (
-        p.log_probs(experience.rollout).log_prob for p in (trainer.algorithm.parts.policy, untouched)
-    )
-    d = (now - first).double()[experience.rollout.weight != 0]
-    return float((torch.exp(-d) - 1 + d).mean())
+def _weights(trainer: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for _, parameter in trainer.weights.named]
 
 
-def follow(folder: Path, make: Any, measure: Any, untouched: Any) -> None:
-    """Four iterations, the last two resumed; before each update the KL is measured by hand."""
-    by_hand = []
-    for iterations in (2, 4):
-        trainer = make(run={"iterations": iterations, "checkpoint_every": 1})
-        algorithm, backward = trainer.algorithm, trainer.algorithm.backward
-
-        def watched(experience: Any, step: Any, run: Any, backward=backward, trainer=trainer) -> Any:
-            with torch.no_grad():
-                by_hand.append(measure(untouched, trainer, experience))
-            return backward(experience, step, run)
-
-        algorithm.backward = watched
-        assert trainer.resume() is (iterations == 4)
-        trainer.train()
-    logged = [record["kl"] for record in read_metrics(folder / "metrics.jsonl")]
-    assert logged == pytest.approx(by_hand, rel=1e-4, abs=1e-9) and len(logged) == 4
-    assert logged[0] < 1e-9 < min(logged[1:]), "the first iteration samples the reference itself"
-
-
-@pytest.mark.parametrize("lora", [LoraSettings(rank=3), None], ids=["lora", "full"])
-def test_of_pictures(tmp_path: Path, lora: LoraSettings | None) -> None:
-    model = build_tiny_sd3(tmp_path / "model")
-    policy: Any = SD3Policy.from_pretrained
-
-    def make(**options: Any) -> Trainer:
-        return toy_trainer(
-            tmp_path / "run",
-            policy=policy(model, lora=lora),
-            objective={"changes": {"kl": 0.01}},
-            rollout={"prompts_per_iteration": 3, "group_size": 2},
-            optimizer=ONE_UPDATE,
-            **options,
-        )
-
-    follow(tmp_path / "run", make, of_pictures, policy(model, lora=None))
+def test_the_reference_is_the_policy_of_the_last_reset(tmp_path):
+    """After every second iteration; the gradient of a graph that was built before its block is unchanged."""
+    policy = ToyPolicy()
+    trainer = toy_trainer(tmp_path, policy=policy, objective={**FLOW, "reset_reference_every": 2})
+    seen, ages = [], []
+    for _ in range(5):
+        seen.append(_weights(trainer))
+        with trainer.algorithm.reference.applied():
+            ages.append(next(n for n, w in enumerate(seen) if torch.equal(w[0], policy.net.shift)))
+        assert all(torch.equal(a, b) for a, b in zip(seen[-1], _weights(trainer), strict=True))
+        trainer.iterate()
+    assert ages == [0, 0, 2, 2, 4]
+    x = torch.ones(1, 4, requires_grad=True)
+    loss = policy.net.mix(x).square().sum()
+    with trainer.algorithm.reference.applied():
+        policy.net.mix(x)
+    (slope,) = torch.autograd.grad(loss, x)
+    expected = 2 * policy.net.mix.weight.T @ (policy.net.mix.weight @ torch.ones(4))
+    torch.testing.assert_close(slope[0], expected)
 
 
-@pytest.mark.parametrize("lora", [text_lora(), None], ids=["lora", "full"])
-def test_of_text(tmp_path: Path, lora: LoraSettings | None) -> None:
-    def make(**options: Any) -> Trainer:
-        objective = {"changes": {"kl": 0.01}}
-        return toy_text_trainer(
-            tmp_path, policy=toy_policy(lora=lora), objective=objective, optimizer=ONE_UPDATE, **options
-        )
+@pytest.mark.parametrize("name", ROWS)
+def test_a_bound_resets_after_the_iteration_that_exceeds_it(name, tmp_path):
+    trainer = toy_trainer(tmp_path, objective={**ROWS[name], "reset_reference_above": 1e9})
+    for _ in range(2):
+        trainer.iterate()
+    seen = trainer.algorithm.divergence
+    assert seen > 0 and KEY not in trainer.counters.own
+    again = toy_trainer(tmp_path, objective={**ROWS[name], "reset_reference_above": seen / 2})
+    while KEY not in again.counters.own:
+        again.iterate()
+        assert again.counters.iteration <= 2
+        assert (again.algorithm.divergence > seen / 2) == (KEY in again.counters.own)
 
-    follow(tmp_path, make, of_text, toy_policy())
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name, tmp_path):
+    objective = {**ROWS[name], "reset_reference_every": 2}
+    ends = []
+    for folder, parts in ((tmp_path / "whole", (5,)), (tmp_path / "parts", (3, 5))):
+        for iterations in parts:
+            trainer = toy_trainer(folder, objective=objective, run={"iterations": iterations})
+            trainer.resume()
+            trainer.train()
+        stored = checkpoint.step_folder(folder / "checkpoints", 5)
+        files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
+        ends.append((files, [without_times(r) for r in read_metrics(folder / "metrics.jsonl")]))
+    assert ends[0] == ends[1] and "reference.safetensors" in ends[0][0]
+    plain = toy_trainer(tmp_path / "plain", objective=ROWS[name], run={"iterations": 5})
+    plain.train()
+    assert not all(torch.equal(a, b) for a, b in zip(_weights(plain), _weights(trainer), strict=True))
+
+
+def test_texts_reset_theirs_and_resume(tmp_path):
+    objective = {"changes": {"kl": 0.5}, "reset_reference_every": 1}
+    ends = []
+    for folder, parts in ((tmp_path / "whole", (3,)), (tmp_path / "parts", (2, 3))):
+        for iterations in parts:
+            trainer = toy_text_trainer(folder, objective=objective, run={"iterations": iterations})
+            trainer.resume()
+            trainer.train()
+        ends.append(_weights(trainer))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    with trainer.algorithm.parts.reference.applied():
+        assert all(torch.equal(a, b) for a, b in zip(ends[1], _weights(trainer), strict=True))
+
+
+@pytest.mark.parametrize("kind", [DiffusionObjectiveSettings, TextObjectiveSettings])
+def test_a_reference_that_nothing_leans_on_is_refused(kind: Any):
+    with pytest.raises(
+        UserError, match=r"reset_reference_every is 5, and .*dapo asks no reference. Set .*kl"
+    ):
+        kind(algorithm="dapo", reset_reference_every=5)
+    with pytest.raises(UserError, match=r"objective.reset_reference_every is 0"):
+        kind(algorithm="grpo", reset_reference_every=0)
+    with pytest.raises(UserError, match=r"objective.reset_reference_above is -1"):
+        kind(algorithm="grpo", reset_reference_above=-1)
+
+
+def test_regressions_and_ascents_without_a_reference_refuse_it():
+    for name in ("awm", "draft"):
+        with pytest.raises(UserError, match=rf"reset_reference_above is 0.1, and .*{name} asks no reference"):
+            DiffusionObjectiveSettings(algorithm=name, reset_reference_above=0.1)

@@ -163,7 +163,7 @@ class FlowGRPO(PictureAlgorithm):
         """Add what the policy or the reference says of the steps, where the objective asks for it."""
         more: dict[str, Tensor] = {}
         if self.objective.kl_in_reward or self.objective.advantage == "prl":
-            with self.policy.reference():
+            with self.reference.applied():
                 more["ref_log_prob"] = self._log_probs(experience, micro_batch)
         if self.objective.importance_sampling is not None:
             more["rollout_log_prob"] = experience.trajectories.old_log_prob
@@ -237,9 +237,11 @@ class FlowGRPO(PictureAlgorithm):
         """Metrics of the updates."""
         options = self.objective.surrogate_options
         clip = [options[name] for name in ("eps_low", "eps_high") if name in options]
+        found = update_metrics(sums)
+        self.divergence = found.get("kl")
         return {
             **experience.signal,
-            **update_metrics(sums),
+            **found,
             **({"clip_range": min(clip)} if clip else {}),
         }
 
@@ -316,7 +318,7 @@ class FlowGRPO(PictureAlgorithm):
         condition, kernel = experience.condition.select(sample), experience.trajectory.kernel
         mean_ref = None
         if self.objective.kl > 0:  # before the policy's own forward: a reference may swap weights in place
-            with torch.no_grad(), self.accelerator.autocast(), self.policy.reference():
+            with torch.no_grad(), self.accelerator.autocast(), self.reference.applied():
                 mean_ref = replay_pairs(self.policy, condition, pairs, kernel).mean
         log_prob, mean = self.module(condition, pairs, kernel)
         if self.objective.ratio == "guard":

@@ -20,8 +20,9 @@ from visalign.seeds import sample_seed
 from visalign.training.loop.judging import check_failures, judge, oriented, reward_columns
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
-from visalign.training.loop.trainer import Algorithm
+from visalign.training.loop.trainer import Algorithm, Context
 from visalign.training.policy.balance import RewardBalance
+from visalign.training.policy.reference import Reference
 
 from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
 
@@ -232,6 +233,7 @@ class PictureAlgorithm(Algorithm):
             strata=strata,
             cycle=cycle,
         )
+        self.reference, self.divergence = Reference(policy, self.settings), None
         every = self.settings.balance_every
         self.balance = None if every is None else RewardBalance(reward, every)
         self.begin()
@@ -239,6 +241,17 @@ class PictureAlgorithm(Algorithm):
     def begin(self) -> None:
         """Check the row against the rollout and make what it needs."""
         ...
+
+    divergence: float | None
+    """From the reference, of the iteration's updates; None where none was measured."""
+
+    def finish(self, run: Context) -> None:
+        """Reset the reference where it is due."""
+        self.reference.finish(run, self.divergence)
+
+    def restore(self, run: Context) -> None:
+        """Take up the reference of a checkpoint."""
+        self.reference.restore(run)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""

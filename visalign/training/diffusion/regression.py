@@ -72,6 +72,8 @@ class EndPoints:
     """[B] which of a group is the better: the reward, or what a row for several rewards makes of them."""
     guidance: Tensor | None = None
     """[b, ...] of this process's samples, where the row takes the group's."""
+    kl: float = 0.0
+    """k of this iteration."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -190,7 +192,7 @@ class VelocityRegression(PictureAlgorithm):
         parts = split_updates(
             group, self.settings.epochs, per_epoch, self.seed, run.counters.iteration, row.of_groups
         )
-        kl = row.kl_at(run.counters.iteration)
+        kl = experience.kl = row.kl_at(run.counters.iteration)
         on_policy, steps, trained, seen = self._is_on_policy(), [], 0, 0
         for number, sample in enumerate(parts):
             units, count = self._units(experience, sample, kl > 0, on_policy)
@@ -337,7 +339,7 @@ class VelocityRegression(PictureAlgorithm):
         # the others before the own forward: weights are swapped in place
         with torch.no_grad(), self.accelerator.autocast():
             if step.kl > 0 or row.anchor == "reference":
-                with self.policy.reference(), guided(self.policy, row.reference_guidance):
+                with self.reference.applied(), guided(self.policy, row.reference_guidance):
                     v_ref = velocity_of(self.policy, x, sigma, condition, time)
             if row.anchor == "old" and not step.on_policy:
                 with self._as_old():
@@ -380,24 +382,31 @@ class VelocityRegression(PictureAlgorithm):
 
     def record(self, experience: EndPoints, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Metrics of the updates."""
+        self.divergence = None
         if not sums:
             return experience.metrics
         total = {name: sum(each[name] for each in sums) for name in SUMS}
         policy, kl, pairs = (total[name] for name in ("loss/policy", "loss/kl", "pairs"))
         terms = {"loss/policy": policy / len(sums), "loss/kl": kl / len(sums)} if self.row.kl else {}
         anchor = {} if self.row.anchor == "none" else {"anchor_distance": total["anchor_distance"] / pairs}
+        if experience.kl > 0:
+            self.divergence = kl / len(sums) / experience.kl
+        elif self.row.anchor == "reference":
+            self.divergence = total["anchor_distance"] / pairs
         loss = {"loss": (policy + kl) / len(sums), **terms}
         return {**experience.metrics, **loss, **anchor, "match_error": total["match_error"] / pairs}
 
     def finish(self, run: Context) -> None:
-        """Move the old policy after the new one."""
+        """Move the old policy after the new one, and the reference where it is due."""
+        super().finish(run)
         if self._old is not None and self.row.keeps_old:
             start, slope, end = self.row.old_decay
             self._blend(old_policy_decay(run.counters.iteration - 1, start=int(start), slope=slope, end=end))
             run.tensors[OLD] = self._old.state()
 
     def restore(self, run: Context) -> None:
-        """Take up the old policy of a checkpoint."""
+        """Take up the old policy and the reference of a checkpoint."""
+        super().restore(run)
         if self.row.keeps_old and self.row.anchor == "old":
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
             self._old.load(run.tensors[OLD])

@@ -237,7 +237,7 @@ class RewardGradient(PictureAlgorithm):
         condition, (sigma, time) = experience.condition.select(sample), self._level(k, x)
         reference = None
         if self.row.kl:  # before the own forward: weights may be swapped in place
-            with torch.no_grad(), self.accelerator.autocast(), self.policy.reference():
+            with torch.no_grad(), self.accelerator.autocast(), self.reference.applied():
                 reference = velocity_of(self.policy, x.detach(), sigma, condition, time)
         v = self.module(condition, x, sigma, time)
         if reference is None:
@@ -254,6 +254,7 @@ class RewardGradient(PictureAlgorithm):
         mean = {name: sum(each[name] for each in sums) / len(sums) for name in sums[0]}
         valid = torch.isfinite(experience.value)
         terms = {} if not self.row.kl else {key: mean[key] for key in ("loss/policy", "loss/kl")}
+        self.divergence = mean["loss/kl"] / self.row.kl if self.row.kl else None
         return {
             **reward_metrics(experience.value, valid, experience.group),
             "loss": mean["loss/policy"] + mean["loss/kl"],

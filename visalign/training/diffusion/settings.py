@@ -187,9 +187,11 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             at_least("objective.balance_every", self.balance_every, 1)
         if self.regression is not None:
             self._check_regression(self.regression)
+            self.check_reset(self.regression.asks_reference)
             return
         if self.ascent is not None:
             self._check_absent("; objective.changes.stop_range says where sampling stops")
+            self.check_reset(self.ascent.kl > 0)
             if self.balance_every is not None:
                 raise UserError(
                     f"objective.balance_every is {self.balance_every}, and objective.algorithm="

@@ -34,6 +34,12 @@ class ObjectiveSettings:
     rows, and another one can be chosen on the command line."""
     epochs: int = 1
     """Passes over the samples of an iteration (PPO's K)."""
+    reset_reference_every: int | None = None
+    """Iterations after which the reference becomes the present policy (GARDO, arXiv 2512.24138); null: never,
+    it is the model before training."""
+    reset_reference_above: float | None = None
+    """The same once an iteration's mean divergence from the reference exceeds this: the metric kl; of
+    regressions and ascents mean |v − v_ref|². null: never."""
     ratio_bound: float | None = None
     """Largest |log r| at the first update, where r must be 1; null: what float32 keeps."""
 
@@ -45,6 +51,24 @@ class ObjectiveSettings:
         at_least("objective.epochs", self.epochs, 1)
         if self.ratio_bound is not None:
             above_zero("objective.ratio_bound", self.ratio_bound)
+        self.check_reset(needs_reference(self.build(length=1)))
+
+    def check_reset(self, leans: bool) -> None:
+        """Refuse resets that are no numbers, or of a reference that nothing leans on.
+
+        Args:
+            leans: whether the row asks the reference.
+        """
+        if self.reset_reference_every is not None:
+            at_least("objective.reset_reference_every", self.reset_reference_every, 1)
+        if self.reset_reference_above is not None:
+            above_zero("objective.reset_reference_above", self.reset_reference_above)
+        for name in ("reset_reference_every", "reset_reference_above"):
+            if getattr(self, name) is not None and not leans:
+                raise UserError(
+                    f"objective.{name} is {getattr(self, name)}, and objective.algorithm={self.algorithm} "
+                    f"asks no reference. Set objective.changes.kl above 0, or objective.{name}=null."
+                )
 
     def build(self, *, length: int) -> Objective:
         """The objective; Dr.GRPO's length is the given one unless `changes` has one.
@@ -93,6 +117,12 @@ class ObjectiveSettings:
             _rehearse(objective, decisions)
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
+
+
+def needs_reference(objective: Objective) -> bool:
+    """Whether a loss asks for the policy before training."""
+    asks = objective.surrogate == "flow_balance" or objective.advantage == "prl"
+    return bool(objective.kl or objective.kl_in_reward or asks)
 
 
 def _rehearse(objective: Objective, decisions: Decisions) -> None:

@@ -13,6 +13,7 @@ from visalign.core import Objective
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout
+from visalign.training.policy.reference import Reference
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -91,6 +92,8 @@ class TextParts:
     """What all phases of a run work with."""
 
     policy: TextPolicy
+    reference: Reference
+    """What the policy is drawn to."""
     generator: Generates
     """Writes the completions; the policy itself unless a server does."""
     reward: TextReward

@@ -29,6 +29,7 @@ from visalign.training.loop.judging import oriented
 from visalign.training.loop.runtime import one_process
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.trainer import Algorithm, Collected, Context
+from visalign.training.policy.reference import Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
 
 from .collect import TextExperience, collect
@@ -99,6 +100,7 @@ class TextRL(Algorithm):
         self.row = self.settings.build(length=self.rollout.max_new_tokens)
         self.parts = TextParts(
             policy=policy,
+            reference=Reference(policy, self.settings),
             generator=policy if generator is None else generator,
             reward=oriented(reward),
             records=records,
@@ -121,6 +123,7 @@ class TextRL(Algorithm):
         self.after_update = after_update
         self.ratio_bound = self.settings.ratio_bound
         self._penalty: float | None = None
+        self._divergence: float | None = None
         self._had_updates = False
 
     def rates(self, lr: float) -> Mapping[str, float]:
@@ -191,6 +194,7 @@ class TextRL(Algorithm):
     def record(self, experience: TextExperience, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Metrics of the updates; moves PPO-KL's coefficient."""
         found = {**experience.signal, **update_metrics(sums)}
+        self._divergence = found.get("kl")
         target = self.settings.target_kl
         if target is not None:
             used = float(self.objective.surrogate_options.get("beta", 1.0))
@@ -201,6 +205,7 @@ class TextRL(Algorithm):
 
     def finish(self, run: Context) -> None:
         """Keep the counters of dynamic sampling and of PPO-KL; hand the weights to a server."""
+        self.parts.reference.finish(run, self._divergence)
         if self.groups is not None:
             run.counters.own["groups"] = self.groups.state_dict()
         if self._penalty is not None:
@@ -212,6 +217,7 @@ class TextRL(Algorithm):
     def restore(self, run: Context) -> None:
         """Go on from a checkpoint; whoever writes the completions still has other weights."""
         own = run.counters.own
+        self.parts.reference.restore(run)
         self._penalty = own.get("penalty")
         if self.groups is not None and "groups" in own:
             self.groups.load_state_dict(own["groups"])

@@ -14,15 +14,10 @@ from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
 from visalign.training.loop.judging import judge, reward_weights
+from visalign.training.policy.settings import needs_reference
 
 from .parts import TextParts
 from .settings import TextRolloutSettings
-
-
-def needs_reference(objective: Objective) -> bool:
-    """Whether a loss asks for the policy before training."""
-    asks = objective.surrogate == "flow_balance" or objective.advantage == "prl"
-    return bool(objective.kl or objective.kl_in_reward or asks)
 
 
 def trajectories_of(
@@ -52,7 +47,7 @@ def trajectories_of(
     """
     policy, more = parts.policy, {}
     if needs_reference(objective):
-        with policy.reference():
+        with parts.reference.applied():
             more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
     has_value = bool(objective.value) or objective.advantage == "gae"
     recompute = settings.recompute or objective.importance_sampling is not None

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KL that a run logs is the distance to the model before training, not to that of the last iteration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.text_toy import toy_policy, toy_text_trainer
+from tests.support.tiny_models import build_tiny_sd3
+from tests.support.training_toy import toy_trainer
+from visalign.adapters import LoraSettings, SD3Policy
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.training import Trainer, read_metrics
+from visalign.training.diffusion.flow_grpo import replay_pairs
+
+ONE_UPDATE = {"updates_per_iteration": 1, "lr": 3e-3}
+
+
+def of_pictures(untouched: Any, trainer: Trainer, experience: Any) -> float:
+    """‖μ − μ₀‖²/(2 std² D), mean over all trained steps, μ₀ of a model that nothing trained."""
+    count, steps = len(experience.trajectory), len(experience.trained)
+    sample = torch.arange(count).repeat_interleave(steps)
+    pairs = experience.trajectory.pairs(sample, experience.trained.repeat(count))
+    given = experience.condition.select(sample), pairs, experience.trajectory.kernel
+    now, first = (replay_pairs(policy, *given).mean for policy in (trainer.algorithm.policy, untouched))
+    return float(((now - first).double().square().flatten(1).mean(1) / (2 * pairs.std.double() ** 2)).mean())
+
+
+def of_text(untouched: Any, trainer: Trainer, experience: Any) -> float:
+    """e^−d − 1 + d with d = log π − log π₀, mean over all tokens."""
+    now, first = (
+        p.log_probs(experience.rollout).log_prob for p in (trainer.algorithm.parts.policy, untouched)
+    )
+    d = (now - first).double()[experience.rollout.weight != 0]
+    return float((torch.exp(-d) - 1 + d).mean())
+
+
+def follow(folder: Path, make: Any, measure: Any, untouched: Any) -> None:
+    """Four iterations, the last two resumed; before each update the KL is measured by hand."""
+    by_hand = []
+    for iterations in (2, 4):
+        trainer = make(run={"iterations": iterations, "checkpoint_every": 1})
+        algorithm, backward = trainer.algorithm, trainer.algorithm.backward
+
+        def watched(experience: Any, step: Any, run: Any, backward=backward, trainer=trainer) -> Any:
+            with torch.no_grad():
+                by_hand.append(measure(untouched, trainer, experience))
+            return backward(experience, step, run)
+
+        algorithm.backward = watched
+        assert trainer.resume() is (iterations == 4)
+        trainer.train()
+    logged = [record["kl"] for record in read_metrics(folder / "metrics.jsonl")]
+    assert logged == pytest.approx(by_hand, rel=1e-4, abs=1e-9) and len(logged) == 4
+    assert logged[0] < 1e-9 < min(logged[1:]), "the first iteration samples the reference itself"
+
+
+@pytest.mark.parametrize("lora", [LoraSettings(rank=3), None], ids=["lora", "full"])
+def test_of_pictures(tmp_path: Path, lora: LoraSettings | None) -> None:
+    model = build_tiny_sd3(tmp_path / "model")
+    policy: Any = SD3Policy.from_pretrained
+
+    def make(**options: Any) -> Trainer:
+        return toy_trainer(
+            tmp_path / "run",
+            policy=policy(model, lora=lora),
+            objective={"changes": {"kl": 0.01}},
+            rollout={"prompts_per_iteration": 3, "group_size": 2},
+            optimizer=ONE_UPDATE,
+            **options,
+        )
+
+    follow(tmp_path / "run", make, of_pictures, policy(model, lora=None))
+
+
+@pytest.mark.parametrize("lora", [text_lora(), None], ids=["lora", "full"])
+def test_of_text(tmp_path: Path, lora: LoraSettings | None) -> None:
+    def make(**options: Any) -> Trainer:
+        objective = {"changes": {"kl": 0.01}}
+        return toy_text_trainer(
+            tmp_path, policy=toy_policy(lora=lora), objective=objective, optimizer=ONE_UPDATE, **options
+        )
+
+    follow(tmp_path, make, of_text, toy_policy())

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference that a policy is drawn to: the model before training, or the policy at the last reset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from visalign.training.loop.trainer import Context
+
+from .settings import ObjectiveSettings
+
+KEY = "reference"
+"""File stem of the reference's weights in a checkpoint, and key of the iteration of the last reset."""
+
+
+class Reference:
+    """θ_ref ← θ every N iterations since the last reset, or once the divergence from it exceeds a bound.
+
+    A reference that stays behind pulls a better policy back; one that follows bounds how fast it moves. Until
+    the first reset it is `policy.reference()`, the model before training.
+
+    Args:
+        policy: with `reference` and `trainable_parameters`.
+        settings: `reset_reference_every` and `reset_reference_above`.
+
+    GARDO, arXiv 2512.24138 (its adaptive regularisation).
+    """
+
+    def __init__(self, policy: Any, settings: ObjectiveSettings) -> None:
+        self.policy = policy
+        self.every, self.above = settings.reset_reference_every, settings.reset_reference_above
+        self._stored: dict[str, Tensor] | None = None
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the policy is the reference; a graph built before stays good, as nothing is copied."""
+        if self._stored is None:
+            with self.policy.reference():
+                yield
+            return
+        named = self.policy.trainable_parameters()
+        own = [parameter.data for _, parameter in named]
+        try:
+            for name, parameter in named:
+                parameter.data = self._stored[name]
+            yield
+        finally:
+            for (_, parameter), kept in zip(named, own, strict=True):
+                parameter.data = kept
+
+    def finish(self, run: Context, divergence: float | None) -> None:
+        """Reset at the end of an iteration where it is due.
+
+        Args:
+            run: keeps the weights for checkpoints.
+            divergence: of the iteration's updates from the reference; None or NaN where none was measured.
+        """
+        counters = run.counters
+        waited = counters.iteration - counters.own.get(KEY, 0)
+        far = self.above is not None and divergence is not None and divergence > self.above
+        if far or (self.every is not None and waited >= self.every):
+            named = self.policy.trainable_parameters()
+            self._stored = {name: parameter.detach().clone() for name, parameter in named}
+            counters.own[KEY] = counters.iteration
+            run.tensors[KEY] = self._stored
+
+    def restore(self, run: Context) -> None:
+        """Take up the reference of a checkpoint."""
+        stored = run.tensors.get(KEY)
+        if stored is not None:
+            named = self.policy.trainable_parameters()
+            self._stored = {name: stored[name].to(parameter.device) for name, parameter in named}
+            run.tensors[KEY] = self._stored
