@@ -37,6 +37,7 @@ from visalign.core.tokens.fused_head import fused_log_prob_entropy, log_prob_ent
 ROOMS = {
     "advantages.baselines": "best_of_group_advantages gpg_advantages opo_advantages pass_at_k_advantages",
     "advantages.combine": "gdpo_advantages normalise_then_sum weighted_mean weighted_sum",
+    "advantages.copo": "between_group_advantages consistency_entropy copo_advantages copo_weight",
     "advantages.entropy": "aem_advantages aem_scale",
     "advantages.gradient_balance": "combine_gradients min_norm_weights smooth_weights",
     "advantages.group": "clamp_advantages whiten",
@@ -93,7 +94,6 @@ ROOMS = {
         "shrink_advantages"
     ),
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
-    "standalone.copo": "between_group_advantages consistency_entropy copo_advantages copo_weight",
     "standalone.entropy_weights": "empg_advantages empg_scale tea_weights weighted_entropy",
     "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",

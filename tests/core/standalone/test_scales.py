@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.support.core_values import assert_values, f64, normal
-from visalign.core.advantages.entropy import aem_advantages, aem_scale
-from visalign.core.advantages.group import group_advantages
-from visalign.core.standalone.copo import (
+from visalign.core.advantages.copo import (
     between_group_advantages,
     consistency_entropy,
     copo_advantages,
     copo_weight,
 )
+from visalign.core.advantages.entropy import aem_advantages, aem_scale
+from visalign.core.advantages.group import group_advantages
 from visalign.core.standalone.entropy_weights import (
     empg_advantages,
     empg_scale,

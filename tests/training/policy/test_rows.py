@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +96,7 @@ def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, name
         ({"surrogate_options": {"eps_low": "small"}}, "eps_low of surrogate_options is small"),
         ({"off_policy_delta": -1.0}, "delta must be ≥ 0"),
         ({"value": 1.0}, "value=1.0 needs returns to fit"),
+        ({"advantage": "canon", "advantage_options": {}}, "etric"),
         ({"advantage": "given", "advantage_options": {}}, "needs Trajectories.advantage, which is None"),
     ],
 )
@@ -109,6 +111,59 @@ def test_the_reference_is_asked_where_the_advantage_is_made_of_it(tmp_path):
     trainer = toy_trainer(tmp_path, objective=prl)
     trainer.iterate()
     assert trainer.counters.updates == 2
+
+
+def test_canon_of_pictures_compares_the_halves_by_a_part_of_the_reward(tmp_path):
+    """Light is compared across the median of red, which is recorded and not optimised."""
+    reward = WeightedSum({"light": (Brightness(), 1.0), "red": (Loud(), 0.0)})
+    canon = {"advantage": "canon", "advantage_options": {}, "kl": 0.0}
+    objective = {"algorithm": "grpo", "changes": canon, "metric": "red"}
+    one = {"updates_per_iteration": 1}
+    trainer = toy_trainer(tmp_path, reward=reward, objective=objective, optimizer=one)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    t = experience.trajectories
+    (step,) = trainer.algorithm.prepare(experience, trainer.context)
+    found, value, red = (x.double()[:8] for x in (step.prepared.advantage[:, 0], t.reward, t.metric))
+    low, high = red.argsort()[:4], red.argsort()[4:]
+    torch.testing.assert_close(found[low], value[low] - value[high].mean())
+    torch.testing.assert_close(found[high], value[high] - value[low].mean())
+    other = toy_trainer(tmp_path, reward=reward, objective={**objective, "metric": "blue"})
+    with pytest.raises(
+        UserError, match=r"objective.metric is 'blue', and the parts .*light, .*red.*weight 0"
+    ):
+        other.iterate()
+
+
+def test_copo_of_pictures_compares_prompts_where_a_group_agrees(tmp_path):
+    """Of two groups that agree the better is preferred; a group that is divided is GRPO's."""
+
+    class Half(Brightness):
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+            scores = super().score(images, prompts, metadata)
+            agree = {"dark": 0.0, "light": 1.0}
+            value = [agree.get(p, float(n % 2)) for n, p in enumerate(prompts)]
+            return replace(scores, value=torch.tensor(value), parts={})
+
+    changes = {"advantage": "copo", "advantage_options": {}, "kl": 0.0}
+    objective = {"algorithm": "grpo", "changes": changes}
+    trainer = toy_trainer(
+        tmp_path, reward=Half(), objective=objective, optimizer={"updates_per_iteration": 1}
+    )
+    experience = trainer.algorithm.collect(trainer.context).experience
+    reward = experience.trajectories.reward.view(6, 8)
+    (step,) = trainer.algorithm.prepare(experience, trainer.context)
+    found = step.prepared.advantage[:, 0].view(6, 8)
+    # H = 0 of a group that agrees: w = σ(20 (0 − 0.2)); ln 2 of one that is divided: σ(20 (ln 2 − 0.2))
+    low, high = 1 / (1 + math.exp(4.0)), 1 / (1 + math.exp(-20 * (math.log(2) - 0.2)))
+    level = reward.mean(1).double()
+    between = (level - level.mean()) / (level.std(correction=0) + 1e-6)
+    for number in range(6):
+        if reward[number].std() == 0:
+            expected = torch.full((8,), (1 - low) * between[number])
+        else:
+            local = (reward[number] - 0.5).double() / (math.sqrt(2 / 7) + 1e-6)
+            expected = high * local + (1 - high) * between[number]
+        torch.testing.assert_close(found[number].double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
 def test_changes_of_a_row_apply_where_it_is_chosen():

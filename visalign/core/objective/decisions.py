@@ -56,7 +56,10 @@ EXTRA: dict[str, tuple[str, str]] = {
         "'rloo', whose baseline is the other samples of the prompt",
     ),
     "log_z": ("it needs a learned log Z of each prompt", "'grpo' with a KL term, kl=0.04"),
-    "metric": ("it needs a second number of each sample", _GROUP_ROWS),
+    "metric": (
+        "it needs a second number of each sample",
+        "objective.metric=PART, the name of a part of the reward (a term of weight 0 is one), or 'grpo'",
+    ),
     "ptx_weight": ("it needs tokens to go on learning by heart", "ptx=0"),
 }
 """What a policy of denoising steps rarely has, why a row asks for it, and what to take instead."""

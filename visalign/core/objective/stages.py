@@ -12,6 +12,7 @@ from torch import Tensor
 
 from visalign.core.advantages import baselines, returns, rules
 from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_sum
+from visalign.core.advantages.copo import consistency_entropy, copo_advantages, copo_weight
 from visalign.core.advantages.entropy import aem_advantages
 from visalign.core.advantages.group import Scale, group_advantages, whiten
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
@@ -126,6 +127,25 @@ def _canon(t: Trajectories, beta: float, **options: Any) -> Advantages:
     return rules.conditional_advantages(sample_reward(t, beta), t.metric, t.group, **options), None
 
 
+def _copo(
+    t: Trajectories,
+    beta: float,
+    *,
+    gamma: float = 20.0,
+    rho: float = 0.2,
+    eps: float = 1e-6,
+    ddof: int = 1,
+    between_ddof: int = 0,
+) -> Advantages:
+    """Samples of one reward share an answer, and there are fewer of them than in the paper: ρ is 0.2 nats,
+    which one of 16 samples that differs passes, and not 1.5."""
+    reward = sample_reward(t, beta)
+    known = torch.isfinite(reward)
+    entropy = consistency_entropy(torch.unique(reward, return_inverse=True)[1], t.group, known.double())
+    weight = copo_weight(entropy.nan_to_num(), gamma=gamma, rho=rho)
+    return copo_advantages(reward, t.group, weight, eps=eps, ddof=ddof, between_ddof=between_ddof), None
+
+
 def _prl(
     t: Trajectories, beta: float, *, eta: float = 100.0, block: int = 1, scale: Scale = "group"
 ) -> Advantages:
@@ -165,6 +185,7 @@ ADVANTAGES = {
     "reinforce_pp": Stage(returns.reinforce_pp_advantages, _reinforce_pp),
     "reinforce_pp_baseline": Stage(returns.reinforce_pp_baseline_advantages, _reinforce_pp_baseline),
     "canon": Stage(rules.conditional_advantages, _canon, ("metric",)),
+    "copo": Stage(_copo, _copo),
     "prl": Stage(_prl, _prl, ("ref_log_prob",)),
     "aem": Stage(_aem, _aem, ("entropy",)),
     "given": Stage(_given, _given, ("advantage",)),

@@ -155,9 +155,22 @@ class FlowGRPO(PictureAlgorithm):
             reward=made.columns if one_by_one else made.value,
             reward_weights=weights if one_by_one else (),
             valid=made.valid,
+            metric=self._metric(made),
             loss_weight=None if plain else factor.to(old.dtype).expand_as(old).contiguous(),
             decisions="denoising_steps",
         )
+
+    def _metric(self, made: Pictures) -> Tensor | None:
+        """[B] the part of the reward that splits groups, where one is named."""
+        if self.settings.metric is None:
+            return None
+        if self.settings.metric not in made.parts:
+            raise UserError(
+                f"objective.metric is {self.settings.metric!r}, and the parts of the reward "
+                f"{self.source.reward.name!r} are: {', '.join(made.parts) or 'none'}. Name one of them, or "
+                "add a term of that label and weight 0 to rewards.terms."
+            )
+        return made.parts[self.settings.metric]
 
     def _ask_again(self, experience: Experience, micro_batch: int) -> None:
         """Add what the policy or the reference says of the steps, where the objective asks for it."""

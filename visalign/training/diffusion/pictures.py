@@ -42,6 +42,8 @@ class Pictures:
     """[B] int64."""
     columns: Tensor
     """[B, M] float64, each term of the reward by itself."""
+    parts: Mapping[str, Tensor]
+    """name -> [B] float64, the parts of the reward."""
     first: int
     """Place of this process's first sample among the B."""
     metrics: Mapping[str, float]
@@ -118,9 +120,13 @@ class PictureSource:
             value=value,
             valid=valid,
             group=group,
+            parts=parts,
             columns=self.of_all(reward_columns(self.reward, scores)),
             first=process.process_index * len(batch),
-            metrics={**reward_metrics(value, valid, group), **parts},
+            metrics={
+                **reward_metrics(value, valid, group),
+                **{f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()},
+            },
         )
 
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
@@ -156,17 +162,13 @@ class PictureSource:
         seeds = [sample_seed(self.seed, "group", group) for group in batch.group_id.tolist()]
         return initial_noise(seeds, self.policy.latent_shape)
 
-    def _gather(self, scores: Scores) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """(value [B] float64, valid [B]) of all processes on CPU, and the means of the parts."""
+    def _gather(self, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(value [B] float64, valid [B], name -> part [B] float64) of all processes, on the CPU."""
         own = scores.value.float().cpu()
         columns = [own, *(part.float().cpu() for part in scores.parts.values())]
         table = self.of_all(torch.stack(columns, 1)).double()
         valid = self.of_all(scores.valid.cpu() & torch.isfinite(own))
-        parts = {
-            f"reward_part/{name}": float(table[:, i].nanmean())
-            for i, name in enumerate(scores.parts, start=1)
-        }
-        return table[:, 0], valid, parts
+        return table[:, 0], valid, dict(zip(scores.parts, table.T[1:], strict=True))
 
     def of_all(self, own: Tensor) -> Tensor:
         """[b, ...] of this process -> [B, ...] of all in rank order, on the CPU."""

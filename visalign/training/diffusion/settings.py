@@ -168,6 +168,9 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     through the reward's own gradient: draft, draft_lv, refl."""
     step_weights: list[float] | None = None
     """Factor of the policy's loss at each of the T steps, in place of the row's `step_weight`."""
+    metric: str | None = None
+    """The part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a
+    group."""
     balance_every: int | None = None
     """Iterations between two measurements of the rewards' weights from their gradients (MARBLE, arXiv
     2605.06507: 10); the advantages are then each reward's own within its group. null: the weights of the
@@ -200,7 +203,12 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 )
             return
         super().__post_init__()
-        self.check("denoising_steps")
+        self.check("denoising_steps", () if self.metric is None else ("metric",))
+        if self.metric is not None and self.build(length=1).advantage != "canon":
+            raise UserError(
+                f"objective.metric is {self.metric!r}, which splits the groups of advantage='canon' alone. "
+                "Set objective.changes={advantage: canon, advantage_options: {}}, or objective.metric=null."
+            )
         if self.step_weights is not None and not all(math.isfinite(w) and w >= 0 for w in self.step_weights):
             raise UserError(
                 f"objective.step_weights is {self.step_weights}; weights are finite and not negative."
@@ -260,7 +268,11 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     def _check_absent(self, of_steps: str) -> None:
         """Refuse what means nothing without stochastic steps."""
         at_least("objective.epochs", self.epochs, 1)
-        absent = {"ratio_bound": ("ratio", ""), "step_weights": ("stochastic steps", of_steps)}
+        absent = {
+            "ratio_bound": ("ratio", ""),
+            "metric": ("halves of a group", ""),
+            "step_weights": ("stochastic steps", of_steps),
+        }
         for name, (what, instead) in absent.items():
             if getattr(self, name) is not None:
                 raise UserError(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,22 +99,23 @@ class ObjectiveSettings:
             raise UserError(f"objective: {error}") from error
         return objective
 
-    def check(self, decisions: Decisions) -> None:
+    def check(self, decisions: Decisions, given: Sequence[str] = ()) -> None:
         """Refuse a row that means nothing for such decisions, or that the trainers cannot feed.
 
         Args:
             decisions: what T counts.
+            given: which of `EXTRA` of `core.objective.decisions` the trainer has.
 
         Raises:
             UserError: with the row to take instead.
         """
         objective = self.build(length=1)
         try:
-            check_decisions(objective, decisions, name=self.algorithm)
+            check_decisions(objective, decisions, name=self.algorithm, given=given)
         except ValueError as error:
             raise UserError(f"objective: {error}") from error
         try:
-            _rehearse(objective, decisions)
+            _rehearse(objective, decisions, given)
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
 
@@ -125,20 +126,21 @@ def needs_reference(objective: Objective) -> bool:
     return bool(objective.kl or objective.kl_in_reward or asks)
 
 
-def _rehearse(objective: Objective, decisions: Decisions) -> None:
+def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) -> None:
     """One update on made-up samples with all that a trainer hands over, so that a value which a stage refuses
     is refused before a model is loaded.
 
     Args:
         objective: the row.
         decisions: what T counts.
+        given: what else of single samples there is.
 
     Raises:
         ValueError, TypeError: what a stage says of its options, or of what it lacks.
     """
     some, reward = torch.zeros(4, 2), torch.tensor([0.0, 1.0, 1.0, 0.0])
     one_by_one = objective.advantage in MATRIX_ADVANTAGES
-    more: dict[str, Any] = {"loss_weight": some + 1}
+    more: dict[str, Any] = {"loss_weight": some + 1, **dict.fromkeys(given, reward)}
     says: dict[str, Any] = {"kl": some, "divergence": some}
     if decisions == "tokens":
         more = {**dict.fromkeys(("value", "entropy", "uniform"), some), "greedy_reward": some[:, 0]}
