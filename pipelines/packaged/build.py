@@ -2,7 +2,7 @@
 """`visalign build-assets`: trains the embedded models and writes them with their cards.
 
 Stages: autoencoder, generator (with its text encoders), clip, language, judge (vision-language), heie (heads
-on the judge). Each but the last saves its state as it goes; `--resume` goes on where the last run stopped.
+on the judge); clip_grounds and judge_grounds go on with a judge on other grounds, specks and canvases. Each but the last saves its state as it goes; `--resume` goes on where the last run stopped.
 Everything is drawn from fixed seeds.
 """
 
@@ -58,6 +58,13 @@ def _card(folder: Path, text: str) -> None:
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
+def _trained(folder: Path, stage: str) -> Path:
+    """The folder, once its stage has written it."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is missing: train the stage '{stage}' first.")
+    return folder
+
+
 def _autoencoder(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     from .autoencoder import train_autoencoder
 
@@ -81,15 +88,11 @@ def _generator(output: Path, work: Path, plan: Plan, resume: bool) -> None:
 
 
 def _clip(output: Path, work: Path, plan: Plan, resume: bool) -> None:
-    from visalign.rewards.clip.open_clip_folder import save_open_clip
-
-    from .captions import new_tokenizer
-    from .clip import MEAN, STD, clip_card, clip_config, train_clip
+    from .clip import clip_card, save_clip, train_clip
 
     model, seconds = _timed(work, "clip", lambda: train_clip(work, plan, resume))
-    preprocess = {"mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
     folder = output / "shapes-clip"
-    save_open_clip(folder, model, clip_config(), new_tokenizer(), preprocess_cfg=preprocess)
+    save_clip(model, folder)
     _card(folder, clip_card(folder, seconds, plan))
 
 
@@ -110,6 +113,25 @@ def _judge(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     _card(output / NAME, judge_card(output / NAME, seconds, plan))
 
 
+def _clip_grounds(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from .clip import clip_card, save_clip, widen_clip
+
+    folder = _trained(output / "shapes-clip", "clip")
+    model, seconds = _timed(work, "clip_grounds", lambda: widen_clip(folder, work, plan, resume))
+    save_clip(model, folder)
+    _card(folder, clip_card(folder, seconds + _timed(work, "clip", lambda: None)[1], plan))
+
+
+def _judge_grounds(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from .judge import widen_judge
+    from .judge_card import NAME, judge_card, save_judge
+
+    folder = _trained(output / NAME, "judge")
+    model, seconds = _timed(work, "judge_grounds", lambda: widen_judge(folder, work, plan, resume))
+    save_judge(model, folder)
+    _card(folder, judge_card(folder, seconds + _timed(work, "judge", lambda: None)[1], plan))
+
+
 def _heie(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     from visalign.data.assets import assets_folder
 
@@ -126,7 +148,9 @@ STAGES: dict[str, Callable[[Path, Path, Plan, bool], None]] = {
     "autoencoder": _autoencoder,
     "generator": _generator,
     "clip": _clip,
+    "clip_grounds": _clip_grounds,
     "language": _language,
     "judge": _judge,
+    "judge_grounds": _judge_grounds,
     "heie": _heie,
 }

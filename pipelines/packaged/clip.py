@@ -14,11 +14,12 @@ from torch import Tensor
 
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
 from visalign.data.shapes.scenes import DISTORTIONS, Scene, sample_scene
+from visalign.data.shapes.surroundings import surround
 from visalign.data.shapes.verifier import verify_scene
-from visalign.rewards.clip.open_clip_folder import load_open_clip
+from visalign.rewards.clip.open_clip_folder import load_open_clip, save_open_clip
 
 from .captions import MAX_TOKENS, new_tokenizer
-from .stage import Plan, SceneFeed, fast_autocast, machine, rendered, size_of, train
+from .stage import SURROUNDINGS, Plan, SceneFeed, fast_autocast, machine, rendered, size_of, train
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
@@ -112,15 +113,37 @@ def _ids(tokenizer: Any, prompts: list[str]) -> Tensor:
 
 def train_clip(work: Path, plan: Plan, resume: bool) -> open_clip.CLIP:
     """Train and return the model with averaged weights."""
-    seed, batch = plan.seed + 2, plan.clip_batch
-    torch.manual_seed(seed)
-    model, tokenizer = new_clip(), new_tokenizer()
+    torch.manual_seed(plan.seed + 2)
+    return _train(new_clip(), work / "clip.pt", plan.clip_steps, plan, resume, lr=1.5e-3)
+
+
+def widen_clip(base: Path, work: Path, plan: Plan, resume: bool) -> open_clip.CLIP:
+    """Go on with the model of a folder on other grounds, with specks and on canvases."""
+    torch.manual_seed(plan.seed + 7)
+    model, file = load_open_clip(base)[0].float().requires_grad_(), work / "clip_grounds.pt"
+    more = {"lr": 1e-3, "seed": plan.seed + 7, "surroundings": SURROUNDINGS}
+    return _train(model.train(), file, plan.clip_ground_steps, plan, resume, **more)
+
+
+def _train(
+    model: open_clip.CLIP,
+    file: Path,
+    steps: int,
+    plan: Plan,
+    resume: bool,
+    *,
+    lr: float,
+    seed: int | None = None,
+    surroundings: float = 0.0,
+) -> open_clip.CLIP:
+    seed, batch, tokenizer = plan.seed + 2 if seed is None else seed, plan.clip_batch, new_tokenizer()
     feed = SceneFeed(seed, style_weights=(0.25, 0.25, 0.25, 0.25))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, betas=(0.9, 0.98), weight_decay=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.02)
 
     def loss_of(step: int) -> Tensor:
         rng = np.random.default_rng([seed, 11, step])
         scenes = _distinct(feed, step * 8 * batch, batch, rng)
+        scenes = [surround([s], rng)[0] if rng.random() < surroundings else s for s in scenes]
         ids = _ids(tokenizer, [scene.record["prompt"] for scene in scenes])
         with fast_autocast():
             image, text = model.encode_image(rendered(scenes)), model.encode_text(ids)
@@ -133,8 +156,8 @@ def train_clip(work: Path, plan: Plan, resume: bool) -> open_clip.CLIP:
         model,
         [optimizer],
         loss_of,
-        work / "clip.pt",
-        steps=plan.clip_steps,
+        file,
+        steps=steps,
         resume=resume,
         decay=0.998,
         save_every=250,
@@ -142,10 +165,16 @@ def train_clip(work: Path, plan: Plan, resume: bool) -> open_clip.CLIP:
     )
 
 
+def save_clip(model: open_clip.CLIP, folder: Path) -> None:
+    """Write the model, its tokenizer and how its pictures are prepared."""
+    preprocess = {"mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
+    save_open_clip(folder, model, clip_config(), new_tokenizer(), preprocess_cfg=preprocess)
+
+
 def clip_card(folder: Path, seconds: float, plan: Plan) -> str:
     """The card of `shapes-clip`."""
     model, _, _ = load_open_clip(folder)
-    scores = retrieval(model, captions=64, draws=50)
+    scores, ground_steps = retrieval(model, captions=64, draws=50), plan.clip_ground_steps
     return f"""# shapes-clip
 
 A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): 64×64 pictures,
@@ -155,8 +184,10 @@ ResNet of width 16 with attention pooling; text 3 layers of width 96; 96 joint d
 ## Training
 
 {plan.clip_steps} steps of {plan.clip_batch} freshly rendered scenes with different captions, all four styles,
-{MILD_SHARE:.0%} of them distorted up to half severity; training prompts only. {seconds / 60:.0f} minutes on
-{machine()}. Made by `visalign build-assets`.
+{MILD_SHARE:.0%} of them distorted up to half severity; training prompts only. Then {ground_steps} steps in
+which {SURROUNDINGS:.0%} of the pictures have another ground, specks or a larger canvas.
+{seconds / 60:.0f} minutes on {machine()}. Made by the stages `clip` and `clip_grounds` of
+`visalign build-assets`.
 
 ## How good it is
 

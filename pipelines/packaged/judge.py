@@ -17,7 +17,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from visalign.data.shapes.prompts import COLORS, SHAPES
 from visalign.data.shapes.render import render_many
-from visalign.data.shapes.scenes import DISTORTIONS, STYLES, Scene, size_word
+from visalign.data.shapes.scenes import DISTORTIONS, SIZE, STYLES, Scene, size_word
 
 from .judge_card import answer_accuracy, judge_engine
 from .judge_data import Questions
@@ -33,7 +33,7 @@ from .judge_inputs import (
     see,
     special_ids,
 )
-from .stage import Plan, fast_autocast, muon_and_adam, train
+from .stage import SURROUNDINGS, Plan, fast_autocast, muon_and_adam, train
 
 _SIZES = ("small", "medium", "big")
 _CELL = 1 + len(SHAPES) + len(COLORS) + len(_SIZES)
@@ -88,7 +88,9 @@ def cell_targets(scenes: list[Scene]) -> Tensor:
     target[..., 0] = 0
     for n, scene in enumerate(scenes):
         for item in scene.objects:
-            row, column = int(item.y) // PATCH, int(item.x) // PATCH
+            left, top, side = scene.canvas.box() if scene.canvas else (0, 0, SIZE)
+            row = int(top + item.y * side / SIZE) // PATCH
+            column = int(left + item.x * side / SIZE) // PATCH
             names = SHAPES.index(item.shape), COLORS.index(item.color), _SIZES.index(size_word(item.radius))
             target[n, row, column] = torch.tensor((1, *names))
     cells = GRID // MERGE
@@ -199,8 +201,46 @@ def train_judge(
     ).model
 
 
+def widen_judge(
+    base: Path, work: Path, plan: Plan, resume: bool, *, questions: int = 8, save_every: int = 100
+) -> Qwen2VLForConditionalGeneration:
+    """Go on with a trained model on other grounds, with specks and on canvases; all of it learns at one rate.
+
+    Args:
+        base: folder of the model.
+        work: folder of the resumable state, `judge_grounds.pt`.
+        plan: lengths.
+        resume: go on from the saved state.
+        questions: per picture.
+        save_every: steps between two saved states.
+    """
+    seed = plan.seed + 6
+    torch.manual_seed(seed)
+    tokenizer, world = new_judge_tokenizer(), Questions(seed, surroundings=SURROUNDINGS)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
+    learner = Learner(model).train()
+    matrices = [p for p in model.model.language_model.layers.parameters() if p.ndim == 2]
+    return train(
+        learner,
+        muon_and_adam(learner, matrices, lr=1.5e-3, weight_decay=0.01),
+        lambda step: question_loss(learner, tokenizer, world, step, plan.judge_batch, questions, cells=0.3),
+        work / "judge_grounds.pt",
+        steps=plan.judge_ground_steps,
+        resume=resume,
+        decay=0.99,
+        cooldown=0.5,
+        save_every=save_every,
+    ).model
+
+
 def question_loss(
-    learner: Learner, tokenizer: Any, world: Questions, step: int, batch: int, questions: int
+    learner: Learner,
+    tokenizer: Any,
+    world: Questions,
+    step: int,
+    batch: int,
+    questions: int,
+    cells: float = 0.1,
 ) -> Tensor:
     """Loss of step n: questions on pictures, votes on pairs, and the cells at a tenth."""
     numbers = range(step * batch, (step + 1) * batch)
@@ -215,5 +255,5 @@ def question_loss(
         double = answer_loss(
             learner.model, pack_questions(tokenizer, [pair[2] for pair in pairs], 2, TOKENS), both
         )
-        cells = learner.cells(features[:batch], scenes)
-    return single[0] / single[1] + double[0] / double[1] + 0.1 * cells
+        placed = learner.cells(features[:batch], scenes)
+    return single[0] / single[1] + double[0] / double[1] + cells * placed

@@ -55,15 +55,16 @@ class Question:
 class Questions:
     """Draws pictures and questions of a split."""
 
-    def __init__(self, seed: int, split: str = "train") -> None:
-        self._world = ShapesPreferences(seed, split=split)
+    def __init__(self, seed: int, split: str = "train", surroundings: float = 0.0) -> None:
+        self._world = ShapesPreferences(seed, split=split, surroundings=surroundings)
         self._seed = seed
 
     def scene(self, number: int) -> Scene:
         """Picture `number`: half of them clean."""
         rng = np.random.default_rng([self._seed, 31, number])
         scene = sample_scene(self._world.record(rng), rng)
-        return scene if rng.random() < 0.5 else degraded(scene, rng)
+        scene = scene if rng.random() < 0.5 else degraded(scene, rng)
+        return self._world.surrounded([scene], number)[0]
 
     def about(self, scene: Scene, number: int, count: int) -> list[Question]:
         """Questions on one picture: half on alignment, the others on parts, quality and style."""

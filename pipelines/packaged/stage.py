@@ -43,6 +43,9 @@ CATEGORY_WEIGHTS = {
 STYLE_WEIGHTS = (0.5, 0.2, 0.2, 0.1)
 """Share of flat, outlined, shaded, textured in the training pictures."""
 
+SURROUNDINGS = 0.7
+"""Share of a judge's training pictures that get other surroundings than the world's own."""
+
 _console = Console(stderr=True)
 
 
@@ -55,6 +58,7 @@ class Plan:
     generator_steps: int = 5000
     generator_batch: int = 192
     clip_steps: int = 1000
+    clip_ground_steps: int = 400
     clip_batch: int = 192
     language_steps: int = 1200
     language_batch: int = 128
@@ -62,6 +66,7 @@ class Plan:
     """Held-out problems of each kind that the language model's card is measured on."""
     judge_vision_steps: int = 900
     judge_steps: int = 1800
+    judge_ground_steps: int = 400
     judge_batch: int = 48
     judge_check: int = 1000
     """Held-out pictures and pairs that the vision-language model's card is measured on."""

@@ -110,9 +110,12 @@ def shapes_pairs(
     labels: str = "votes",
     annotators: int = 9,
     kinds: Sequence[str] = KINDS,
+    surroundings: float = 0.0,
 ) -> Examples:
     """`count` pairs of the shapes world, labelled by votes of annotators, the truth or the probability."""
-    world = ShapesPreferences(seed, split=split, annotators=annotators, kinds=kinds)
+    world = ShapesPreferences(
+        seed, split=split, annotators=annotators, kinds=kinds, surroundings=surroundings
+    )
 
     def example(number: int) -> Example:
         pair = world.pair(number)
@@ -131,12 +134,12 @@ def shapes_pairs(
     return _shapes(count, split, example)
 
 
-def shapes_triples(seed: int, count: int, *, split: str = "train") -> Examples:
+def shapes_triples(seed: int, count: int, *, split: str = "train", surroundings: float = 0.0) -> Examples:
     """Three pictures of one prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
 
     The world has no words for what makes a picture rich, so the refined prompt is the prompt.
     """
-    world = ShapesPreferences(seed, split=split)
+    world = ShapesPreferences(seed, split=split, surroundings=surroundings)
 
     def example(number: int) -> Example:
         rng = np.random.default_rng([seed, 41, number])
@@ -147,15 +150,17 @@ def shapes_triples(seed: int, count: int, *, split: str = "train") -> Examples:
             worse: Scene = sample_scene(world.near(record, rng), rng, style=STYLES[poor])
         else:
             worse = degraded(sample_scene(record, rng, style=STYLES[poor]), rng)
-        pictures = tuple(as_image(render(scene)) for scene in (worse, *right))
+        pictures = tuple(as_image(render(scene)) for scene in world.surrounded([worse, *right], number))
         return Example(prompt=record["prompt"], images=pictures)
 
     return _shapes(count, split, example)
 
 
-def shapes_ratings(seed: int, count: int, *, split: str = "train", annotators: int = 9) -> Examples:
+def shapes_ratings(
+    seed: int, count: int, *, split: str = "train", annotators: int = 9, surroundings: float = 0.0
+) -> Examples:
     """`count` pictures of the shapes world, rated by annotators."""
-    world = ShapesPreferences(seed, split=split, annotators=annotators)
+    world = ShapesPreferences(seed, split=split, annotators=annotators, surroundings=surroundings)
 
     def example(number: int) -> Example:
         rated = world.quality(number)

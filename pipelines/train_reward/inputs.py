@@ -133,12 +133,13 @@ def _generated(config: TrainRewardConfig, *, heldout: bool = False) -> Examples:
         )
     seed = config.seed + (_HELDOUT_SEED if heldout else 0)
     split = "heldout" if heldout else "train"
+    around = {"split": split, "surroundings": 0.0 if heldout else data.surroundings}
     if source == "shapes:quality":
-        return shapes_ratings(seed, count, split=split, annotators=data.annotators)
+        return shapes_ratings(seed, count, annotators=data.annotators, **around)
     if TASKS[config.objective.task].labels == "triples" and not heldout:
-        return shapes_triples(seed, count, split=split)
+        return shapes_triples(seed, count, **around)
     kinds = (data.heldout_kinds or data.kinds) if heldout else data.kinds
-    return shapes_pairs(seed, count, split=split, labels=data.labels, annotators=data.annotators, kinds=kinds)
+    return shapes_pairs(seed, count, labels=data.labels, annotators=data.annotators, kinds=kinds, **around)
 
 
 def _read(config: TrainRewardConfig, which: str, notes: list[str]) -> Examples:

@@ -89,6 +89,43 @@ def test_borders_and_crops_touch_what_they_say() -> None:
     assert torch.equal(change.flipped(image, "horizontal")[:, :, 0], image[:, :, -1])
 
 
+def on_even_ground() -> Tensor:
+    """A green square of 20 pixels on an even dark ground of 64."""
+    image = torch.full((3, 64, 64), 51 / 255)
+    image[:, 20:40, 30:50] = torch.tensor([0.0, 204 / 255, 0.0])[:, None, None]
+    return image
+
+
+def test_the_ground_changes_and_what_stands_on_it_stays() -> None:
+    image = on_even_ground()
+    made = change.with_ground(image, "teal")
+    assert made is not None and torch.equal(made[:, 20:40, 30:50], image[:, 20:40, 30:50])
+    assert torch.allclose(made[:, 0, 0], torch.tensor([0.0, 0.5, 0.5]), atol=0.51 / 255)
+    assert int((made != image).any(0).sum()) == 64 * 64 - 20 * 20
+    assert change.with_ground(picture(64, 64), "teal") is None, "it has no plain ground"
+    inside = on_even_ground()
+    inside[:, 28:32, 38:42] = 51 / 255
+    again = change.with_ground(inside, "white")
+    assert again is not None and torch.equal(again[:, 28:32, 38:42], inside[:, 28:32, 38:42]), "not ground"
+
+
+def test_specks_lie_on_the_ground_alone() -> None:
+    image = on_even_ground()
+    made = change.with_specks(image, 10, generator())
+    assert torch.equal(made[:, 20:40, 30:50], image[:, 20:40, 30:50])
+    touched = int((made != image).any(0).sum())
+    assert 40 <= touched <= 10 * 24, "ten specks, none as large as an object of the shapes world"
+    assert torch.equal(change.with_specks(image, 0, generator()), image)
+
+
+def test_a_canvas_holds_the_whole_picture() -> None:
+    image = on_even_ground()
+    made = change.on_canvas(image, 0.5, "white")
+    assert torch.equal(made[:, :16], torch.ones(3, 16, 64)) and made.shape == image.shape
+    assert torch.allclose(made[:, 16:48, 16:48].mean((1, 2)), image.mean((1, 2)), atol=0.01)
+    assert torch.equal(change.on_canvas(image, 1.0, "white"), image)
+
+
 def test_text_stands_on_the_lower_edge_alone() -> None:
     image = picture(64, 64)
     written = change.with_text(image, "BEST 10/10")

@@ -22,6 +22,7 @@ from .neighbours import Neighbours
 from .prompts import CATEGORIES, Record, heldout_prompts, train_prompts
 from .render import render
 from .scenes import DISTORTIONS, STYLES, Scene, sample_scene
+from .surroundings import surround
 from .verifier import verify_scene
 
 SPLITS = ("train", "heldout")
@@ -100,13 +101,21 @@ class ShapesPreferences:
         split: "train" or "heldout", whose prompts have no combination in common.
         annotators: votes per pair.
         kinds: what pairs differ in, each equally often; any of KINDS.
+        surroundings: share in [0, 1] of pictures on other grounds, with specks or on a canvas (`surround`);
+            pictures of a pair have the same ground and canvas, or each its own. All else stays as it is at 0.
 
     Raises:
         ValueError: an unknown split or kind, or no annotators.
     """
 
     def __init__(
-        self, seed: int = 0, *, split: str = "train", annotators: int = 9, kinds: Sequence[str] = KINDS
+        self,
+        seed: int = 0,
+        *,
+        split: str = "train",
+        annotators: int = 9,
+        kinds: Sequence[str] = KINDS,
+        surroundings: float = 0.0,
     ) -> None:
         if split not in SPLITS or not kinds or not set(kinds) <= set(KINDS):
             raise ValueError(
@@ -119,7 +128,7 @@ class ShapesPreferences:
         self._groups = [[r for r in records if r["tag"] == name] for name in CATEGORIES]
         self._neighbours = Neighbours(records)
         self._seed = (seed, SPLITS.index(split))
-        self._annotators, self._kinds = annotators, tuple(kinds)
+        self._annotators, self._kinds, self._surroundings = annotators, tuple(kinds), surroundings
 
     def pair(self, number: int) -> ShapesPair:
         """Pair `number`."""
@@ -133,6 +142,7 @@ class ShapesPreferences:
         noise = annotator_noise(left), annotator_noise(right)
         seen = rng.normal(values, noise, size=(self._annotators, 2))
         won = int((seen[:, 0] > seen[:, 1]).sum())
+        left, right = self.surrounded([left, right], number)
         return ShapesPair(
             record=record,
             left=left,
@@ -151,6 +161,7 @@ class ShapesPreferences:
             1, 5
         )
         spread = float(ratings.std(ddof=1)) if len(ratings) > 1 else 0.0
+        (scene,) = self.surrounded([scene], number)
         return ShapesQuality(scene=scene, mos=float(ratings.mean()), std=spread)
 
     def record(self, rng: np.random.Generator) -> Record:
@@ -161,6 +172,15 @@ class ShapesPreferences:
     def near(self, record: Record, rng: np.random.Generator) -> Record:
         """A record of the split whose prompt differs in one word."""
         return self._neighbours.near(record, rng)
+
+    def surrounded(self, scenes: list[Scene], number: int) -> list[Scene]:
+        """The pictures of example `number` with the surroundings that they are drawn with."""
+        rng = np.random.default_rng([*self._seed, 2, number])
+        if rng.random() >= self._surroundings:
+            return scenes
+        if rng.random() < 0.5:
+            return surround(scenes, rng)
+        return [surround([scene], rng)[0] for scene in scenes]
 
     def _scenes(self, record: Record, kind: str, rng: np.random.Generator) -> tuple[Scene, Scene]:
         if kind == "alignment":

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from scipy import ndimage
 
-from .scenes import SIZE, Distortion, Scene, SceneObject
+from .scenes import SIZE, Canvas, Distortion, Scene, SceneObject
 
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (222, 40, 40),
@@ -51,9 +51,19 @@ def render(scene: Scene) -> np.ndarray:
     canvas[:] = scene.background
     if scene.style == "textured":
         canvas += _texture(scene.texture_seed)[..., None]
-    for item in scene.objects:
+    for item in (*scene.objects, *scene.specks):
         _paint(canvas, item, scene.style)
-    return _distort(canvas, scene.distortion, scene.texture_seed)
+    picture = _distort(canvas, scene.distortion, scene.texture_seed)
+    return picture if scene.canvas is None else _on_canvas(picture, scene.canvas)
+
+
+def _on_canvas(picture: np.ndarray, canvas: Canvas) -> np.ndarray:
+    left, top, side = canvas.box()
+    whole = np.empty_like(picture)
+    whole[:] = canvas.color
+    small = Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC)
+    whole[top : top + side, left : left + side] = np.asarray(small)
+    return whole
 
 
 def render_many(scenes: list[Scene]) -> np.ndarray:

@@ -67,6 +67,25 @@ class Distortion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Canvas:
+    """A larger plain picture that the scene's picture lies on; the whole is seen at 64×64 pixels."""
+
+    share: float
+    """Of the canvas's side that the picture takes, in (0, 1]."""
+    x: float
+    """Place of the picture in [0, 1]: 0 at the left edge, 1 at the right one."""
+    y: float
+    """The same from top to bottom."""
+    color: tuple[int, int, int]
+    """RGB, 0-255."""
+
+    def box(self) -> tuple[int, int, int]:
+        """(left, top, side) of the picture in pixels."""
+        side = round(SIZE * self.share)
+        return round(self.x * (SIZE - side)), round(self.y * (SIZE - side)), side
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scene:
     """Everything that a picture is made of."""
 
@@ -78,6 +97,10 @@ class Scene:
     texture_seed: int
     """Seed of the textured style's pattern and of the noise distortion."""
     distortion: Distortion = Distortion()
+    specks: tuple[SceneObject, ...] = ()
+    """Too small to count as objects, neither for a prompt nor for the verifier."""
+    canvas: Canvas | None = None
+    """None: the picture fills what is seen."""
 
     @property
     def richness(self) -> float:

@@ -128,6 +128,22 @@ def respelled(sample: Sample, level: Level, generator: torch.Generator) -> Sampl
     return None if words is None else Sample(sample.image, words)
 
 
+CANVASES = (("white", 0.8), ("grey", 0.8), ("white", 0.5), ("grey", 0.5))
+"""(colour, share of its sides that the picture takes)."""
+
+
+def grounded(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
+    """On another ground, where it has a plain one."""
+    image = change.with_ground(sample.image, level.label)
+    return None if image is None else Sample(image, sample.prompt)
+
+
+def laid_out(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
+    """On a canvas, whose colour the label begins with."""
+    assert level.x is not None
+    return Sample(change.on_canvas(sample.image, 1 / level.x, level.label.split(",")[0]), sample.prompt)
+
+
 EXAGGERATED: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "saturation × 2.2": lambda image, generator: change.saturated(image, 2.2),
     "contrast × 1.6": lambda image, generator: change.contrasted(image, 1.6),
@@ -264,6 +280,35 @@ PROBES: tuple[Probe, ...] = (
             neutral=0.0,
         )
         for colour in ("white", "black", "red")
+    ),
+    Probe(
+        name="ground",
+        title="Another ground",
+        wanted="steady",
+        why="What was asked for would be judged by the colour behind it. Pictures without a plain ground "
+        "are left out.",
+        levels=_kinds("white", "black", "grey", "teal", "pink"),
+        change=grounded,
+    ),
+    Probe(
+        name="clutter",
+        title="Specks on the ground",
+        wanted="steady",
+        why="Small things that nobody asked for move the score.",
+        levels=_numbers(2, 5, 10),
+        change=painted(lambda image, x, generator: change.with_specks(image, round(x), generator)),
+        x_name="specks, a twentieth of the shorter side wide",
+        neutral=0.0,
+    ),
+    Probe(
+        name="canvas",
+        title="On a larger canvas",
+        wanted="steady",
+        why="Pictures that lie on a larger ground would be judged by the empty room around them.",
+        levels=tuple(Level(f"{label}, {1 / share:g} times as wide", 1 / share) for label, share in CANVASES),
+        change=laid_out,
+        x_name="side of the canvas over that of the picture",
+        neutral=1.0,
     ),
     Probe(
         name="pasted_text",

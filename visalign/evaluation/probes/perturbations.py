@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from scipy import ndimage
 from torch import Tensor
 
 LUMA = (0.299, 0.587, 0.114)
@@ -20,8 +21,13 @@ COLOURS = {
     "black": (0.0, 0.0, 0.0),
     "grey": (0.5, 0.5, 0.5),
     "red": (0.87, 0.16, 0.16),
+    "teal": (0.0, 0.5, 0.5),
+    "pink": (0.92, 0.67, 0.76),
 }
-"""Fills of blanks and borders."""
+"""Fills of blanks, borders, grounds and canvases."""
+
+GROUND_TOLERANCE = 0.1
+"""How far a pixel of a plain ground may be from the border's median colour in each channel."""
 
 
 def on_grid(image: Tensor) -> Tensor:
@@ -101,6 +107,58 @@ def bordered(image: Tensor, width: float, colour: str) -> Tensor:
     found = image.new_tensor(COLOURS[colour])[:, None, None].expand_as(image).clone()
     inside = (slice(None), slice(pixels, -pixels), slice(pixels, -pixels))
     found[inside] = image[inside]
+    return on_grid(found)
+
+
+def ground_of(image: Tensor) -> Tensor | None:
+    """Where the picture's plain ground is, bool [H, W]: what touches the border and has the border's median
+    colour. None where that is less than half of the border or a quarter of the picture.
+    """
+    edge = torch.cat([image[:, 0], image[:, -1], image[:, :, 0], image[:, :, -1]], 1)
+    alike = (image - edge.median(1).values[:, None, None]).abs().amax(0) <= GROUND_TOLERANCE
+    labels, _ = ndimage.label(alike.numpy())
+    border = np.concatenate([labels[0], labels[-1], labels[:, 0], labels[:, -1]])
+    ground = torch.from_numpy(np.isin(labels, border[border > 0]))
+    return ground if (border > 0).mean() >= 0.5 and ground.float().mean() >= 0.25 else None
+
+
+def with_ground(image: Tensor, colour: str) -> Tensor | None:
+    """The plain ground in another colour, its pattern kept; None where there is no plain ground."""
+    ground = ground_of(image)
+    if ground is None:
+        return None
+    old = image[:, ground].median(1).values
+    shift = image.new_tensor(COLOURS[colour]) - old
+    return on_grid(image + shift[:, None, None] * ground)
+
+
+def with_specks(image: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Round specks in random colours, a twentieth of the shorter side wide, on the plain ground where there
+    is one and anywhere else.
+    """
+    height, width = image.shape[1:]
+    radius = min(height, width) / 40
+    ground = ground_of(image)
+    free = np.ones((height, width), dtype=bool) if ground is None else ground.numpy()
+    room = torch.from_numpy(ndimage.binary_erosion(free, iterations=int(radius) + 2)).nonzero()
+    rows, columns = torch.arange(height)[:, None] + 0.5, torch.arange(width)[None] + 0.5
+    found = image.clone()
+    for _ in range(count if len(room) else 0):
+        row, column = (room[int(torch.randint(len(room), (1,), generator=generator))] + 0.5).tolist()
+        cover = (radius + 0.5 - torch.hypot(rows - row, columns - column)).clamp(0, 1)
+        colour = torch.rand(3, generator=generator)[:, None, None]
+        found += cover * (colour - found)
+    return on_grid(found)
+
+
+def on_canvas(image: Tensor, share: float, colour: str) -> Tensor:
+    """The picture shrunk to that share of its sides, in the middle of a plain canvas of the size it had."""
+    height, width = image.shape[1:]
+    size = (max(1, round(height * share)), max(1, round(width * share)))
+    small = F.interpolate(image[None], size=size, mode="bilinear", align_corners=False, antialias=True)[0]
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    found = image.new_tensor(COLOURS[colour])[:, None, None].repeat(1, height, width)
+    found[:, top : top + size[0], left : left + size[1]] = small
     return on_grid(found)
 
 
