@@ -2,8 +2,9 @@
 """`visalign build-assets`: trains the embedded models and writes them with their cards.
 
 Stages: autoencoder, generator (with its text encoders), clip, language, judge (vision-language), heie (heads
-on the judge); clip_grounds and judge_grounds go on with a judge on other grounds, specks and canvases. Each but the last saves its state as it goes; `--resume` goes on where the last run stopped.
-Everything is drawn from fixed seeds.
+on the judge); clip_grounds and judge_grounds go on with a judge on other grounds, specks and canvases. Each
+but the last saves its state as it goes; `--resume` goes on where the last run stopped. Everything is
+drawn from fixed seeds.
 """
 
 from __future__ import annotations

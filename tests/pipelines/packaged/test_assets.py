@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ import pytest
 import torch
 
 from visalign.data.assets import PACKAGED, assets_folder, resolve_model
+from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import sample_scene
+from visalign.data.shapes.surroundings import GROUNDS, is_visible, with_specks
 from visalign.data.shapes.verifier import verify
 from visalign.pipelines.packaged import build as build_assets
 from visalign.pipelines.packaged.captions import MAX_TOKENS, new_tokenizer
+from visalign.pipelines.packaged.clip import widen_clip
 from visalign.pipelines.packaged.stage import size_of, train
+from visalign.rewards import load_reward
+from visalign.rewards.clip.open_clip_folder import load_open_clip
 
 
 def card(name: str) -> str:
@@ -120,6 +126,30 @@ def test_clip_is_as_good_as_its_card_says() -> None:
         assert stated is not None
         assert abs(found[name] - float(stated[1])) < 0.04
         assert found[name] >= 0.95
+
+
+@pytest.mark.parametrize("name", ["white", "teal", "pink"])
+def test_clip_is_right_on_grounds_that_are_not_its_worlds(name: str) -> None:
+    ground, judge = GROUNDS[name], load_reward("clip_score")
+    rng, worlds = np.random.default_rng(9), ShapesPreferences(9, split="heldout", kinds=["alignment"])
+    pairs = [pair for pair in map(worlds.pair, range(400)) if pair.is_clear]
+    pairs = [p for p in pairs if is_visible(p.left, ground) and is_visible(p.right, ground)][:100]
+    sides = [
+        render_many([with_specks(replace(scene, background=ground), rng) for scene in side])
+        for side in zip(*((pair.left, pair.right) for pair in pairs), strict=True)
+    ]
+    left, right = (judge.score(side, [pair.prompt for pair in pairs]).value for side in sides)
+    truth = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
+    assert len(pairs) == 100 and float(((left > right) == truth).float().mean()) >= 0.93
+
+
+def test_clip_goes_on_on_other_grounds_and_resumes(tmp_path: Path) -> None:
+    base, plan = Path(resolve_model("shapes-clip")), build_assets.Plan(clip_ground_steps=2, clip_batch=8)
+    whole = widen_clip(base, tmp_path, plan, False).state_dict()
+    again = widen_clip(base, tmp_path, plan, True).state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in whole.items())
+    old = load_open_clip(base)[0].state_dict()
+    assert any(not torch.equal(value.float(), old[key].float()) for key, value in whole.items())
 
 
 def stated(text: str, pattern: str) -> float:

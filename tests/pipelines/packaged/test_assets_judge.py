@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from visalign.data.assets import resolve_model
 from visalign.data.shapes.prompts import train_prompts
 from visalign.data.shapes.render import render_many
-from visalign.data.shapes.scenes import DISTORTIONS, STYLES, Scene, SceneObject
+from visalign.data.shapes.scenes import DISTORTIONS, SIZE, STYLES, Canvas, Scene, SceneObject
 from visalign.data.shapes.verifier import verify_scene
 from visalign.pipelines.packaged.judge import (
     Learner,
@@ -24,6 +26,7 @@ from visalign.pipelines.packaged.judge import (
     new_judge,
     question_loss,
     train_judge,
+    widen_judge,
 )
 from visalign.pipelines.packaged.judge_card import (
     answer_accuracy,
@@ -34,6 +37,7 @@ from visalign.pipelines.packaged.judge_card import (
 )
 from visalign.pipelines.packaged.judge_data import BETTER, LOOKS, SHOWS, Question, Questions, look, part, rate
 from visalign.pipelines.packaged.judge_inputs import (
+    PATCH,
     TOKENS,
     answer_states,
     new_judge_tokenizer,
@@ -206,6 +210,29 @@ def test_a_tiny_training_lowers_the_loss_resumes_and_loads_as_the_library_does(t
     )
     card = judge_card(folder, 60.0, plan)
     assert "2 steps of 6 rendered scenes" in card and card.count(" right") == 3
+
+
+def test_a_trained_judge_goes_on_on_other_grounds_and_resumes(tmp_path: Path) -> None:
+    base = resolve_model("shapes-vlm")
+    plan = Plan(judge_ground_steps=2, judge_batch=2, seed=0)
+    whole = widen_judge(Path(base), tmp_path, plan, False, questions=4, save_every=1).state_dict()
+    again = widen_judge(Path(base), tmp_path, plan, True, questions=4, save_every=1).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    old: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    moved = [float((whole[name] - value).abs().max()) for name, value in old.state_dict().items()]
+    assert 0.0 < max(moved) < 0.1, "it began where the other ended"
+
+
+def test_on_a_canvas_the_cells_are_where_the_objects_are_seen() -> None:
+    scene = next(s for s in map(WORLD.scene, range(50)) if len(s.objects) == 1)
+    for share, x, y in ((0.5, 0.0, 0.0), (0.5, 1.0, 1.0), (1.0, 0.3, 0.3)):
+        laid = replace(scene, canvas=Canvas(share=share, x=x, y=y, color=(0, 0, 0)))
+        left, top, side = laid.canvas.box()
+        (item,) = scene.objects
+        row, column = (int((t + v * side / SIZE) // PATCH) for t, v in ((top, item.y), (left, item.x)))
+        target = cell_targets([laid]).view(1, 4, 4, 2, 2, 4)
+        assert target[0, row // 2, column // 2, row % 2, column % 2, 0] == 1
+        assert int(target[..., 0].sum()) == 1
 
 
 def test_the_whole_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
