@@ -230,7 +230,9 @@ def test_the_judge_of_pairs_names_the_better_one_as_its_card_says() -> None:
 
 
 def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no stage 'vae'\. Stages: autoencoder, .*, judge, heie"):
+    with pytest.raises(
+        ValueError, match=r"no stage 'vae'\. Stages: autoencoder, .*, judge, judge_grounds, heie"
+    ):
         build_assets.main(tmp_path, only="vae")
     with pytest.raises(ValueError, match="train the stage 'autoencoder' first"):
         build_assets.main(tmp_path, only="generator")
