@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`visalign build-assets`: trains the embedded models and writes them with their cards.
 
-Stages: autoencoder, generator (with its text encoders), clip, language, judge (vision-language), heie (heads
-on the judge); clip_grounds and judge_grounds go on with a judge on other grounds, specks and canvases. Each
-but the last saves its state as it goes; `--resume` goes on where the last run stopped. Everything is
-drawn from fixed seeds.
+Stages: autoencoder, generator (with its text encoders), sd15 (a UNet on that autoencoder), clip, language,
+judge (vision-language), heie (heads on the judge); clip_grounds and judge_grounds go on with a judge on other
+grounds, specks and canvases. Each but the last saves its state as it goes; `--resume` goes on where the last
+run stopped. Everything is drawn from fixed seeds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main(output: Path, only: str | None = None, resume: bool = False, plan: Plan
     """Train what is missing and write the model folders into `output`.
 
     Args:
-        output: gets `shapes-sd3`, `shapes-clip`, `tasks-qwen3`, `shapes-vlm`, `shapes-heie`, and `.build`
-            with the resumable state.
+        output: gets `shapes-sd3`, `shapes-sd15`, `shapes-clip`, `tasks-qwen3`, `shapes-vlm`, `shapes-heie`,
+            and `.build` with the resumable state.
         only: one of STAGES; the others must have been trained before where it needs them.
         resume: go on from saved states; without it, existing ones are an error.
         plan: lengths of the stages.
@@ -88,6 +88,25 @@ def _generator(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     _card(folder, generator_card(folder, first + seconds, plan))
 
 
+def _base(output: Path, name: str) -> Path | None:
+    """The folder of a model that this build made, or None where the packaged one serves."""
+    from visalign.data.assets import assets_folder
+
+    folder = output / name
+    return folder if folder.is_dir() and folder.resolve() != (assets_folder() / name).resolve() else None
+
+
+def _sd15(output: Path, work: Path, plan: Plan, resume: bool) -> None:
+    from visalign.data.assets import resolve_model
+
+    from .unet import NAME, base_autoencoder, save_unet, train_unet, unet_card
+
+    base = _base(output, "shapes-sd3") or Path(resolve_model("shapes-sd3"))
+    model, seconds = _timed(work, "sd15", lambda: train_unet(base, work, plan, resume))
+    save_unet(model, base_autoencoder(base), output / NAME)
+    _card(output / NAME, unet_card(output / NAME, seconds, plan))
+
+
 def _clip(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     from .clip import clip_card, save_clip, train_clip
 
@@ -134,20 +153,17 @@ def _judge_grounds(output: Path, work: Path, plan: Plan, resume: bool) -> None:
 
 
 def _heie(output: Path, work: Path, plan: Plan, resume: bool) -> None:
-    from visalign.data.assets import assets_folder
-
     from .judge_card import NAME as BASE
     from .train_heie import NAME, HeiePlan, build_heie
 
-    mine = output / BASE
-    own = mine.is_dir() and mine.resolve() != (assets_folder() / BASE).resolve()
     sizes = {"pictures": plan.heie_pictures, "steps": plan.heie_steps, "test": plan.heie_check}
-    build_heie(mine if own else BASE, output / NAME, HeiePlan(**sizes, seed=plan.seed + 5))
+    build_heie(_base(output, BASE) or BASE, output / NAME, HeiePlan(**sizes, seed=plan.seed + 5))
 
 
 STAGES: dict[str, Callable[[Path, Path, Plan, bool], None]] = {
     "autoencoder": _autoencoder,
     "generator": _generator,
+    "sd15": _sd15,
     "clip": _clip,
     "clip_grounds": _clip_grounds,
     "language": _language,

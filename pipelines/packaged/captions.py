@@ -79,6 +79,14 @@ def new_text_encoder(tokenizer: CLIPTokenizer, layers: int) -> CLIPTextModelWith
     return CLIPTextModelWithProjection(config)
 
 
+def token_ids(tokenizer: CLIPTokenizer, prompts: Sequence[str]) -> Tensor:
+    """Ids [B, MAX_TOKENS] int64."""
+    batch = tokenizer(
+        list(prompts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt"
+    )
+    return batch.input_ids
+
+
 class TextSide(nn.Module):
     """Two text encoders as SD3's pipeline uses them, trainable."""
 
@@ -90,10 +98,7 @@ class TextSide(nn.Module):
 
     def token_ids(self, prompts: Sequence[str]) -> Tensor:
         """Ids [B, MAX_TOKENS] int64."""
-        batch = self.tokenizer(
-            list(prompts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt"
-        )
-        return batch.input_ids
+        return token_ids(self.tokenizer, prompts)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Context [B, MAX_TOKENS, 128] and pooled [B, 128]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -75,6 +75,30 @@ def new_transformer() -> SD3Transformer2DModel:
     return model
 
 
+class Denoiser(Protocol):
+    """A network with its text side, as `train_denoiser` trains it."""
+
+    def token_ids(self, prompts: Sequence[str]) -> Tensor:
+        """Ids [B, L] int64."""
+        ...
+
+    def times(self, count: int, draw: torch.Generator) -> Tensor:
+        """Times of training [count], in the network's own unit."""
+        ...
+
+    def loss(self, x0: Tensor, noise: Tensor, time: Tensor, ids: Tensor) -> Tensor:
+        """The loss [] of one batch."""
+        ...
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Of all parameters."""
+        ...
+
+    def pipeline(self, autoencoder: AutoencoderKL) -> Any:
+        """The model as diffusers' pipeline."""
+        ...
+
+
 class Generator(nn.Module):
     """Transformer and text side, trained together."""
 
@@ -96,55 +120,102 @@ class Generator(nn.Module):
         )
         return output.sample.float()
 
+    def token_ids(self, prompts: Sequence[str]) -> Tensor:
+        """Ids [B, MAX_TOKENS] int64."""
+        return self.text.token_ids(prompts)
 
-def latent_pool(autoencoder: AutoencoderKL, work: Path, feed: SceneFeed, size: int) -> Tensor:
+    def times(self, count: int, draw: torch.Generator) -> Tensor:
+        """σ [count], logit-normal."""
+        return torch.sigmoid(torch.randn(count, generator=draw) + 0.3)
+
+    def loss(self, x0: Tensor, noise: Tensor, time: Tensor, ids: Tensor) -> Tensor:
+        """Flow matching: the mean squared error of v."""
+        at = time[:, None, None, None]
+        with fast_autocast():
+            v = self.velocity((1 - at) * x0 + at * noise, time, ids)
+        return F.mse_loss(v, noise - x0)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the blocks' matrices, AdamW for the rest."""
+        blocks = [
+            parameter
+            for name, parameter in self.transformer.transformer_blocks.named_parameters()
+            if parameter.ndim == 2 and ".norm1" not in name
+        ]
+        return muon_and_adam(self, blocks, lr=1e-3)
+
+    def pipeline(self, autoencoder: AutoencoderKL) -> StableDiffusion3Pipeline:
+        """The generator as diffusers' pipeline."""
+        return new_pipeline(self, autoencoder)
+
+
+def latent_pool(autoencoder: AutoencoderKL, file: Path, feed: SceneFeed, size: int) -> Tensor:
     """Scaled latents [size, 8, 8, 8] float16 of a feed's first scenes; kept on disk for a resumed build."""
-    file = work / f"latents-{size}.pt"
     if file.exists():
         return torch.load(file, weights_only=True)
     config = autoencoder.config
-    pool = ((encode_scenes(autoencoder, feed, size) - config.shift_factor) * config.scaling_factor).half()
+    shift = config.shift_factor or 0.0
+    pool = ((encode_scenes(autoencoder, feed, size) - shift) * config.scaling_factor).half()
     torch.save(pool, file)
     return pool
 
 
-def train_generator(autoencoder: AutoencoderKL, work: Path, plan: Plan, resume: bool) -> Generator:
-    """Train transformer and text encoders and return them with averaged weights."""
-    seed, batch = plan.seed + 1, plan.generator_batch
-    torch.manual_seed(seed)
-    generator, feed = Generator(), SceneFeed(seed, category_weights=CATEGORY_WEIGHTS)
-    pool = latent_pool(autoencoder, work, feed, POOL)
-    prompts = [feed.scene(number).record["prompt"] for number in range(len(pool))]
-    ids = generator.text.token_ids(prompts)
-    empty = generator.text.token_ids([""])
-    if shutil.which("c++"):  # a sixth faster; without a compiler the plain module does the same
-        generator.transformer.compile(dynamic=False)
+def train_denoiser(
+    model: Any,
+    autoencoder: AutoencoderKL,
+    feed: SceneFeed,
+    file: Path,
+    *,
+    pool: int,
+    batch: int,
+    steps: int,
+    seed: int,
+    resume: bool,
+    decay: float = 0.9995,
+) -> Any:
+    """Train a `Denoiser` on the latents of a feed's first scenes and return it with averaged weights."""
+    latents = latent_pool(autoencoder, file.with_name(f"latents-{file.stem}-{pool}.pt"), feed, pool)
+    denoiser: Denoiser = model
+    ids = denoiser.token_ids([feed.scene(number).record["prompt"] for number in range(len(latents))])
+    empty = denoiser.token_ids([""])
 
     def loss_of(step: int) -> Tensor:
         draw = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        rows = torch.randint(len(pool), (batch,), generator=draw)
-        x0, noise = pool[rows].float(), torch.randn(batch, 8, 8, 8, generator=draw)
-        sigma = torch.sigmoid(torch.randn(batch, generator=draw) + 0.3)
+        rows = torch.randint(len(latents), (batch,), generator=draw)
+        x0, noise = latents[rows].float(), torch.randn(batch, 8, 8, 8, generator=draw)
+        time = denoiser.times(batch, draw)
         dropped = torch.rand(batch, 1, generator=draw) < DROP_CAPTION
-        at = sigma[:, None, None, None]
-        with fast_autocast():
-            v = generator.velocity((1 - at) * x0 + at * noise, sigma, torch.where(dropped, empty, ids[rows]))
-        return F.mse_loss(v, noise - x0)
+        return denoiser.loss(x0, noise, time, torch.where(dropped, empty, ids[rows]))
 
-    blocks = [
-        parameter
-        for name, parameter in generator.transformer.transformer_blocks.named_parameters()
-        if parameter.ndim == 2 and ".norm1" not in name
-    ]
     return train(
-        generator,
-        muon_and_adam(generator, blocks, lr=1e-3),
+        model,
+        denoiser.optimizers(),
         loss_of,
-        work / "generator.pt",
-        steps=plan.generator_steps,
+        file,
+        steps=steps,
         resume=resume,
-        decay=0.9995,
-        check=lambda held: pipeline_accuracy(new_pipeline(held, autoencoder), 1.0, seeds=SEEDS[:1], every=4),
+        decay=decay,
+        check=lambda held: pipeline_accuracy(held.pipeline(autoencoder), 1.0, seeds=SEEDS[:1], every=4),
+    )
+
+
+def train_generator(autoencoder: AutoencoderKL, work: Path, plan: Plan, resume: bool) -> Generator:
+    """Train transformer and text encoders and return them with averaged weights."""
+    seed = plan.seed + 1
+    torch.manual_seed(seed)
+    generator, feed = Generator(), SceneFeed(seed, category_weights=CATEGORY_WEIGHTS)
+    if shutil.which("c++"):  # a sixth faster; without a compiler the plain module does the same
+        generator.transformer.compile(dynamic=False)
+    return train_denoiser(
+        generator,
+        autoencoder,
+        feed,
+        work / "generator.pt",
+        pool=POOL,
+        batch=plan.generator_batch,
+        steps=plan.generator_steps,
+        seed=seed,
+        resume=resume,
     )
 
 

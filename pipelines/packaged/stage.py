@@ -57,6 +57,8 @@ class Plan:
     autoencoder_batch: int = 16
     generator_steps: int = 5000
     generator_batch: int = 192
+    unet_steps: int = 3000
+    unet_batch: int = 64
     clip_steps: int = 1000
     clip_ground_steps: int = 400
     clip_batch: int = 192

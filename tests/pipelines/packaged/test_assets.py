@@ -273,20 +273,25 @@ def test_a_resumed_stage_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from diffusers import StableDiffusion3Pipeline
+    from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
 
     from visalign.pipelines.packaged import generator as assets_generator
+    from visalign.pipelines.packaged import unet as assets_unet
     from visalign.rewards.clip.open_clip_folder import load_open_clip
 
     monkeypatch.setattr(assets_generator, "POOL", 64)
+    monkeypatch.setattr(assets_unet, "POOL", 64)
     monkeypatch.setattr(assets_generator.shutil, "which", lambda name: None)
     shares = dict.fromkeys(("all", *CATEGORIES), 0.5)
     monkeypatch.setattr(assets_generator, "pipeline_accuracy", lambda pipe, scale, **given: shares)
+    monkeypatch.setattr(assets_unet, "pipeline_accuracy", lambda pipe, scale: shares)
     plan = build_assets.Plan(
         autoencoder_steps=2,
         autoencoder_batch=2,
         generator_steps=2,
         generator_batch=4,
+        unet_steps=2,
+        unet_batch=4,
         clip_steps=2,
         clip_ground_steps=2,
         clip_batch=8,
@@ -310,6 +315,9 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     assert load_open_clip(tmp_path / "shapes-clip")[0].logit_scale.isfinite()
     built = [name for name in PACKAGED if (tmp_path / name).is_dir()]
     assert built == ["shapes-sd3", "shapes-clip", "tasks-qwen3", "shapes-vlm", "shapes-heie"]
+    second: Any = StableDiffusionPipeline.from_pretrained(tmp_path / "shapes-sd15")
+    assert second.scheduler.config.prediction_type == "epsilon" and second.safety_checker is None
+    assert second.vae.config.shift_factor is None and pipe.vae.config.shift_factor is not None
     named = json.loads((tmp_path / "shapes-heie" / "judge.json").read_text(encoding="utf-8"))["base"]
     assert named == "../shapes-vlm"
     for name in built:
