@@ -7,6 +7,7 @@ from pathlib import Path
 
 PACKAGED = (
     "shapes-sd3",
+    "shapes-sd15",
     "shapes-clip",
     "tasks-qwen3",
     "shapes-vlm",

@@ -38,6 +38,7 @@ def test_every_packaged_model_is_there_with_its_card_and_together_they_are_small
     assert all((folder / "README.md").is_file() for folder in folders)
     sizes = {folder.name: size_of(folder) for folder in folders}
     assert sizes["shapes-sd3"] + sizes["shapes-clip"] <= 20.0
+    assert sizes["shapes-sd15"] <= 8.0
     assert sizes["tasks-qwen3"] < 4.0 and sizes["shapes-vlm"] < 6.0 and sum(sizes.values()) <= 40.0
     assert not [f for f in assets_folder().rglob("*") if f.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}]
 
@@ -84,34 +85,44 @@ def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
     assert np.mean([verdict.correct for verdict in verdicts]) >= 0.95
 
 
-def test_diffusers_loads_and_runs_the_pipeline_as_it_is() -> None:
-    from diffusers import StableDiffusion3Pipeline
+@pytest.mark.parametrize("name", ["shapes-sd3", "shapes-sd15"])
+def test_diffusers_loads_and_runs_the_pipeline_as_it_is(name: str) -> None:
+    from diffusers import DiffusionPipeline
 
-    pipe: Any = StableDiffusion3Pipeline.from_pretrained(str(resolve_model("shapes-sd3")))
+    pipe: Any = DiffusionPipeline.from_pretrained(str(resolve_model(name)))
     pipe.set_progress_bar_config(disable=True)
     image = pipe("a red circle", num_inference_steps=4, guidance_scale=1.0, height=64, width=64).images[0]
     assert image.size == (64, 64)
 
 
+def test_the_small_unet_predicts_epsilon_and_is_a_policy() -> None:
+    from visalign.adapters import LoraSettings, check_adapter, load_policy
+
+    policy: Any = load_policy(resolve_model("shapes-sd15"), lora=LoraSettings(rank=2))
+    assert policy.latent_shape == (8, 8, 8)
+    assert len(check_adapter(policy, prompts=["a red circle", "two blue squares"])) == 12
+
+
 @pytest.mark.slow
-def test_the_generator_is_as_good_as_its_card_says() -> None:
-    from diffusers import StableDiffusion3Pipeline
+@pytest.mark.parametrize(("name", "low", "high"), [("shapes-sd3", 0.45, 0.75), ("shapes-sd15", 0.1, 0.2)])
+def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: float) -> None:
+    from diffusers import DiffusionPipeline
 
     from visalign.pipelines.packaged.generator import SEEDS, pipeline_accuracy
 
-    pipe = StableDiffusion3Pipeline.from_pretrained(str(resolve_model("shapes-sd3")), dtype=torch.float32)
+    pipe = DiffusionPipeline.from_pretrained(str(resolve_model(name)), dtype=torch.float32)
     measured = pipeline_accuracy(pipe, 1.0)
     stated = {
         name: float(value)
-        for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card("shapes-sd3"), re.MULTILINE)
+        for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card(name), re.MULTILINE)
     }
     assert set(stated) >= {"all", *CATEGORIES}
     tags = [record["tag"] for record in heldout_prompts() for _ in SEEDS]
-    for name in ("all", *CATEGORIES):
-        pictures = len(tags) if name == "all" else tags.count(name)
+    for tag in ("all", *CATEGORIES):
+        pictures = len(tags) if tag == "all" else tags.count(tag)
         # Other processors round differently: one picture in 25 may flip; three standard deviations of that.
-        assert abs(measured[name] - stated[name]) < 3 * (0.04 / pictures) ** 0.5, name
-    assert 0.45 <= measured["all"] <= 0.75
+        assert abs(measured[tag] - stated[tag]) < 3 * (0.04 / pictures) ** 0.5, tag
+    assert low <= measured["all"] <= high
 
 
 def test_clip_is_as_good_as_its_card_says() -> None:
@@ -314,7 +325,7 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     assert {plain.transformer.dtype, plain.vae.dtype, plain.text_encoder.dtype} == {torch.float32}
     assert load_open_clip(tmp_path / "shapes-clip")[0].logit_scale.isfinite()
     built = [name for name in PACKAGED if (tmp_path / name).is_dir()]
-    assert built == ["shapes-sd3", "shapes-clip", "tasks-qwen3", "shapes-vlm", "shapes-heie"]
+    assert built == ["shapes-sd3", "shapes-sd15", "shapes-clip", "tasks-qwen3", "shapes-vlm", "shapes-heie"]
     second: Any = StableDiffusionPipeline.from_pretrained(tmp_path / "shapes-sd15")
     assert second.scheduler.config.prediction_type == "epsilon" and second.safety_checker is None
     assert second.vae.config.shift_factor is None and pipe.vae.config.shift_factor is not None
