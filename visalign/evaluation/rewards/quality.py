@@ -182,8 +182,13 @@ def _correlations(
             refit = RefittedPlcc(x, y, entry["fit"])
             sums = cluster_sums(refit.products, index, clusters)
             own = bootstrap(sums, refit.draws, **settings.drawing())[:, 0]
-            name = f"plcc_logistic{number}"
-            found[name] = fisher_interval(entry["plcc"], own, clusters, level=settings.level)
+            found[f"plcc_logistic{number}"] = fisher_interval(
+                entry["plcc"],
+                own,
+                clusters,
+                level=settings.level,
+                left_out=refit.draws(sums.sum(0) - sums)[:, 0],
+            )
     if clusters < len(x):
         within, own = within_groups(x, y, index, **settings.drawing())
         found["srcc_within"] = fisher_interval(within, own, clusters, level=settings.level)

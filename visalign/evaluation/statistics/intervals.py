@@ -200,20 +200,29 @@ def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.9
     return Interval(estimate=estimate, low=float(low), high=float(high), level=level)
 
 
-def fisher_interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
+def fisher_interval(
+    estimate: float, draws: Array, clusters: int, *, level: float = 0.95, left_out: Array | None = None
+) -> Interval:
     """Interval of a correlation that grows with what is fitted in each of its draws [R].
 
-    tanh(z − b ± t_{K−1} s √(K/(K−1))) with z = artanh(estimate), and of the draws' artanh the deviation s and
-    the shift b of the median from z: a fit to a resample looks better than the fit to the data by as much as
-    that looks better than the truth. Ends are NaN where `interval` has none.
+    tanh(z − b ± t_{K−1} s) with z = artanh(estimate) and b the shift of the draws' median artanh from z: a
+    fit to a resample looks better than the fit to the data by as much as that looks better than the truth. s
+    is the deviation of the draws' artanh times √(K/(K−1)); or, as a fit to a resample with its repetitions
+    varies too little, the jackknife's √((K−1)/K Σ_c (z_c − z̄)²) of the artanh of `left_out` [K], the
+    estimates without each cluster. Ends are NaN where `interval` has none.
+
+    Source: Efron and Stein, Annals of Statistics 9 (1981) 586, for the jackknife.
     """
     known = draws[np.isfinite(draws)]
     if clusters < 2 or not math.isfinite(estimate) or 2 * len(known) < len(draws) or not len(known):
         return Interval(estimate=estimate, level=level)
     most = 1 - 1e-9
     z, found = (np.arctanh(np.clip(part, -most, most)) for part in (estimate, known))
-    half = -float(stats.t.ppf((1 - level) / 2, clusters - 1)) * found.std()
-    half *= math.sqrt(clusters / (clusters - 1))
+    if left_out is None:
+        s = found.std() * math.sqrt(clusters / (clusters - 1))
+    else:
+        s = np.arctanh(np.clip(left_out, -most, most)).std() * math.sqrt(clusters - 1)
+    half = -float(stats.t.ppf((1 - level) / 2, clusters - 1)) * s
     middle = 2 * z - np.median(found)
     low, high = np.tanh([middle - half, middle + half])
     return Interval(estimate=estimate, low=float(low), high=float(high), level=level)
