@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
-from .options import Batch, Cache, Join, Labels, MapColumns, NewFolder, Resume
+from .options import Batch, Cache, Join, Labels, MapColumns, NewFolder, Resume, Seed
 
 if TYPE_CHECKING:
     from visalign.pipelines.evaluate.job import EvaluateOptions
@@ -61,7 +61,7 @@ def evaluate(
     cache: Cache = None,
     batch_size: Batch = 32,
     max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failures.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    seed: Seed = 0,
     resamples: Annotated[int, typer.Option(help="Bootstrap draws.", min=100)] = 1_000,
     bins: Annotated[int, typer.Option(help="Of the reliability diagram.", min=1)] = 10,
 ) -> None:

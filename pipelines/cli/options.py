@@ -45,8 +45,8 @@ Tables = Annotated[
     Path | None, typer.Option("--tables", help="A new folder: every table as CSV and as LaTeX.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was stopped in --output.")]
-Batch = Annotated[int, typer.Option(help="Images or pairs judged at once.", min=1)]
-Seed = Annotated[int, typer.Option(help="Of everything that is drawn.", min=0)]
+Batch = Annotated[int, typer.Option(help="Images or pairs judged at once.", min=1, max=2**32 - 1)]
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn.", min=0, max=2**32 - 1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")]
 

@@ -13,8 +13,10 @@ from visalign.errors import UserError, suggestion
 from visalign.schema import STRICT
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+MOST = 2**32 - 1
+"""Largest whole number of a setting: what seeds and sizes are multiplied by leaves 64 bits to spare."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

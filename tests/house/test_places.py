@@ -88,6 +88,20 @@ def test_a_folder_that_may_not_be_written_is_refused(here: Path) -> None:
     assert result.exit_code == 2 and "cannot be written (Permission" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("probe-reward", "sharpness", "--seed", "99999999999999999999"), "4294967295"),
+        (("train", "text_sft", "optimizer.micro_batch=99999999999999999999", "-o", "x"), "below 2^63"),
+        (("train", "shapes_hp", "seed=99999999999999999999", "-o", "x"), "less than or equal to 4294967295"),
+    ],
+    ids=["seed", "micro_batch", "configuration"],
+)
+def test_a_number_of_more_than_64_bits_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    result = visalign(*arguments)
+    assert result.exit_code == 2 and message in result.stderr and not Path("x").exists()
+
+
 def test_a_full_disk_in_score_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Any, entries: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -265,6 +265,7 @@ def test_nothing_is_written_when_something_cannot_be_used(inputs, tmp_path, over
         ("run.device=gpu", r"got 'gpu' .*expected one of 'auto', 'cpu'"),
         ("run.max_seconds=0", r"Key 'run\.max_seconds' .*got 0 .*greater than 0"),
         ("seed=-1", "Key 'seed' .*got -1 .*greater than or equal to 0"),
+        ("seed=99999999999999999999", "Key 'seed' .*less than or equal to 4294967295"),
     ],
 )
 def test_configurations_that_cannot_work_are_refused_at_once(inputs, override, message):

@@ -112,9 +112,11 @@ def choice(name: str, given: str, allowed: Sequence[str]) -> None:
 
 
 def at_least(name: str, given: float, least: float) -> None:
-    """Refuse a setting below the least, or one that is not finite."""
+    """Refuse a setting below the least, one that is not finite, or a whole number of more than 63 bits."""
     if not (math.isfinite(given) and given >= least):
         raise UserError(f"{name} is {given}; it must be a finite number of at least {least}.")
+    if isinstance(given, int) and given >= 2**63:
+        raise UserError(f"{name} is {given}; it must be a whole number below 2^63.")
 
 
 def above_zero(name: str, given: float) -> None:
