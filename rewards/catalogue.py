@@ -33,6 +33,7 @@ CATALOGUE: dict[str, Entry] = {
     "edge_density": (_STATISTIC, {"statistic": "edge_density"}),
     "hpsv3": "visalign.rewards.hpsv3.judge:HPSv3",
     "visual_quality_r1": "visalign.rewards.questions.visual_quality_r1:VisualQuality",
+    "edit_reward": "visalign.rewards.hpsv3.edit_reward:EditReward",
     "lora_ensemble": "visalign.rewards.hpsv3.ensemble_judge:LoraEnsembleReward",
     "reward_dance": "visalign.rewards.questions.reward_dance:RewardDance",
     "reward_dance_pairs": "visalign.rewards.questions.reward_dance:RewardDancePairs",

@@ -30,7 +30,7 @@ from visalign.rewards.weights.hub import SMALL_FILES, local_folder, revision_of
 from visalign.vision.patches import smart_resize as _smart_resize
 
 from .head import RanknetHead
-from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model
+from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_token
 from .published import PUBLISHED_TEMPLATE
 
 PIXELS = 448 * 448
@@ -73,7 +73,7 @@ def load_hpsv3(
         FileNotFoundError: a part is missing.
         RewardError: keys that are missing or unexpected, each named.
     """
-    folder = _folder(place)
+    folder = find_weights(place)
     if folder.is_dir() and "head" in JudgeSettings.read(folder).rest:
         model = _load_ours(folder, base, template, device=device, dtype=dtype, **options)
     else:
@@ -129,14 +129,45 @@ def _load_published(
     dtype: torch.dtype,
     **options: Any,
 ) -> HPSv3Model:
+    options = {"device": device, "dtype": dtype, **options}
+    engine, heads = published_engine(place, base, usual=BASE, heads="rm_head.", **options)
+    template = template or engine.template("hpsv3", PUBLISHED_TEMPLATE)
+    return HPSv3Model(engine, _head(heads).to(engine.network.device), template=template, clamp=None)
+
+
+def published_engine(
+    place: Path,
+    base: str | Path | None,
+    *,
+    usual: str | Path | None,
+    heads: str,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    **options: Any,
+) -> tuple[VisionLanguageEngine, dict[str, Tensor]]:
+    """(model, tensors of its heads) of one weight file or its folder, whose tokenizer gets the reward token.
+
+    Args:
+        place: file or folder.
+        base: folder or hub id with config and processor; that of the folder, else `usual`, when None.
+        usual: the base where nothing is said; None where there are several.
+        heads: how the names of the heads' tensors begin.
+        device: where it runs.
+        dtype: of the model.
+        **options: of `VisionLanguageEngine` and `PLACING`.
+    """
     file, folder = (place, place.parent) if place.is_file() else (_weight_file(place), place)
     settings = JudgeSettings.read(folder)
-    template = template or settings.templates.get("hpsv3", PUBLISHED_TEMPLATE)
-    own = (folder / "config.json").is_file()
-    source = find_model(base or (folder if own else BASE), SMALL_FILES)
+    own = folder if (folder / "config.json").is_file() else usual
+    if base is None and own is None:
+        raise RewardError(
+            f"{folder} holds no config.json; give as base the model that the weights were trained from "
+            "(folder or hub id), whose config and processor they need."
+        )
+    source = find_model(base or own or "", SMALL_FILES)
     processor = load_processor(source)
     state = read_tensors(file, "model" if file.suffix in (".pt", ".pth") else None, optional=True)
-    head = _head({key: state.pop(key) for key in list(state) if key.startswith("rm_head.")})
+    found = {key: state.pop(key) for key in list(state) if key.startswith(heads)}
     placing = {name: options.pop(name) for name in PLACING if name in options}
     model = _backbone(source, _renamed(state), placing_options(dtype, device, **placing))
     options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
@@ -146,8 +177,7 @@ def _load_published(
         processor,
         **{"name": folder.name, "settings": settings, **options},
     )
-    found = HPSv3Model(engine, head.to(engine.network.device), template=template, clamp=None)
-    found.add_token(model.get_input_embeddings().weight[-1].clone())
+    add_reward_token(engine)
     vocabulary, place_of = len(model.get_input_embeddings().weight), engine.rows.specials[REWARD_TOKEN]
     if place_of != vocabulary - 1:
         raise RewardError(
@@ -156,7 +186,7 @@ def _load_published(
         )
     engine.settle(fingerprint(file))
     engine.revision = revision_of(folder)
-    return found
+    return engine, found
 
 
 def _backbone(source: str | Path, state: dict[str, Tensor], options: dict[str, Any]) -> Any:
@@ -219,7 +249,7 @@ def _weight_file(folder: Path) -> Path:
     return files[0]
 
 
-def _folder(place: str | Path) -> Path:
+def find_weights(place: str | Path) -> Path:
     """An existing file or folder; hub ids are fetched."""
     from visalign.data.assets import resolve_model
 

@@ -115,14 +115,8 @@ class HPSv3Model(nn.Module):
         """Give the tokenizer its reward token, and the model a row for it, where they are missing; its
         embedding is the mean of all others when None.
         """
-        from transformers import AddedToken
-
+        missing = add_reward_token(self.engine)
         tokenizer = self.engine.processor.tokenizer
-        missing = REWARD_TOKEN not in self.engine.rows.specials
-        if missing:
-            tokenizer.add_tokens(
-                [AddedToken(REWARD_TOKEN, special=True, normalized=False)], special_tokens=True
-            )
         model: Any = self.engine.model
         place = tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         weight = model.get_input_embeddings().weight
@@ -135,7 +129,6 @@ class HPSv3Model(nn.Module):
                 mean = weight[:place].float().mean(0) if embedding is None else embedding
                 weight[place] = mean.to(weight)
         model.get_input_embeddings().weight.requires_grad_(trained)
-        self.engine.rows.refresh()
 
     def encode(self, images: Sequence[Tensor], prompts: Sequence[str]) -> HPSv3Batch:
         """B pictures [3, H, W], float in [0, 1] or uint8, and prompts as rows; may be done once for a whole
@@ -206,3 +199,15 @@ class HPSv3Model(nn.Module):
         templates = {**settings.templates, "hpsv3": self.template}
         JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
         (folder / HEAD_FILE).chmod((folder / "judge.json").stat().st_mode)
+
+
+def add_reward_token(engine: VisionLanguageEngine) -> bool:
+    """Give the tokenizer its reward token; whether it was missing."""
+    from transformers import AddedToken
+
+    missing = REWARD_TOKEN not in engine.rows.specials
+    if missing:
+        token = AddedToken(REWARD_TOKEN, special=True, normalized=False)
+        engine.processor.tokenizer.add_tokens([token], special_tokens=True)
+        engine.rows.refresh()
+    return missing

@@ -173,8 +173,8 @@ def _known(place: Path) -> Path:
     if kind and kind not in CONFIG_MAPPING:
         raise RewardError(
             f"{place.name} is a {kind!r}, which transformers {__version__} does not know. Code that comes "
-            "with a checkpoint is not run here; give a model of the families Qwen2-VL, Qwen2.5-VL, Qwen3-VL or "
-            "InternVL, or ask this one through a server of its own."
+            "with a checkpoint is not run here; give a model of the families Qwen2-VL, Qwen2.5-VL, Qwen3-VL "
+            "or InternVL, or ask this one through a server of its own."
         )
     return place
 

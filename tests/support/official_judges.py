@@ -230,18 +230,20 @@ def _seeing(folder: Path, seed: int, **changes: Any) -> tuple[Any, Any]:
     return model.eval(), processor
 
 
-def _asked(processor: Any, text: str, image: Image.Image) -> Any:
-    """The processor's inputs; the picture is resized before, by PIL, as qwen-vl-utils does it, and in the
+def _asked(processor: Any, text: str, *images: Image.Image) -> Any:
+    """The processor's inputs; a picture is resized before, by PIL, as qwen-vl-utils does it, and in the
     order of Pillow up to 12, the width first: 13 takes the height first where that is cheaper.
     """
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    height, width = smart_resize(image.height, image.width, factor=8, **PIXELS)
-    bicubic = Image.Resampling.BICUBIC
-    image = image.resize((width, image.height), bicubic).resize((width, height), bicubic)
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+    shown, bicubic = [], Image.Resampling.BICUBIC
+    for image in images:
+        height, width = smart_resize(image.height, image.width, factor=8, **PIXELS)
+        shown.append(image.resize((width, image.height), bicubic).resize((width, height), bicubic))
+    content = [*({"type": "image"} for _ in shown), {"type": "text", "text": text}]
+    messages = [{"role": "user", "content": content}]
     written = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return processor(text=[written], images=[image], return_tensors="pt")
+    return processor(text=[written], images=shown, return_tensors="pt")
 
 
 def vqa_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
@@ -313,18 +315,78 @@ def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     return HPSv3(folder / "hpsv3" / "HPSv3.safetensors", base=base, **PIXELS), official
 
 
+def edit_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """The released forward once for each head: source and edit, the head at every token, read at the reward
+    token, the mean of both heads' outputs; the first of them.
+    """
+    from safetensors.torch import save_file
+
+    from visalign.rewards.hpsv3.edit_reward import QUESTIONS, EditReward
+
+    base = folder / "base"
+    _, processor = _seeing(base, 12)
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|Reward|>"]})
+    token = processor.tokenizer.convert_tokens_to_ids("<|Reward|>")
+    model: Any = tiny_seeing_model("qwen2_5_vl", vocab_size=token + 1, max_position_embeddings=8192)
+    model.config.tie_word_embeddings = False
+    tiny_seeing_model("qwen2_5_vl", max_position_embeddings=8192).config.save_pretrained(base)
+    state = weights({key: tuple(value.shape) for key, value in model.state_dict().items()}, 13)
+    state["lm_head.weight"] = state["model.language_model.embed_tokens.weight"].clone()
+    model.load_state_dict(state)
+    heads = [_ranknet_head(32, 14), _ranknet_head(32, 15)]
+    both = {f"rm_heads.head_{n}.{key}": held for n, own in enumerate(heads) for key, held in own.items()}
+    save_file({k: v.contiguous() for k, v in (state | both).items()}, folder / "model.safetensors")
+
+    def official() -> Tensor:
+        trunk, found = model.eval().model, []
+        for image, prompt in zip(pictures(), _SPELLED, strict=True):
+            said = []
+            for question, own in zip(QUESTIONS, heads, strict=True):
+                text = question.messages[0]["content"][2]["text"].replace("{prompt}", prompt)
+                inputs = _asked(processor, text, SOURCE, image)
+                ids = inputs["input_ids"]
+                embedded = trunk.get_input_embeddings()(ids)
+                seen = trunk.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+                mask = (ids == model.config.image_token_id)[..., None].expand_as(embedded)
+                embedded = embedded.masked_scatter(mask, torch.cat(list(seen.pooler_output)))
+                states = trunk.language_model(
+                    inputs_embeds=embedded, attention_mask=inputs["attention_mask"]
+                )[0]
+                layers = nn.Sequential(
+                    nn.Linear(32, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU()
+                ).append(nn.Linear(16, 2))
+                layers.load_state_dict(own)
+                said.append(layers.eval()(states)[ids == token].view(1, -1))
+            found.append(torch.stack(said).mean(0)[0, 0])
+        return torch.stack(found)
+
+    return EditReward(folder / "model.safetensors", base=base, **PIXELS), official
+
+
+def _ranknet_head(width: int, seed: int) -> dict[str, Tensor]:
+    """Tensors of the published head under the names of its layers."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "0.weight": (1024, width),
+        "3.weight": (16, 1024),
+        "5.weight": (2, 16),
+    }
+    return weights(shapes | {"0.bias": (1024,), "3.bias": (16,), "5.bias": (2,)}, seed)
+
+
+SOURCE = Image.fromarray(np.random.default_rng(8).integers(0, 256, (36, 30, 3), dtype=np.uint8))
+"""What the pictures are edits of, for judges of edits."""
 _SPELLED = ["a red circle", "two squares", "a cat on a mat", "x"]
 """Prompts in letters of the tiny tokenizer."""
 JUDGES = {
     **{"pick_score": pick_score, "ict": ict, "hp": hp, "laion_aesthetic": laion_aesthetic, "hps_v2": hps_v2},
-    **{"vqa_score": vqa_score, "hpsv3": hpsv3},
+    **{"vqa_score": vqa_score, "hpsv3": hpsv3, "edit_reward": edit_reward},
 }
 """Name -> (our judge on a checkpoint that it makes in a folder, the official scores of it)."""
 
 
 def prompts_of(name: str) -> list[str]:
     """What a judge is asked with."""
-    return _SPELLED if name in ("vqa_score", "hpsv3") else PROMPTS
+    return _SPELLED if name in ("vqa_score", "hpsv3", "edit_reward") else PROMPTS
 
 
 def main() -> None:

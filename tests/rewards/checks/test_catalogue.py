@@ -106,6 +106,7 @@ def test_catalogue_names_load_lazily():
         "jpeg_size",
         "sharpness",
         "hpsv3",
+        "edit_reward",
         "lora_ensemble",
         "unified_reward",
         "unified_reward_pairs",

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501, W291
+"""EditReward: how much people prefer an edit of a picture for its instruction, by two heads of HPSv3's kind.
+
+Source: Wu et al., "EditReward", arXiv 2509.26346; the questions, letter by letter, and the forward are those of
+github.com/TIGER-AI-Lab/EditReward, MIT licence, copyright (c) 2025 TIGER Lab (configs with "ranknet_multi_head"
+and "mean"). Checkpoints: the collection TIGER-Lab/editreward, one weight file under the names of HPSv3's, with two heads
+`rm_heads.head_0`, `rm_heads.head_1`. As with HPSv3 embeddings are handed to the language model without ids, so
+that positions are plain ("1d"); a reward token in a prompt is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.vlm.engine import VisionLanguageEngine, check_loading
+from visalign.rewards.vlm.requests import requests
+from visalign.rewards.vlm.template import Template
+from visalign.rewards.weights.checkpoint_files import dtype_of
+
+from .head import PLACES, RanknetHead
+from .loading import find_weights, published_engine
+from .model import REWARD_TOKEN
+
+_FOLLOWING = """
+You are tasked with evaluating an edited image **in comparison with the original source image** based on **Instruction Following & Semantic Fidelity**, and assigning a score from 1 to 4, with 1 being the worst and 4 being the best.  
+This dimension focuses on how accurately, completely, and exclusively the model executed the given text instruction.
+
+**Inputs Provided:**  
+- Source Image (before editing)  
+- Edited Image (after applying the instruction)  
+- Text Instruction  
+
+**Sub-Dimensions to Evaluate:**
+
+- **Semantic Accuracy:**  
+  Assess whether the edited content accurately captures the semantics of the instruction. The edited result should precisely match the intended meaning. For example, if the instruction is "replace apples with oranges," the object must clearly be oranges, not other fruits.
+
+- **Completeness of Editing:**  
+  Check whether **all parts** of the instruction are fully executed. For multi-step edits (e.g., "replace a red car with a blue bicycle"), both the color change and the object replacement must be done without omissions.
+
+- **Exclusivity of Edit (No Over-Editing):**  
+  Ensure that only the requested parts are changed. The rest of the image (as seen in the source) should remain unaltered. For example, if the instruction only involves replacing an object, the background, lighting, and unrelated objects should not be unnecessarily modified.
+
+**Scoring Criteria:**
+- **4 (Very Good):** Perfectly accurate, complete, and exclusive execution of the instruction.  
+- **3 (Relatively Good):** Largely correct, but with minor omissions or slight over-editing.  
+- **2 (Relatively Poor):** Major misinterpretation, incomplete edits, or noticeable unintended changes.  
+- **1 (Very Poor):** Instruction ignored or completely wrong execution.
+
+Text instruction - {prompt}
+"""
+_QUALITY = """
+You are tasked with evaluating an edited image **in comparison with the original source image** based on **Visual Quality & Realism**, and assigning a score from 1 to 4, with 1 being the worst and 4 being the best.  
+This dimension focuses on how realistic, artifact-free, and aesthetically appealing the edited image is, while remaining consistent with the source image.
+
+**Inputs Provided:**  
+- Source Image (before editing)  
+- Edited Image (after applying the instruction)  
+- Text Instruction  
+
+**Sub-Dimensions to Evaluate:**
+
+- **Plausibility & Physical Consistency:**  
+  Check whether the edit aligns with the laws of physics and the scene context. Lighting, shadows, reflections, perspective, size, and interactions with the environment should all appear natural compared to the source image.
+
+- **Artifact-Free Quality:**  
+  Look for technical flaws such as blur, distortions, pixel misalignment, unnatural textures, or seams around edited regions. High-quality results should be free from such visible artifacts.
+
+- **Aesthetic Quality:**  
+  Evaluate the overall harmony and visual appeal. The image should look natural, balanced, and pleasant. Colors, composition, and atmosphere should enhance the image rather than degrade it.
+
+**Scoring Criteria:**
+- **4 (Very Good):** Perfectly realistic, artifact-free, seamless, and aesthetically pleasing.  
+- **3 (Relatively Good):** Mostly realistic and clean, with only minor flaws that do not significantly distract.  
+- **2 (Relatively Poor):** Noticeable physical inconsistencies or visible artifacts that make the edit unnatural.  
+- **1 (Very Poor):** Severe artifacts, incoherent composition, or visually unusable result.
+
+Text instruction - {prompt}
+"""
+_TAIL = """
+Please provide the overall ratings of this image: <|Reward|>
+
+END
+"""
+
+
+def _question(name: str, text: str) -> Template:
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": text + _TAIL}]
+    return Template(name=name, messages=[{"role": "user", "content": content}])
+
+
+QUESTIONS = (_question("edit_reward_following", _FOLLOWING), _question("edit_reward_quality", _QUALITY))
+"""Of each head; the source picture comes first."""
+
+
+class EditReward:
+    """Mean of two heads' rewards in Bradley-Terry logits, unbounded; the source is the record's "source".
+
+    The parts "following" and "quality" are the heads' own means. `std` is the geometric mean of the heads'
+    deviations, as published; it is trained as HPSv3's is, and carries as little.
+    """
+
+    name = "edit_reward"
+    unit = "logit"
+    range = (-math.inf, math.inf)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        base: str | Path | None = None,
+        device: str | torch.device = "cpu",
+        precision: str = "auto",
+        **options: Any,
+    ) -> None:
+        """Note the model, which is loaded at the first score.
+
+        Args:
+            model: the published file, its folder, or hub id.
+            base: folder or hub id of the model that it was trained from, whose config and processor are needed
+                where the folder has none: "Qwen/Qwen2.5-VL-7B-Instruct", "XiaomiMiMo/MiMo-VL-7B-SFT-2508", ...
+            device: where it runs.
+            precision: of the vision-language model, as in `engine_of`; the heads are float32 always.
+            **options: of `engine_of`: attention, device_map, quantisation, positions, min_pixels, ...
+
+        Raises:
+            ValueError: an unknown precision. What loading raises comes with the first score.
+        """
+        check_loading(self.name, options)
+        self._model, self._base = model, base
+        self._options = {"device": device, "dtype": dtype_of(precision, "edit_reward: ", device), **options}
+
+    @cached_property
+    def _loaded(self) -> tuple[VisionLanguageEngine, list[RanknetHead]]:
+        place = find_weights(self._model)
+        engine, state = published_engine(place, self._base, usual=None, heads="rm_heads.", **self._options)
+        engine.model.eval().requires_grad_(False)
+        heads = [_head(state, number).to(engine.network.device) for number in range(2)]
+        if state:
+            raise RewardError(f"{place.name} holds more than two heads: {', '.join(sorted(state)[:4])}.")
+        return engine, heads
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        engine = self._loaded[0]
+        texts = "".join(engine.template(one.name, one).text for one in QUESTIONS)
+        return Identity(judge=self.name, **{**engine.identity_fields(QUESTIONS[0]), "template": texts})
+
+    @torch.no_grad()
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score per edit; the prompt is its instruction, and the metadata hold its "source"."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons, size = list(request.images.reasons), len(request)
+        engine, heads = self._loaded
+        rows, queries = requests(request, QUESTIONS[0], reasons, source=True)
+        said: list[Tensor] = []
+        for question, head in zip(QUESTIONS, heads, strict=True):
+            found = engine.hidden(engine.template(question.name, question), queries, at=REWARD_TOKEN)
+            said.append(head(found.states.to(engine.network.device)).cpu())
+            for row, reason in zip(rows, found.reasons, strict=True):
+                reasons[row] = reasons[row] or reason
+        following, quality = (scatter(one[:, 0], rows, size) for one in said)
+        log_std = scatter((said[0][:, 1] + said[1][:, 1]) / 2, rows, size)
+        value, std = (following + quality) / 2, log_std.exp()
+        for row in rows:
+            if reasons[row] is None and not math.isfinite(float(value[row] + std[row])):
+                reasons[row] = f"the model gave mean {float(value[row])} and deviation {float(std[row])}"
+        parts = {"following": following, "quality": quality}
+        return make_scores(value, reasons, self.unit, std=std, parts=parts)
+
+
+def _head(state: dict[str, Tensor], number: int) -> RanknetHead:
+    """One head, whose tensors are taken out of the state."""
+    found = {}
+    for place in PLACES:
+        for kind in ("weight", "bias"):
+            key = f"rm_heads.head_{number}.{place}.{kind}"
+            if key not in state:
+                raise RewardError(
+                    f"The weights hold no {key}, so they are no EditReward with two heads; give the file as it was "
+                    "published."
+                )
+            found[f"rm_head.{place}.{kind}"] = state.pop(key)
+    try:
+        return RanknetHead.from_state_dict(found)
+    except ValueError as error:
+        raise RewardError(str(error)) from error
