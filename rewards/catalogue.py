@@ -23,6 +23,8 @@ CATALOGUE: dict[str, Entry] = {
     "hps_v2": "visalign.rewards.scorers.hps_v2:HpsV2",
     "laion_aesthetic": "visalign.rewards.scorers.laion_aesthetic:LaionAesthetic",
     "image_reward": "visalign.rewards.scorers.image_reward:ImageReward",
+    "mps": "visalign.rewards.scorers.mps:Mps",
+    "iqa": "visalign.rewards.scorers.iqa:Iqa",
     "ict": "visalign.rewards.scorers.ict:Ict",
     "hp": "visalign.rewards.scorers.hp:Hp",
     "ict_hp": "visalign.rewards.scorers.ict_hp:IctHp",

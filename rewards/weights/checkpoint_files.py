@@ -77,6 +77,43 @@ def read_tensors(file: str | Path, inside: str | None = None, *, optional: bool 
     return dict(content)
 
 
+class _Inert:
+    """What stands for an object of a class that a file names: its attributes, none of its code."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+def read_module(file: str | Path) -> dict[str, Tensor]:
+    """The state dict of a file that holds a pickled module, or a state dict itself. No class that the file
+    names is imported and no function of it is called: an empty class stands for each, of which parameters and
+    buffers are collected.
+    """
+    file = Path(file)
+    if not file.is_file() or file.suffix == ".safetensors":
+        return read_tensors(file)
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        known: list[Any] = [(type("Inert", (_Inert,), {}), name) for name in named]
+        with torch.serialization.safe_globals(known):
+            content = _read(file)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise RewardError(
+            f"{file} cannot be read as a pickled module without its code ({type(error).__name__}: "
+            f"{first_sentence(error)}). Load it where its code is installed, and store module.state_dict() "
+            "as .safetensors."
+        ) from error
+    return _collected(content, "") if isinstance(content, _Inert) else read_tensors(file)
+
+
+def _collected(module: _Inert, prefix: str) -> dict[str, Tensor]:
+    """Parameters and buffers of a module and those inside it."""
+    held = {**getattr(module, "_parameters", {}), **getattr(module, "_buffers", {})}
+    found = {prefix + key: value.detach() for key, value in held.items() if isinstance(value, Tensor)}
+    for key, inside in getattr(module, "_modules", {}).items():
+        found |= _collected(inside, f"{prefix}{key}.")
+    return found
+
+
 def read_folder(folder: str | Path) -> dict[str, Tensor]:
     """The state dict of a transformers folder: one file or shards, safetensors before .bin."""
     folder = Path(folder)

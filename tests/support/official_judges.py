@@ -9,10 +9,14 @@ tests/rewards/scorers/test_official.py holds ours against.
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -375,11 +379,102 @@ def _ranknet_head(width: int, seed: int) -> dict[str, Tensor]:
 
 SOURCE = Image.fromarray(np.random.default_rng(8).integers(0, 256, (36, 30, 3), dtype=np.uint8))
 """What the pictures are edits of, for judges of edits."""
+
+
+def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """The evaluation's forward on the released cross model, whose code stands in the folder that MPS_CODE
+    names; without it the frozen numbers.
+    """
+    from visalign.rewards.scorers.mps import OVERALL, Mps
+
+    state = {f"model.{k}": v for k, v in weights(transformers_clip(**LARGE), 16).items()}
+    state |= weights(mps_layers(16, 8, 2, layers=2), 17)
+    (folder / "config.json").write_text(json.dumps(tiny_clip_config(VOCABULARY, 2)))
+    file = folder / "MPS_overall_checkpoint.pth"
+    save_pickled_module(state, file)
+
+    def official() -> Tensor:
+        if "MPS_CODE" not in os.environ:
+            return torch.tensor(json.loads(FROZEN.read_text())["mps"])
+        sys.path.insert(0, os.environ["MPS_CODE"])
+        layers = import_module("trainer.models.cross_modeling").Cross_model(16, 2, 8, 2)
+        layers.load_state_dict(
+            {k.removeprefix("cross_model."): v for k, v in state.items() if k.startswith("cross_model.")}
+        )
+        torch.save(
+            {k[6:]: v for k, v in state.items() if k.startswith("model.")}, folder / "pytorch_model.bin"
+        )
+        clip, found = _clip_model(folder), []
+        tokens = _clip_tokens()
+
+        def words(text: str) -> tuple[Tensor, Tensor]:
+            ids = tokens(
+                [text], padding="max_length", truncation=True, max_length=CONTEXT, return_tensors="pt"
+            )
+            told = clip.text_model(input_ids=ids["input_ids"])
+            return clip.text_projection(told.last_hidden_state), clip.text_projection(told.pooler_output)
+
+        for image, prompt in zip(pictures(), PROMPTS, strict=True):
+            text, end = words(prompt)
+            seen = clip.vision_model(pixel_values=_processed([image])).last_hidden_state
+            seen = clip.visual_projection(seen)
+            like = torch.einsum("bid,bjd->bji", text, words(OVERALL)[0]).max(1, keepdim=True)[0]
+            mask = torch.where(like / like.max() > 0.3, 0, float("-inf")).repeat(1, seen.shape[1], 1)
+            said = F.normalize(layers(seen, text, mask)[:, 0], dim=-1)
+            found.append(clip.logit_scale.exp() * (F.normalize(end, dim=-1) @ said.T)[0, 0])
+        return torch.stack(found)
+
+    return Mps(file), official
+
+
+def mps_layers(width: int, head: int, heads: int, *, layers: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of MPS's cross model under the published names, whose feedforward is four times as wide."""
+    inner, query, found = 4 * width, head * heads, {}
+    for number in range(layers):
+        cross, block = (f"cross_model.layers.{number}.{part}.fn." for part in (0, 1))
+        for one in (cross, block):
+            found |= {f"{one}norm.weight": (width,), f"{one}norm.bias": (width,)}
+        found |= {f"{cross}to_q.weight": (query, width), f"{cross}to_kv.weight": (2 * head, width)}
+        found |= {f"{cross}to_out.weight": (width, query), f"{cross}ff.0.weight": (2 * inner, width)}
+        found |= {f"{cross}ff.2.weight": (width, inner), f"{block}rotary_emb.inv_freq": (head // 2,)}
+        found |= {f"{block}fused_attn_ff_proj.weight": (query + 2 * head + 2 * inner, width)}
+        found |= {f"{block}attn_out.weight": (width, query), f"{block}ff_out.1.weight": (width, inner)}
+    return found
+
+
+def save_pickled_module(state: dict[str, Tensor], file: Path) -> None:
+    """Write a module of a class that nobody can import later, as MPS is published; the rotary frequencies are
+    written into the state.
+    """
+    place = ModuleType("trainer")
+    kind = type("CLIPModel", (nn.Module,), {"__module__": place.__name__})
+    place.CLIPModel = kind  # type: ignore[attr-defined]
+    root: Any = kind()
+    for key, held in state.items():
+        if key.endswith("inv_freq"):
+            state[key] = held = 1 / 10000 ** (torch.arange(0, 2 * len(held), 2).float() / (2 * len(held)))
+        *parents, name = key.split(".")
+        module: Any = root
+        for parent in parents:
+            if parent not in module._modules:
+                module.add_module(parent, kind())
+            module = module._modules[parent]
+        if held.is_floating_point() and not name.endswith(("bias", "inv_freq")):
+            module.register_parameter(name, nn.Parameter(held))
+        else:
+            module.register_buffer(name, held)
+    sys.modules[place.__name__] = place
+    try:
+        torch.save(root, file)
+    finally:
+        del sys.modules[place.__name__]
+
+
 _SPELLED = ["a red circle", "two squares", "a cat on a mat", "x"]
 """Prompts in letters of the tiny tokenizer."""
 JUDGES = {
     **{"pick_score": pick_score, "ict": ict, "hp": hp, "laion_aesthetic": laion_aesthetic, "hps_v2": hps_v2},
-    **{"vqa_score": vqa_score, "hpsv3": hpsv3, "edit_reward": edit_reward},
+    **{"vqa_score": vqa_score, "hpsv3": hpsv3, "edit_reward": edit_reward, "mps": mps},
 }
 """Name -> (our judge on a checkpoint that it makes in a folder, the official scores of it)."""
 

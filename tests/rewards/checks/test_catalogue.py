@@ -91,6 +91,8 @@ def test_catalogue_names_load_lazily():
         "hps_v2",
         "laion_aesthetic",
         "image_reward",
+        "mps",
+        "iqa",
         "ict",
         "hp",
         "ict_hp",

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of pyiqa by name: MUSIQ, NIMA, CLIP-IQA and others of the picture alone, SSIM or LPIPS to a source.
+
+It needs the extra `iqa` (github.com/chaofengc/IQA-PyTorch, whose licence is not commercial; read it). Weights
+are fetched by pyiqa itself when a metric is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from visalign.errors import did_you_mean, nearest
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.vlm.requests import source_pictures
+
+
+class Iqa:
+    """One metric of pyiqa, in its own unit; where it says that lower is better, `higher_is_better` is False.
+
+    A metric with a reference compares with the record's "source". A picture that the metric refuses, or gives
+    no finite number, has no score.
+    """
+
+    name = "iqa"
+    unit = "the metric's own"
+    range = (-math.inf, math.inf)
+    higher_is_better = True
+
+    def __init__(self, metric: str = "musiq", *, device: str | torch.device = "cpu", **options: Any) -> None:
+        """Find the metric; its network is made at the first score.
+
+        Args:
+            metric: a name of `pyiqa.list_models()`.
+            device: where it runs.
+            **options: of pyiqa's `create_metric`, such as pretrained_model_path for weights of one's own.
+
+        Raises:
+            RewardError: pyiqa is not installed, or knows no such metric of single pictures.
+        """
+        try:
+            configs = import_module("pyiqa.default_model_configs").DEFAULT_CONFIGS
+        except ImportError as error:
+            raise RewardError(
+                f"{self.name}: pyiqa cannot be imported ({error}). Install it: python -m pip install "
+                '"visalign[iqa]".'
+            ) from error
+        known = {key: told for key, told in configs.items() if not key.startswith(("fid", "inception"))}
+        if metric not in known:
+            hint = did_you_mean(nearest(metric, known, limit=3))
+            raise RewardError(
+                f"{self.name}: pyiqa has no metric {metric!r} of single pictures. {hint}".rstrip()
+            )
+        self.metric, self._device, self._options = metric, torch.device(device), options
+        self.unit = f"{metric} of pyiqa"
+        self.higher_is_better = not known[metric].get("lower_better", False)
+        self.has_reference = known[metric].get("metric_mode") == "FR"
+
+    @cached_property
+    def model(self) -> Any:
+        """pyiqa's metric."""
+        return import_module("pyiqa").create_metric(self.metric, device=self._device, **self._options).eval()
+
+    @property
+    def identity(self) -> Identity:
+        """What the scores depend on."""
+        try:
+            library = f"pyiqa {version('pyiqa')}"
+        except PackageNotFoundError:
+            library = "pyiqa"
+        return Identity(judge=self.name, model=f"{library}: {self.metric}", options=dict(self._options))
+
+    @torch.no_grad()
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score per image, each by itself at its own size; prompts are not looked at."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        sources = source_pictures(request.metadata, reasons) if self.has_reference else {}
+        value = torch.full((len(request),), torch.nan)
+        for row, image in request.images.readable():
+            if reasons[row] is not None:
+                continue
+            shown = [one[None].to(self._device) for one in (image, *([sources[row]] if sources else []))]
+            try:
+                said = self.model(*shown)
+            except (RuntimeError, ValueError, AssertionError, IndexError) as error:
+                reasons[row] = f"pyiqa's {self.metric} refuses the picture: {str(error).splitlines()[0]:.120}"
+                continue
+            found = float((said[0] if isinstance(said, tuple) else said).reshape(-1)[0])
+            value[row] = found
+            reasons[row] = None if math.isfinite(found) else f"pyiqa's {self.metric} gives {found}"
+        return make_scores(value, reasons, self.unit)

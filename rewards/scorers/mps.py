@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MPS: a CLIP ViT-H/14 whose picture attends to those words of the prompt that a condition speaks of.
+
+Source: Zhang et al., "Learning Multi-dimensional Human Preference for Text-to-Image Generation", CVPR 2024;
+code github.com/Kwai-Kolors/MPS (MIT). Four layers of cross attention from the picture's tokens to the
+prompt's, each followed by a parallel block of attention and feedforward with rotary positions; keys and
+values have one head.
+
+The published file is a pickled module. Its tensors are read and none of its code (`read_module`). Upstream
+divides the likeness of words and condition by its maximum over the batch; here over each prompt, which is the
+same for the single prompts of its evaluation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
+from visalign.rewards.base.identity import Identity, fingerprint
+from visalign.rewards.catalogue import check_options
+from visalign.rewards.clip.encoder import ClipParts
+from visalign.rewards.clip.published_layouts import CLIP_VIT_H_14, load_transformers_clip
+from visalign.rewards.clip.towers import ClipTowers, cosine
+from visalign.rewards.weights.checkpoint_files import drop_known, load_strict, read_module
+from visalign.rewards.weights.resize import fitting_pictures
+
+OVERALL = (
+    "light, color, clarity, tone, style, ambiance, artistry, shape, face, hair, hands, limbs, structure, "
+    "instance, texture, quantity, attributes, position, number, location, word, things."
+)
+"""The published condition of overall preference."""
+
+
+class Gated(nn.Module):
+    """x · SiLU(gate) of the two halves (SwiGLU, Shazeer, arXiv 2002.05202)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = x.chunk(2, dim=-1)
+        return x * F.silu(gate)
+
+
+class CrossAttention(nn.Module):
+    """x + attention(norm x, context) + feedforward(norm x), one head of keys and values for all."""
+
+    def __init__(self, width: int, head: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.head = head
+        self.norm = nn.LayerNorm(width)
+        self.to_q = nn.Linear(width, head * heads, bias=False)
+        self.to_kv = nn.Linear(width, 2 * head, bias=False)
+        self.to_out = nn.Linear(head * heads, width, bias=False)
+        self.ff = nn.Sequential(
+            nn.Linear(width, 2 * inner, bias=False), Gated(), nn.Linear(inner, width, bias=False)
+        )
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
+        """[B, n, D] of queries [B, n, D], context [B, m, D] and an additive mask [B, 1, 1, m]."""
+        normed = self.norm(x)
+        query = self.to_q(normed).unflatten(-1, (-1, self.head)).transpose(1, 2)
+        key, value = self.to_kv(context)[:, None].expand(-1, query.shape[1], -1, -1).chunk(2, dim=-1)
+        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return x + self.to_out(seen.transpose(1, 2).flatten(2)) + self.ff(normed)
+
+
+class ParallelBlock(nn.Module):
+    """x + attention(norm x) + feedforward(norm x), with rotary positions and one head of keys and values."""
+
+    def __init__(self, width: int, head: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.sizes = (head * heads, head, head, 2 * inner)
+        self.norm = nn.LayerNorm(width)
+        self.fused_attn_ff_proj = nn.Linear(width, sum(self.sizes), bias=False)
+        self.attn_out = nn.Linear(head * heads, width, bias=False)
+        self.ff_out = nn.Sequential(Gated(), nn.Linear(inner, width, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, n, D] of [B, n, D]."""
+        query, key, value, inner = self.fused_attn_ff_proj(self.norm(x)).split(self.sizes, dim=-1)
+        query = query.unflatten(-1, (-1, self.sizes[1])).transpose(1, 2)
+        key, value = (one[:, None].expand_as(query) for one in (_rotated(key), value))
+        seen = F.scaled_dot_product_attention(_rotated(query), key, value)
+        return x + self.attn_out(seen.transpose(1, 2).flatten(2)) + self.ff_out(inner)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Rotary positions (Su et al., arXiv 2104.09864) on [..., n, d], halves paired."""
+    count, width = x.shape[-2:]
+    power = torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width
+    angle = torch.arange(count, device=x.device, dtype=torch.float32)[:, None] / 10000**power
+    angle = torch.cat((angle, angle), -1)
+    first, second = x.chunk(2, dim=-1)
+    return x * angle.cos().to(x.dtype) + torch.cat((-second, first), -1) * angle.sin().to(x.dtype)
+
+
+class Mps:
+    """exp(logit_scale) · cos(prompt, picture that saw the prompt's words under the condition), float32.
+
+    A word of the prompt is seen where its largest product with a word of the condition is above `threshold`
+    of the prompt's largest. The difference of two scores is the log-odds of the preference.
+    """
+
+    name = "mps"
+    unit = "logit"
+    range = (-math.inf, math.inf)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        condition: str = OVERALL,
+        threshold: float = 0.3,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        **towers: Any,
+    ) -> None:
+        """Note the model, which is loaded at the first score.
+
+        Args:
+            model: `MPS_overall_checkpoint.pth`, or a state dict of it as .safetensors; the files of a folder
+                beside it (config.json, tokenizer) replace CLIP ViT-H/14's.
+            condition: what the preference is about.
+            threshold: of a word's likeness to the condition; 0.3 is that of upstream's evaluation, and 0.01
+                that of its training.
+            device: where the model runs.
+            precision: of the weights: "fp32", "bf16" or "fp16".
+            **towers: of `ClipTowers`: batch_size.
+        """
+        check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
+        self.file, self.condition, self.threshold = Path(model), condition, threshold
+        self._device, self._precision = device, precision
+        self.towers = ClipTowers(model, device=device, precision=precision, load=self._load, **towers)
+
+    @property
+    def identity(self) -> Identity:
+        """What the numbers depend on."""
+        own = {"condition": self.condition, "threshold": self.threshold}
+        return self.towers.identity(self.name, head=fingerprint(self.file), **own)
+
+    @torch.no_grad()
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score per (image, prompt); metadata is not looked at."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        notes = self.towers.read_prompts(request.prompts, reasons)
+        rows, pictures = fitting_pictures(request, reasons, self.towers.preprocess)
+        size = self.towers.batch_size
+        found = [
+            self._scores(pictures[at : at + size], [request.prompts[row] for row in rows[at : at + size]])
+            for at in range(0, len(rows), size)
+        ]
+        value = scatter(torch.cat(found) if found else torch.zeros(0), rows, len(request))
+        for row in rows:
+            if not math.isfinite(float(value[row])):
+                reasons[row] = reasons[row] or "no word of the prompt is like the condition"
+        parts = {"cut": torch.tensor([float(bool(note)) for note in notes])}
+        return make_scores(value, reasons, self.unit, parts=parts, text=notes)
+
+    def _scores(self, pictures: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
+        """[n] of pictures and prompts."""
+        encoder = self.towers.encoder
+        model: Any = encoder.model
+        pixels = self.towers.pixels(pictures).to(encoder.device, encoder.dtype)
+        seen = model.visual_projection(model.vision_model(pixel_values=pixels).last_hidden_state)
+        ids = self.towers.tokens([*prompts, self.condition]).to(encoder.device)
+        told = model.text_model(input_ids=ids)
+        words = model.text_projection(told.last_hidden_state)
+        # s_i = max_j w_i·c_j; a word is seen where s_i / max_i s_i > threshold
+        likeness = torch.einsum("bid,jd->bij", words[:-1], words[-1]).amax(-1)
+        seen_word = likeness / likeness.amax(-1, keepdim=True) > self.threshold
+        mask = torch.where(seen_word, 0.0, -math.inf)[:, None, None].to(words.dtype)
+        for cross, block in self._cross.layers:  # type: ignore[misc]
+            seen = block(cross(seen, words[:-1], mask))
+        text = model.text_projection(told.pooler_output)[:-1]
+        return (cosine(seen[:, 0], text) * encoder.logit_scale.float().exp()).cpu()
+
+    def _load(self) -> ClipParts:
+        state = read_module(self.file)
+        clip = {key.removeprefix("model."): held for key, held in state.items() if key.startswith("model.")}
+        options: Any = {"config": CLIP_VIT_H_14, "device": self._device, "precision": self._precision}
+        parts = load_transformers_clip(self.file.parent, state=clip, **options)
+        prefix = "cross_model.layers."
+        layers = {
+            key.removeprefix("cross_model.").replace(".fn.", "."): held
+            for key, held in drop_known(state, ("inv_freq", "pos_emb")).items()
+            if key.startswith(prefix)
+        }
+        if not layers:
+            raise RewardError(
+                f"{self.file} holds no cross_model, so it is no MPS; give the file as published."
+            )
+        self._cross = _cross_model(layers, self.file.name).to(parts.encoder.device, parts.encoder.dtype)
+        return parts
+
+
+def _cross_model(state: Mapping[str, Tensor], where: str) -> nn.Module:
+    """The layers whose sizes the tensors tell, in evaluation mode."""
+    query, head = state["layers.0.0.to_q.weight"].shape, len(state["layers.0.0.to_kv.weight"]) // 2
+    sizes = (query[1], head, query[0] // head, state["layers.0.0.ff.2.weight"].shape[1])
+    count = 1 + max(int(key.split(".")[1]) for key in state)
+    module = nn.Module()
+    module.layers = nn.ModuleList(
+        nn.ModuleList([CrossAttention(*sizes), ParallelBlock(*sizes)]) for _ in range(count)
+    )
+    load_strict(module, {key: held.float() for key, held in state.items()}, where)
+    return module.eval().requires_grad_(False)

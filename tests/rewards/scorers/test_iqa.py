@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bridge to pyiqa: direction, references and refusals; with the library itself where it is installed."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+
+from visalign.rewards import RewardError, check_reward
+from visalign.rewards.scorers.iqa import Iqa
+
+needs_pyiqa = pytest.mark.skipif(find_spec("pyiqa") is None, reason="the extra `iqa` is not installed")
+CONFIGS = {
+    "musiq": {"metric_mode": "NR"},
+    "niqe": {"metric_mode": "NR", "lower_better": True},
+    "psnr": {"metric_mode": "FR"},
+    "fid": {"metric_mode": "NR", "lower_better": True},
+}
+
+
+class Made(torch.nn.Module):
+    """Mean brightness, or the mean distance to the reference; tiny pictures are refused, black gives NaN."""
+
+    def __init__(self, name, device, **options) -> None:
+        super().__init__()
+        assert device == torch.device("cpu") and options == {}
+
+    def forward(self, image, reference=None):
+        assert image.ndim == 4 and len(image) == 1 and image.shape[-1] > 4, "too small\nfor windows"
+        if reference is not None:
+            return (image - reference).abs().mean()[None, None]
+        return (image.mean() / (image.max() > 0),)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    library, configs = ModuleType("pyiqa"), ModuleType("pyiqa.default_model_configs")
+    library.create_metric, configs.DEFAULT_CONFIGS = Made, CONFIGS  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pyiqa", library)
+    monkeypatch.setitem(sys.modules, "pyiqa.default_model_configs", configs)
+
+
+def test_direction_references_and_refusals(stub) -> None:
+    assert [Iqa(name).higher_is_better for name in ("musiq", "niqe", "psnr")] == [True, False, True]
+    found = Iqa("musiq").score(
+        [torch.full((3, 8, 8), 0.5), torch.ones(3, 4, 4), torch.zeros(3, 8, 8)], ["a"] * 3
+    )
+    assert found.valid.tolist() == [True, False, False] and found.value[0] == pytest.approx(0.5, abs=2e-3)
+    assert found.unit == "musiq of pyiqa" and found.reason is not None
+    assert found.reason[1] == "pyiqa's musiq refuses the picture: too small"
+    assert found.reason[2] == "pyiqa's musiq gives nan"
+    full = Iqa("psnr").score(torch.ones(2, 3, 8, 8), ["a", "a"], [{"source": torch.zeros(3, 8, 8)}, {}])
+    assert full.value[0] == 1 and 'no "source"' in str(full.reason)
+    for metric, message in (
+        ("musik", "no metric 'musik' .* Did you mean 'musiq'"),
+        ("fid", "no metric 'fid'"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            Iqa(metric)
+    assert Iqa("niqe").identity.model.endswith(": niqe")
+    check_reward(Iqa("musiq"))
+
+
+def test_without_pyiqa_it_says_how_to_install_it(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyiqa", None)
+    monkeypatch.setitem(sys.modules, "pyiqa.default_model_configs", None)
+    with pytest.raises(RewardError, match=r'pip install "visalign\[iqa\]"'):
+        Iqa("musiq")
+
+
+@needs_pyiqa
+@pytest.mark.filterwarnings("ignore")
+def test_the_library_itself() -> None:
+    """Measured ones with no weights, and networks of random weights."""
+    picture = torch.rand(3, 96, 96, generator=torch.Generator().manual_seed(0))
+    records = [{"source": picture.flip(-1)}]
+    for metric, options in (
+        ("psnr", {}),
+        ("ssim", {}),
+        ("musiq", {"pretrained": False}),
+        ("nima", {"pretrained_model_path": None, "base_model_name": "inception_resnet_v2"}),
+    ):
+        torch.manual_seed(0)
+        judge = Iqa(metric, **options)
+        found = judge.score(picture[None], ["a"], records)
+        assert found.valid.all(), (metric, found.reason)
+        given = [picture.mul(255).round() / 255, records[0]["source"].mul(255).round() / 255]
+        wanted = judge.model(*(one[None] for one in given[: 1 + judge.has_reference]))
+        assert found.value[0] == pytest.approx(float(wanted.reshape(-1)[0]), rel=1e-4), metric
