@@ -67,7 +67,15 @@ class Iqa:
     @cached_property
     def model(self) -> Any:
         """pyiqa's metric."""
-        return import_module("pyiqa").create_metric(self.metric, device=self._device, **self._options).eval()
+        make = import_module("pyiqa").create_metric
+        try:
+            return make(self.metric, device=self._device, **self._options).eval()
+        except (OSError, TypeError) as error:
+            raise RewardError(
+                f"{self.name}: pyiqa cannot make {self.metric!r} ({type(error).__name__}: {error}). It "
+                "fetches its weights itself; where there is no network, put them where pyiqa keeps them, or "
+                "name a file by pretrained_model_path. Other options are those of its architecture."
+            ) from error
 
     @property
     def identity(self) -> Identity:
@@ -84,13 +92,13 @@ class Iqa:
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         sources = source_pictures(request.metadata, reasons) if self.has_reference else {}
-        value = torch.full((len(request),), torch.nan)
+        value, model = torch.full((len(request),), torch.nan), self.model
         for row, image in request.images.readable():
             if reasons[row] is not None:
                 continue
             shown = [one[None].to(self._device) for one in (image, *([sources[row]] if sources else []))]
             try:
-                said = self.model(*shown)
+                said = model(*shown)
             except (RuntimeError, ValueError, AssertionError, IndexError) as error:
                 reasons[row] = f"pyiqa's {self.metric} refuses the picture: {str(error).splitlines()[0]:.120}"
                 continue

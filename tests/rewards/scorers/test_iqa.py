@@ -27,7 +27,9 @@ class Made(torch.nn.Module):
 
     def __init__(self, name, device, **options) -> None:
         super().__init__()
-        assert device == torch.device("cpu") and options == {}
+        if options:
+            raise OSError("no network")
+        assert device == torch.device("cpu")
 
     def forward(self, image, reference=None):
         assert image.ndim == 4 and len(image) == 1 and image.shape[-1] > 4, "too small\nfor windows"
@@ -63,6 +65,8 @@ def test_direction_references_and_refusals(stub) -> None:
             Iqa(metric)
     assert Iqa("niqe").identity.model.endswith(": niqe")
     check_reward(Iqa("musiq"))
+    with pytest.raises(RewardError, match=r"cannot make 'musiq' \(OSError: no network\)"):
+        Iqa("musiq", pretrained_model_path="x").score(torch.ones(1, 3, 8, 8), ["a"])
 
 
 def test_without_pyiqa_it_says_how_to_install_it(monkeypatch) -> None:
@@ -76,18 +80,18 @@ def test_without_pyiqa_it_says_how_to_install_it(monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_library_itself() -> None:
     """Measured ones with no weights, and networks of random weights."""
-    picture = torch.rand(3, 96, 96, generator=torch.Generator().manual_seed(0))
+    picture = torch.rand(3, 96, 96, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
     records = [{"source": picture.flip(-1)}]
     for metric, options in (
         ("psnr", {}),
         ("ssim", {}),
         ("musiq", {"pretrained": False}),
-        ("nima", {"pretrained_model_path": None, "base_model_name": "inception_resnet_v2"}),
+        ("topiq_nr", {"pretrained": False, "backbone_pretrain": False}),
     ):
         torch.manual_seed(0)
         judge = Iqa(metric, **options)
         found = judge.score(picture[None], ["a"], records)
         assert found.valid.all(), (metric, found.reason)
-        given = [picture.mul(255).round() / 255, records[0]["source"].mul(255).round() / 255]
+        given = [picture, records[0]["source"]]
         wanted = judge.model(*(one[None] for one in given[: 1 + judge.has_reference]))
         assert found.value[0] == pytest.approx(float(wanted.reshape(-1)[0]), rel=1e-4), metric
