@@ -47,7 +47,8 @@ class Iqa:
             RewardError: pyiqa is not installed, or knows no such metric of single pictures.
         """
         try:
-            configs = import_module("pyiqa.default_model_configs").DEFAULT_CONFIGS
+            # an extra, so it may be missing
+            from pyiqa.default_model_configs import DEFAULT_CONFIGS as configs  # type: ignore[import-not-found]
         except ImportError as error:
             raise RewardError(
                 f"{self.name}: pyiqa cannot be imported ({error}). Install it: python -m pip install "

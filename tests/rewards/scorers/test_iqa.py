@@ -89,7 +89,7 @@ def test_the_library_itself() -> None:
         ("topiq_nr", {"pretrained": False, "backbone_pretrain": False}),
     ):
         torch.manual_seed(0)
-        judge = Iqa(metric, **options)
+        judge = Iqa(metric, device="cpu", **options)  # type: ignore[arg-type]  # options of many kinds
         found = judge.score(picture[None], ["a"], records)
         assert found.valid.all(), (metric, found.reason)
         given = [picture, records[0]["source"]]
