@@ -235,10 +235,11 @@ def number(value: Any) -> str:
 
 def tell_whose(judges: Mapping[str, Any], prompts: Sequence[str]) -> None:
     """A line per judge on the error stream: whose numbers these are, and whether it belongs there."""
+    from visalign.evaluation.pages.base import says_whose
     from visalign.pipelines.score.whose import foreign, whose
 
     console = Console(stderr=True)
     for label, judge in judges.items():
-        console.print(Text(f"{label} is {whose(judge)}."), soft_wrap=True)
+        console.print(Text(says_whose(label, whose(judge))), soft_wrap=True)
         if caution := foreign(judge, prompts):
             console.print(Text(f"! {label}: {caution}"), soft_wrap=True)

@@ -124,12 +124,12 @@ def image_rows(
 
 def _inside(folder: Path) -> Iterator[Path]:
     """Images in a folder, then in those below it, sorted at each step; hidden folders are left out, and the
-    `grid.png` that GenEval writes beside its samples.
+    `grid.png` of all samples that GenEval and `visalign sample` write.
     """
     for place, below, names in os.walk(folder):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        if RECORD in names and SAMPLES in below:
-            continue
+        if {RECORD, "images.jsonl"} & set(names):
+            names = [name for name in names if name != "grid.png"]
         yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
 
 

@@ -149,6 +149,9 @@ def test_folders_and_results_of_geneval_bring_prompts_and_records(light: Light) 
         (f"out/00000/samples/0000{k}.png", "a red cup", record) for k in (0, 1)
     ], "and not the grid"
     assert {row.prompt for row in image_rows([Path("out")], "mine")} == {"mine"}
+    shutil.copy("pictures/2.png", "pictures/deep/grid.png")
+    write("pictures/deep/images.jsonl", {"image": "0.png"})
+    assert not any(path.name == "grid.png" for path in find_images([Path("pictures")])), "as sample writes it"
     line = {
         "filename": "out/00000/samples/00000.png",
         "tag": "colors",
