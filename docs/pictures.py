@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of every page for the site, of runs: python docs/pictures.py [--runs PLACE] [NAME ...]
+
+Needs Chromium on the path. A page that already lies in PLACE is shown as it is; the others are made there,
+the report by `visalign quickstart`. Pictures that are there are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.support.browser import Browser, find_browser
+from visalign.pipelines.cli.app import app
+
+FOLDER = Path(__file__).parent / "pictures"
+WIDTH, HEIGHT, SHOWN = 1180, 860, 1000
+"""Of the window, and how wide the picture is, in pixels."""
+PROMPT = "a red circle left of a blue square"
+JUDGES = ("-r", "clip_score", "-r", "hpsv3", "-r", "saturation")
+PAIRS = ("-r", "reward_dance_pairs")
+DRAWN = ("sample", PROMPT, "two green triangles", "a yellow square above a red triangle")
+PAGES = {
+    "report": ("report/report.html", ("quickstart", "-o", "report")),
+    "text": ("text/report.html", ("train", "text_grpo", "-o", "text")),
+    "evaluate": (
+        "evaluate/evaluation.html#calibration",
+        ("evaluate", "shapes:pairs", "--limit", "200", *JUDGES, "-o", "evaluate"),
+    ),
+    "score": ("scores.html", ("score", "drawn/images.jsonl", *JUDGES, "--page", "scores.html")),
+    "compare": (
+        "compare.html#verdicts",
+        ("compare", "one/0000_0.png", "one/0000_1.png", "-p", PROMPT, *JUDGES, *PAIRS, "-o", "compare.html"),
+    ),
+    "rank": (
+        "rank.html",
+        ("rank", "one", "-p", PROMPT, *PAIRS, "--budget", "0.8", "-o", "rank.html"),
+    ),
+    "agree": (
+        "agree/agreement.html#overall",
+        ("agree", "shapes:pairs", "--limit", "150", *JUDGES, "-r", "sharpness", "-o", "agree"),
+    ),
+    "probe": ("probe/probe.html", ("probe-reward", "clip_score", "--count", "48", "-o", "probe")),
+}
+"""Name -> (its page, from which section on it is shown, and the command that writes it)."""
+
+
+def visalign(*words: str) -> None:
+    """Run a command in this process, which the page then names."""
+    sys.argv = ["visalign", *words]
+    app(list(words), standalone_mode=False)
+
+
+def picture(browser: Browser, page: Path, section: str, to: Path) -> None:
+    """A page from one of its sections on, as a small WebP."""
+    browser.open(page.resolve(strict=True), width=WIDTH, height=HEIGHT, dark=False)
+    place = f"document.getElementById('{section}').getBoundingClientRect().top" if section else "0"
+    top = int(browser.value(place))
+    with tempfile.TemporaryDirectory() as folder:
+        browser.picture(Path(folder) / "page.png")
+        with Image.open(Path(folder) / "page.png") as image:
+            part = image.convert("RGB").crop((0, top, image.width, min(top + HEIGHT, image.height)))
+    to.parent.mkdir(exist_ok=True)
+    part.resize((SHOWN, SHOWN * part.height // part.width)).save(to, quality=70, method=6)
+
+
+def main() -> None:
+    """Make what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *PAGES], help="all where none is named")
+    parser.add_argument("--runs", type=Path, default=None, help="where the runs are and stay")
+    given = parser.parse_args()
+    runs = given.runs or Path(tempfile.mkdtemp())
+    runs.mkdir(exist_ok=True)
+    os.chdir(runs)
+    path = find_browser()
+    if path is None:
+        raise SystemExit("There is no Chromium on the path; on Debian: apt-get install chromium.")
+    browser = Browser(path)
+    for name in given.names or PAGES:
+        (page, _, section), command = PAGES[name][0].partition("#"), PAGES[name][1]
+        if name in ("score", "compare", "rank") and not Path("drawn").is_dir():
+            visalign(*DRAWN, "--seeds", "0-7", "-o", "drawn")
+            visalign("sample", PROMPT, "--seeds", "0-7", "-o", "one")
+        if not Path(page).is_file():
+            visalign(*command)
+        picture(browser, Path(page), section, FOLDER / f"{name}.webp")
+        print(f"{FOLDER.name}/{name}.webp: {(FOLDER / f'{name}.webp').stat().st_size / 1000:.0f} kB")
+    browser.close()
+
+
+if __name__ == "__main__":
+    main()
