@@ -30,6 +30,8 @@ class Job:
     config: Any
     run: Callable[..., Any]
     plan: Callable[[Any], Mapping[str, Any]]
+    estimate: Callable[[Any], Mapping[str, Any]]
+    """What the plan says without running anything, and, where the job knows them, memory and hours."""
 
 
 def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
@@ -50,7 +52,9 @@ def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     module_name, _, schema = PIPELINES[pipeline].partition(":")
     module = importlib.import_module(module_name)
     config = load_config(getattr(module, schema), path, overrides)
-    return Job(config=config, run=module.run, plan=module.plan)
+    return Job(
+        config=config, run=module.run, plan=module.plan, estimate=getattr(module, "estimate", module.plan)
+    )
 
 
 def require_pipeline(name_or_path: str, pipeline: str) -> None:

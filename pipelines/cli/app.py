@@ -21,6 +21,7 @@ from .compare import compare, rank
 from .evaluate import evaluate
 from .messages import user_messages
 from .options import Command, DryRun, Labels, MapColumns
+from .plan import plan
 from .probe import probe_reward
 from .sample import sample
 from .score import score
@@ -155,6 +156,7 @@ def _train(config: str, overrides: list[str], output: Path | None, *, resume: bo
             show_summary(Console(), folder, then=then)
 
 
+command()(plan)
 command()(sample)
 command()(score)
 command()(evaluate)

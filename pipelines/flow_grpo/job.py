@@ -21,9 +21,9 @@ from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 from .config import FlowGRPOConfig, PrefGRPOConfig
 from .inputs import prepare
 from .parts import build_evaluator, build_policy
-from .plan import plan
+from .plan import estimate, plan
 
-__all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "plan", "run"]
+__all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
 
 
 def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str, Any]:

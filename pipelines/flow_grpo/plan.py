@@ -34,7 +34,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     inputs = prepare(config, world)
     heldout = inputs.heldout
     images = rollout.prompts_per_iteration * rollout.group_size
-    pairs = images * _trained(config)
+    pairs = images * trained_per_image(config)
     updates = config.objective.epochs * optimizer.updates_per_iteration
     some = len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
@@ -68,6 +68,15 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     return groups
 
 
+def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
+    """Memory, forward-equivalents and hours by device beside the batch arithmetic; no model is loaded."""
+    from .footprint import footprint
+
+    planned = plan(config, measure=False)
+    inputs = prepare(config, planned["batch"]["processes"])
+    return {**planned, **footprint(config, inputs, planned["evaluation"]["pictures"])}
+
+
 def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     """Forward-equivalents per image; what a run counts when `trained_share` of its samples have a signal."""
     ascent = config.objective.ascent
@@ -76,7 +85,7 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     rewards = 0 if every is None else sum(term.weight > 0 for term in terms)
     return forward_equivalents_per_image(
         steps=free,
-        trained=_trained(config),
+        trained=trained_per_image(config),
         guided=_passes(config, None) > 1,
         reference=_others(config),
         trained_share=trained_share,
@@ -95,7 +104,7 @@ def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
     return 1 + has_two_halves(resolve_model(config.model.path), config.model.adapter, scale)
 
 
-def _trained(config: FlowGRPOConfig) -> int:
+def trained_per_image(config: FlowGRPOConfig) -> int:
     """Steps, or noise levels, of an image that are trained on in an epoch."""
     row, ascent, steps = config.objective.regression, config.objective.ascent, config.rollout.steps
     if ascent is not None:
@@ -153,7 +162,7 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
 
     sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
     per_step = _asked_again(config) * sample + config.objective.epochs * (train + _others(config) * sample)
-    per_image = config.rollout.steps * sample + decode + _trained(config) * per_step
+    per_image = config.rollout.steps * sample + decode + trained_per_image(config) * per_step
     iteration = images * per_image
     evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
     total = config.run.iterations * iteration

@@ -400,8 +400,7 @@ class VelocityRegression(PictureAlgorithm):
         """Move the old policy after the new one, and the reference where it is due."""
         super().finish(run)
         if self._old is not None and self.row.keeps_old:
-            start, slope, end = self.row.old_decay
-            self._blend(old_policy_decay(run.counters.iteration - 1, start=int(start), slope=slope, end=end))
+            self._blend(_decay(self.row, run.counters.iteration - 1))
             run.tensors[OLD] = self._old.state()
 
     def restore(self, run: Context) -> None:
@@ -458,11 +457,19 @@ def planned_passes(row: Regression, updates: int, *, own: int, reference: int, i
         updates: optimizer updates per iteration, in all epochs.
         own: passes of the policy itself: 2 under guidance.
         reference: passes of the reference.
-        iterations: of the run, over which `Regression.kl_until` is averaged.
+        iterations: of the run, over which `Regression.kl_until` and `old_decay` are averaged.
     """
     lasts = 1.0 if row.kl_until is None or row.anchor == "reference" else min(1.0, row.kl_until / iterations)
-    old = 1.0 if row.keeps_old else 1 - 1 / updates  # the first update of an iteration is on-policy
+    # an iteration's first update is on-policy where the old policy is the current one, bit for bit
+    same = sum(not row.keeps_old or i == 0 or _decay(row, i - 1) == 0 for i in range(iterations))
+    old = 1 - same / iterations / updates
     return row.asks_reference * lasts * reference / own + (old if row.anchor == "old" else 0.0)
+
+
+def _decay(row: Regression, iteration: int) -> float:
+    """Of the old policy after that many iterations."""
+    start, slope, end = row.old_decay
+    return old_policy_decay(iteration, start=int(start), slope=slope, end=end)
 
 
 def _silent(experience: EndPoints) -> Tensor:

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .messages import user_messages
+from .options import AsJson, clean_output
+
+
+def plan(
+    config: Annotated[str, typer.Argument(help="A name from `visalign configs`, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes: key.sub=value ...", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a run needs before its model is fetched: memory by part, forward-equivalents, hours by device."""
+    with user_messages():
+        from visalign.pipelines.jobs import load_job
+
+        from .show import show_plan
+
+        job = load_job(config, overrides or [])
+        with clean_output():
+            found = job.estimate(job.config)
+        if as_json:
+            typer.echo(json.dumps(found, indent=1))
+        else:
+            show_plan(Console(), found)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of weights and of what an optimizer keeps beside them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+GB = 1e9
+
+
+def weight_bytes(part: nn.Module, without: Collection[int] = ()) -> int:
+    """Of parameters and buffers, each once.
+
+    Args:
+        part: also on the meta device.
+        without: `id` of parameters that are counted elsewhere.
+    """
+    held = {id(value): value for value in [*part.parameters(), *part.buffers()] if id(value) not in without}
+    return sum(value.numel() * value.element_size() for value in held.values())
+
+
+def dtype_name(part: nn.Module, without: Collection[int] = ()) -> str:
+    """The dtype that most of a part's parameters have, such as bfloat16."""
+    sizes: dict[str, int] = {}
+    for value in part.parameters():
+        if id(value) not in without:
+            name = str(value.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + value.numel()
+    return max(sizes, key=lambda name: sizes[name]) if sizes else "trained"
+
+
+def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int) -> dict[str, float]:
+    """GB of weights that are trained and of what AdamW and the averages keep of them.
+
+    Args:
+        trained: the parameters.
+        ema: whether they are averaged.
+        copies: float32 copies that the algorithm keeps: a reference, an old policy.
+    """
+    numbers = sum(weight.numel() for weight in trained)
+    stored = sum(weight.numel() * weight.element_size() for weight in trained)
+    masters = 4 * sum(weight.numel() for weight in trained if weight.element_size() < 4)
+    sizes = {
+        "trained_weights": stored,
+        "float32_masters": masters,
+        "gradients": stored,
+        "adamw_moments": 8 * numbers,
+        "averaged_weights": 4 * numbers * ema,
+        "reference_and_old_policy": 4 * numbers * copies,
+    }
+    return {name: size / GB for name, size in sizes.items()}
+
+
+def judge_bytes(judges: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """(bytes of the networks that judges hold, each once; judges that fetch theirs at the first score).
+
+    Args:
+        judges: label -> judge; one that asks a server holds none.
+    """
+    found: dict[int, nn.Module] = {}
+    later = []
+    for label, judge in judges.items():
+        held = list(_networks(judge, set()))
+        found |= {id(network): network for network in held}
+        if not held and "device" in inspect.signature(type(judge)).parameters:
+            later.append(f"the network of {label}")
+    return sum(weight_bytes(network) for network in found.values()), later
+
+
+def _networks(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """The modules that an object of this package holds, in attributes and containers."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif type(value).__module__.startswith("visalign"):
+        inner = getattr(value, "__dict__", {}).values()
+    for each in inner:
+        yield from _networks(each, seen)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign plan` against real runs: operations, bytes and forward-equivalents of tiny pipelines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from tests.support.tiny_models import tiny_sd3_pipeline
+from tests.support.tiny_pipelines import tiny_folder
+from visalign.adapters import LoraSettings, load_policy
+from visalign.adapters.hollow import hollow_pipelines
+from visalign.config import load_config
+from visalign.flow.rollout import rollout
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, estimate, run
+from visalign.pipelines.flow_grpo.parts import build_policy
+from visalign.pipelines.shared.memory import GB, judge_bytes, weight_bytes
+from visalign.training.loop.metrics import read_metrics
+from visalign.training.loop.optimizer import OptimizerSettings, TrainedWeights
+
+BASE = (
+    "rewards.terms={jpeg_size: {}}",
+    "rollout={prompts_per_iteration: 2, group_size: 2, steps: 3, batch_size: 4}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 2, micro_batch: 3, ema_every: 1}",
+    "evaluation={seeds: [0], every: 0, correctness: null, rewards: {}}",
+    "run={iterations: 2, device: cpu}",
+)
+FLOW = "objective.changes.surrogate_options={eps_low: 1.0, eps_high: 1.0}"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_sd3_pipeline().save_pretrained(folder / "sd3")
+    for name in ("sd15", "sdxl", "flux", "pixart"):
+        tiny_folder(name, folder / name)
+    (folder / "prompts.txt").write_text("a red circle\ntwo circles\n")
+    return folder
+
+
+def configured(folders: Path, model: str, *changes: str) -> FlowGRPOConfig:
+    files = [f"data.{name}={folders}/prompts.txt" for name in ("train", "heldout")]
+    given = [*BASE, f"model.path={folders}/{model}", "model.lora.rank=4", *files, *changes]
+    return load_config(FlowGRPOConfig, None, given)
+
+
+@contextmanager
+def stored(module: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """Storage -> bytes that autograd keeps, without weights."""
+    weights = {weight.untyped_storage()._cdata for weight in module.parameters()}
+    found: dict[int, int] = {}
+    alive = []
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage._cdata not in weights:
+            alive.append(value)
+            found[storage._cdata] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        yield found
+
+
+def asked(policy: Any, count: int) -> Any:
+    condition = policy.encode(["a red circle"] * count)
+    x = torch.zeros(count, *policy.latent_shape, dtype=policy.storage_dtype)
+    return x, torch.full((count,), 0.5), condition
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "low", "high"),
+    [
+        ("sd3", {"guidance": 2.0}, 0.75, 1.01),  # the CPU keeps the probabilities of masked attention
+        ("sd15", {"guidance": 2.0}, 0.95, 1.06),
+        ("sdxl", {}, 0.95, 1.06),
+        ("flux", {}, 0.99, 1.01),
+        ("flux", {"gradient_checkpointing": True}, 0.99, 1.01),
+        ("flux", {"dtype": torch.bfloat16}, 0.94, 1.06),
+        ("pixart", {"guidance": 3.0}, 0.95, 1.06),
+    ],
+)
+def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name, options, low, high):
+    given = {"lora": LoraSettings(rank=4), **options}
+    with hollow_pipelines() as trace:
+        hollow: Any = load_policy(folders / name, **given)
+        pairs = asked(hollow, 3)
+        trace.clear()
+        hollow.velocity(*pairs)
+        sizes = {k: weight_bytes(p) for k, p in hollow.pipe.components.items() if hasattr(p, "parameters")}
+    policy: Any = load_policy(folders / name, **given)
+    pairs = asked(policy, 3)
+    with stored(policy.module) as held, FlopCounterMode(display=False) as counter:
+        v = policy.velocity(*pairs)
+    assert v.requires_grad
+    null = {k: v for k, v in trace.flops.items() if k.startswith("text_encoder")}  # at first use, both times
+    assert sum(trace.flops.values()) == counter.get_total_flops() and len(trace.flops) == 1 + len(null)
+    assert low <= trace.held / sum(held.values()) <= high
+    assert bool(trace.largest_block) == ("gradient_checkpointing" in options)
+    real = {k: weight_bytes(p) for k, p in policy.pipe.components.items() if hasattr(p, "parameters")}
+    assert sizes == real
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (FLOW, "objective.changes.kl=0.01", "model.guidance=2.0"),
+        (FLOW, "objective.epochs=2", "rollout.sde_window=1"),
+        ("objective.algorithm=diffusion_nft",),
+        ("objective.algorithm=diffusion_nft", "objective.changes.old_decay=[1, 0.5, 0.5]"),
+        ("objective.algorithm=ram", "model.guidance=2.0", "rollout.guidance=1.0"),
+        ("objective.algorithm=draft", "objective.changes.last=2", "rewards.terms={clip_score: {}}"),
+    ],
+)
+def test_planned_forward_equivalents_are_counted_ones(folders, tmp_path, changes):
+    config = configured(folders, "sd3", *changes)
+    planned = estimate(config)["forward_equivalents"]
+    summary = run(config, tmp_path / "run")
+    assert summary["images"] * summary["forward_equivalents_per_image"] == pytest.approx(
+        planned["of_the_run"], rel=1e-12
+    )
+    for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        counted = row["forward_equivalents_per_image"] * 4
+        assert counted == pytest.approx(planned["per_iteration"], rel=1e-12)
+
+
+def test_memory_by_part_is_what_a_run_holds(folders):
+    config = configured(folders, "sd3", "rollout.sde_steps=[0, 2]")
+    memory = estimate(config)["memory_in_GB"]
+    policy: Any = build_policy(config.model, torch.device("cpu"), 0)
+    named = policy.trainable_parameters()
+    weights = TrainedWeights(named, OptimizerSettings())
+    for _, weight in named:
+        weight.grad = torch.ones_like(weight)
+    weights.step()
+    moments = [s[k] for s in weights.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    trained = sum(weight.numel() for _, weight in named)
+    assert memory["adamw_moments"] * GB == pytest.approx(sum(m.numel() * 4 for m in moments))
+    assert memory["trained_weights"] == memory["gradients"] == pytest.approx(trained * 4 / GB)
+    whole = weight_bytes(policy.transformer)
+    assert memory["transformer, float32"] * GB == pytest.approx(whole - 4 * trained)
+    condition = policy.encode(["a red circle"] * 4)
+    made = rollout(policy, condition, sigmas=policy.sigmas(3), sde_steps=[0, 2], seeds=[1, 2, 3, 4])
+    records = sum(t.numel() * t.element_size() for t in (made.latents, made.x, made.x_next, made.mean))
+    assert memory["rollout_records"] * GB == pytest.approx(records)
+    parts = [value for name, value in memory.items() if name not in ("in_all", "not_counted")]
+    assert memory["in_all"] == pytest.approx(sum(parts))
+    full = estimate(configured(folders, "sd3", "model.lora=null", "model.dtype=bfloat16"))["memory_in_GB"]
+    assert full["transformer, trained"] < 1e-5  # its table of positions
+    assert full["reference_and_old_policy"] == pytest.approx(full["trained_weights"])
+
+
+def test_no_weight_is_read(folders, tmp_path):
+    bare = tmp_path / "bare"
+    tiny_folder("flux", bare)
+    for file in bare.rglob("*.safetensors"):
+        file.unlink()
+    (tmp_path / "prompts.txt").write_text((folders / "prompts.txt").read_text())
+    found, whole = estimate(configured(tmp_path, "bare")), estimate(configured(folders, "flux"))
+    assert found == whole
+    done = CliRunner().invoke(app, ["plan", "shapes_quickstart", "--json"])
+    planned = json.loads(done.output)
+    assert planned["forward_equivalents"]["of_the_run"] == pytest.approx(
+        planned["cost"]["forward_equivalents_per_image"] * 288 * 40
+    )
+    assert planned["hours"]["H100 SXM"] > 0 and "assumed" in planned["hours"]
+    assert "the network of clip_score" in planned["memory_in_GB"]["not_counted"]
+
+
+def test_judges_are_counted_where_they_are_loaded():
+    class Judge:
+        def __init__(self) -> None:
+            self.parts = {"head": [torch.nn.Linear(3, 2)]}
+
+    class Later:
+        def __init__(self, device: str = "cpu") -> None:
+            del device
+
+    Judge.__module__ = "visalign.rewards.own"
+    judge = Judge()
+    assert judge_bytes({"a": judge, "again": judge, "b": Later()}) == (32, ["the network of b"])

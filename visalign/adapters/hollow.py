@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines without weights: shapes alone, from which passes and memory are counted instead of run.
+
+Inside `hollow_pipelines` diffusers makes a pipeline of its configuration files. Its networks hold their
+parameters on the meta device; a call goes through them there and comes back with random numbers of the right
+shape, so that tokenisation, packing, masks and guidance are the policy's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers import ConfigMixin, DiffusionPipeline
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+META = torch.device("meta")
+
+
+@dataclass
+class Trace:
+    """What the networks of a hollow pipeline did; a call that carries gradient stands in `held` too."""
+
+    flops: dict[str, int] = field(default_factory=dict)
+    """Part of the pipeline -> floating-point operations of matrix products (a multiply-add is two) since
+    `clear`, forward alone."""
+    held: int = 0
+    """Bytes that the backward of a network's last call would find stored, weights left out."""
+    largest_block: int = 0
+    """Bytes that one block computes again at a time under gradient checkpointing; 0 without."""
+
+    def clear(self) -> None:
+        """Count anew."""
+        self.flops.clear()
+        self.held = self.largest_block = 0
+
+
+@contextmanager
+def hollow_pipelines() -> Iterator[Trace]:
+    """Inside, `from_pretrained` of diffusers' pipelines reads configurations and no weights.
+
+    Tokenizers and schedulers are loaded as they are. Outside of the block the pipelines cannot be called.
+    """
+    trace, own, attention = Trace(), DiffusionPipeline.__dict__["from_pretrained"], _attention_of()
+    diffusers: Any = importlib.import_module("diffusers")
+
+    def from_pretrained(cls: Any, folder: str, *, dtype: Any, **given: Any) -> Any:
+        index: Any = cls.load_config(folder)
+        dtypes: Mapping[str, torch.dtype] = dtype if isinstance(dtype, Mapping) else {"default": dtype}
+        parts = {}
+        for name, entry in index.items():
+            if isinstance(entry, list) and entry[0] and name not in given:
+                part = _hollow(folder, name, entry, dtypes.get(name, dtypes["default"]))
+                if part is not None:
+                    parts[name] = _traced(part, name, trace)
+        return own.__func__(getattr(diffusers, index["_class_name"]), folder, **parts, **given)
+
+    changed: Any = DiffusionPipeline
+    before = functional.scaled_dot_product_attention
+    try:
+        changed.from_pretrained = classmethod(from_pretrained)
+        functional.scaled_dot_product_attention = attention
+        yield trace
+    finally:
+        changed.from_pretrained = own
+        functional.scaled_dot_product_attention = before
+
+
+def _hollow(folder: str, name: str, entry: list[str], dtype: torch.dtype) -> nn.Module | None:
+    """The part on the meta device; None where it has no weights."""
+    kind: Any = getattr(importlib.import_module(entry[0]), entry[1], None)
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        return None
+    with META:
+        if issubclass(kind, ConfigMixin):
+            part: Any = kind.from_config(kind.load_config(folder, subfolder=name))
+        else:
+            loader: Any = kind
+            part = loader(loader.config_class.from_pretrained(folder, subfolder=name))
+    always = issubclass(kind, ConfigMixin) or dtype == torch.float16  # as the two libraries have it
+    names = ("_keep_in_fp32_modules_strict", *["_keep_in_fp32_modules"] * always)
+    kept = {module for name in names for module in getattr(part, name, None) or ()}
+    for path, weight in part.named_parameters():
+        weight.data = weight.data.to(torch.float32 if kept & set(path.split(".")) else dtype)
+    return nn.Module.to(part, META).eval()
+
+
+def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
+    """The part, which says that it is on the CPU and is called with tensors from there."""
+    kind = type(part)
+    here = {
+        "device": property(lambda _: torch.device("cpu")),
+        "to": lambda self, *_, **__: self,
+        "__module__": kind.__module__,
+    }
+    part.__class__ = type(kind.__name__, (kind,), here)
+    own, encodes = part.forward, name.startswith(("text_encoder", "image_encoder"))
+    weights = {p.untyped_storage()._cdata for p in part.parameters()}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if encodes:
+            kwargs.pop("attention_mask", None)  # whose numbers would decide which kernel, not which shape
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        with FlopCounterMode(display=False) as counter:
+            if torch.is_grad_enabled() and not encodes:
+                weights.update(p.untyped_storage()._cdata for p in part.parameters())
+                with _stored(weights) as held, _checkpoints(part, weights, trace):
+                    out = own(*args, **kwargs)
+                trace.held = sum(held.values())
+            else:
+                with torch.no_grad():
+                    out = own(*args, **kwargs)
+        trace.flops[name] = trace.flops.get(name, 0) + counter.get_total_flops()
+        return tree_map(_to_numbers, out)
+
+    part.forward = forward
+    return part
+
+
+@contextmanager
+def _stored(weights: set[int]) -> Iterator[dict[int, int]]:
+    """Storage -> bytes of what autograd keeps inside the block, each once and no weight."""
+    found: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def keep(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage._cdata not in weights:
+            alive.append(value)
+            found[storage._cdata] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        yield found
+
+
+@contextmanager
+def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
+    """Inside, checkpointed blocks store their inputs; what the largest would compute again is kept apart."""
+    if not getattr(part, "gradient_checkpointing", False) and not any(
+        getattr(m, "gradient_checkpointing", False) for m in part.modules()
+    ):
+        yield
+        return
+
+    def block(call: Callable[..., Any], *args: Any) -> Any:
+        inputs = [a for a in args if isinstance(a, Tensor)]
+        with _stored(weights) as held:
+            out = call(*args)
+        trace.largest_block = max(trace.largest_block, sum(held.values()))
+        return (
+            _Kept.apply(out, *inputs)
+            if isinstance(out, Tensor)
+            else tuple(_Kept.apply(o, *inputs) if isinstance(o, Tensor) else o for o in out)
+        )
+
+    owners = [m for m in part.modules() if hasattr(m, "_gradient_checkpointing_func")]
+    before = [m._gradient_checkpointing_func for m in owners]
+    try:
+        for module in owners:
+            module._gradient_checkpointing_func = block
+        yield
+    finally:
+        for module, func in zip(owners, before, strict=True):
+            module._gradient_checkpointing_func = func
+
+
+class _Kept(torch.autograd.Function):
+    """The identity, which keeps other tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("A hollow pipeline has no backward.")
+
+
+class _Attention(torch.autograd.Function):
+    """Attention as fused kernels keep it: queries, keys, values, output, and a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = torch.matmul(query, key.transpose(-1, -2))
+        out = torch.matmul(scores, value)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("A hollow pipeline has no backward.")
+
+
+def _attention_of() -> Callable[..., Any]:
+    own = functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not query.is_meta:
+            return own(query, key, value, *args, **kwargs)
+        if key.shape[-3] != query.shape[-3]:  # grouped queries
+            times = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(times, -3) for x in (key, value))
+        return _Attention.apply(query, key, value)  # type: ignore[return-value]
+
+    return attention
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to(META) if isinstance(value, Tensor) else value
+
+
+def _to_numbers(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return value
+    drawn = torch.rand if value.is_floating_point() else torch.zeros
+    return drawn(value.shape, dtype=value.dtype)
