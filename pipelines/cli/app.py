@@ -19,6 +19,7 @@ from visalign.versions import own_version
 from .agree import agree
 from .compare import compare, rank
 from .evaluate import evaluate
+from .export_lora import export_lora
 from .messages import user_messages
 from .options import Command, DryRun, Labels, MapColumns
 from .plan import plan
@@ -158,6 +159,7 @@ def _train(config: str, overrides: list[str], output: Path | None, *, resume: bo
 
 command()(plan)
 command()(sample)
+command("export-lora")(export_lora)
 command()(score)
 command()(evaluate)
 command("serve-reward")(serve_reward)

@@ -14,13 +14,20 @@ from visalign.pipelines.shared.devices import hours_by_device
 from visalign.pipelines.shared.memory import GB, dtype_name, judge_bytes, trained_memory, weight_bytes
 
 from .config import FlowGRPOConfig
-from .inputs import Inputs
+from .inputs import Inputs, prepare
 from .parts import build_policy
-from .plan import planned_cost, trained_per_image
+from .plan import plan, planned_cost, trained_per_image
 
 NOT_COUNTED = (
     "kernels' workspaces, the allocator's gaps, activations of sampling, of the autoencoder and of judges"
 )
+
+
+def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
+    """Memory, forward-equivalents and hours by device beside the batch arithmetic; no model is loaded."""
+    planned = plan(config, measure=False)
+    inputs = prepare(config, planned["batch"]["processes"])
+    return {**planned, **footprint(config, inputs, planned["evaluation"]["pictures"])}
 
 
 def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from visalign.pipelines.shared.job import (
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 
 from .config import FlowGRPOConfig, PrefGRPOConfig
+from .footprint import estimate
 from .inputs import prepare
 from .parts import build_evaluator, build_policy
-from .plan import estimate, plan
+from .plan import plan
 
 __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
 

@@ -68,15 +68,6 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     return groups
 
 
-def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
-    """Memory, forward-equivalents and hours by device beside the batch arithmetic; no model is loaded."""
-    from .footprint import footprint
-
-    planned = plan(config, measure=False)
-    inputs = prepare(config, planned["batch"]["processes"])
-    return {**planned, **footprint(config, inputs, planned["evaluation"]["pictures"])}
-
-
 def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     """Forward-equivalents per image; what a run counts when `trained_share` of its samples have a signal."""
     ascent = config.objective.ascent

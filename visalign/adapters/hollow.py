@@ -80,7 +80,8 @@ def _hollow(folder: str, name: str, entry: list[str], dtype: torch.dtype) -> nn.
         return None
     with META:
         if issubclass(kind, ConfigMixin):
-            part: Any = kind.from_config(kind.load_config(folder, subfolder=name))
+            config: Any = kind.load_config(folder, subfolder=name)
+            part: Any = kind.from_config(config)
         else:
             loader: Any = kind
             part = loader(loader.config_class.from_pretrained(folder, subfolder=name))

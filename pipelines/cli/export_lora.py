@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign export-lora`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .messages import user_messages
+
+
+def export_lora(
+    run: Annotated[Path, typer.Argument(help="A run folder, or the folder of its LoRA.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="A new .safetensors file.")],
+) -> None:
+    """Write a run's LoRA under kohya's keys, for ComfyUI and A1111; diffusers reads the run's own file."""
+    with user_messages():
+        from visalign.adapters.pipeline.lora import export_kohya
+        from visalign.pipelines.shared.run_folder import new_file
+
+        new_file(output, endings=(".safetensors",))
+        folder = run / "lora" if (run / "lora").is_dir() else run
+        output.parent.mkdir(parents=True, exist_ok=True)
+        layers = export_kohya(folder, output)
+        typer.echo(f"{layers} layers under kohya's keys: {output}")
