@@ -34,8 +34,8 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     """Memory in GB, operations and hours of a run on one device, in groups.
 
     Operations and stored activations are those of the policy's own velocity on the meta device: counted, not
-    fitted. On tiny pipelines the operations are exactly, and the bytes within 6 % of, what a real velocity
-    has on a CPU (20 % too few where the CPU's attention keeps its probabilities, as with a mask).
+    fitted. On tiny pipelines of five families the operations are exactly those of a real velocity on a CPU,
+    the bytes within 6 % of its own, and 20 % fewer where the CPU's attention keeps its probabilities.
 
     Args:
         config: the run's.

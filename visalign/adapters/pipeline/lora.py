@@ -186,8 +186,8 @@ def export_kohya(folder: Path, file: Path) -> int:
         )
     found = convert_state_dict_to_kohya(saved)
     alpha = metadata.get(f"{part}.lora_alpha")
-    for name in [name for name in found if name.endswith(".alpha") and alpha is not None]:
-        found[name] = torch.tensor(float(alpha))
+    if alpha is not None:  # diffusers writes the rank in its place
+        found |= {name: torch.tensor(float(alpha)) for name in found if name.endswith(".alpha")}
     save_file({name: weight.contiguous() for name, weight in found.items()}, file, {"format": "pt"})
     return sum(name.endswith(".alpha") for name in found)
 
