@@ -53,8 +53,7 @@ def evaluate(
         correctness: The reward that says correct or wrong: by its part `correct`, else by its best value.
         max_images: Pictures kept, evenly spaced over the samples.
         image_side: Kept pictures whose longer side is larger are reduced to it.
-        share: (r, w): of the samples the r-th of w equal stretches, w at most their number; `joined` puts
-            the w results together.
+        share: (r, w): the r-th of w equal stretches of the samples, w at most their number; see `joined`.
         progress: Called with (samples done, samples in all) after each batch.
 
     Returns:

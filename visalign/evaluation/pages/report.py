@@ -46,7 +46,7 @@ def write_report(
     The samples are pictures or completions, as the evaluations have them.
 
     Args:
-        run_folder: Where it shall stand; made if missing.
+        run_folder: Made if missing.
         before: Held-out evaluation of the model as it was.
         after: The same prompts and seeds after training.
         metrics: Rows of metrics.jsonl; may be empty.
@@ -54,7 +54,7 @@ def write_report(
         versions: Package -> version.
         costs: What the run spent, each entry optional: `seconds` (in all), `phases` {name: seconds},
             `forward_equivalents_per_image`, `images` or `samples` (made for training), `peak_memory_bytes`
-            (one number, or {"host": ..., "cuda": ...}); others are shown under their names.
+            (or {"host": ..., "cuda": ...}); others are shown under their names.
         title: The page's title.
         load_code: Python that loads the result.
         resume_command: The command that continues the run.
