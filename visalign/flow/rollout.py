@@ -88,6 +88,59 @@ def rollout(
     return trajectory
 
 
+@torch.no_grad()
+def complete(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    x: Tensor,
+    *,
+    sigmas: Tensor,
+    step: int,
+    batch_size: int | None = None,
+) -> Tensor:
+    """Denoise latents from the middle of a grid to its end along the ODE, as `rollout` does its ODE steps.
+
+    Args:
+        policy: as in `rollout`.
+        condition: of the B samples.
+        x: [B, ...] before step `step`, storage dtype.
+        sigmas: [T + 1], the whole grid.
+        step: in [0, T]; T leaves them as they are.
+        batch_size: samples per forward; all B by default.
+
+    Returns:
+        [B, ...] clean latents, storage dtype.
+    """
+    grid = _checked_grid(sigmas)
+    levels, times, done = grid.to(x.device), policy.times(grid).to(x.device), []
+    for rows in torch.arange(len(x)).split(_checked_batch_size(batch_size, len(x))):
+        part, of_part = x[rows.to(x.device)], condition.select(rows)
+        for k in range(step, len(grid) - 1):
+            sigma, sigma_next = levels[k].expand(len(part)), levels[k + 1].expand(len(part))
+            v = velocity_of(policy, part, sigma, of_part, times[k].expand(len(part)))
+            part = sde_step(part, v, sigma, sigma_next, schedule="none").mean.to(part.dtype)
+        done.append(part)
+    return torch.cat(done)
+
+
+def predicted_clean(trajectory: Trajectory, step: int) -> Tensor:
+    """x̂0 = x − σ v before a stochastic step, [B, ...], storage dtype; the network is not asked again.
+
+    v is read off the step's mean, which is linear in it: μ(x, v) = μ(x, 0) + b v.
+
+    Args:
+        trajectory: B samples.
+        step: which of the S stochastic steps.
+    """
+    x = trajectory.x[:, step].to(trajectory.mean.dtype)
+    sigma, sigma_next = (s[step].expand(len(x)) for s in (trajectory.sigma, trajectory.sigma_next))
+    nothing = torch.zeros_like(x)
+    still = trajectory.kernel.step(x, nothing, sigma, sigma_next).mean
+    slope = trajectory.kernel.step(nothing, nothing + 1, sigma, sigma_next).mean
+    v = (trajectory.mean[:, step] - still) / slope
+    return (x - sigma.reshape(-1, *[1] * (x.ndim - 1)) * v).to(trajectory.latents.dtype)
+
+
 def check_finite(latents: Tensor) -> None:
     if not bool(torch.isfinite(latents).all()):
         raise FloatingPointError(

@@ -31,6 +31,7 @@ changes = {"kl": 0.01, **wide}
 objective, reward = {
     "": ({}, None),
     "balance": ({"balance_every": 1}, several),
+    "credit": ({"credit": "turning_points"}, None),
     "reset": ({"reset_reference_every": 1}, None),
 }[option]
 accelerator = Accelerator(cpu=True)
@@ -53,7 +54,7 @@ end_processes()
     "algorithm",
     [
         *("flow_grpo", "flow_gspo", "diffusion_nft", "crd", "draft"),
-        *("flow_grpo+balance", "diffusion_nft+balance", "flow_grpo+reset"),
+        *("flow_grpo+balance", "diffusion_nft+balance", "flow_grpo+reset", "flow_grpo+credit"),
     ],
 )
 def test_two_processes_make_the_update_of_one(algorithm, tmp_path):

@@ -56,6 +56,7 @@ EXTRA: dict[str, tuple[str, str]] = {
         "'rloo', whose baseline is the other samples of the prompt",
     ),
     "log_z": ("it needs a learned log Z of each prompt", "'grpo' with a KL term, kl=0.04"),
+    "process_reward": ("it needs a reward of each step", "objective.credit=turning_points or one_step"),
     "metric": (
         "it needs a second number of each sample",
         "objective.metric=PART, the name of a part of the reward (a term of weight 0 is one), or 'grpo'",
@@ -67,6 +68,10 @@ EXTRA: dict[str, tuple[str, str]] = {
 ON_TOKENS: dict[tuple[str, Any], tuple[str, str]] = {
     ("ratio", "guard"): ("GRPO-Guard's ratio is made of the means of Gaussian steps", "ratio='log_prob'"),
     ("step_weight", "inverse_dt"): ("tokens have no step size dt", "step_weight='uniform'"),
+    ("advantage", "steps"): (
+        "it compares the samples of a group at the same step, and completions have none in common",
+        "'reinforce_pp', which takes rewards of single steps",
+    ),
     ("decisions", "denoising_steps"): ("its clip range and its KL are those of Gaussian steps", "'grpo'"),
 }
 """(field, value) -> why it means nothing on tokens, and what to take instead."""

@@ -146,6 +146,11 @@ def _copo(
     return copo_advantages(reward, t.group, weight, eps=eps, ddof=ddof, between_ddof=between_ddof), None
 
 
+def _steps(t: Trajectories, _beta: float, **options: Any) -> Advantages:
+    assert t.process_reward is not None
+    return group_advantages(t.process_reward, t.group, valid=t.valid, **options), None
+
+
 def _prl(
     t: Trajectories, beta: float, *, eta: float = 100.0, block: int = 1, scale: Scale = "group"
 ) -> Advantages:
@@ -186,6 +191,7 @@ ADVANTAGES = {
     "reinforce_pp_baseline": Stage(returns.reinforce_pp_baseline_advantages, _reinforce_pp_baseline),
     "canon": Stage(rules.conditional_advantages, _canon, ("metric",)),
     "copo": Stage(_copo, _copo),
+    "steps": Stage(group_advantages, _steps, ("process_reward",)),
     "prl": Stage(_prl, _prl, ("ref_log_prob",)),
     "aem": Stage(_aem, _aem, ("entropy",)),
     "given": Stage(_given, _given, ("advantage",)),

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from visalign.core import PolicyOutput, Prepared, Trajectories
+from visalign.core.rewards.steps import turning_point_rewards
 from visalign.core.surrogates.kl import gaussian_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
 from visalign.flow.replay import RATIO_BOUND, replay
+from visalign.flow.rollout import complete, predicted_clean
 from visalign.flow.trajectory import Pairs, Trajectory
 from visalign.flow.transitions import Kernel
 from visalign.flow.windows import window_places
@@ -134,7 +136,7 @@ class FlowGRPO(PictureAlgorithm):
             condition=made.condition,
             trajectory=made.trajectory,
             trained=torch.tensor(trained),
-            trajectories=self._trajectories(made, trained),
+            trajectories=self._credited(self._trajectories(made, trained), made, trained, run),
             first=made.first,
         )
         with run.clock.phase("replay"):
@@ -159,6 +161,39 @@ class FlowGRPO(PictureAlgorithm):
             loss_weight=None if plain else factor.to(old.dtype).expand_as(old).contiguous(),
             decisions="denoising_steps",
         )
+
+    def _credited(
+        self, found: Trajectories, made: Pictures, trained: Sequence[int], run: Context
+    ) -> Trajectories:
+        """With a reward of each trained step; R_k is that of the picture without noise from step k on."""
+        how, trajectory, source = self.settings.credit, made.trajectory, self.source
+        if how == "picture":
+            return found
+        levels = []
+        for k, step in enumerate(trajectory.sde_steps):
+            if how == "one_step":
+                latents = predicted_clean(trajectory, k)
+            else:
+                with run.clock.phase("rollout"), self.accelerator.autocast():
+                    latents = complete(
+                        self.policy,
+                        made.condition,
+                        trajectory.x[:, k],
+                        sigmas=source.sigmas,
+                        step=step,
+                        batch_size=self.rollout.batch_size,
+                    )
+            scores = source.judge(latents, made.records, run.clock)
+            levels.append(torch.where(scores.valid, scores.value, torch.nan).double().cpu())
+        level = source.of_all(torch.stack(levels, 1))
+        # after the last stochastic step the rollout is its own deterministic rest: R_n = R
+        middle = torch.cat([level[:, 1:], made.value[:, None]], 1)
+        made_of = turning_point_rewards(made.value, level[:, 0], middle)
+        step_reward = made_of.increment if how == "one_step" else made_of.step_reward
+        reward = step_reward[:, list(trained)].to(found.old_log_prob.dtype)
+        known = torch.isfinite(reward).all(1)
+        assert found.valid is not None
+        return replace(found, process_reward=reward.nan_to_num() * known[:, None], valid=found.valid & known)
 
     def _metric(self, made: Pictures) -> Tensor | None:
         """[B] the part of the reward that splits groups, where one is named."""

@@ -34,6 +34,8 @@ class Pictures:
     condition: Condition
     trajectory: Trajectory
     batch: Batch
+    records: Sequence[Mapping[str, Any]]
+    """Of the b samples."""
     value: Tensor
     """[B] float64 of all processes in rank order, on the CPU."""
     valid: Tensor
@@ -105,11 +107,7 @@ class PictureSource:
             for record, group in zip(records, batch.group_id.tolist(), strict=True):
                 record["group_id"] = group
         condition, trajectory = self._sample(batch, records, sde_steps, clock)
-        with clock.phase("decode"), torch.no_grad(), process.autocast():
-            chunks = trajectory.latents.split(self.rollout.batch_size)
-            images = torch.cat([self.policy.decode(chunk).float().cpu() for chunk in chunks])
-        with clock.phase("reward"):
-            scores = judge(self.reward, images, records)
+        scores = self.judge(trajectory.latents, records, clock)
         value, valid, parts = self._gather(scores)
         group = self.of_all(batch.group_id)
         check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
@@ -117,6 +115,7 @@ class PictureSource:
             condition=condition,
             trajectory=trajectory,
             batch=batch,
+            records=records,
             value=value,
             valid=valid,
             group=group,
@@ -128,6 +127,20 @@ class PictureSource:
                 **{f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()},
             },
         )
+
+    def judge(self, latents: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Scores:
+        """What the reward says of this process's clean latents.
+
+        Args:
+            latents: [b, ...].
+            records: b prompt records.
+            clock: of the run.
+        """
+        with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
+            chunks = latents.split(self.rollout.batch_size)
+            images = torch.cat([self.policy.decode(chunk).float().cpu() for chunk in chunks])
+        with clock.phase("reward"):
+            return judge(self.reward, images, records)
 
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
         """The seeds that samples' noise comes from."""

@@ -151,6 +151,12 @@ class RolloutSettings:
         return self.stochastic if self.train_steps is None else sorted(self.train_steps)
 
     @property
+    def completed_per_image(self) -> float:
+        """ODE steps that complete a picture from each of its stochastic steps; with a window, on average."""
+        noisy = self.stochastic
+        return sum(self.steps - step for step in noisy) * (self.sde_window or len(noisy)) / len(noisy)
+
+    @property
     def trained_per_image(self) -> int:
         """How many steps of one image are trained on in one iteration."""
         return self.sde_window or len(self.trained)
@@ -168,6 +174,11 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     through the reward's own gradient: draft, draft_lv, refl."""
     step_weights: list[float] | None = None
     """Factor of the policy's loss at each of the T steps, in place of the row's `step_weight`."""
+    credit: str = "picture"
+    """What a denoising step earns: "picture", the advantage of its picture; "turning_points", by how much its
+    noise raised the reward of the deterministic rest, a turning point all that was still to come (TP-GRPO,
+    arXiv 2602.06422), at the price of completing and judging every sample from every stochastic step;
+    "one_step", by how much it raised the reward of the prediction x − σ v, at the price of judging alone."""
     metric: str | None = None
     """The part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a
     group."""
@@ -186,6 +197,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 f"objective: there is no algorithm {self.algorithm!r}. {suggestion(self.algorithm, allowed)}"
                 f"Choose one of: {', '.join(allowed)}."
             )
+        choice("objective.credit", self.credit, CREDITS)
         if self.balance_every is not None:
             at_least("objective.balance_every", self.balance_every, 1)
         if self.regression is not None:
@@ -203,7 +215,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 )
             return
         super().__post_init__()
-        self.check("denoising_steps", () if self.metric is None else ("metric",))
+        given = {"metric": self.metric is not None, "process_reward": self.credit != "picture"}
+        self.check("denoising_steps", [name for name, there in given.items() if there])
         if self.metric is not None and self.build(length=1).advantage != "canon":
             raise UserError(
                 f"objective.metric is {self.metric!r}, which splits the groups of advantage='canon' alone. "
@@ -233,6 +246,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     def build(self, *, length: int) -> Objective:
         """The objective; with `balance_every` its advantage is the sum of each reward's own."""
         row = super().build(length=length)
+        if self.credit != "picture":
+            return self._by_step(row)
         if self.balance_every is None:
             return row
         self._check_balanced("advantage", row.advantage, "group")
@@ -242,6 +257,16 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 "out of the rewards that it weighs. Set objective.changes.kl_in_reward=0 and the exact kl."
             )
         return replace(row, advantage="normalise_then_sum", advantage_options={"ddof": 0})
+
+    def _by_step(self, row: Objective) -> Objective:
+        """The row with an advantage of each step, z-scores within the group as in TP-GRPO's code."""
+        if row.advantage != "group" or self.balance_every is not None or row.kl_in_reward:
+            raise UserError(
+                f"objective.credit is {self.credit!r}, which makes an advantage of each step. It goes with "
+                "advantage='group', kl_in_reward=0 and objective.balance_every=null, as in flow_grpo; else "
+                "set objective.credit=picture."
+            )
+        return replace(row, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
 
     def _check_balanced(self, field: str, given: str, plain: str) -> None:
         """Refuse a row whose loss is not made of an advantage that several can be added to."""
@@ -273,6 +298,11 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             "metric": ("halves of a group", ""),
             "step_weights": ("stochastic steps", of_steps),
         }
+        if self.credit != "picture":
+            raise UserError(
+                f"objective.credit is {self.credit!r}, and objective.algorithm={self.algorithm} has no "
+                "stochastic steps that could earn it. Set objective.credit=picture, or take flow_grpo."
+            )
         for name, (what, instead) in absent.items():
             if getattr(self, name) is not None:
                 raise UserError(
@@ -296,6 +326,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
 
+
+CREDITS = ("picture", "turning_points", "one_step")
 
 _OF_STEPS = (
     *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride", "shared_noise"),

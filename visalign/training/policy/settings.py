@@ -140,7 +140,8 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
     """
     some, reward = torch.zeros(4, 2), torch.tensor([0.0, 1.0, 1.0, 0.0])
     one_by_one = objective.advantage in MATRIX_ADVANTAGES
-    more: dict[str, Any] = {"loss_weight": some + 1, **dict.fromkeys(given, reward)}
+    rows = {"metric": reward, "process_reward": some + reward[:, None]}
+    more: dict[str, Any] = {"loss_weight": some + 1, **{name: rows[name] for name in given}}
     says: dict[str, Any] = {"kl": some, "divergence": some}
     if decisions == "tokens":
         more = {**dict.fromkeys(("value", "entropy", "uniform"), some), "greedy_reward": some[:, 0]}
