@@ -71,7 +71,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
 def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     """Forward-equivalents per image; what a run counts when `trained_share` of its samples have a signal."""
     ascent = config.objective.ascent
-    free = config.rollout.steps if ascent is None else ascent.counted(config.rollout.steps)[0]
+    free = config.rollout.sampled_per_image if ascent is None else ascent.counted(config.rollout.steps)[0]
     if config.objective.credit == "turning_points":
         free += config.rollout.completed_per_image
     terms, every = config.rewards.terms.values(), config.objective.balance_every

@@ -34,6 +34,7 @@ def rollout(
     log_prob: LogProbForm = "gaussian",
     sigma_max: float | None = None,
     batch_size: int | None = None,
+    shared: Tensor | None = None,
 ) -> Trajectory:
     """Denoise B samples; steps in `sde_steps` are stochastic, the others Euler steps of the ODE.
 
@@ -55,6 +56,8 @@ def rollout(
         log_prob: "gaussian" or (schedule "cps") "quadratic".
         sigma_max: Flow-SDE's stand-in for σ = 1; by default sigmas[1], as in the published code.
         batch_size: Samples per forward; all B by default. It changes no noise.
+        shared: [B] labels of samples that have one noise and one condition: their steps before the first
+            stochastic one are made once for each label. None: each makes its own.
 
     Returns:
         Trajectory on the policy's device.
@@ -81,9 +84,13 @@ def rollout(
     latents = noise.to(device=policy.device, dtype=policy.storage_dtype, copy=True)
     drawn = checked_seeds(seeds) if seeds is not None else []
     times = policy.times(grid)
+    begin = steps[0] if shared is not None and steps else 0
+    if begin and shared is not None:
+        latents = _shared_steps(policy, condition, latents, grid, begin, shared, batch_size)
     trajectory = _empty(policy, latents, grid, times, steps, kernel)
     for rows in torch.arange(len(condition)).split(_checked_batch_size(batch_size, len(condition))):
-        _denoise(policy, condition.select(rows), grid, times, drawn[rows[0] : rows[-1] + 1], trajectory, rows)
+        own = drawn[rows[0] : rows[-1] + 1]
+        _denoise(policy, condition.select(rows), grid, times, own, trajectory, rows, begin)
     check_finite(trajectory.latents)
     return trajectory
 
@@ -96,9 +103,10 @@ def complete(
     *,
     sigmas: Tensor,
     step: int,
+    until: int | None = None,
     batch_size: int | None = None,
 ) -> Tensor:
-    """Denoise latents from the middle of a grid to its end along the ODE, as `rollout` does its ODE steps.
+    """Denoise latents from the middle of a grid on along the ODE, as `rollout` does its ODE steps.
 
     Args:
         policy: as in `rollout`.
@@ -106,16 +114,17 @@ def complete(
         x: [B, ...] before step `step`, storage dtype.
         sigmas: [T + 1], the whole grid.
         step: in [0, T]; T leaves them as they are.
+        until: the step before which to stop; None: the end of the grid.
         batch_size: samples per forward; all B by default.
 
     Returns:
-        [B, ...] clean latents, storage dtype.
+        [B, ...] storage dtype; clean latents at the end of the grid.
     """
     grid = _checked_grid(sigmas)
     levels, times, done = grid.to(x.device), policy.times(grid).to(x.device), []
     for rows in torch.arange(len(x)).split(_checked_batch_size(batch_size, len(x))):
         part, of_part = x[rows.to(x.device)], condition.select(rows)
-        for k in range(step, len(grid) - 1):
+        for k in range(step, len(grid) - 1 if until is None else until):
             sigma, sigma_next = levels[k].expand(len(part)), levels[k + 1].expand(len(part))
             v = velocity_of(policy, part, sigma, of_part, times[k].expand(len(part)))
             part = sde_step(part, v, sigma, sigma_next, schedule="none").mean.to(part.dtype)
@@ -179,6 +188,28 @@ def velocity_of(
     return v
 
 
+def _shared_steps(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    noise: Tensor,
+    grid: Tensor,
+    until: int,
+    shared: Tensor,
+    batch_size: int | None,
+) -> Tensor:
+    """[B, ...] before step `until`, made once for each label."""
+    if shared.shape != (len(noise),):
+        raise ValueError(f"shared is one label per sample, [{len(noise)}]; got {list(shared.shape)}.")
+    labels, index = shared.cpu().unique(return_inverse=True)
+    first = torch.stack([(index == label).nonzero()[0, 0] for label in range(len(labels))])
+    if not torch.equal(noise[first.to(noise.device)][index.to(noise.device)], noise):
+        raise ValueError("shared names samples that start from different noise; give them one in `noise`.")
+    some = batch_size if batch_size is None else min(batch_size, len(first))
+    x = noise[first.to(noise.device)]
+    made = complete(policy, condition.select(first), x, sigmas=grid, step=0, until=until, batch_size=some)
+    return made[index.to(made.device)].contiguous()
+
+
 def _denoise(
     policy: DiffusionPolicy,
     condition: Condition,
@@ -187,12 +218,14 @@ def _denoise(
     seeds: list[int],
     trajectory: Trajectory,
     rows: Tensor,
+    begin: int,
 ) -> None:
-    """Denoise the samples `rows`, which stand in trajectory.latents as noise, and write them there."""
+    """Denoise the samples `rows`, which stand in trajectory.latents before step `begin`, and write them
+    there."""
     chunk = slice(int(rows[0]), int(rows[-1]) + 1)
     kernel, x = trajectory.kernel, trajectory.latents[chunk].clone()
     levels, times = grid.to(x.device), times.to(x.device)
-    for k in range(len(grid) - 1):
+    for k in range(begin, len(grid) - 1):
         sigma, sigma_next = levels[k].expand(len(x)), levels[k + 1].expand(len(x))
         v = velocity_of(policy, x, sigma, condition, times[k].expand(len(x)))
         if k not in trajectory.sde_steps:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
+from visalign.flow.rollout import rollout
 from visalign.interfaces import Scores
 from visalign.training import (
     METRICS,
@@ -405,6 +407,33 @@ def test_a_group_can_share_its_start(tmp_path, schedule):
     assert torch.equal(start[first], start[first][:1].expand_as(start[first]))
     assert not torch.equal(start[~first][:1], start[:1])
     assert trainer.train().counters.iteration == 2  # the ratio is 1 at the first update, or it stops
+
+
+def test_a_group_makes_its_common_steps_once(tmp_path):
+    """The same latents, for 2 + 2/8 steps of a picture and not 4."""
+    policy: Any = ToyPolicy(torch.float64)
+    shared = {"shared_noise": True, "sde_steps": [2, 3]}
+    trainer = toy_trainer(tmp_path, policy=policy, rollout=shared)
+    source = trainer.algorithm.source
+    made = source.collect(0, trainer.clock, [2, 3])
+    assert policy.count.forward == 48 * 2 + 6 * 2 == 48 * trainer.algorithm.rollout.sampled_per_image
+    alone = rollout(
+        policy,
+        made.condition,
+        sigmas=source.sigmas,
+        sde_steps=[2, 3],
+        noise_level=0.5,
+        seeds=source.sample_seeds(made.batch.sample_id),
+        noise=source._shared_noise(made.batch),
+    )
+    torch.testing.assert_close(made.trajectory.latents, alone.latents)
+    torch.testing.assert_close(made.trajectory.x, alone.x)
+    one = torch.zeros(2, dtype=torch.int64)
+    more = {"sigmas": source.sigmas, "sde_steps": [2], "seeds": [0, 1]}
+    with pytest.raises(ValueError, match="start from different noise"):
+        rollout(policy, made.condition.select(one), shared=one, **more)
+    with pytest.raises(ValueError, match=r"one label per sample, \[2\]; got \[1\]"):
+        rollout(policy, made.condition.select(one), shared=one[:1], **more)
 
 
 def test_step_weights_must_fit_the_steps(tmp_path):

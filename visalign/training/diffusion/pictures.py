@@ -167,6 +167,7 @@ class PictureSource:
                 noise=self._shared_noise(batch) if settings.shared_noise else None,
                 log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
                 batch_size=settings.batch_size,
+                shared=batch.group_id if settings.shared_noise else None,
             )
         return condition, trajectory
 

@@ -69,7 +69,8 @@ class RolloutSettings:
     sde_window_stride: int = 1
     """Steps that it moves on."""
     shared_noise: bool = False
-    """Start all samples of a group from one noise (DanceGRPO): they differ by their steps' noise alone."""
+    """Start all samples of a group from one noise (DanceGRPO): they differ by their steps' noise alone, and
+    the steps before the first stochastic one are made once for the group."""
     train_steps: list[int] | None = None
     """Those of `sde_steps` that are trained on; null: all that are stochastic."""
     guidance: float | None = None
@@ -149,6 +150,13 @@ class RolloutSettings:
     def trained(self) -> list[int]:
         """The steps that may be trained on, ascending."""
         return self.stochastic if self.train_steps is None else sorted(self.train_steps)
+
+    @property
+    def sampled_per_image(self) -> float:
+        """Denoising steps that a picture costs: those that its group shares count once for the group. With a
+        window that begins later it is less."""
+        begin = self.stochastic[0] if self.shared_noise else 0
+        return self.steps - begin + begin / self.group_size
 
     @property
     def completed_per_image(self) -> float:
