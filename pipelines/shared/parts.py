@@ -125,9 +125,19 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Callab
     Raises:
         ValueError: impossible weights, units or normalisation.
     """
+    from visalign.rewards.combine.uncertainty import UncertaintyUsed
+
     fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
+    used = {
+        label: rewards[label]
+        if term.uncertainty == "none"
+        else UncertaintyUsed(
+            rewards[label], how=term.uncertainty, strength=term.strength, reference=term.reference
+        )
+        for label, term in config.terms.items()
+    }
     return kind(
-        {label: (rewards[label], term.weight) for label, term in config.terms.items()},
+        {label: (used[label], term.weight) for label, term in config.terms.items()},
         normalise=fixed if config.normalise == "fixed" else config.normalise,
         allow_mixed_units=config.allow_mixed_units,
     )

@@ -46,6 +46,13 @@ class RewardTerm:
     """With rewards.normalise=fixed: what is taken off ..."""
     std: float = 1.0
     """... and what divides."""
+    uncertainty: Literal["none", "lower_bound", "weight"] = "none"
+    """Use of the standard deviation σ that a judge gives: lower_bound (μ − λ σ) or weight (Ctrl-U's
+    exp(−λ σ) on what it says beyond `reference`)."""
+    strength: float = 1.0
+    """λ."""
+    reference: float = 0.0
+    """For the weight: the value of a judge that knows nothing, in its unit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accelerator of a run: its precision, its trackers, its patience."""
+"""The accelerator of a run: its precision, its trackers, its patience; a term's use of its uncertainty."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
 from visalign.errors import UserError
+from visalign.interfaces import Scores
 from visalign.pipelines.flow_grpo import job as flow_grpo
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.shared import parts as build
-from visalign.pipelines.shared.sections import RunConfig
+from visalign.pipelines.shared.parts import weighted_sum
+from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm, RunConfig
+from visalign.rewards import WeightedSum
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +72,28 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: 
     with pytest.raises(flow_grpo.TrainingInterrupted):
         flow_grpo.run(FlowGRPOConfig(run=RunConfig(trackers=["tensorboard"])), tmp_path / "run")
     assert calls == ["begin", "end"]
+
+
+class _Doubtful:
+    """Says 2 with σ = 0.5 of the first picture, 4 with σ = 2 of the second."""
+
+    name, unit, range, higher_is_better = "doubtful", "level", (0.0, 5.0), True
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        value, std = torch.tensor([2.0, 4.0]), torch.tensor([0.5, 2.0])
+        return Scores(value=value, std=std, valid=torch.ones(2, dtype=torch.bool), unit="level")
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        ({}, [2.0, 4.0]),
+        ({"uncertainty": "lower_bound", "strength": 2.0}, [1.0, 0.0]),
+        ({"uncertainty": "weight", "reference": 1.0}, [1 + math.exp(-0.5), 1 + 3 * math.exp(-2)]),
+    ],
+)
+def test_a_term_uses_its_judges_standard_deviation(term: dict[str, Any], expected: list[float]):
+    config = RewardsConfig(terms={"a": RewardTerm(**term)})
+    total = weighted_sum(config, {"a": _Doubtful()}, WeightedSum)
+    found = total.score(torch.zeros(2, 3, 8, 8), ["x", "y"])
+    assert found.value.tolist() == pytest.approx(expected)
