@@ -46,7 +46,7 @@ class ModelConfig:
     transformer is then computed in this dtype."""
     autocast: Autocast | None = None
     """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it. auto: bfloat16
-    where the device multiplies it, else none (a processor without that arithmetic takes ten times as long)."""
+    where the device multiplies it, else none (a processor without that arithmetic is ten times as slow)."""
     use_t5: bool = True
     """false leaves the third text encoder out where the model has one."""
     image_size: int | tuple[int, int] | None = None

@@ -177,7 +177,7 @@ def peer(name: str, prob: Tensor, calls: int, seed: int) -> Tensor:
     import trueskill
 
     # a game's noise and the spread of the scores in one unit, as in the simulation
-    world = trueskill.TrueSkill(mu=0, sigma=2, beta=1.2, tau=0, draw_probability=0)
+    world: Any = trueskill.TrueSkill(mu=0, sigma=2, beta=1.2, tau=0, draw_probability=0)
     ratings, seen = [world.create_rating() for _ in range(size)], np.zeros((size, size))
     for _ in range(calls):
         quality = np.array([[world.quality_1vs1(a, b) for b in ratings] for a in ratings])

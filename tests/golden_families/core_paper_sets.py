@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from visalign.core.advantages.combine import normalise_then_sum, weighted_sum
+from visalign.core.advantages.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
 from visalign.core.advantages.group import group_advantages, whiten
 from visalign.core.regression.groupwise import gdro_loss, soft_plackett_luce
 from visalign.core.regression.losses import reward_probability
-from visalign.core.standalone.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
 from visalign.core.standalone.shaping import neighbour_weights, reward_fusion
 from visalign.evaluation.statistics.diversity import (
     effective_rank,

@@ -9,6 +9,12 @@ from typing import Any
 
 import torch
 
+from visalign.core.advantages.copo import (
+    between_group_advantages,
+    consistency_entropy,
+    copo_advantages,
+    copo_weight,
+)
 from visalign.core.advantages.entropy import aem_advantages, aem_scale
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.returns import discounted_returns
@@ -19,12 +25,6 @@ from visalign.core.rewards.steps import (
     implicit_prm_loss,
     implicit_step_rewards,
     turning_point_rewards,
-)
-from visalign.core.standalone.copo import (
-    between_group_advantages,
-    consistency_entropy,
-    copo_advantages,
-    copo_weight,
 )
 from visalign.core.standalone.entropy_weights import (
     empg_advantages,

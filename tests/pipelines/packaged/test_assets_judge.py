@@ -226,8 +226,9 @@ def test_a_trained_judge_goes_on_on_other_grounds_and_resumes(tmp_path: Path) ->
 def test_on_a_canvas_the_cells_are_where_the_objects_are_seen() -> None:
     scene = next(s for s in map(WORLD.scene, range(50)) if len(s.objects) == 1)
     for share, x, y in ((0.5, 0.0, 0.0), (0.5, 1.0, 1.0), (1.0, 0.3, 0.3)):
-        laid = replace(scene, canvas=Canvas(share=share, x=x, y=y, color=(0, 0, 0)))
-        left, top, side = laid.canvas.box()
+        canvas = Canvas(share=share, x=x, y=y, color=(0, 0, 0))
+        laid = replace(scene, canvas=canvas)
+        left, top, side = canvas.box()
         (item,) = scene.objects
         row, column = (int((t + v * side / SIZE) // PATCH) for t, v in ((top, item.y), (left, item.x)))
         target = cell_targets([laid]).view(1, 4, 4, 2, 2, 4)

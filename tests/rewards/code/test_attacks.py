@@ -194,7 +194,7 @@ def victims() -> Iterator[Victims]:
                 "ABSTRACT": f"\0visalign{os.getpid()}",
                 "PORT": port.getsockname()[1],
             }
-            sleep = subprocess.Popen(["sleep", "600"], **({"user": SOMEBODY} if os.geteuid() == 0 else {}))
+            sleep = subprocess.Popen(["sleep", "600"], user=SOMEBODY if os.geteuid() == 0 else None)
             words = "\n".join(f"{name} = {value!r}" for name, value in given.items())
             yield Victims(f"{words}\nPARENT = {sleep.pid}\n", folder / "secret", sleep)
             sleep.kill()

@@ -233,13 +233,13 @@ def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]],
         drawn.append(text(left - 12, y + size / 2 + 5, name, "end"))
         drawn.append(text(left + row * size + size / 2, top - 10, str(row + 1)))
         for column, value in enumerate(values):
-            x, known = left + column * size, value is not None and math.isfinite(value)
-            kind = "itself" if row == column else "agrees" if known and value >= 0 else "parts"
-            opacity = 1.0 if row == column else 0.06 + 0.5 * abs(value) if known else 0.0
+            x, shown = left + column * size, math.nan if value is None else value
+            kind = "itself" if row == column else "agrees" if shown >= 0 else "parts"
+            opacity = 1.0 if row == column else 0.06 + 0.5 * abs(shown) if math.isfinite(shown) else 0.0
             place = f'x="{x + 1:.0f}" y="{y + 1:.0f}" width="{size - 2:.0f}" height="{size - 2:.0f}"'
             drawn.append(f'<rect class="cell {kind}" {place} fill-opacity="{opacity:.2f}"/>')
             if row != column:
-                number = f"{value:.2f}".replace("-", "−") if known else "–"
+                number = f"{value:.2f}".replace("-", "−") if math.isfinite(shown) else "–"
                 drawn.append(text(x + size / 2, y + size / 2 + 5, number, name="number"))
     width, height = left + len(labels) * size, top + len(labels) * size
     return Markup(

@@ -116,7 +116,7 @@ def ground_of(image: Tensor) -> Tensor | None:
     """
     edge = torch.cat([image[:, 0], image[:, -1], image[:, :, 0], image[:, :, -1]], 1)
     alike = (image - edge.median(1).values[:, None, None]).abs().amax(0) <= GROUND_TOLERANCE
-    labels, _ = ndimage.label(alike.numpy())
+    labels: np.ndarray = ndimage.label(alike.numpy())[0]  # pyright: ignore[reportIndexIssue]
     border = np.concatenate([labels[0], labels[-1], labels[:, 0], labels[:, -1]])
     ground = torch.from_numpy(np.isin(labels, border[border > 0]))
     return ground if (border > 0).mean() >= 0.5 and ground.float().mean() >= 0.25 else None
