@@ -121,7 +121,7 @@ _WITHOUT = (
     *("vqa_score", "soft_tifa"),
     *("clip_score", "pick_score", "hps_v2", "laion_aesthetic", "image_reward", "ict", "hp", "ict_hp"),
     *("brightness", "contrast", "saturation", "colourfulness", "edge_density", "sharpness", "jpeg_size"),
-    "yes_no_server",
+    *("yes_no_server", "rubric", "mps", "iqa"),
 )
 
 DEVIATIONS: dict[str, Deviation] = {
@@ -129,6 +129,11 @@ DEVIATIONS: dict[str, Deviation] = {
     "hpsv3": Deviation("spread", "exp(log σ) of the head, trained as the deviation of one preference"),
     "visual_quality_r1": Deviation(
         "spread", "√Σ p (s − μ)² over the ratings it may write; of K answers their s (ddof 1), not s/√K"
+    ),
+    "edit_reward": Deviation("spread", "√(σ₁ σ₂), the geometric mean of its two heads' deviations"),
+    "q_align": Deviation("spread", "√Σ p (s − μ)² over the five levels"),
+    **dict.fromkeys(
+        ("edit_score", "rational_rewards"), Deviation("standard error", "s/√n of the n readable answers")
     ),
     "unified_reward": Deviation("standard error", 's/√n of the n readable answers; s is the part "spread"'),
     "lift": Deviation("standard error", "√(Σ s²/n) / Q over Q questions with n readable answers each"),

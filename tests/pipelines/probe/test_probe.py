@@ -47,13 +47,14 @@ def level(result: Mapping[str, Any], probe: str, label: str) -> Mapping[str, Any
 def test_the_honest_verifier_passes() -> None:
     result = probe_reward(ShapesVerifier(), world())
     found = verdicts(result)
-    assert "fails" not in found.values(), found
+    beyond = {"ground", "canvas"}  # it reads the world's own dark grounds, and sizes in pixels
+    assert {name for name, verdict in found.items() if verdict == "fails"} == beyond, found
     assert {found[name] for name in ("blank", "destroyed", "mirror", "neighbours", "form")} == {"holds"}
     few = level(result, "spelling", "to the left of")
     assert (few["mean"], few["judged"], few["verdict"]) == (0.0, 5, "unclear"), "five pictures decide nothing"
     assert level(result, "other_prompt", "another prompt")["mean"] < -0.5, "it looks at the prompt"
     assert result["reference"]["judged"] == 64 and 0.3 < result["reference"]["spread"] < 0.6
-    assert result["summary"].get("fails") is None
+    assert result["summary"]["fails"] == 2
     json.dumps(result, allow_nan=False)
 
 

@@ -413,7 +413,7 @@ def test_impossible_configurations_by_message(overrides, message):
 def test_the_packaged_configurations_are_planned(name):
     config = load_config(TrainRewardConfig, resolve_config(name))
     planned = plan(config)
-    assert planned["length"]["epochs"] > 0.5
+    assert planned["length"]["epochs"] > 0.3
     assert config.optimizer.decay_updates == planned["length"]["updates"]
 
 

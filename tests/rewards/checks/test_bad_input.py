@@ -41,8 +41,8 @@ BLIND = (
 ELSEWHERE = {
     *("shapes_verifier", "laion_aesthetic", "image_reward", "heie", "geneval", "ocr", "lora_ensemble"),
     *("calibrated", "remote", "unified_reward", "unified_reward_pairs", "lift", "deepseek_grm"),
-    "yes_no_server",
-    "soft_tifa",
+    *("yes_no_server", "soft_tifa", "edit_score", "edit_reward", "rational_rewards", "rubric"),
+    *("q_align", "mps", "iqa"),
 }
 """Judges of records, and those that need more than an option: tests of their own hold them to the same."""
 

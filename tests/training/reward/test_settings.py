@@ -123,6 +123,9 @@ DATA = {
     "heldout_kinds": ('["quality"]', set(TASKS) - {"rating", "rating_fidelity"}),
     "labels": ("truth", set(TASKS) - {"ict", "rating", "rating_fidelity"}),
     "annotators": (3, set(TASKS) - {"ict"}),
+    "columns": ("{mos: score}", set()),
+    "coding": ("ab", set()),
+    "surroundings": (0.5, set(TASKS)),
     "train_split": ("train", set()),
     "heldout_split": ("test", set()),
 }
