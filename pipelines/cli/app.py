@@ -97,7 +97,7 @@ def train(
     if dry_run:
         _show_plan(config, overrides or [])
     else:
-        _train(config, overrides or [], output, resume=resume, then="visalign score --help")
+        _train(config, overrides or [], output, resume=resume)
 
 
 @command("train-reward")
@@ -124,7 +124,7 @@ def train_reward(
     if dry_run:
         _show_plan(config, changes)
     else:
-        _train(config, changes, output, resume=resume, then="visalign evaluate --help")
+        _train(config, changes, output, resume=resume)
 
 
 def _show_plan(config: str, overrides: list[str]) -> None:
@@ -140,7 +140,9 @@ def _show_plan(config: str, overrides: list[str]) -> None:
         show_plan(console, job.plan(job.config))
 
 
-def _train(config: str, overrides: list[str], output: Path | None, *, resume: bool, then: str) -> None:
+def _train(
+    config: str, overrides: list[str], output: Path | None, *, resume: bool, then: str | None = None
+) -> None:
     with user_messages():
         from visalign.pipelines.jobs import load_job
         from visalign.pipelines.shared.job import resume_command

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
@@ -100,8 +101,10 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
         console.print(table)
 
 
-def show_summary(console: Console, folder: Path, *, then: str) -> None:
-    """The closing panel of a run: held-out numbers before and after, what lies where, what to do next."""
+def show_summary(console: Console, folder: Path, *, then: str | None = None) -> None:
+    """The closing panel of a run: held-out numbers before and after, what lies where, what to do next: `then`
+    or what the results are for.
+    """
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     parts: list[RenderableType] = []
@@ -109,7 +112,7 @@ def show_summary(console: Console, folder: Path, *, then: str) -> None:
         parts.append(before_after(summary["before"], summary["after"]))
     parts += [Text(line) for line in (gain_line(summary), cost_line(summary)) if line]
     files = "\n".join(f"  {path}" for path in result_files(folder))
-    parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {then}")]
+    parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {then or next_command(folder)}")]
     console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
 
 
@@ -194,6 +197,22 @@ def result_files(folder: Path) -> list[str]:
     }
     found = [f"{folder / name}  ({what})" for name, what in wanted.items() if (folder / name).exists()]
     return found or [str(folder)]
+
+
+def next_command(folder: Path) -> str:
+    """What to do with a run's results: draw pictures, sample or train on completions, measure a judge."""
+    lora, model = folder / "lora", folder / "model"
+    if (folder / "dataset.jsonl").exists():
+        return f"visalign train text_sft data.train={folder / 'dataset.jsonl'}"
+    if (model / "config.json").exists():
+        return f"visalign train text_sample model.path={model}"
+    if (lora / "adapter_config.json").exists():
+        return f"Open {folder / 'report.html'}"
+    if lora.exists() or model.exists():
+        base = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["model"]["path"]
+        drawn = f"--model {base} --lora {lora}" if lora.exists() else f"--model {model}"
+        return f'visalign sample "a red circle" {drawn} --output {folder / "pictures"}'
+    return "visalign evaluate --help"
 
 
 def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:

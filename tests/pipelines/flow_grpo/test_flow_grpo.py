@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.support.tiny_models import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.cli.show import result_files, show_summary
+from visalign.pipelines.cli.show import next_command, result_files, show_summary
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.shared.parts import evenly_spaced
@@ -123,11 +123,33 @@ def test_a_run_out_of_time_resumes_to_the_same_result(inputs, tmp_path):
 
 
 def test_the_closing_panel_shows_what_the_run_wrote(finished):
-    console = Console(record=True, width=100, file=io.StringIO())
-    show_summary(console, finished[0], then="visalign configs")
+    console = Console(record=True, width=400, file=io.StringIO())
+    show_summary(console, finished[0])
     text = console.export_text()
-    assert "GB of memory at most" in text and "visalign configs" in text
+    assert "GB of memory at most" in text and "Next:" in text and f"--lora {finished[0] / 'lora'}" in text
     assert "held-out accuracy" in text
+
+
+@pytest.mark.parametrize(
+    ("left", "then"),
+    [
+        (["dataset.jsonl"], "visalign train text_sft data.train={0}/dataset.jsonl"),
+        (["model/config.json", "judge/x"], "visalign train text_sample model.path={0}/model"),
+        (["lora/adapter_config.json"], "Open {0}/report.html"),
+        (["lora/x"], 'visalign sample "a red circle" --model my/sd3 --lora {0}/lora --output {0}/pictures'),
+        (
+            ["model/model_index.json"],
+            'visalign sample "a red circle" --model {0}/model --output {0}/pictures',
+        ),
+        (["judge/judge.json"], "visalign evaluate --help"),
+    ],
+)
+def test_what_to_do_next_fits_what_the_run_made(tmp_path, left, then):
+    (tmp_path / "config.yaml").write_text("model: {path: my/sd3}")
+    for name in left:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert next_command(tmp_path) == then.format(tmp_path)
 
 
 def test_metrics_hold_parts_and_heldout(finished):
