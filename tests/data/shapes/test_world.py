@@ -135,9 +135,9 @@ def test_the_verifier_agrees_with_the_truth(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "floor"), [("none", 0.999), ("blur", 0.99), ("noise", 0.99)])
-def test_the_verifier_agrees_with_the_truth_on_20000_scenes(kind: str, floor: float) -> None:
-    chosen = [scene.distorted(kind, 0.0 if kind == "none" else scenes.MILD) for scene in draw(20_000, 12)]
-    assert np.mean([share_correct(chosen[i : i + 2000]) for i in range(0, 20_000, 2000)]) >= floor
+def test_the_verifier_agrees_with_the_truth_on_6000_scenes(kind: str, floor: float) -> None:
+    chosen = [scene.distorted(kind, 0.0 if kind == "none" else scenes.MILD) for scene in draw(6_000, 12)]
+    assert np.mean([share_correct(chosen[i : i + 2000]) for i in range(0, 6_000, 2000)]) >= floor
 
 
 @pytest.mark.parametrize("near", [False, True])
