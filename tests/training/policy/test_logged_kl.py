@@ -39,9 +39,11 @@ def of_text(untouched: Any, trainer: Trainer, experience: Any) -> float:
     return float((torch.exp(-d) - 1 + d).mean())
 
 
-def follow(folder: Path, make: Any, measure: Any, untouched: Any) -> None:
-    """Four iterations, the last two resumed; before each update the KL is measured by hand."""
-    by_hand = []
+def logged_and_by_hand(
+    folder: Path, make: Any, measure: Any, untouched: Any
+) -> tuple[list[float], list[float], list[bool]]:
+    """KL of four iterations, the last two resumed: as logged, as measured before each update; who resumed."""
+    by_hand, resumed = [], []
     for iterations in (2, 4):
         trainer = make(run={"iterations": iterations, "checkpoint_every": 1})
         algorithm, backward = trainer.algorithm, trainer.algorithm.backward
@@ -52,11 +54,9 @@ def follow(folder: Path, make: Any, measure: Any, untouched: Any) -> None:
             return backward(experience, step, run)
 
         algorithm.backward = watched
-        assert trainer.resume() is (iterations == 4)
+        resumed.append(trainer.resume())
         trainer.train()
-    logged = [record["kl"] for record in read_metrics(folder / "metrics.jsonl")]
-    assert logged == pytest.approx(by_hand, rel=1e-4, abs=1e-9) and len(logged) == 4
-    assert logged[0] < 1e-9 < min(logged[1:]), "the first iteration samples the reference itself"
+    return [record["kl"] for record in read_metrics(folder / "metrics.jsonl")], by_hand, resumed
 
 
 @pytest.mark.parametrize("lora", [LoraSettings(rank=3), None], ids=["lora", "full"])
@@ -74,7 +74,11 @@ def test_of_pictures(tmp_path: Path, lora: LoraSettings | None) -> None:
             **options,
         )
 
-    follow(tmp_path / "run", make, of_pictures, policy(model, lora=None))
+    untouched = policy(model, lora=None)
+    logged, by_hand, resumed = logged_and_by_hand(tmp_path / "run", make, of_pictures, untouched)
+    assert logged == pytest.approx(by_hand, rel=1e-4, abs=1e-9)
+    assert logged[0] < 1e-9 < min(logged[1:]), "the first iteration samples the reference itself"
+    assert len(logged) == 4 and resumed == [False, True]
 
 
 @pytest.mark.parametrize("lora", [text_lora(), None], ids=["lora", "full"])
@@ -85,4 +89,7 @@ def test_of_text(tmp_path: Path, lora: LoraSettings | None) -> None:
             tmp_path, policy=toy_policy(lora=lora), objective=objective, optimizer=ONE_UPDATE, **options
         )
 
-    follow(tmp_path, make, of_text, toy_policy())
+    logged, by_hand, resumed = logged_and_by_hand(tmp_path, make, of_text, toy_policy())
+    assert logged == pytest.approx(by_hand, rel=1e-4, abs=1e-9)
+    assert logged[0] < 1e-9 < min(logged[1:]), "the first iteration samples the reference itself"
+    assert len(logged) == 4 and resumed == [False, True]
