@@ -16,10 +16,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
-from visalign.data.shapes.prompts import CATEGORIES
-
 from .captions import new_tokenizer, token_ids
-from .generator import CATEGORY_WEIGHTS, SEEDS, pipeline_accuracy, train_denoiser
+from .generator import CATEGORY_WEIGHTS, how_good, train_denoiser
 from .stage import Plan, SceneFeed, fast_autocast, machine, muon_and_adam, size_of, tidy
 
 NAME = "shapes-sd15"
@@ -146,9 +144,6 @@ def save_unet(model: UNetGenerator, autoencoder: AutoencoderKL, folder: Path) ->
 def unet_card(folder: Path, seconds: float, plan: Plan) -> str:
     """The card of `shapes-sd15`."""
     pipe = StableDiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
-    plain, guided = (pipeline_accuracy(pipe, scale) for scale in (1.0, 2.0))
-    rows = "\n".join(f"| {name} | {plain[name]:.3f} | {guided[name]:.3f} |" for name in ("all", *CATEGORIES))
-    worst = sorted(CATEGORIES, key=lambda name: plain[name])
     return f"""# {NAME}
 
 A small text-to-image model of the shapes world that predicts ε, in diffusers' format:
@@ -168,14 +163,4 @@ UNet of the Stable Diffusion 1.5 type (8×8 and 4×4, attention on 4×4, 1.4 M p
 
 Scenes rendered from the training prompts of `shapes-sd3`; no held-out combination occurs among them.
 
-## How good it is
-
-Held-out prompts × {len(SEEDS)} seeds, 10 DDIM steps, share of pictures that the verifier finds correct in
-every check:
-
-| category | guidance 1.0 | guidance 2.0 |
-|---|---|---|
-{rows}
-
-It is meant to be improvable; it fails most often at {worst[0]} and {worst[1]}.
-"""
+{how_good(pipe, "DDIM")}"""

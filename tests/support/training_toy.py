@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,10 @@ from visalign.training import (
     RunSettings,
     Trainer,
     VelocityRegression,
+    read_metrics,
 )
+from visalign.training.loop import checkpoint
+from visalign.training.loop.metrics import without_times
 
 RECORDS = [
     {"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]
@@ -219,3 +222,20 @@ def toy_trainer(
         evaluate=evaluate,
         progress=progress,
     )
+
+
+def outcome(folder: Path) -> tuple[str, dict[str, bytes], list[dict[str, Any]]]:
+    """What equal runs have alike: the last checkpoint's name and tensors, and the metrics without times."""
+    stored = checkpoint.folders(folder / "checkpoints")[-1]
+    files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
+    return stored.name, files, [without_times(row) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def whole_and_resumed(make: Callable[[Path, int], Trainer[Any]], folder: Path, first: int, last: int) -> Any:
+    """`outcome` of a run of `last` iterations, and of one that stops after `first`; the latter's trainer."""
+    for name, parts in (("whole", (last,)), ("parts", (first, last))):
+        for iterations in parts:
+            trainer = make(folder / name, iterations)
+            trainer.resume()
+            trainer.train()
+    return outcome(folder / "whole"), outcome(folder / "parts"), trainer

@@ -125,7 +125,7 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         with FlopCounterMode(display=False) as counter:
             if torch.is_grad_enabled() and not encodes:
                 weights.update(p.untyped_storage()._cdata for p in part.parameters())
-                with _stored(weights) as held, _checkpoints(part, weights, trace):
+                with stored(weights) as held, _checkpoints(part, weights, trace):
                     out = own(*args, **kwargs)
                 trace.held = sum(held.values())
             else:
@@ -139,8 +139,12 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
 
 
 @contextmanager
-def _stored(weights: set[int]) -> Iterator[dict[int, int]]:
-    """Storage -> bytes of what autograd keeps inside the block, each once and no weight."""
+def stored(weights: set[int]) -> Iterator[dict[int, int]]:
+    """Storage -> bytes of what autograd keeps inside the block, each once and no weight.
+
+    Args:
+        weights: their storages' `_cdata`.
+    """
     found: dict[int, int] = {}
     alive: list[Tensor] = []
 
@@ -166,7 +170,7 @@ def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
 
     def block(call: Callable[..., Any], *args: Any) -> Any:
         inputs = [a for a in args if isinstance(a, Tensor)]
-        with _stored(weights) as held:
+        with stored(weights) as held:
             out = call(*args)
         trace.largest_block = max(trace.largest_block, sum(held.values()))
         return (

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from typer.testing import CliRunner
 from tests.support.tiny_models import tiny_sd3_pipeline
 from tests.support.tiny_pipelines import tiny_folder
 from visalign.adapters import LoraSettings, load_policy
-from visalign.adapters.hollow import hollow_pipelines
+from visalign.adapters.hollow import hollow_pipelines, stored
 from visalign.config import load_config
 from visalign.data.assets import resolve_model
 from visalign.flow.rollout import rollout
@@ -54,24 +52,6 @@ def configured(folders: Path, model: str, *changes: str) -> FlowGRPOConfig:
     return load_config(FlowGRPOConfig, None, given)
 
 
-@contextmanager
-def stored(module: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """Storage -> bytes that autograd keeps, without weights."""
-    weights = {weight.untyped_storage()._cdata for weight in module.parameters()}
-    found: dict[int, int] = {}
-    alive = []
-
-    def keep(value: torch.Tensor) -> torch.Tensor:
-        storage = value.untyped_storage()
-        if storage._cdata not in weights:
-            alive.append(value)
-            found[storage._cdata] = storage.nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        yield found
-
-
 def asked(policy: Any, count: int) -> Any:
     condition = policy.encode(["a red circle"] * count)
     x = torch.zeros(count, *policy.latent_shape, dtype=policy.storage_dtype)
@@ -104,7 +84,8 @@ def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name,
     policy: Any = load_policy(at, **given)
     pairs = asked(policy, 3)
     policy.velocity(*pairs)
-    with stored(policy.module) as held, FlopCounterMode(display=False) as counter:
+    weights = {weight.untyped_storage()._cdata for weight in policy.module.parameters()}
+    with stored(weights) as held, FlopCounterMode(display=False) as counter:
         v = policy.velocity(*pairs)
     assert v.requires_grad
     assert list(trace.flops.values()) == [counter.get_total_flops()]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
+from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.flow.rollout import complete, predicted_clean, rollout
 from visalign.training import (
@@ -16,10 +16,7 @@ from visalign.training import (
     RolloutSettings,
     TextObjectiveSettings,
     forward_equivalents_per_image,
-    read_metrics,
 )
-from visalign.training.loop import checkpoint
-from visalign.training.loop.metrics import without_times
 
 CHANGES = {"kl": 0.0, "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
 
@@ -120,22 +117,14 @@ def test_the_cost_is_the_planned_one(credit, rollout_, free, tmp_path):
 @pytest.mark.parametrize("credit", ["turning_points", "one_step"])
 @pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard"])
 def test_it_learns_and_a_resume_is_exact(name, credit, tmp_path):
-    ends = []
-    for folder, parts in ((tmp_path / "whole", (6,)), (tmp_path / "parts", (2, 6))):
-        for iterations in parts:
-            trainer = toy_trainer(
-                folder,
-                objective={**_objective(credit, name), "ratio_bound": 1e-4},
-                run={"iterations": iterations},
-            )
-            trainer.resume()
-            trainer.train()
-        stored = checkpoint.step_folder(folder / "checkpoints", 6)
-        files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
-        ends.append((files, [without_times(r) for r in read_metrics(folder / "metrics.jsonl")]))
-    assert ends[0] == ends[1] and trainer.counters.updates == 12 and not trainer.counters.skipped
+    def make(folder, iterations):
+        objective = {**_objective(credit, name), "ratio_bound": 1e-4}
+        return toy_trainer(folder, objective=objective, run={"iterations": iterations})
+
+    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 2, 6)
+    assert whole == resumed and trainer.counters.updates == 12 and not trainer.counters.skipped
     if name == "flow_grpo":
-        rewards = [row["reward_mean"] for row in ends[0][1]]
+        rewards = [row["reward_mean"] for row in whole[2]]
         assert rewards[-1] > rewards[0] + 0.05
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
+from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
 from visalign.training import (
@@ -21,8 +21,7 @@ from visalign.training import (
     read_metrics,
 )
 from visalign.training.diffusion.regression import checked_row, planned_passes
-from visalign.training.loop import checkpoint
-from visalign.training.loop.metrics import METRICS, REGRESSION_ONLY, without_times
+from visalign.training.loop.metrics import METRICS, REGRESSION_ONLY
 
 
 class GuidedToy(ToyPolicy):
@@ -266,17 +265,13 @@ def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
 @pytest.mark.parametrize("name", ["diffusion_nft", "v_grpo", "ram"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name, tmp_path):
     objective = {"algorithm": name, "changes": {"old_decay": [0, 0.2, 0.9]} if name != "ram" else {}}
-    ends = []
-    for folder, parts in ((tmp_path / "whole", (5,)), (tmp_path / "parts", (2, 5))):
-        for iterations in parts:
-            trainer = toy_trainer(folder, objective=objective, run={"iterations": iterations})
-            trainer.resume()
-            trainer.train()
-        stored = checkpoint.step_folder(folder / "checkpoints", 5)
-        files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
-        ends.append((files, [without_times(r) for r in read_metrics(folder / "metrics.jsonl")]))
-    assert ends[0] == ends[1]
-    assert ("old.safetensors" in ends[0][0]) == (name != "ram")
+
+    def make(folder, iterations):
+        return toy_trainer(folder, objective=objective, run={"iterations": iterations})
+
+    whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 5)
+    assert whole == resumed
+    assert ("old.safetensors" in whole[1]) == (name != "ram")
 
 
 def test_levels_are_stratified_and_shared_in_a_group(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
+from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.core import ASCENTS, Ascent, named_ascent
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
@@ -18,7 +18,7 @@ from visalign.rewards import WeightedSum
 from visalign.training import TextObjectiveSettings, read_metrics
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 from visalign.training.diffusion.reward_gradient import image_gradient
-from visalign.training.loop.metrics import METRICS, without_times
+from visalign.training.loop.metrics import METRICS
 
 PICTURE = math.prod((3, 8, 8))
 
@@ -121,14 +121,12 @@ def test_a_process_without_a_sample_moves_nothing(tmp_path):
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     objective = {"algorithm": "draft_lv", "changes": {"kl": 0.01}}
-    run = {"iterations": 4, "checkpoint_every": 2}
-    toy_trainer(tmp_path / "whole", objective=objective, run=run).train()
-    toy_trainer(tmp_path / "part", objective=objective, run={**run, "iterations": 2}).train()
-    again = toy_trainer(tmp_path / "part", objective=objective, run=run)
-    again.resume()
-    again.train()
-    both = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "part")]
-    assert [without_times(row) for row in both[0]] == [without_times(row) for row in both[1]]
+
+    def make(folder, iterations):
+        return toy_trainer(folder, objective=objective, run={"iterations": iterations})
+
+    whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 4)
+    assert whole == resumed
 
 
 class _Two:

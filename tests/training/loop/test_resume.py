@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.training_toy import ToyPolicy, toy_trainer
+from tests.support.training_toy import ToyPolicy, outcome, toy_trainer
 from visalign.training.loop import checkpoint
 from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics, without_times
@@ -49,16 +49,6 @@ def _wait_for_line(folder: Path, line: int) -> None:
         time.sleep(0.02)
 
 
-def assert_same_run(one: Path, other: Path, step: int) -> None:
-    for name in ("trainable", "ema", "optimizer"):
-        files = [
-            checkpoint.step_folder(run / "checkpoints", step) / f"{name}.safetensors" for run in (one, other)
-        ]
-        assert files[0].read_bytes() == files[1].read_bytes(), name
-    lines = [[without_times(r) for r in read_metrics(run / "metrics.jsonl")] for run in (one, other)]
-    assert lines[0] == lines[1] and len(lines[0]) == step
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     whole = _start(tmp_path / "whole", 7)
@@ -69,7 +59,8 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     assert read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]["iteration"] < 7
     _finish(_start(tmp_path / "killed", 7))
     _finish(whole)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed", 7)
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "killed")
+    assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 7
 
 
 @pytest.mark.slow
@@ -129,7 +120,8 @@ def test_resumed_in_the_same_process_equals_uninterrupted(tmp_path):
     _trained(tmp_path / "whole", 5)
     _trained(tmp_path / "split", 3)
     _trained(tmp_path / "split", 5)
-    assert_same_run(tmp_path / "whole", tmp_path / "split", 5)
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "split")
+    assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 5
 
 
 def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, monkeypatch):

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training_toy import Brightness, Loud, ToyPolicy, toy_trainer
+from tests.support.training_toy import Brightness, Loud, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.core import gdpo_advantages
 from visalign.errors import UserError
 from visalign.rewards import WeightedSum
-from visalign.training import DiffusionObjectiveSettings, forward_equivalents_per_image, read_metrics
-from visalign.training.loop import checkpoint
-from visalign.training.loop.metrics import without_times
+from visalign.training import DiffusionObjectiveSettings, forward_equivalents_per_image
 from visalign.training.policy.balance import KEY, RewardBalance
 
 ROWS = (
@@ -92,17 +90,12 @@ def test_the_gradient_is_the_weighted_sum_of_the_rewards_own(name, tmp_path):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_learn_both_rewards_and_a_resume_is_exact(name, tmp_path):
-    ends = []
-    for folder, parts in ((tmp_path / "whole", (4,)), (tmp_path / "parts", (3, 4))):
-        for iterations in parts:
-            trainer = _trainer(folder, name, run={"iterations": iterations})
-            trainer.resume()
-            trainer.train()
-        stored = checkpoint.step_folder(folder / "checkpoints", 4)
-        files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
-        ends.append((files, [without_times(r) for r in read_metrics(folder / "metrics.jsonl")]))
-    assert ends[0] == ends[1] and trainer.counters.updates == 8 and not trainer.counters.skipped
-    rows = ends[0][1]
+    def make(folder, iterations):
+        return _trainer(folder, name, run={"iterations": iterations})
+
+    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 3, 4)
+    assert whole == resumed and trainer.counters.updates == 8 and not trainer.counters.skipped
+    rows = whole[2]
     weights = [[row[f"reward_weight/{label}"] for label in ("light", "red", "blue")] for row in rows]
     assert weights[0] == weights[1] != weights[2] == weights[3] and weights[0] != [1 / 3] * 3
     assert trainer.counters.own[KEY] == weights[3] and sum(weights[3]) == pytest.approx(1.0)

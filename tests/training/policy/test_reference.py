@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from tests.support.text_toy import toy_text_trainer
-from tests.support.training_toy import ToyPolicy, toy_trainer
+from tests.support.training_toy import ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
-from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings, read_metrics
-from visalign.training.loop import checkpoint
-from visalign.training.loop.metrics import without_times
+from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings
 from visalign.training.policy.reference import KEY
 
 FLOW = {"algorithm": "flow_grpo", "changes": {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}}
@@ -67,16 +65,12 @@ def test_a_bound_resets_after_the_iteration_that_exceeds_it(name, tmp_path):
 @pytest.mark.parametrize("name", ROWS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name, tmp_path):
     objective = {**ROWS[name], "reset_reference_every": 2}
-    ends = []
-    for folder, parts in ((tmp_path / "whole", (5,)), (tmp_path / "parts", (3, 5))):
-        for iterations in parts:
-            trainer = toy_trainer(folder, objective=objective, run={"iterations": iterations})
-            trainer.resume()
-            trainer.train()
-        stored = checkpoint.step_folder(folder / "checkpoints", 5)
-        files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
-        ends.append((files, [without_times(r) for r in read_metrics(folder / "metrics.jsonl")]))
-    assert ends[0] == ends[1] and "reference.safetensors" in ends[0][0]
+
+    def make(folder, iterations):
+        return toy_trainer(folder, objective=objective, run={"iterations": iterations})
+
+    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 3, 5)
+    assert whole == resumed and "reference.safetensors" in whole[1]
     plain = toy_trainer(tmp_path / "plain", objective=ROWS[name], run={"iterations": 5})
     plain.train()
     assert not all(torch.equal(a, b) for a, b in zip(_weights(plain), _weights(trainer), strict=True))
@@ -84,16 +78,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name, tmp_path):
 
 def test_texts_reset_theirs_and_resume(tmp_path):
     objective = {"changes": {"kl": 0.5}, "reset_reference_every": 1}
-    ends = []
-    for folder, parts in ((tmp_path / "whole", (3,)), (tmp_path / "parts", (2, 3))):
-        for iterations in parts:
-            trainer = toy_text_trainer(folder, objective=objective, run={"iterations": iterations})
-            trainer.resume()
-            trainer.train()
-        ends.append(_weights(trainer))
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+    def make(folder, iterations):
+        return toy_text_trainer(folder, objective=objective, run={"iterations": iterations})
+
+    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 2, 3)
+    assert whole == resumed
+    trained = _weights(trainer)
     with trainer.algorithm.parts.reference.applied():
-        assert all(torch.equal(a, b) for a, b in zip(ends[1], _weights(trainer), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(trained, _weights(trainer), strict=True))
 
 
 @pytest.mark.parametrize("kind", [DiffusionObjectiveSettings, TextObjectiveSettings])

@@ -8,7 +8,7 @@ pipeline of it and holds the policy against the pipeline's own run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Guidance = Literal["concatenated", "two calls", "embedded", "none"]
@@ -78,6 +78,15 @@ _QWEN = {
 }
 _MASKED = "prompt_embeds prompt_attention_mask negative_prompt_embeds negative_prompt_attention_mask"
 _POOLED = "prompt_embeds negative_prompt_embeds pooled_prompt_embeds negative_pooled_prompt_embeds"
+_KANDINSKY5 = Family(
+    pipelines=("Kandinsky5T2IPipeline",),
+    encodes="prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens",
+    guidance="two calls",
+    unconditional=1,
+    mixed=False,
+    unit=2,
+    lora=("to_query", "to_key", "to_value", "out_layer"),
+)
 
 FAMILIES: dict[str, Family] = {
     "sd3": Family(
@@ -205,25 +214,8 @@ FAMILIES: dict[str, Family] = {
         unconditional=1,
         unit=2,
     ),
-    "kandinsky5": Family(
-        pipelines=("Kandinsky5T2VPipeline",),
-        encodes="prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens",
-        guidance="two calls",
-        unconditional=1,
-        mixed=False,
-        unit=2,
-        lora=("to_query", "to_key", "to_value", "out_layer"),
-        frames=121,
-    ),
-    "kandinsky5_image": Family(
-        pipelines=("Kandinsky5T2IPipeline",),
-        encodes="prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens",
-        guidance="two calls",
-        unconditional=1,
-        mixed=False,
-        unit=2,
-        lora=("to_query", "to_key", "to_value", "out_layer"),
-    ),
+    "kandinsky5": replace(_KANDINSKY5, pipelines=("Kandinsky5T2VPipeline",), frames=121),
+    "kandinsky5_image": _KANDINSKY5,
     "prx": Family(
         pipelines=("PRXPipeline",),
         encodes=_MASKED,
