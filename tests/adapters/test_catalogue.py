@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny_models import build_tiny_sd3
+from tests.support.models.sd3 import build_tiny_sd3
 from visalign.adapters import ADAPTERS, AdapterError, LoraSettings, SD3Policy, check_adapter, load_policy
 from visalign.dotted_path import named_object
 from visalign.errors import UserError
 
 OWN = """
-from tests.support.training_toy import ToyPolicy
+from tests.support.training.pictures import ToyPolicy
 
 class Own(ToyPolicy):
     @classmethod

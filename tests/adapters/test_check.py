@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.tiny_models import tiny_sd3_pipeline
+from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import AdapterError, LoraSettings, SD3Policy, check_adapter
 
 LORA = LoraSettings(rank=2, alpha=4)

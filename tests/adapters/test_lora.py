@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from tests.support.tiny_models import tiny_sd3_pipeline
+from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, SD3Policy
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora

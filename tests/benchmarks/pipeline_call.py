@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny_pipelines import TINY, tiny_pipeline, tiny_prompts
+from tests.support.models.pipelines import TINY, tiny_pipeline, tiny_prompts
 from visalign.adapters import LoraSettings, PipelinePolicy
 
 ROUNDS = 40

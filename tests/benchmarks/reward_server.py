@@ -37,7 +37,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.reward_servers import serving
+from tests.support.servers.rewards import serving
 from visalign.rewards import load_judge
 from visalign.rewards.serve.client import RemoteReward, read_pictures
 from visalign.rewards.serve.server import judge_server

@@ -17,7 +17,7 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from tests.support.tiny_language_models import (
+from tests.support.models.language import (
     save_tiny_language_model,
     tiny_config,
     tiny_model,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from tests.support.tiny_language_models import TEMPLATE, tiny_tokenizer
+from tests.support.models.language import TEMPLATE, tiny_tokenizer
 from visalign.adapters.causal_lm.chat import PromptEncoder
 from visalign.errors import UserError
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.text_toy import DEMONSTRATIONS, toy_policy
+from tests.support.training.text import DEMONSTRATIONS, toy_policy
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, demonstration_rollout
 from visalign.adapters.causal_lm.log_partition import PromptLogPartition
 from visalign.errors import UserError

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
+from tests.support.models.language import tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout, draw_seeds

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.tiny_language_models import save_tiny_language_model, tiny_model, tiny_tokenizer
+from tests.support.models.language import save_tiny_language_model, tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny_vision_language_models import (
+from tests.support.models.vision_language import (
     IMAGE,
     IMAGES,
     KINDS,

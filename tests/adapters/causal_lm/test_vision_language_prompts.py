@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
-from tests.support.tiny_vision_language_models import (
+from tests.support.models.language import tiny_model, tiny_tokenizer
+from tests.support.models.vision_language import (
     IMAGE,
     IMAGES,
     PROMPTS,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from tests.support.tiny_vision_language_models import (
+from tests.support.models.vision_language import (
     IMAGE,
     IMAGES,
     KINDS,

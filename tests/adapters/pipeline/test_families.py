@@ -13,7 +13,7 @@ import diffusers
 import pytest
 import torch
 
-from tests.support.tiny_pipelines import tiny_pipeline, tiny_prompts
+from tests.support.models.pipelines import tiny_pipeline, tiny_prompts
 from visalign.adapters import LoraSettings, check_adapter
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.adapters.pipeline.lora import has_loader

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from tests.support.tiny_pipelines import tiny_folder, tiny_pipeline
+from tests.support.models.pipelines import tiny_folder, tiny_pipeline
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.catalogue import has_two_halves
 from visalign.adapters.pipeline.condition import picture_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.support.tiny_pipelines import tiny_pipeline
+from tests.support.models.pipelines import tiny_pipeline
 from visalign.adapters import LoraSettings
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.pipelines.cli.app import app

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tiny_models import tiny_sd3_pipeline
+from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters.sd3.policy import SD3Policy
 from visalign.data.assets import resolve_model
 from visalign.data.shapes import prompts, render, scenes, verifier

@@ -16,7 +16,7 @@ from diffusers import (
     StableDiffusionPipeline,
 )
 
-from tests.support.tiny_models import build_tiny_sd3, load_pipeline, tiny_sd3_pipeline
+from tests.support.models.sd3 import build_tiny_sd3, load_pipeline, tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, SD3Policy
 from visalign.errors import UserError
 from visalign.flow import ratio_check, replay, rollout

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
-from tests.support.tiny_text_server import TinyServer, serving
+from tests.support.models.language import tiny_model, tiny_tokenizer
+from tests.support.servers.completions import TinyServer, serving
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.completions import Completion, CompletionRequest, first_end

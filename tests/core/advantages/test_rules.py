@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.rules import conditional_advantages, prl_advantages
 from visalign.core.standalone.replay import replay_advantages, replay_weight

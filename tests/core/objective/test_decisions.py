@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.core_batches import objectives, step, step_for
+from tests.support.core import objectives, step, step_for
 from visalign.core.objective.algorithms import NAMED, named_objective
 from visalign.core.objective.data import PolicyOutput
 from visalign.core.objective.decisions import TEXT_ROW, check_decisions

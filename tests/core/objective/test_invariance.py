@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.core_batches import step
+from tests.support.core import step
 from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import Loss, PolicyOutput, Prepared, Trajectories
 from visalign.core.objective.explain import CAUSES, explain

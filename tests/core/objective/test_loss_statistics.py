@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tests.support.core_batches import step
+from tests.support.core import step
 from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import Loss, PolicyOutput
 from visalign.core.objective.loss_statistics import LossStatistics, no_statistics

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.core_batches import LABELS, step
+from tests.support.core import LABELS, step
 from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import PolicyOutput, Trajectories
 from visalign.core.objective.objective import Objective

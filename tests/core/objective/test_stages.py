@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.core_batches import LABELS, step
+from tests.support.core import LABELS, step
 from visalign.core.advantages.entropy import aem_advantages
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.rules import conditional_advantages, prl_advantages

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.fidelity import (
     answer_statistics,
     fidelity,

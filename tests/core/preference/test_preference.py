@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.bradley_terry import (
     average_pairs,
     bradley_terry_loss,

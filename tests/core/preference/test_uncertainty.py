@@ -15,7 +15,7 @@ from scipy.integrate import quad
 from scipy.special import expit, log_expit
 from torch import Tensor
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.bradley_terry import bradley_terry_loss
 from visalign.core.preference.uncertainty import (
     WIDE,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.bradley_terry import bradley_terry_loss
 from visalign.core.preference.yes_no import YesNo, both_orders, yes_no_answer, yes_no_loss, yes_no_pair_loss
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.regression.losses import (
     covariance_guidance,
     crd_loss,

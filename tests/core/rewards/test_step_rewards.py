@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.core_values import assert_values, f64
+from tests.support.core import assert_values, f64
 from visalign.core.advantages.returns import discounted_returns
 from visalign.core.rewards.steps import (
     clip_step_rewards,

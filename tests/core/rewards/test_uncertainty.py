@@ -12,7 +12,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 from torch.nn import functional as F
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.heatmaps import (
     class_disagreement,
     ctrl_u_loss,

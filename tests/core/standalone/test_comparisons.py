@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.advantages.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
 from visalign.core.regression.groupwise import gdro_loss, soft_plackett_luce
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.advantages.copo import (
     between_group_advantages,
     consistency_entropy,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.core_values import assert_values, f64
+from tests.support.core import assert_values, f64
 from visalign.core.advantages.group import group_advantages
 from visalign.core.standalone.shaping import (
     jepo_credit,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.text_toy import RECORDS, Letters, toy_policy
+from tests.support.training.text import RECORDS, Letters, toy_policy
 from visalign.errors import UserError
 from visalign.evaluation import compare
 from visalign.evaluation.heldout.text import check_text_judge, evaluate_text

@@ -15,8 +15,8 @@ from PIL import Image
 
 from tests.support.browser import Browser, find_browser
 from tests.support.evaluation_samples import make_result, make_text_result
-from tests.support.hackable_rewards import LovesSaturation
-from tests.support.pair_judges import Brightness, BrightnessPairs
+from tests.support.judges.brightness import Brightness, BrightnessPairs
+from tests.support.judges.hackable import LovesSaturation
 from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.evaluation.pages.compare_page import compare_page
 from visalign.evaluation.pages.report import write_report

@@ -15,7 +15,7 @@ from PIL import Image
 from scipy import stats
 from typer.testing import CliRunner
 
-from tests.support.pair_judges import Brightness
+from tests.support.judges.brightness import Brightness
 from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import agree_page, sentences

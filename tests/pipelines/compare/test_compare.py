@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
-from tests.support.pair_judges import Brightness, BrightnessPairs, grey
+from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
 from visalign.errors import UserError
 from visalign.evaluation.pages.compare_page import compare_page, in_words, margin
 from visalign.interfaces import Preferences, Scores
@@ -255,7 +255,7 @@ def test_an_option_of_one_value_given_twice_is_refused(pictures: Path) -> None:
 
 def test_rank_asks_a_pairwise_judge_on_a_budget(pictures: Path) -> None:
     (pictures / "judge.py").write_text(
-        "from tests.support.pair_judges import BrightnessPairs\njudge = BrightnessPairs(bias=0.7)\n"
+        "from tests.support.judges.brightness import BrightnessPairs\njudge = BrightnessPairs(bias=0.7)\n"
     )
     for level in range(6):
         Image.new("RGB", (8, 8), (40 * level,) * 3).save(pictures / f"g{level}.png")

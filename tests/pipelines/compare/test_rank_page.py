@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.support.pair_judges import Brightness, BrightnessPairs
+from tests.support.judges.brightness import Brightness, BrightnessPairs
 from visalign.evaluation.pages.base import short_names
 from visalign.evaluation.pages.rank_page import against_the_order, matrix, sentences
 from visalign.pipelines.cli.app import app

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from tests.support.tiny_models import tiny_sd3_pipeline
+from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.cli.show import next_command, result_files, show_summary

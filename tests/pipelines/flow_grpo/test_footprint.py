@@ -12,8 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from tests.support.tiny_models import tiny_sd3_pipeline
-from tests.support.tiny_pipelines import tiny_folder
+from tests.support.models.pipelines import tiny_folder
+from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.hollow import hollow_pipelines, stored
 from visalign.config import load_config

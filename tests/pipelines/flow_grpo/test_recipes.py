@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.tiny_pipelines import tiny_pipeline
-from tests.support.training_toy import Brightness
+from tests.support.models.pipelines import tiny_pipeline
+from tests.support.training.pictures import Brightness
 from visalign.adapters import LoraSettings, PipelinePolicy
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.pipelines.flow_grpo.plan import planned_cost

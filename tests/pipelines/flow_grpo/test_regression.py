@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.support.tiny_models import tiny_sd3_pipeline
-from tests.support.tiny_pipelines import tiny_pipeline
+from tests.support.models.pipelines import tiny_pipeline
+from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import SD3Policy
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.pipeline.policy import PipelinePolicy

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 
-from tests.support.tiny_models import tiny_sd3_pipeline
+from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.evaluation import load_heldout
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run

@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
-from tests.support.hackable_rewards import (
+from tests.support.judges.brightness import BrightnessPairs, grey
+from tests.support.judges.hackable import (
     AveragesBothOrders,
     ComparesBy,
     GoesInCircles,
@@ -26,7 +27,6 @@ from tests.support.hackable_rewards import (
     PrefersTheLeft,
     Remembered,
 )
-from tests.support.pair_judges import BrightnessPairs, grey
 from visalign.errors import UserError
 from visalign.evaluation.probes.catalogue import PAIR_PROBES, Sample, chosen
 from visalign.interfaces import Preferences

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.support.hackable_rewards import LooksAtNeighbours, LovesFrames, LovesSaturation
+from tests.support.judges.hackable import LooksAtNeighbours, LovesFrames, LovesSaturation
 from visalign.errors import UserError
 from visalign.evaluation.probes.catalogue import chosen
 from visalign.interfaces import Scores

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.support.tiny_models import build_tiny_sd3
-from tests.support.tiny_pipelines import tiny_folder
+from tests.support.models.pipelines import tiny_folder
+from tests.support.models.sd3 import build_tiny_sd3
 from visalign.adapters import LoraSettings, load_policy
 from visalign.pipelines.cli.app import app
 

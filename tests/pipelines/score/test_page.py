@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.support.pair_judges import Brightness
+from tests.support.judges.brightness import Brightness
 from visalign.evaluation.pages.table_files import write_tables
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import ImageRow

@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.support.hub import COMMIT, hub
-from tests.support.rewards_tiny_transformers import save_tiny_transformers_clip
+from tests.support.models.clip import save_tiny_transformers_clip
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.whose import foreign, judge_identity, whose
 from visalign.rewards import load_reward

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.text_jobs import QUESTIONS, text_inputs
+from tests.support.training.text_jobs import QUESTIONS, text_inputs
 from visalign.config import load_config
 from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.errors import ConfigError, UserError

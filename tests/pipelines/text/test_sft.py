@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.text_jobs import text_inputs
+from tests.support.training.text_jobs import text_inputs
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.evaluation import load_heldout

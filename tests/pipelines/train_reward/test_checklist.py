@@ -12,8 +12,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.support.tiny_language_models import LETTERS
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from tests.support.models.language import LETTERS
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.checklist_judge import ChecklistJudge, Questions

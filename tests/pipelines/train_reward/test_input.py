@@ -15,8 +15,8 @@ from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
-from tests.support.reward_toy import ToyJudge, ToyPairs
-from tests.support.rewards_tiny_clip import tiny_config, tiny_tokenizer
+from tests.support.models.clip import tiny_config, tiny_tokenizer
+from tests.support.training.rewards import ToyJudge, ToyPairs
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app

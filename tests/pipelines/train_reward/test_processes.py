@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.config import load_config
 from visalign.pipelines.train_reward.examples import Examples
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.support.rewards_tiny_clip import save_tiny_clip
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from tests.support.models.clip import save_tiny_clip
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.config import load_config, resolve_config
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError

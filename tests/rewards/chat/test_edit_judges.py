@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from tests.rewards.chat.test_unified_reward import PIXELS, QUICK, bright, light
-from tests.support.tiny_chat_server import chat, pictures, serving, words
-from tests.support.tiny_judges import noise, tiny_judge
+from tests.support.judges.vision_language import noise, tiny_judge
+from tests.support.servers.chat import chat, pictures, serving, words
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.chat.edit_score import EditScore, wording

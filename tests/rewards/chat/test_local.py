@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny_judges import ONE, noise, tiny_judge
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from tests.support.judges.vision_language import ONE, noise, tiny_judge
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.chat.local import LocalModel

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tests.support.tiny_chat_server import chat, pictures, serving, words
+from tests.support.servers.chat import chat, pictures, serving, words
 from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError

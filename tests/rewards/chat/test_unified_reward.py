@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.tiny_chat_server import chat, pictures, serving, words
+from tests.support.servers.chat import chat, pictures, serving, words
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.seeing_judges import given
+from tests.support.judges.vision_language import given
 from visalign.interfaces import PairwiseReward, Preferences, Scores
 from visalign.rewards import CATALOGUE, load_judge
 from visalign.rewards.base.images import to_pil

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.rewards_tiny_clip import save_tiny_clip
+from tests.support.models.clip import save_tiny_clip
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.judges import base_name, freeze
 from visalign.rewards.base.contract import RewardError

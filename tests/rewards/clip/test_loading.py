@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from tests.support.hub import hub, offline
-from tests.support.rewards_published_layouts import CLIP_H14, open_clip_vit, transformers_clip
-from tests.support.rewards_tiny_clip import CONTEXT, save_tiny_clip
-from tests.support.rewards_tiny_transformers import END, save_tiny_transformers_clip, tiny_clip_state
+from tests.support.models.clip import (
+    CONTEXT,
+    END,
+    save_tiny_clip,
+    save_tiny_transformers_clip,
+    tiny_clip_state,
+)
+from tests.support.models.published_layouts import CLIP_H14, open_clip_vit, transformers_clip
 from visalign.rewards import RewardError
 from visalign.rewards.clip.loading import load_clip, load_fine_tuned_clip
 from visalign.rewards.clip.published_layouts import CLIP_VIT_H_14

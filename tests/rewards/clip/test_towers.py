@@ -12,8 +12,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from tests.support.rewards_tiny_clip import CONTEXT, tiny_tokenizer
-from tests.support.rewards_tiny_transformers import SIZES, save_tiny_transformers_clip, tiny_clip_state
+from tests.support.models.clip import (
+    CONTEXT,
+    SIZES,
+    save_tiny_transformers_clip,
+    tiny_clip_state,
+    tiny_tokenizer,
+)
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import read_request
 from visalign.rewards.base.images import to_pil

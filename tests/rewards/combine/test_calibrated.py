@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from tests.support.pair_judges import Brightness, grey
+from tests.support.judges.brightness import Brightness, grey
 from visalign.rewards import RewardError, WeightedSum, check_reward, load_judge, load_reward
 from visalign.rewards.combine.calibrated import Calibrated
 

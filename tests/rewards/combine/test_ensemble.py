@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.pair_judges import Brightness, grey
+from tests.support.judges.brightness import Brightness, grey
 from visalign.interfaces import Scores
 from visalign.rewards import RewardError, check_reward, load_images
 from visalign.rewards.base.identity import Identity

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.seeing_judges import PROMPTS, ask_text, given, images, tiny_engine, why
+from tests.support.judges.vision_language import PROMPTS, ask_text, given, images, tiny_engine, why
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.data.shapes.scenes import Scene, SceneObject
 from visalign.data.shapes.wrong_regions import blamed, right_pixels, wrong_pixels

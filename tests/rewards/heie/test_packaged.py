@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.seeing_judges import PROMPTS, ask_text, images, tiny_engine
+from tests.support.judges.vision_language import PROMPTS, ask_text, images, tiny_engine
 from visalign.data.assets import resolve_model
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.data.shapes.render import render

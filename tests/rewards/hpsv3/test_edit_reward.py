@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.official_judges import PIXELS, SOURCE, edit_reward, pictures
+from tests.support.judges.official import PIXELS, SOURCE, edit_reward, pictures
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.hpsv3.edit_reward import QUESTIONS
 

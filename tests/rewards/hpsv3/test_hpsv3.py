@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny_judges import noise, tiny_judge
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from tests.support.judges.vision_language import noise, tiny_judge
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.core.preference.uncertainty import soft_clamp
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.checks import check_reward

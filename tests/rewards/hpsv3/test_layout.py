@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2VLConfig
 
 from tests.support.hub import hub, offline
-from tests.support.tiny_judges import noise
-from tests.support.tiny_vision_language_models import tiny_processor, tiny_seeing_model
+from tests.support.judges.vision_language import noise
+from tests.support.models.vision_language import tiny_processor, tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import TEMPLATE, HPSv3, HPSv3Model

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.lora_members import MEMBERS, joined, save_members
-from tests.support.seeing_judges import given, why
-from tests.support.tiny_judges import noise, tiny_judge
+from tests.support.judges.lora_members import MEMBERS, joined, save_members
+from tests.support.judges.vision_language import given, noise, tiny_judge, why
 from visalign.core.preference.uncertainty import log_win_probability, pair_deviation
 from visalign.core.rewards.uncertainty import bhattacharyya_overlap
 from visalign.data.assets import resolve_model

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.support.lora_members import joined, save_member, save_members
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from tests.support.judges.lora_members import joined, save_member, save_members
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.vlm.template import Template

@@ -12,7 +12,7 @@ import torch
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from tests.support.pair_judges import Brightness, BrightnessPairs, grey
+from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward
 from visalign.rewards.pairs.as_pairwise import as_pairwise, logistic_odds

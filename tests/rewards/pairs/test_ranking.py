@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.pair_judges import Brightness, BrightnessPairs, grey
+from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.asking import PairAsker
 from visalign.rewards.pairs.ranking import ask_in_rounds, calls_of, rank

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.core_values import assert_values, f64, normal
+from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.bradley_terry import bradley_terry_loss
 from visalign.rewards.questions.checklist import ChecklistRule, fit_checklist, fit_weights
 

@@ -8,8 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.support.seeing_judges import tiny_engine
-from tests.support.tiny_judges import noise
+from tests.support.judges.vision_language import noise, tiny_engine
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.questions.q_align import LEVELS, QAlign
 from visalign.rewards.vlm.engine import Query

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
-from tests.support.tiny_judges import KINDS
+from tests.support.judges.vision_language import (
+    KINDS,
+    PROMPTS,
+    ScriptedEngine,
+    ask_text,
+    given,
+    images,
+    tiny_engine,
+    why,
+)
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.pairs.as_pointwise import GroupWinRate

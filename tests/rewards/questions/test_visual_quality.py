@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.seeing_judges import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
+from tests.support.judges.vision_language import (
+    PROMPTS,
+    ScriptedEngine,
+    ask_text,
+    given,
+    images,
+    tiny_engine,
+    why,
+)
 from visalign.core import thurstone_probability
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.questions.visual_quality_r1 import (

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.support.seeing_judges import ScriptedEngine, images
-from tests.support.tiny_judges import ONE, noise, tiny_judge
+from tests.support.judges.vision_language import ONE, ScriptedEngine, images, noise, tiny_judge
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.questions.vqa import SHOWS, SoftTifa, VqaScore
 from visalign.rewards.vlm.engine import Query

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.rewards_tiny_clip import CONTEXT, save_tiny_clip, tiny_tokenizer
+from tests.support.models.clip import CONTEXT, save_tiny_clip, tiny_tokenizer
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.base.images import to_pil
 from visalign.rewards.clip.open_clip_folder import check_end_token, load_open_clip

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
-from tests.support.rewards_published_layouts import open_clip_vit, random_state
-from tests.support.rewards_tiny_clip import save_tiny_clip
+from tests.support.models.clip import save_tiny_clip
+from tests.support.models.published_layouts import open_clip_vit, random_state
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.base.images import to_pil
 from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.rewards_published_layouts import head, random_state
-from tests.support.rewards_tiny_clip import save_tiny_clip
-from tests.support.rewards_tiny_transformers import SIZES, save_tiny_hp, save_tiny_transformers_clip
+from tests.support.models.clip import SIZES, save_tiny_clip, save_tiny_hp, save_tiny_transformers_clip
+from tests.support.models.published_layouts import head, random_state
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.base.contract import make_scores
 from visalign.rewards.scorers.clip_score import ClipScore
@@ -188,7 +187,7 @@ def test_published_folders_are_strict(ict_folder, hp_folder, tmp_path, images):
 
 def test_a_bare_file_must_be_a_clip_vit_h_14(ict_folder, monkeypatch):
     """Without config.json the published size is assumed; here a tiny file is refused key by key."""
-    from tests.support.rewards_tiny_transformers import tiny_clip_config
+    from tests.support.models.clip import tiny_clip_config
     from visalign.rewards.clip import loading as loading
 
     small = {**tiny_clip_config(vocabulary=49408), "projection_dim": 8}

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.rewards_published_layouts import IMAGE_REWARD, image_reward, random_state
-from tests.support.rewards_tiny_clip import WORDS
+from tests.support.models.clip import WORDS
+from tests.support.models.published_layouts import IMAGE_REWARD, image_reward, random_state
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.base.images import to_pil
 from visalign.rewards.scorers.image_reward import MED_CONFIG, UNUSED, ImageReward, ImageRewardModel, rename

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.rewards_published_layouts import head, random_state
-from tests.support.rewards_tiny_transformers import SIZES, save_tiny_transformers_clip
+from tests.support.models.clip import SIZES, save_tiny_transformers_clip
+from tests.support.models.published_layouts import head, random_state
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.base.contract import read_request
 from visalign.rewards.scorers.clip_score import ClipScore

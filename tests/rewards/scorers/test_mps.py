@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from tests.support.official_judges import PROMPTS, mps, pictures
+from tests.support.judges.official import PROMPTS, mps, pictures
 from visalign.rewards import RewardError
 from visalign.rewards.scorers.mps import Mps
 from visalign.rewards.weights.checkpoint_files import read_module, read_tensors

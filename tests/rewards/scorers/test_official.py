@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.support.official_judges import FROZEN, JUDGES, SOURCE, pictures, prompts_of
+from tests.support.judges.official import FROZEN, JUDGES, SOURCE, pictures, prompts_of
 
 TOLERANCE = 1e-5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.rewards_tiny_transformers import save_tiny_transformers_clip, tiny_clip_state
+from tests.support.models.clip import save_tiny_transformers_clip, tiny_clip_state
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.scorers.clip_score import ClipScore
 from visalign.rewards.scorers.pick_score import PickScore

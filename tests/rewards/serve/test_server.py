@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load, save
 
-from tests.support.reward_servers import Habits, Inline, Pairs, serving
+from tests.support.servers.rewards import Habits, Inline, Pairs, serving
 from visalign.errors import UserError
 from visalign.interfaces import Preferences, Scores
 from visalign.pipelines.serve_reward import serve_reward
@@ -48,7 +48,7 @@ from visalign.rewards.serve.worker import (
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 ROOT = Path(__file__).resolve().parents[3]
-HOME = f"{ROOT / 'tests/support/reward_servers.py'}:Habits"
+HOME = f"{ROOT / 'tests/support/servers/rewards.py'}:Habits"
 WIDE = torch.zeros(3, 20, 30, dtype=torch.uint8)
 LEVELS = torch.randint(0, 256, (6, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 

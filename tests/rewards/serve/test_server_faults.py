@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.reward_servers import Habits, Inline, serving
+from tests.support.servers.rewards import Habits, Inline, serving
 from visalign.interfaces import Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
@@ -43,7 +43,7 @@ from visalign.rewards.serve.worker import (
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 ROOT = Path(__file__).resolve().parents[3]
-HOME = f"{ROOT / 'tests/support/reward_servers.py'}:Habits"
+HOME = f"{ROOT / 'tests/support/servers/rewards.py'}:Habits"
 LEVELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM, Qwen3ForTokenClassification
 
-from tests.support.tiny_language_models import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.models.language import tiny_config, tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.interfaces import TextReward

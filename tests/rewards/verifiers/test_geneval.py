@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.rewards_tiny_clip import save_tiny_clip
+from tests.support.models.clip import save_tiny_clip
 from visalign.rewards import check_reward
 from visalign.rewards.verifiers.geneval import GREY, GenEval, crop_object
 from visalign.rewards.verifiers.geneval_detectors import Found

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny_judges import ONE, noise
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from tests.support.judges.vision_language import ONE, noise
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.loading import base_of, is_adapter, name_base

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny_judges import KINDS, ONE, TWO, noise, tiny_judge
+from tests.support.judges.vision_language import KINDS, ONE, TWO, noise, tiny_judge
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import Query
 from visalign.rewards.vlm.generation import _draw

@@ -12,9 +12,9 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
-from tests.support.tiny_judges import ONE, noise, tiny_judge
-from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model, tiny_seeing_model
+from tests.support.judges.vision_language import ONE, noise, tiny_judge
+from tests.support.models.language import tiny_model, tiny_tokenizer
+from tests.support.models.vision_language import save_tiny_seeing_model, tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm import loading

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tests.support.tiny_judges import KINDS, ONE, TWO, noise, own_logits, tiny_judge
+from tests.support.judges.vision_language import KINDS, ONE, TWO, noise, own_logits, tiny_judge
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import Query
 from visalign.rewards.vlm.template import Template

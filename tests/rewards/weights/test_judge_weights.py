@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.pair_judges import Brightness, BrightnessPairs
-from tests.support.rewards_tiny_transformers import save_tiny_hp, save_tiny_transformers_clip
-from tests.support.seeing_judges import ask_text, tiny_engine
-from tests.support.tiny_judges import noise, tiny_judge
+from tests.support.judges.brightness import Brightness, BrightnessPairs
+from tests.support.judges.vision_language import ask_text, noise, tiny_engine, tiny_judge
+from tests.support.models.clip import save_tiny_hp, save_tiny_transformers_clip
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
 from visalign.rewards.pairs.as_pairwise import as_pairwise

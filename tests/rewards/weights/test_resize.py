@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.rewards_tiny_transformers import save_tiny_transformers_clip
+from tests.support.models.clip import save_tiny_transformers_clip
 from visalign.rewards.base.images import load_images
 from visalign.rewards.scorers.clip_score import ClipScore
 from visalign.rewards.weights.resize import model_levels, model_pixels, resize_smoothly, resized_shape

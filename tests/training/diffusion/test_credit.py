@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.flow.rollout import complete, predicted_clean, rollout
 from visalign.training import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer
+from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
 from visalign.flow.rollout import rollout

@@ -22,7 +22,7 @@ CODE = """
 import sys, torch
 from pathlib import Path
 from accelerate import Accelerator
-from tests.support.training_toy import Brightness, Loud, toy_trainer
+from tests.support.training.pictures import Brightness, Loud, toy_trainer
 from visalign.rewards import WeightedSum
 from visalign.training import end_processes
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
 from visalign.training import (

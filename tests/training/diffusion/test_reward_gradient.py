@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training_toy import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.core import ASCENTS, Ascent, named_ascent
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.training_toy import ToyPolicy, outcome, toy_trainer
+from tests.support.training.pictures import ToyPolicy, outcome, toy_trainer
 from visalign.training.loop import checkpoint
 from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics, without_times
@@ -27,7 +27,14 @@ def _start(
     folder: Path, iterations: int, pause: float = 0.0, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.training_toy_run", str(folder), str(iterations), str(pause)],
+        [
+            sys.executable,
+            "-m",
+            "tests.support.training.pictures_run",
+            str(folder),
+            str(iterations),
+            str(pause),
+        ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.text_toy import toy_policy, toy_text_trainer
-from tests.support.tiny_models import build_tiny_sd3
-from tests.support.training_toy import toy_trainer
+from tests.support.models.sd3 import build_tiny_sd3
+from tests.support.training.pictures import toy_trainer
+from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.adapters import LoraSettings, SD3Policy
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.training import Trainer, read_metrics

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.text_toy import toy_text_trainer
-from tests.support.training_toy import ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.pictures import ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.text import toy_text_trainer
 from visalign.errors import UserError
 from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings
 from visalign.training.policy.reference import KEY

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.text_toy import Letters, toy_text_trainer, weights_of
-from tests.support.training_toy import Brightness, Loud, toy_trainer
+from tests.support.training.pictures import Brightness, Loud, toy_trainer
+from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.core import NAMED, gdpo_advantages, group_advantages
 from visalign.core.objective.decisions import ON_STEPS
 from visalign.errors import UserError

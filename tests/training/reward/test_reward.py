@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.reward_toy import ToyJudge, ToyPairs, pair_batch
+from tests.support.training.rewards import ToyJudge, ToyPairs, pair_batch
 from visalign.core import yes_no_answer
 from visalign.core.preference.bradley_terry import bradley_terry_loss, outcome_loss, soft_labels, tie_log_prob
 from visalign.core.preference.ict import hp_loss, ict_labels, ict_loss

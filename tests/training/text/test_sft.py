@@ -15,8 +15,8 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
-from tests.support.training_toy import outcome
+from tests.support.models.language import tiny_model, tiny_tokenizer
+from tests.support.training.pictures import outcome
 from visalign.adapters.causal_lm.demonstrations import (
     DemonstrationBatches,
     demonstration_lengths,

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.support.text_toy import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
-from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
-from tests.support.tiny_text_server import serving
+from tests.support.models.language import tiny_model, tiny_tokenizer
+from tests.support.servers.completions import serving
+from tests.support.training.text import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.generator import ServerGenerator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of made-up trajectories with everything an objective may ask for, for the tests of the core."""
+"""For the tests of the core: small tensors, numbers worked out by hand, a step of made-up trajectories."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ from torch import Tensor
 from visalign.core.objective.algorithms import NAMED, named_objective
 from visalign.core.objective.data import PolicyOutput, Trajectories
 from visalign.core.objective.objective import Objective
+
+
+def f64(*values: float) -> Tensor:
+    """A vector in double precision."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers in double precision, the same for the same seed."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_values(ours: Tensor, *expected: float, rtol: float = 1e-6, atol: float = 1e-12) -> None:
+    """Fail unless a vector (or a number) holds these values in double precision; NaN equals NaN."""
+    torch.testing.assert_close(ours, f64(*expected), rtol=rtol, atol=atol, equal_nan=True)
+
 
 LABELS = ("a", "a", "b", "b", "a", "b", "c", "c")
 

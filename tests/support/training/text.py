@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from tests.support.tiny_language_models import tiny_model, tiny_tokenizer
+from tests.support.models.language import tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches
 from visalign.adapters.causal_lm.log_partition import PromptLogPartition
 from visalign.adapters.causal_lm.policy import CausalLMPolicy

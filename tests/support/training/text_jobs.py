@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.tiny_language_models import save_tiny_language_model
+from tests.support.models.language import save_tiny_language_model
 
 QUESTIONS = [{"prompt": f"{letter} {letter}?", "answer": letter, "tag": "copy"} for letter in "abcdefgh"]
 

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from tests.support.tiny_language_models import LETTERS
+from tests.support.models.language import LETTERS
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.text import Sampling, StoppingCriteria, TextRollout
 

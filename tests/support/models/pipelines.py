@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import CLIPTextModel
 
-from tests.support.tiny_models import tiny_t5, tiny_text_encoder, tiny_tokenizer
+from tests.support.models.sd3 import tiny_t5, tiny_text_encoder, tiny_tokenizer
 from visalign.adapters.pipeline.families import FAMILIES
 
 diffusers: Any = importlib.import_module("diffusers")

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny_vision_language_models import save_tiny_seeing_model
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.model import HPSv3Model

@@ -2,7 +2,7 @@
 """Judges on random checkpoints in their published layouts, and what the published recipes make of them.
 
 The recipes run the libraries' own classes and image transforms, none of ours. `python -m
-tests.support.official_judges` writes their scores to tests/golden/official/judges.json, which
+tests.support.judges.official` writes their scores to tests/golden/official/judges.json, which
 tests/rewards/scorers/test_official.py holds ours against.
 """
 
@@ -25,12 +25,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.support.rewards_published_layouts import head, open_clip_vit, transformers_clip
-from tests.support.rewards_tiny_clip import CONTEXT
-from tests.support.rewards_tiny_transformers import SIZES, tiny_clip_config
-from tests.support.tiny_vision_language_models import TEMPLATE, tiny_seeing_model, tiny_seeing_tokenizer
+from tests.support.models.clip import CONTEXT, SIZES, tiny_clip_config
+from tests.support.models.published_layouts import head, open_clip_vit, transformers_clip
+from tests.support.models.vision_language import TEMPLATE, tiny_seeing_model, tiny_seeing_tokenizer
 
-FROZEN = Path(__file__).parents[1] / "golden" / "official" / "judges.json"
+FROZEN = Path(__file__).parents[2] / "golden" / "official" / "judges.json"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PROMPTS = ["a red circle", "Tom &amp; Jerry, don't stop 42", "two  blue squares " * 12, "é 日本 🙂"]
 SHAPES = ((41, 44), (32, 35), (35, 32), (60, 47))

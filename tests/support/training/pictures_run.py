@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the toy in a process of its own: `python -m tests.support.training_toy_run FOLDER ITERATIONS
+"""Trains the toy in a process of its own: `python -m tests.support.training.pictures_run FOLDER ITERATIONS
 SECONDS_PER_REWARD`.
 
 It resumes when there is something to resume; the reward is slow enough for the test to kill the process in
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from tests.support.training_toy import Brightness, toy_trainer
+from tests.support.training.pictures import Brightness, toy_trainer
 
 
 class SlowBrightness(Brightness):
