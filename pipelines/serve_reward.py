@@ -61,13 +61,9 @@ def serve_reward(
 
     worker = JudgeWorker(name, options, threads=threads)
     try:
+        limits = Limits(timeout=timeout)
         app = judge_server(
-            worker,
-            worker.card,
-            token=token,
-            limits=Limits(timeout=timeout),
-            max_batch=max_batch,
-            max_wait=max_wait,
+            worker, worker.card, token=token, limits=limits, max_batch=max_batch, max_wait=max_wait
         )
         config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_keep_alive=30)
         server = uvicorn.Server(config)

@@ -32,10 +32,6 @@ LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/score.py:score": "an option a line, and one call",
-    "pipelines/serve_reward.py:serve_reward": "half of it says what its arguments are",
-    "visalign/data/sets/layouts.py": "a reader for each published set, nothing else",
-    "visalign/evaluation/pages/report.py:write_report": "one call; the rest says what its arguments are",
-    "visalign/flow/replay.py:ratio_check": "half of it says what its arguments are",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and what its arguments are",
     "visalign/flow/steering.py:steered_rollout": "one loop over the steps; half says what its arguments are",
 }

@@ -12,7 +12,7 @@ from visalign.core.surrogates.ratio_check import RatioCheck, check_log_ratio
 from visalign.interfaces import Condition, DiffusionPolicy
 
 from .rollout import velocity_of
-from .trajectory import Trajectory
+from .trajectory import Pairs, Trajectory
 from .transitions import Kernel
 
 RATIO_BOUND = 1e-5
@@ -74,6 +74,12 @@ def replay(
     )
 
 
+def replay_pairs(policy: DiffusionPolicy, condition: Condition, pairs: Pairs, kernel: Kernel) -> StepStats:
+    """`replay` of pairs as a trajectory gives them."""
+    steps = pairs.x, pairs.x_next, pairs.sigma, pairs.sigma_next
+    return replay(policy, condition, *steps, kernel=kernel, time=pairs.time)
+
+
 def ratio_check(
     policy: DiffusionPolicy,
     condition: Condition,
@@ -119,16 +125,7 @@ def ratio_check(
     for rows in torch.arange(len(sample)).split(len(trajectory) if batch_size is None else batch_size):
         pairs = trajectory.pairs(sample[rows], step[rows])
         with torch.enable_grad():
-            stats = replay(
-                policy,
-                condition.select(sample[rows]),
-                pairs.x,
-                pairs.x_next,
-                pairs.sigma,
-                pairs.sigma_next,
-                kernel=trajectory.kernel,
-                time=pairs.time,
-            )
+            stats = replay_pairs(policy, condition.select(sample[rows]), pairs, trajectory.kernel)
         differences.append(stats.log_prob.detach() - pairs.log_prob)
     count.forward += count.forward_backward - with_backward
     count.forward_backward = with_backward

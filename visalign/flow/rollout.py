@@ -77,11 +77,7 @@ def rollout(
     )
     _check_stochastic(kernel, grid, steps)
     noise = _checked_noise(policy, len(condition), seeds, noise, bool(steps))
-    if (
-        policy.prediction != "velocity"
-    ):  # these models start at σ < 1, from noise of variance 1 on their scale
-        noise = noise * preserving_scale(grid[0]).to(noise)
-    latents = noise.to(device=policy.device, dtype=policy.storage_dtype, copy=True)
+    latents = first_latents(policy, noise, grid)
     drawn = checked_seeds(seeds) if seeds is not None else []
     times = policy.times(grid)
     begin = steps[0] if shared is not None and steps else 0
@@ -148,6 +144,13 @@ def predicted_clean(trajectory: Trajectory, step: int) -> Tensor:
     slope = trajectory.kernel.step(nothing, nothing + 1, sigma, sigma_next).mean
     v = (trajectory.mean[:, step] - still) / slope
     return (x - sigma.reshape(-1, *[1] * (x.ndim - 1)) * v).to(trajectory.latents.dtype)
+
+
+def first_latents(policy: DiffusionPolicy, noise: Tensor, grid: Tensor) -> Tensor:
+    """[B, ...] latents before the first step of a grid, from standard normal noise; storage dtype."""
+    if policy.prediction != "velocity":  # starts at σ < 1, from noise of variance 1 on the model's scale
+        noise = noise * preserving_scale(grid[0]).to(noise)
+    return noise.to(device=policy.device, dtype=policy.storage_dtype, copy=True)
 
 
 def check_finite(latents: Tensor) -> None:

@@ -12,8 +12,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise, step_noise
-from .parametrization import preserving_scale
-from .rollout import check_finite, velocity_of
+from .rollout import check_finite, first_latents, velocity_of
 from .transitions import Kernel, sde_step
 
 
@@ -67,10 +66,7 @@ def steered_rollout(
     count, steps, after = len(condition), len(grid) - 1, list(resample_after)
     _check(count, len(seeds), particles, after, steps, strength)
     kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=grid[1].item())
-    noise = initial_noise(seeds, policy.latent_shape)
-    if policy.prediction != "velocity":
-        noise = noise * preserving_scale(grid[0]).to(noise)
-    x = noise.to(device=policy.device, dtype=policy.storage_dtype)
+    x = first_latents(policy, initial_noise(seeds, policy.latent_shape), grid)
     levels, times = grid.to(x.device), policy.times(grid).to(x.device)
     chunks = torch.arange(count).split(batch_size or count)
     said = torch.zeros(count, dtype=torch.float64)

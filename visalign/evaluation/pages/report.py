@@ -41,7 +41,7 @@ def write_report(
     over_time: Sequence[tuple[int, Path]] = (),
     curves: Sequence[Curve] = CURVES,
 ) -> Path:
-    """Write `report.html` into a run's folder: no network, no script, pictures inside, light or dark.
+    """Write `report.html` into a run's folder and return its path: no network, no script, pictures inside.
 
     The samples are pictures or completions, as the evaluations have them.
 
@@ -64,9 +64,6 @@ def write_report(
             not known.
         over_time: (iterations finished, PNG) of the same prompts on the way, side by side in each.
         curves: Panels of the training section, each drawn where the metrics have it.
-
-    Returns:
-        The path of the file.
 
     Raises:
         UserError: If before and after are not of the same samples.

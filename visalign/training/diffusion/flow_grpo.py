@@ -29,7 +29,7 @@ from visalign.core.rewards.steps import turning_point_rewards
 from visalign.core.surrogates.kl import gaussian_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
-from visalign.flow.replay import RATIO_BOUND, replay
+from visalign.flow.replay import RATIO_BOUND, replay_pairs
 from visalign.flow.rollout import complete, predicted_clean
 from visalign.flow.trajectory import Pairs, Trajectory
 from visalign.flow.transitions import Kernel
@@ -64,20 +64,6 @@ class ReplayModule(nn.Module):
         """(log_prob [N], mean [N, ...]) of the pairs under the current weights."""
         stats = replay_pairs(self._policy, condition, pairs, kernel)
         return stats.log_prob, stats.mean
-
-
-def replay_pairs(policy: DiffusionPolicy, condition: Condition, pairs: Pairs, kernel: Kernel) -> Any:
-    """`replay` of pairs as a trajectory gives them."""
-    return replay(
-        policy,
-        condition,
-        pairs.x,
-        pairs.x_next,
-        pairs.sigma,
-        pairs.sigma_next,
-        kernel=kernel,
-        time=pairs.time,
-    )
 
 
 @dataclass(kw_only=True)
