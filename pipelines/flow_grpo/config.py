@@ -47,6 +47,9 @@ class ModelConfig:
     autocast: Autocast | None = None
     """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it. auto: bfloat16
     where the device multiplies it, else none (a processor without that arithmetic is ten times as slow)."""
+    quantization: str | None = None
+    """Of the frozen transformer or U-Net under LoRA: torchao_int8 (a quarter of float32, half of bfloat16) or
+    bitsandbytes_4bit; null: none."""
     use_t5: bool = True
     """false leaves the third text encoder out where the model has one."""
     image_size: int | tuple[int, int] | None = None

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 GB = 1e9
 
@@ -20,7 +21,14 @@ def weight_bytes(part: nn.Module, without: Collection[int] = ()) -> int:
         without: `id` of parameters that are counted elsewhere.
     """
     held = {id(value): value for value in [*part.parameters(), *part.buffers()] if id(value) not in without}
-    return sum(value.numel() * value.element_size() for value in held.values())
+    return sum(map(_stored_bytes, held.values()))
+
+
+def _stored_bytes(value: Any) -> int:
+    """Of a tensor, or of the tensors that a rounded one is made of."""
+    if is_traceable_wrapper_subclass(value):
+        return sum(_stored_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.numel() * value.element_size()
 
 
 def dtype_name(part: nn.Module, without: Collection[int] = ()) -> str:

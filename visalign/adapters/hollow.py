@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import ConfigMixin, DiffusionPipeline
+from diffusers import ConfigMixin, DiffusionPipeline, TorchAoConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
@@ -55,7 +56,10 @@ def hollow_pipelines() -> Iterator[Trace]:
     trace, own, attention = Trace(), DiffusionPipeline.__dict__["from_pretrained"], _attention_of()
     diffusers: Any = importlib.import_module("diffusers")
 
-    def from_pretrained(cls: Any, folder: str, *, dtype: Any, **given: Any) -> Any:
+    def from_pretrained(
+        cls: Any, folder: str, *, dtype: Any, quantization_config: Any = None, **given: Any
+    ) -> Any:
+        rounded = {} if quantization_config is None else quantization_config.quant_mapping
         index: Any = cls.load_config(folder)
         dtypes: Mapping[str, torch.dtype] = dtype if isinstance(dtype, Mapping) else {"default": dtype}
         parts = {}
@@ -63,6 +67,8 @@ def hollow_pipelines() -> Iterator[Trace]:
             listed = isinstance(entry, list) and entry[0] and name not in given
             if listed and not (name.startswith("text_encoder") and _is_small(Path(folder) / name)):
                 part = _hollow(folder, name, entry, dtypes.get(name, dtypes["default"]))
+                if isinstance(rounded.get(name), TorchAoConfig):
+                    _round(part, rounded[name])
                 if part is not None:
                     parts[name] = _traced(part, name, trace)
         kind = getattr(diffusers, index["_class_name"])
@@ -104,6 +110,17 @@ def _hollow(folder: str, name: str, entry: list[str], dtype: torch.dtype) -> nn.
     for path, weight in part.named_parameters():
         weight.data = weight.data.to(torch.float32 if kept & set(path.split(".")) else dtype)
     return nn.Module.to(part, META).eval()
+
+
+def _round(part: Any, config: TorchAoConfig) -> None:
+    """Round the linear layers as diffusers does where it reads them."""
+    from torchao.quantization import quantize_  # type: ignore[import-not-found]  # optional
+
+    kept = set(getattr(part, "_keep_in_fp32_modules", None) or ())
+    for path, layer in part.named_modules():
+        if isinstance(layer, nn.Linear) and not kept & set(path.split(".")):
+            quantize_(layer, config.quant_type)
+    part.hf_quantizer = SimpleNamespace(quantization_config=config)  # which peft asks
 
 
 def _traced(part: Any, name: str, trace: Trace) -> nn.Module:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from visalign.errors import UserError
@@ -69,7 +69,7 @@ def check_bare(model: Any, merging: str) -> None:
 
 def insert_adapters(
     model: Any, settings: LoraSettings, targets: list[str], *, task: str | None = None
-) -> list[Linear]:
+) -> list[LoraLayer]:
     """Freeze a model and put trainable float32 adapters into the linear layers of these names or ends of
     names, in place; the layers that carry them come back, for `lora_disabled`.
     """
@@ -99,7 +99,7 @@ def insert_adapters(
             else:
                 start.uniform_(-bound, bound, generator=generator)
             weight.data.copy_(start)
-    return [module for module in model.modules() if isinstance(module, Linear)]
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 def adapter_config(model: Any) -> LoraConfig:
@@ -128,7 +128,7 @@ def check_same_kind(
 
 
 @contextmanager
-def lora_disabled(layers: list[Linear]) -> Iterator[None]:
+def lora_disabled(layers: list[Any]) -> Iterator[None]:
     """Switch adapters off inside the block; which weights are trainable is the same before and after. The
     layers are inside the wrapped model too, so this works under DDP.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from peft.tuners.lora import Linear
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from visalign.errors import UserError
@@ -41,7 +41,7 @@ class TrainedWeights:
         reference: keep that copy; without it `reference` is refused.
     """
 
-    def __init__(self, model: nn.Module, adapters: list[Linear] | None, *, reference: bool = True) -> None:
+    def __init__(self, model: nn.Module, adapters: list[LoraLayer] | None, *, reference: bool = True) -> None:
         self._named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._adapters = adapters
         copied = reference and adapters is None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.lora import Linear
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ def text_lora(
 
 def add_text_lora(
     model: PreTrainedModel, settings: LoraSettings, language: nn.Module | None = None
-) -> list[Linear]:
+) -> list[LoraLayer]:
     """Freeze the model and put trainable float32 adapters into it, or into its part `language`, in place; the
     layers that carry them come back.
     """

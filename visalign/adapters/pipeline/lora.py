@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from diffusers.utils import convert_state_dict_to_kohya
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.lora import Linear
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from visalign.adapters.lora import (
 )
 from visalign.errors import UserError
 
+from .quantization import keep_rounded
+
 WEIGHT_FILE = "pytorch_lora_weights.safetensors"
 """The file that diffusers' `load_lora_weights` looks for."""
 METADATA = "lora_adapter_metadata"
@@ -41,7 +43,7 @@ _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 def add_lora(
     network: Any, settings: LoraSettings, usual: Sequence[str], unused: str | None = None
-) -> list[Linear]:
+) -> list[LoraLayer]:
     """Freeze a network and put trainable float32 adapters into it, in place.
 
     Args:
@@ -77,6 +79,7 @@ def add_lora(
         ]
         pattern = unused.format(last=max(blocks, default=0))
         places = [name for name in places if not re.search(pattern, name)]
+    keep_rounded(network)
     return insert_adapters(network, settings, places)
 
 

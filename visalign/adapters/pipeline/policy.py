@@ -39,6 +39,7 @@ from .arguments import (
 from .condition import Encoded, PipelineCondition, join, lengths, named, positive
 from .guidance import Halves
 from .lora import add_lora, load_lora, save_lora, settings_of
+from .quantization import quantization_of
 from .schedulers import handing_scheduler, time_of
 
 TIMESTEP_SCHEDULES = ("diffusers", "plain")
@@ -127,6 +128,7 @@ class PipelinePolicy:
         device: torch.device | str = "cpu",
         encoder_dtype: torch.dtype | None = None,
         decoder_dtype: torch.dtype | None = None,
+        quantization: str | None = None,
         **options: Any,
     ) -> PipelinePolicy:
         """Load a pipeline from a folder or the hub and make it a policy.
@@ -137,6 +139,7 @@ class PipelinePolicy:
             device: where everything goes.
             encoder_dtype: of the text encoders; None is `dtype`.
             decoder_dtype: of the autoencoder; None is `dtype`.
+            quantization: of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
             **options: of the constructor: guidance, lora, image_size, num_frames, ...
 
         Raises:
@@ -144,7 +147,10 @@ class PipelinePolicy:
             UserError: if no family knows the pipeline, or an option is out of range.
         """
         index = pipeline_index(folder_or_id)
-        known_family(index.get("_class_name"), str(folder_or_id))
+        family = known_family(index.get("_class_name"), str(folder_or_id))
+        adapters = options.get("lora") is not None or options.get("lora_path") is not None
+        networks = [part for part in family.networks if index.get(part, [None])[0]]
+        quantized = quantization_of(quantization, networks, dtype, adapters=adapters)
         dtypes = {"default": dtype}
         for part in index:
             if part.startswith(("text_encoder", "image_encoder")) and encoder_dtype is not None:
@@ -153,7 +159,7 @@ class PipelinePolicy:
                 dtypes[part] = decoder_dtype
         absent = {} if "safety_checker" not in index else {"safety_checker": None}
         try:
-            pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent)
+            pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent, **quantized)
         except (OSError, ValueError) as error:
             raise FileNotFoundError(
                 f"{folder_or_id} cannot be loaded as {index.get('_class_name')}: "

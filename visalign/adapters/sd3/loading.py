@@ -26,7 +26,7 @@ T5_PARTS = ("text_encoder_3", "tokenizer_3")
 
 
 def load_sd3_pipeline(
-    folder_or_id: str | Path, *, dtype: torch.dtype, use_t5: bool = True
+    folder_or_id: str | Path, *, dtype: torch.dtype, use_t5: bool = True, **more: Any
 ) -> StableDiffusion3Pipeline:
     """Load an SD3 or SD3.5 pipeline.
 
@@ -34,6 +34,7 @@ def load_sd3_pipeline(
         folder_or_id: a folder as `save_pretrained` writes it, or `owner/name` on the hub.
         dtype: of all weights.
         use_t5: False leaves the third text encoder out even where the model has one (9 GB less for SD3.5).
+        **more: of diffusers' `from_pretrained`, such as quantization_config.
 
     Returns:
         The pipeline on the CPU, without progress bars.
@@ -48,7 +49,7 @@ def load_sd3_pipeline(
         _check_listed(Path(folder_or_id), index)
     has_t5 = use_t5 and all(_is_listed(index, part) for part in T5_PARTS)
     absent: dict[str, Any] = {} if has_t5 else dict.fromkeys(T5_PARTS)
-    pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **absent)
+    pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **absent, **more)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
+from visalign.adapters.pipeline.quantization import quantization_of
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
@@ -108,6 +109,7 @@ class SD3Policy:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         use_t5: bool = True,
+        quantization: str | None = None,
         **options: Any,
     ) -> SD3Policy:
         """Load a pipeline from a folder or the hub and make it a policy.
@@ -118,13 +120,17 @@ class SD3Policy:
                 transformer is computed in it (see the class).
             device: where everything goes.
             use_t5: False leaves the third text encoder out.
+            quantization: of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
             **options: of the constructor: guidance, lora, max_sequence_length, collapse_null_tokens, ...
 
         Raises:
             FileNotFoundError: if the folder or a part of it is missing.
             UserError: if it is another kind of pipeline, or an option is out of range.
         """
-        pipe = load_sd3_pipeline(folder_or_id, dtype=dtype, use_t5=use_t5).to(device)
+        quantized = quantization_of(
+            quantization, ["transformer"], dtype, adapters=options.get("lora") is not None
+        )
+        pipe = load_sd3_pipeline(folder_or_id, dtype=dtype, use_t5=use_t5, **quantized).to(device)
         return cls(pipe, **options)
 
     @property

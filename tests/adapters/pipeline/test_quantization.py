@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A frozen network in int8 under LoRA: it learns, replays and is saved as one of full precision is."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from tests.support.tiny_models import tiny_sd3_pipeline
+from tests.support.tiny_pipelines import tiny_folder
+from visalign.adapters import LoraSettings, check_adapter, load_policy
+from visalign.adapters.hollow import hollow_pipelines
+from visalign.adapters.pipeline import quantization
+from visalign.errors import UserError
+from visalign.flow.replay import ratio_check
+from visalign.flow.rollout import rollout
+from visalign.pipelines.shared.memory import weight_bytes
+
+LORA = LoraSettings(rank=2, alpha=4)
+SIZES = {"sd15": (32, 16), "flux": (16, 8), "sd3": (16, 16)}
+ABSENT: dict[str, Any] = {"sd15": {"safety_checker": None}}
+ABSENT["sd3"] = {"text_encoder_3": None, "tokenizer_3": None}
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny_sd3_pipeline().save_pretrained(folder / "sd3")
+    return {name: folder / "sd3" if name == "sd3" else tiny_folder(name, folder / name) for name in SIZES}
+
+
+def int8(folders: Any, name: str, **options: Any) -> Any:
+    given = {"lora": LORA, "image_size": SIZES[name], "quantization": "torchao_int8", **options}
+    return load_policy(folders[name], **given)
+
+
+def asked(policy: Any, count: int = 2) -> tuple[Any, ...]:
+    x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    return x, torch.linspace(0.8, 0.4, count), policy.encode(["a red circle", "two squares"] * (count // 2))
+
+
+@needs_torchao
+@pytest.mark.parametrize("name", SIZES)
+def test_lora_learns_on_a_rounded_network(folders, name, tmp_path):
+    policy = int8(folders, name)
+    network = policy.module
+    rounded = [n for n, w in network.named_parameters() if type(w).__name__ == "Int8Tensor"]
+    assert any(".to_q." in n for n in rounded) and all("lora_" not in n for n in rounded)
+    named = policy.trainable_parameters()
+    assert named and all("lora_" in n and w.dtype == torch.float32 for n, w in named)
+    pairs = asked(policy)
+    goal = torch.zeros_like(pairs[0])
+    frozen = {n: w.detach().clone() for n, w in network.named_parameters() if not w.requires_grad}
+    optimizer, losses = torch.optim.AdamW([w for _, w in named], lr=1e-2), []
+    for _ in range(8):
+        loss = (policy.velocity(*pairs) - goal).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.95 * losses[0]
+    assert {n for n, w in network.named_parameters() if w.grad is not None} == {n for n, _ in named}
+    now = dict(network.named_parameters())
+    assert all(torch.equal(plain(now[n]), plain(w)) for n, w in frozen.items())
+    condition = policy.encode(["a red circle", "two squares"])
+    made = rollout(policy, condition, sigmas=policy.sigmas(3), sde_steps=[0, 1], seeds=[1, 2])
+    assert ratio_check(policy, condition, made, batch_size=2).ok
+    policy.save(tmp_path)
+    with torch.no_grad():
+        expected = policy.velocity(*pairs)
+        pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folders[name], **ABSENT.get(name, {}))
+        pipe.load_lora_weights(tmp_path)
+        part = "unet" if name == "sd15" else "transformer"
+        loaded = {n.replace("default_0", "default"): w for n, w in getattr(pipe, part).state_dict().items()}
+        assert named and all(torch.equal(loaded[n], w) for n, w in named)
+        found: Any = load_policy(folders[name], image_size=SIZES[name], lora=LORA)
+        found.load(tmp_path)
+        plainly = found.velocity(*pairs)
+        with policy.reference(), found.reference():
+            start, plain_start = policy.velocity(*pairs), found.velocity(*pairs)
+    moved = (expected - start).norm()
+    assert moved > 10 * (start - plain_start).norm()  # rounding is far smaller than what was learned
+    assert ((plainly - plain_start) - (expected - start)).norm() < 0.1 * moved
+
+
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    return weight.dequantize() if type(weight).__name__ == "Int8Tensor" else weight
+
+
+@needs_torchao
+def test_the_contract_and_a_start_from_saved_adapters(folders, tmp_path):
+    policy = int8(folders, "flux")
+    assert len(check_adapter(policy, prompts=["a red circle", "two squares"])) == 12
+    with torch.no_grad():
+        for _, weight in policy.trainable_parameters():
+            weight.add_(0.1)
+    policy.save(tmp_path)
+    again = int8(folders, "flux", lora=None, lora_path=tmp_path)
+    pairs = asked(policy)
+    with torch.no_grad():
+        assert torch.equal(again.velocity(*pairs), policy.velocity(*pairs))
+
+
+@needs_torchao
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_of_rounded_layers(dtype):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-not-found]
+
+    layer: Any = torch.nn.Linear(24, 8, dtype=dtype).requires_grad_(False)
+    quantize_(layer, Int8WeightOnlyConfig(version=2))
+    x = torch.randn(3, 5, 24, dtype=dtype)
+    ours, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = layer(own)
+    quantization.keep_rounded(layer)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+        found = layer(ours)
+    assert not kept and torch.equal(found, expected)
+    for out in (found, expected):
+        out.float().square().sum().backward()
+    assert ours.grad is not None and own.grad is not None and ours.grad.dtype == dtype
+    assert torch.allclose(ours.grad, own.grad, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+@needs_torchao
+@pytest.mark.parametrize("name", SIZES)
+def test_a_plan_counts_rounded_weights(folders, name):
+    with hollow_pipelines() as trace:
+        hollow = int8(folders, name)
+        hollow.velocity(*asked(hollow))
+        held = trace.held
+        sizes = {k: weight_bytes(p) for k, p in hollow.pipe.components.items() if hasattr(p, "parameters")}
+    with hollow_pipelines() as trace:
+        whole = int8(folders, name, quantization=None)
+        whole.velocity(*asked(whole))
+    policy = int8(folders, name)
+    real = {k: weight_bytes(p) for k, p in policy.pipe.components.items() if hasattr(p, "parameters")}
+    assert sizes == real and held <= trace.held
+    linear = [m.weight for m in whole.module.modules() if isinstance(m, torch.nn.Linear)]
+    frozen = sum(w.numel() for w in linear if not w.requires_grad)
+    fewer = weight_bytes(whole.module) - weight_bytes(policy.module)
+    assert 0.5 * 3 * frozen < fewer <= 3 * frozen  # but for a scale and a zero for each output
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "flux",
+            {"quantization": "int3"},
+            r"quantization is 'int3'; allowed are torchao_int8, bitsandbytes_4",
+        ),
+        (
+            "flux",
+            {"lora": None},
+            r"quantization is 'torchao_int8' without a LoRA, and rounded weights cannot",
+        ),
+        ("sd3", {"lora": None}, r"quantization is 'torchao_int8' without a LoRA, and rounded weights cannot"),
+        ("flux", {}, r"quantization 'torchao_int8' needs torchao: pip install torchao"),
+        ("sd3", {}, r"quantization 'torchao_int8' needs torchao: pip install torchao"),
+        ("sd15", {"quantization": "bitsandbytes_4bit"}, r"'bitsandbytes_4bit' needs bitsandbytes: pip inst"),
+    ],
+)
+def test_refusals(folders, monkeypatch, name, options, message):
+    monkeypatch.setattr(quantization, "find_spec", lambda package: None)
+    with pytest.raises(UserError, match=message):
+        int8(folders, name, **options)
+
+
+def test_what_does_not_run_where(folders, monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda package: package)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"DistributedDataParallel cannot share weights that torchao rounded"):
+        int8(folders, "flux")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        UserError, match=r"diffusers reads 'bitsandbytes_4bit' on a GPU alone\. On a CPU take"
+    ):
+        int8(folders, "flux", quantization="bitsandbytes_4bit")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A frozen network in 8 or 4 bits under LoRA: which kinds there are, what each needs, and its backward.
+
+Source: QLoRA, arXiv 2305.14314: gradients pass through frozen quantized weights into adapters of full
+    precision.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from visalign.errors import UserError
+
+QUANTIZATIONS = {"torchao_int8": "torchao", "bitsandbytes_4bit": "bitsandbytes"}
+"""name -> package. int8 weights alone, a scale for each output; NF4, a scale for each 64 weights. LLM.int8 is
+not among them: the whole batch decides which of its columns are rounded, so that a sample's velocity would
+depend on its neighbours."""
+
+
+def quantization_of(
+    name: str | None, networks: Iterable[str], dtype: torch.dtype, *, adapters: bool
+) -> dict[str, Any]:
+    """What `from_pretrained` of a pipeline is given so that its networks are quantized while they are read.
+
+    Args:
+        name: one of `QUANTIZATIONS`; None for none.
+        networks: the parts of the pipeline that denoise.
+        dtype: of the matrix products.
+        adapters: whether a LoRA is trained.
+
+    Raises:
+        UserError: an unknown name, nothing but quantized weights to train, or no package or device for it.
+    """
+    if name is None:
+        return {}
+    if name not in QUANTIZATIONS:
+        raise UserError(f"quantization is {name!r}; allowed are {', '.join(QUANTIZATIONS)}, or none.")
+    if not adapters:
+        raise UserError(
+            f"quantization is {name!r} without a LoRA, and rounded weights cannot be trained. Set "
+            "model.lora, or leave model.quantization out."
+        )
+    package = QUANTIZATIONS[name]
+    if find_spec(package) is None:
+        raise UserError(f"quantization {name!r} needs {package}: pip install {package}. Or leave it out.")
+    if package == "torchao" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "DistributedDataParallel cannot share weights that torchao rounded. Train in one process, or "
+            "take 'bitsandbytes_4bit'."
+        )
+    if package == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]  # optional
+
+        chosen: Any = TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    else:
+        if not torch.cuda.is_available():
+            raise UserError(f"diffusers reads {name!r} on a GPU alone. On a CPU take 'torchao_int8'.")
+        chosen = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    mapping: Any = dict.fromkeys(networks, chosen)
+    return {"quantization_config": PipelineQuantizationConfig(quant_mapping=mapping)}
+
+
+def keep_rounded(network: Any) -> None:
+    """Let frozen layers of torchao keep their rounded weights for the backward, in place.
+
+    Their own linear has autograd keep a copy of each weight in the dtype of its input, of all layers at once,
+    which is more than was saved by rounding.
+
+    Args:
+        network: whose layers are frozen.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight):
+            module.__dict__["forward"] = _frozen(module)
+
+
+def _frozen(layer: nn.Linear) -> Callable[[Tensor], Any]:
+    return lambda x: _Frozen.apply(x, layer)
+
+
+class _Frozen(torch.autograd.Function):
+    """x W^T + b; of the backward only dL/dx = dL/dy W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        return nn.Linear.forward(layer, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return grad @ ctx.layer.weight.dequantize().to(grad.dtype), None
