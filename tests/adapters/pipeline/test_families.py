@@ -7,6 +7,8 @@ It is the alarm when diffusers changes: a tiny random pipeline of the installed 
 from __future__ import annotations
 
 import copy
+import logging
+import logging.handlers
 from typing import Any
 
 import diffusers
@@ -111,6 +113,20 @@ def test_pictures_are_the_pipelines_own(name):
     apart = rollout(policy, policy.encode(tiny_prompts(name, PROMPTS)), sigmas=sigmas, noise=noise).latents
     assert float((made - apart).abs().max()) <= 1e-4 * float(own.abs().max())
     assert policy.decode(made).shape[:2] == (3, 3)
+
+
+def test_a_velocity_is_silent():
+    """Qwen-Image's pipeline warns of the mask that its own encoder left out, at every call."""
+    policy, said = policy_of("qwen_image"), logging.handlers.BufferingHandler(100)
+    condition = policy.encode(tiny_prompts("qwen_image", PROMPTS[:1]))
+    logger = logging.getLogger("diffusers")
+    logger.addHandler(said)
+    try:
+        level = logger.level
+        policy.velocity(torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5), condition)
+        assert said.buffer == [] and logger.level == level
+    finally:
+        logger.removeHandler(said)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,6 +9,7 @@ call, 3 to 11 ms of processor time a velocity (`tests/benchmarks/pipeline_call.p
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -451,9 +452,16 @@ class PipelinePolicy:
         steps: int = 1,
         output_type: str = "latent",
     ) -> Any:
-        """The pipeline's own call; `at` None makes the grid, an empty one takes no step."""
+        """The pipeline's own call; `at` None makes the grid, an empty one takes no step.
+
+        On given latents it is silent: Qwen-Image warns at every call of what its own encoder left out.
+        """
         self._scheduler.at = at
         self._start = latents
+        logger = logging.getLogger("diffusers")
+        level = logger.level
+        if latents is not None:
+            logger.setLevel(logging.ERROR)
         try:
             return self._call(
                 self.pipe,
@@ -466,6 +474,7 @@ class PipelinePolicy:
             )[0]
         finally:
             self._start = None
+            logger.setLevel(level)
 
     def _encoded(self, *args: Any, **kwargs: Any) -> Any:
         """What the pipeline's encoders return, kept for `_encode`."""
