@@ -67,10 +67,10 @@ def hold(lock: Path, *, what: str, instead: str = "give another --output") -> It
                 folder.rmdir()
 
 
-def check_free(lock: Path, *, what: str, instead: str = "give another --output") -> None:
+def check_free(lock: Path, *, what: str) -> None:
     """Refuse what another process holds now; see `hold`."""
     if lock.is_file():
-        with hold(lock, what=what, instead=instead):
+        with hold(lock, what=what):
             pass
 
 

@@ -53,8 +53,6 @@ def compare_images(
     images: Sequence[Tensor],
     prompt: str,
     judges: Mapping[str, PointwiseReward | PairwiseReward],
-    *,
-    metadata: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Ask judges about two images.
 
@@ -67,7 +65,6 @@ def compare_images(
         images: A and B, [3, H, W] in [0, 1].
         prompt: What both should show.
         judges: Label -> judge.
-        metadata: The prompt's record.
 
     Returns:
         JSON-able: `prompt`, `judges` (an entry each), `votes` (winner -> labels), `unsure` (labels), `rule`,
@@ -85,9 +82,9 @@ def compare_images(
     for label, judge in judges.items():
         with Naming(label):
             if isinstance(judge, PointwiseReward):
-                entries.append(_scored(label, judge, images, prompt, metadata))
+                entries.append(_scored(label, judge, images, prompt))
             else:
-                entries.append(_compared(label, judge, images, prompt, metadata))
+                entries.append(_compared(label, judge, images, prompt))
             entries[-1]["whose"] = whose(judge)
             entries[-1]["notes"] += filter(None, [foreign(judge, [prompt])])
     votes: dict[str, list[str]] = {}
@@ -109,9 +106,8 @@ def _scored(
     judge: PointwiseReward,
     images: Sequence[Tensor],
     prompt: str,
-    metadata: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    scores = judge.score(list(images), [prompt] * 2, [metadata] * 2)
+    scores = judge.score(list(images), [prompt] * 2, [None] * 2)
     if not isinstance(scores, Scores) or len(scores) != 2:
         raise RewardError(f"Reward {label!r} did not return one score for each image.")
     reasons = failure_reasons(scores)
@@ -141,7 +137,7 @@ def _scored(
     better = gap if judge.higher_is_better else -gap
     entry["prob"] = _probability(judge, better, spread)
     if entry["prob"] is None:
-        moved = _moved(judge, images, prompt, metadata, values)
+        moved = _moved(judge, images, prompt, values)
         entry |= {"moved": moved} | _decided(better, abs(gap) <= max(moved, TIE * max(map(abs, values))))
         entry["sure"] = entry["sure"] and abs(gap) >= SURE_MOVES * moved
         entry["notes"].append(
@@ -166,12 +162,11 @@ def _moved(
     judge: PointwiseReward,
     images: Sequence[Tensor],
     prompt: str,
-    metadata: Mapping[str, Any] | None,
     values: Sequence[float],
 ) -> float:
     """The largest change of a score under changes that nobody sees: one pixel to the side, one grey level."""
     copies = [copy for image in images for copy in (image.roll(1, -1), (image + 1 / 255).clamp(0, 1))]
-    scores = judge.score(copies, [prompt] * 4, [metadata] * 4)
+    scores = judge.score(copies, [prompt] * 4, [None] * 4)
     known = [number(value) for value in scores.value]
     moves = [abs(v - values[k // 2]) for k, v in enumerate(known) if v is not None]
     return max(moves, default=0.0)
@@ -205,9 +200,8 @@ def _compared(
     judge: PairwiseReward,
     images: Sequence[Tensor],
     prompt: str,
-    metadata: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    said = judge.compare(list(images), list(images[::-1]), [prompt] * 2, [metadata] * 2)
+    said = judge.compare(list(images), list(images[::-1]), [prompt] * 2, [None] * 2)
     if not isinstance(said, Preferences) or len(said) != 2:
         raise RewardError(f"Judge {label!r} did not return one answer for each order.")
     orders = [_order(said, row) for row in (0, 1)]

@@ -83,11 +83,11 @@ def train_autoencoder(work: Path, plan: Plan, resume: bool) -> AutoencoderKL:
 
 
 @torch.no_grad()
-def encode_scenes(model: AutoencoderKL, feed: SceneFeed, count: int, chunk: int = 256) -> Tensor:
+def encode_scenes(model: AutoencoderKL, feed: SceneFeed, count: int) -> Tensor:
     """Posterior means [count, 8, 8, 8] float32, not yet scaled, of a feed's first scenes."""
     parts = []
-    for start in range(0, count, chunk):
-        pictures = rendered(feed.scenes(start, min(chunk, count - start)))
+    for start in range(0, count, 256):
+        pictures = rendered(feed.scenes(start, min(256, count - start)))
         with fast_autocast():
             parts.append(model.encode(pictures).latent_dist.mean.float())
     return torch.cat(parts)

@@ -44,10 +44,8 @@ NAME = "shapes-heie"
 class HeadTraining(Algorithm):
     """Trains HEIE's heads on drawn batches; an `Algorithm` for `Trainer`."""
 
-    def __init__(
-        self, heads: HeieHeads, data: HeieData, *, batch: int, seed: int = 0, wrong_weight: float = 4.0
-    ) -> None:
-        self.heads, self.data, self.batch, self.wrong_weight = heads, data, batch, wrong_weight
+    def __init__(self, heads: HeieHeads, data: HeieData, *, batch: int, seed: int) -> None:
+        self.heads, self.data, self.batch = heads, data, batch
         self.accelerator = Accelerator(cpu=data.heat.device.type == "cpu", mixed_precision="no")
         self.draw = torch.Generator().manual_seed(seed)
 
@@ -63,7 +61,7 @@ class HeadTraining(Algorithm):
     def backward(self, experience: Any, step: Tensor, run: Context) -> dict[str, float]:
         """`heie_loss` of a batch."""
         data, seen = self.data, [self.data.seen[place] for place in step.tolist()]
-        loss = heie_loss(self.heads, seen, data.heat[step], data.score[step], wrong_weight=self.wrong_weight)
+        loss = heie_loss(self.heads, seen, data.heat[step], data.score[step])
         (loss * run.counters.loss_scale).backward()
         return {"loss": loss.item()}
 
@@ -78,14 +76,7 @@ class HeadTraining(Algorithm):
 
 
 def train_heads(
-    heads: HeieHeads,
-    data: HeieData,
-    *,
-    steps: int,
-    batch: int = 32,
-    lr: float = 2e-3,
-    seed: int = 0,
-    wrong_weight: float = 4.0,
+    heads: HeieHeads, data: HeieData, *, steps: int, batch: int = 32, seed: int = 0
 ) -> list[float]:
     """Train the heads in place, AdamW with a cosine to zero; returns the loss of each step.
 
@@ -97,10 +88,10 @@ def train_heads(
             f"steps is {steps}, batch {batch}, pictures {len(data.seen)}; each must be at least 1."
         )
     trainer = Trainer(
-        HeadTraining(heads, data, batch=batch, seed=seed, wrong_weight=wrong_weight),
+        HeadTraining(heads, data, batch=batch, seed=seed),
         run=RunSettings(folder=Path(), iterations=steps),  # nothing is written
         optimizer=AdamWSettings(
-            lr=lr, weight_decay=0.01, eps=1e-8, decay="cosine", decay_updates=steps, lr_end=0.0
+            lr=2e-3, weight_decay=0.01, eps=1e-8, decay="cosine", decay_updates=steps, lr_end=0.0
         ),
     )
     heads.train()

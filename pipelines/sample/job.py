@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,6 @@ def sample_pictures(
     output: Path,
     *,
     rewards: Mapping[str, PointwiseReward] | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Sample and write each picture as it is made, then the table and the grid.
 
@@ -143,7 +142,6 @@ def sample_pictures(
         settings: the model and how to sample.
         output: a new or empty folder.
         rewards: label -> reward, for the table and for `best_of`.
-        progress: called with (pictures drawn, all).
 
     Returns:
         The rows of images.jsonl: image, prompt, seed, and each reward's value (null where it failed).
@@ -162,16 +160,13 @@ def sample_pictures(
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     shown: list[Image.Image] = []
-    total = len(records) * len(settings.seeds) * settings.best_of
-    for drawn, row, picture in _drawn(policy, records, settings, grid, rewards):
+    for row, picture in _drawn(policy, records, settings, grid, rewards):
         number = len(rows) // len(settings.seeds)
         row = {"image": f"{number:04d}_{row['seed']}.png", **row}
         picture.save(output / row["image"])
         rows.append(row)
         if number < LARGEST_GRID:
             shown.append(picture)
-        if progress is not None:
-            progress(drawn, total)
     lines = (json.dumps(row, ensure_ascii=False) for row in rows)
     (output / TABLE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     _as_grid(shown, len(settings.seeds)).save(output / GRID)
@@ -184,9 +179,9 @@ def _drawn(
     settings: SampleSettings,
     grid: Tensor,
     rewards: Mapping[str, PointwiseReward],
-) -> Iterator[tuple[int, dict[str, Any], Image.Image]]:
-    """(pictures drawn so far, row, picture), seeds of a prompt side by side."""
-    count, drawn = settings.best_of, 0
+) -> Iterator[tuple[dict[str, Any], Image.Image]]:
+    """(row, picture), seeds of a prompt side by side."""
+    count = settings.best_of
     asked = [(record, seed) for record in records for seed in settings.seeds]
     together = max(1, settings.batch_size // count)
     for start in range(0, len(asked), together):
@@ -201,11 +196,10 @@ def _drawn(
             images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
         scores, liked = judge(images)
         for first in range(0, len(part), count):
-            drawn += count
             best = first + int(liked[first : first + count].argmax())
             row: dict[str, Any] = {"prompt": prompts[best], "seed": part[best][1]}
             row |= {n: float(s.value[best]) if bool(s.valid[best]) else None for n, s in scores.items()}
-            yield drawn, row, _picture(images[best])
+            yield row, _picture(images[best])
 
 
 @dataclass(frozen=True)

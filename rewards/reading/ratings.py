@@ -55,14 +55,14 @@ _DENIAL = re.compile(rf"{_NOT}|\b(?:unless|if|whether)\b", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 
-def final_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
+def final_score(text: str) -> float:
     """UnifiedReward's point score: the number after "Final Score:" (as spelled), once."""
     matches = list(_FINAL.finditer(text))
     if not matches:
         raise AnswerError("the judge's text has no 'Final Score:' with a number")
-    if wrong := [match[0] for match in matches if match["whole"] and float(match["whole"]) != high]:
-        raise AnswerError(f"{wrong[0]!r} is not on the scale that ends at {high:g}")
-    return check_range(_one("Final Score", [float(match["number"]) for match in matches]), low, high)
+    if wrong := [match[0] for match in matches if match["whole"] and float(match["whole"]) != 5]:
+        raise AnswerError(f"{wrong[0]!r} is not on the scale that ends at 5")
+    return check_range(_one("Final Score", [float(match["number"]) for match in matches]), 1, 5)
 
 
 def aspect_scores(

@@ -102,28 +102,20 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     raise AnswerError(f"the judge's answer says neither {options[0]!r} nor {options[1]!r}")
 
 
-def pair_scores(
-    text: str,
-    *,
-    total: float | None = 1.0,
-    tolerance: float = 0.02,
-    names: Sequence[str] = ("Image 1", "Image 2"),
-) -> tuple[float, float]:
-    """The two scores of a pair, each after the name of its picture.
+def pair_scores(text: str, *, total: float | None = 1.0) -> tuple[float, float]:
+    """The two scores of a pair, each after "Image 1" or "Image 2".
 
     Args:
         text: what the judge wrote.
-        total: what the two must add up to, both then being at least 0; None for free scores.
-        tolerance: of that sum, for rounding.
-        names: of the pictures.
+        total: what the two must add up to within 0.02, both then being at least 0; None for free scores.
 
     Raises:
         AnswerError: a score missing, given twice, or another sum.
     """
     said = statement(text).text
     scores = []
-    for name in names:
-        words = r"\s*".join(map(re.escape, name.split()))
+    for name in ("Image 1", "Image 2"):
+        words = name.replace(" ", r"\s*")
         form = rf"\b{words}\b(?:\s*['’]s)?\s*(?:score)?[\s*_]*[:=][\s*_]*({NUMBER})(?!\w|\.\d|,\d)"
         found = {float(number) for number in re.findall(form, said, re.IGNORECASE)}
         if len(found) != 1:
@@ -132,7 +124,7 @@ def pair_scores(
         scores.append(found.pop())
     if not all(map(math.isfinite, scores)):
         raise AnswerError("the judge's scores are not finite")
-    if total is not None and (min(scores) < 0 or abs(sum(scores) - total) > tolerance):
+    if total is not None and (min(scores) < 0 or abs(sum(scores) - total) > 0.02):
         raise AnswerError(f"the judge's scores {scores[0]:g} and {scores[1]:g} do not add up to {total:g}")
     return scores[0], scores[1]
 

@@ -52,7 +52,6 @@ def load_seeing_model(
     device: str | torch.device,
     dtype: torch.dtype,
     adapter: str | Path | None,
-    merge: bool = True,
     **placing: Any,
 ) -> LoadedModel:
     """See `VisionLanguageEngine.from_pretrained`; `placing` are its options of `PLACING`."""
@@ -87,7 +86,7 @@ def load_seeing_model(
     model, told = loaded
     _check_loaded(str(folder_or_id), told)
     for one in adapters:
-        model = add_adapter(model, one, merge=merge or one is not adapters[-1])
+        model = add_adapter(model, one)
     weights = "+".join([fingerprint(place), *(fingerprint(one) for one in adapters)])
     return LoadedModel(
         model=placed(model, device, **placing).eval().requires_grad_(False),
@@ -202,10 +201,8 @@ def _adapter_folder(adapter: str | Path) -> str | Path:
     return adapter if is_here else local_folder(adapter, ("adapter_*",))
 
 
-def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:
-    """A LoRA of peft (folder or hub id) in its base model; with `merge` it is added to the weights, else it
-    stays beside them. Keys that do not belong to the model are named.
-    """
+def add_adapter(model: Any, adapter: str | Path) -> Any:
+    """A LoRA of peft (folder or hub id) added to the weights; keys of another model are named."""
     from peft import PeftModel
     from safetensors import SafetensorError
 
@@ -236,7 +233,7 @@ def add_adapter(model: Any, adapter: str | Path, *, merge: bool) -> Any:
             f"The LoRA {adapter} does not fit the model: {wrong}. Give the adapter of this base model, "
             "complete."
         )
-    return wrapped.merge_and_unload() if merge else wrapped.get_base_model()
+    return wrapped.merge_and_unload()
 
 
 def _check_loaded(name: str, told: Mapping[str, Any]) -> None:

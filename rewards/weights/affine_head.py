@@ -110,25 +110,12 @@ class AffineHead(nn.Module):
         return result
 
 
-def standardise(score: Tensor, *, mean: float = IMAGEREWARD_MEAN, std: float = IMAGEREWARD_STD) -> Tensor:
-    """Move a raw score to the unit in which it is published: (r − mean)/std.
-
-    Args:
-        score: [*] raw scores.
-        mean: of the raw scores; the default is ImageReward's.
-        std: of the raw scores, > 0.
-
-    Returns:
-        [*], dtype kept.
-
-    Raises:
-        ValueError: std is not positive and finite.
+def standardise(score: Tensor) -> Tensor:
+    """Move ImageReward's raw scores [*] to the unit in which they are published: (r − mean)/std.
 
     ImageReward, arXiv 2304.05977, released code.
     """
-    if not 0 < std < float("inf"):
-        raise ValueError(f"std must be positive and finite; got {std}.")
-    return (score - mean) / std
+    return (score - IMAGEREWARD_MEAN) / IMAGEREWARD_STD
 
 
 def _keys(places: Sequence[int]) -> set[str]:

@@ -311,9 +311,9 @@ def _complaint(raw: bytes) -> str:
     return _short((error if isinstance(error, str) else json.dumps(error)).encode())
 
 
-def _short(raw: bytes, limit: int = 400) -> str:
+def _short(raw: bytes) -> str:
     text = raw.decode("utf-8", "replace").strip()
-    return text[:limit] + " …" * (len(text) > limit) if text else "(nothing)"
+    return text[:400] + " …" * (len(text) > 400) if text else "(nothing)"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -29,24 +29,10 @@ def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slic
 
 @torch.no_grad()
 def reference_log_prob(
-    policy: TextPolicy,
-    rollout: TextRollout,
-    rows: Tensor | slice | None = None,
-    *,
-    reference: TextPolicy | None = None,
+    policy: TextPolicy, rollout: TextRollout, *, reference: TextPolicy | None = None
 ) -> Tensor:
-    """The same of the reference, without gradient.
-
-    Args:
-        policy: whose reference.
-        rollout: B samples.
-        rows: b of them; None is all.
-        reference: another model that is the reference; None is `policy.reference()`.
-
-    Returns:
-        [b, T] float32.
-    """
+    """The same [B, T] of the reference, without gradient: another model, or `policy.reference()`."""
     if reference is not None:
-        return model_log_prob(reference, rollout, rows)
+        return model_log_prob(reference, rollout)
     with policy.reference():
-        return model_log_prob(policy, rollout, rows)
+        return model_log_prob(policy, rollout)

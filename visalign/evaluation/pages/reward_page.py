@@ -88,14 +88,12 @@ class JudgeTable:
 def evaluation_page(
     result: Mapping[str, Any],
     *,
-    title: str | None = None,
     pictures: Mapping[str, Mapping[str, Any] | None] | None = None,
 ) -> str:
     """The page of what `visalign evaluate` wrote as JSON.
 
     Args:
         result: That.
-        title: None makes one from the set's name.
         pictures: Of the judges' worst records, as `embedded` gives them; None where one cannot be read.
     """
     about, judges = result["set"], result["judges"]
@@ -105,7 +103,7 @@ def evaluation_page(
     numbers = [j["agreement"][HEADLINE]["micro"] if is_pairs else j["correlations"]["srcc"] for j in judges]
     return render_page(
         "reward_page.html.j2",
-        title=title or f"{', '.join(names)} on {about['name']}",
+        title=f"{', '.join(names)} on {about['name']}",
         command="visalign evaluate",
         models=[(j["judge"]["name"], model_name(j["judge"].get("identity") or {})) for j in judges],
         about=about,

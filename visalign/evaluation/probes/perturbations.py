@@ -162,10 +162,10 @@ def on_canvas(image: Tensor, share: float, colour: str) -> Tensor:
     return on_grid(found)
 
 
-def with_text(image: Tensor, text: str, *, height: float = 0.16) -> Tensor:
-    """Text on a white strip at the lower edge, of that share of the height; cut off where it is too wide."""
+def with_text(image: Tensor, text: str) -> Tensor:
+    """Text on a white strip at the lower edge, 0.16 of the height; cut off where it is too wide."""
     picture = to_pil(image)
-    strip = max(8, round(height * picture.height))
+    strip = max(8, round(0.16 * picture.height))
     draw = ImageDraw.Draw(picture)
     draw.rectangle((0, picture.height - strip, picture.width, picture.height), fill="white")
     font = ImageFont.load_default(size=0.75 * strip)

@@ -86,16 +86,12 @@ def level_report(
     return report
 
 
-def mean_interval(values: Array, level: float = LEVEL) -> tuple[float | None, float | None, float | None]:
-    """Mean and the ends of Student's t interval; None where there are too few values.
+def mean_interval(values: Array) -> tuple[float | None, float | None, float | None]:
+    """Mean of [N] finite values and the ends of Student's t interval; None where there are too few values.
 
     Where all N values are equal up to rounding, t would give no width, as if N pictures had shown all. The
-    reach is then 1 − ((1 − level) / 2)^(1/N), the largest share of pictures that N draws would miss (Clopper
+    reach is then 1 − ((1 − LEVEL) / 2)^(1/N), the largest share of pictures that N draws would miss (Clopper
     and Pearson), each of them one unit away.
-
-    Args:
-        values: [N] finite.
-        level: Of the interval.
     """
     if not len(values):
         return None, None, None
@@ -103,9 +99,9 @@ def mean_interval(values: Array, level: float = LEVEL) -> tuple[float | None, fl
     if len(values) == 1:
         return mean, None, None
     if np.ptp(values) <= ROUNDING * max(1.0, abs(mean)):
-        reach = 1 - ((1 - level) / 2) ** (1 / len(values))
+        reach = 1 - ((1 - LEVEL) / 2) ** (1 / len(values))
         return mean, mean - reach, mean + reach
-    reach = float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
     return mean, mean - reach, mean + reach
 
 

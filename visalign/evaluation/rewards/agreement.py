@@ -199,10 +199,8 @@ def parted(x: ArrayLike, y: ArrayLike, *, most: int = 12) -> list[tuple[int, flo
     return [(int(row), float(first[row]), float(second[row])) for row in turns[:most]]
 
 
-def prompts_apart(
-    x: ArrayLike, y: ArrayLike, prompts: Sequence[str], *, most: int = 10
-) -> list[dict[str, Any]]:
-    """Prompts [N] within which two rewards' scores [N] order the images least alike, at most so many.
+def prompts_apart(x: ArrayLike, y: ArrayLike, prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """Prompts [N] within which two rewards' scores [N] order the images least alike, at most ten.
 
     Returns `prompt`, `same_choice` (share of its pairs in the same order), `pairs`; the least alike first.
     """
@@ -216,4 +214,4 @@ def prompts_apart(
         same, pairs = same_order(sides[0][rows], sides[1][rows], np.zeros(len(rows), dtype=np.int64))
         if same is not None and same < 1:
             found.append({"prompt": prompt, "same_choice": same, "pairs": pairs})
-    return sorted(found, key=lambda row: (row["same_choice"], -row["pairs"]))[:most]
+    return sorted(found, key=lambda row: (row["same_choice"], -row["pairs"]))[:10]

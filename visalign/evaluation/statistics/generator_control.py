@@ -56,17 +56,14 @@ def generator_control(
     right: Sequence[str | None],
     label: ArrayLike,
     cluster: NDArray[np.int64],
-    *,
-    folds: int = FOLDS,
 ) -> GeneratorControl:
-    """Predict votes from the names of the generators alone.
+    """Predict votes from the names of the generators alone, those of a fold by the strengths of the others.
 
     Args:
         left: [N] generator of each left image, None where it is not known.
         right: [N] of each right image.
         label: [N] share of the people in favour of the left image.
         cluster: [N] number of each pair's prompt; the pairs of a prompt are in one fold.
-        folds: The strengths that predict a fold come from the others.
 
     Returns:
         The control.
@@ -77,8 +74,6 @@ def generator_control(
             f"left, right, label and cluster need one entry per pair; got {len(left)}, {len(right)}, "
             f"{len(y)}, {len(cluster)}."
         )
-    if folds < 2:
-        raise ValueError(f"folds is {folds}; at least 2 are needed.")
     known = np.array([a is not None and b is not None for a, b in zip(left, right, strict=True)], dtype=bool)
     names = sorted({str(name) for name in (*left, *right) if name is not None})
     number = {name: place for place, name in enumerate(names)}
@@ -88,10 +83,10 @@ def generator_control(
     usable = known & ~same
     margin = np.full(len(y), np.nan)
     margin[same] = 0.0
-    for fold in range(folds):
-        inside = usable & (cluster % folds == fold)
+    for fold in range(FOLDS):
+        inside = usable & (cluster % FOLDS == fold)
         if inside.any():
-            others = usable & (cluster % folds != fold)
+            others = usable & (cluster % FOLDS != fold)
             strength = bradley_terry(i[others], j[others], y[others], len(names))
             margin[inside] = strength[i[inside]] - strength[j[inside]]
     overall = bradley_terry(i[usable], j[usable], y[usable], len(names))

@@ -196,14 +196,11 @@ class TrainedWeights:
             parameter.copy_(master)
 
     @torch.no_grad()
-    def resolution(self, *, most: int = 100_000) -> float:
+    def resolution(self) -> float:
         """Median of √v̂ / ε over the numbers that had a gradient; near 1 and below, ε swallows the steps.
-
-        Args:
-            most: about as many numbers are looked at, evenly spaced.
-        """
+        About 100,000 numbers are looked at, evenly spaced."""
         total = sum(master.numel() for _, master in self.masters)
-        stride, found = max(1, total // most), []
+        stride, found = max(1, total // 100_000), []
         for group in self.optimizer.param_groups:
             for master in group["params"]:
                 if state := self.optimizer.state.get(master):

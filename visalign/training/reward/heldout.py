@@ -107,7 +107,7 @@ def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tens
     return columns
 
 
-def pair_measures(pairs: HeldoutPairs, *, bins: int = BINS) -> dict[str, float]:
+def pair_measures(pairs: HeldoutPairs) -> dict[str, float]:
     """accuracy, accuracy_all, and where the judge offers them nll, ece, std_mean, std_auroc*, and mass_low.
 
     Accuracy: pairs whose truth is clear (accuracy_all: is known) and not ½; an equal score counts half. NLL
@@ -126,7 +126,7 @@ def pair_measures(pairs: HeldoutPairs, *, bins: int = BINS) -> dict[str, float]:
         chance = prob.clamp(1e-12, 1 - 1e-12)
         loss = -(share * chance.log() + (1 - share) * (1 - chance).log())
         measures["nll"] = float((loss * weight).sum() / weight.sum()) if len(weight) else math.nan
-        measures["ece"] = calibration_error(prob, share, weight, bins=bins)
+        measures["ece"] = calibration_error(prob, share, weight, bins=BINS)
     if pairs.std is not None:
         measures["std_mean"] = _mean(pairs.std)
         measures["std_auroc"] = auroc(pairs.std[decided], sign < 0)

@@ -17,9 +17,9 @@ from .sampling_grid import Completions
 from .selection import same_completion
 
 
-def failure_reasons(completions: Completions, most: int = 3) -> dict[str, int]:
-    """The commonest reasons of failed judgements, with their counts."""
-    return dict(Counter(reason for reason in completions.reason if reason is not None).most_common(most))
+def failure_reasons(completions: Completions) -> dict[str, int]:
+    """The three commonest reasons of failed judgements, with their counts."""
+    return dict(Counter(reason for reason in completions.reason if reason is not None).most_common(3))
 
 
 def statistics(completions: Completions, selectable: Tensor, *, threshold: float) -> dict[str, Any]:
