@@ -48,6 +48,8 @@ CATALOGUE: dict[str, Entry] = {
     "ocr": "visalign.rewards.verifiers.ocr:OcrReward",
     "jpeg_size": "visalign.rewards.statistics:JpegSize",
     "sharpness": "visalign.rewards.statistics:Sharpness",
+    "vendi_gain": "visalign.rewards.scorers.set_gain:VendiGain",
+    "frechet_gain": "visalign.rewards.scorers.set_gain:FrechetGain",
     "calibrated": "visalign.rewards.combine.calibrated:Calibrated",
     "remote": "visalign.rewards.serve.client:RemoteReward",
     "unified_reward": "visalign.rewards.chat.unified_reward:UnifiedReward",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,10 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     records = build_records(data.train, "data.train")
     heldout = build_records(data.heldout, "data.heldout")
     judges = load_terms({**config.evaluation.rewards, **config.rewards.terms}, load_judge, device)
-    rewards = pointwise_only(judges, needed=config.evaluation.rewards)
+    rewards = _judging_alone(judges, config.evaluation.rewards)
     if config.comparison is None:
         terms = pointwise_only(judges, needed=config.rewards.terms)
+        _check_sets(terms, rollout.prompts_per_iteration, world)
     else:
         check_whole_groups(rollout.prompts_per_iteration, world)
         terms = build_win_rates(config.comparison, config.rewards, judges)
@@ -144,6 +145,11 @@ def build_win_rates(
     for label in rewards.terms:
         judge: Any = judges[label]
         if label not in config.scores:
+            if _is_of_sets(judge):
+                raise UserError(
+                    f"rewards.terms.{label} judges sets of pictures, and no two can be compared by it. Name "
+                    f"it in comparison.scores: [{label}]."
+                )
             pairwise = judge if isinstance(judge, PairwiseReward) else as_pairwise(judge)
             built[label] = GroupWinRate(
                 pairwise, both_orders=config.both_orders, hard=config.hard, budget=config.budget
@@ -153,6 +159,36 @@ def build_win_rates(
         else:
             raise UserError(f"comparison.scores names {label!r}, a judge that only compares; take it out.")
     return built
+
+
+def _judging_alone(judges: Mapping[str, Any], needed: Iterable[str]) -> dict[str, PointwiseReward]:
+    """Those that judge a held-out picture by itself."""
+    found = pointwise_only(judges, needed=needed)
+    alone = {label: one for label, one in found.items() if not _is_of_sets(one)}
+    if named := [label for label in needed if label not in alone]:
+        raise UserError(
+            f"evaluation.rewards names {', '.join(named)}, which judges sets of a training and no held-out "
+            "picture. Leave it in rewards.terms alone."
+        )
+    return alone
+
+
+def _is_of_sets(judge: Any) -> bool:
+    """Whether a judge needs to be told which pictures belong together."""
+    return bool(getattr(judge, "needs_group", False))
+
+
+def _check_sets(terms: Mapping[str, PointwiseReward], prompts_per_iteration: int, world: int) -> None:
+    """Refuse processes that would each see a part of a set."""
+    for label, term in terms.items():
+        if getattr(term, "needs_batch", False) and world > 1:
+            raise UserError(
+                f"rewards.terms.{label} judges all pictures of an iteration as one set, and {world} "
+                f"processes would each have their own. Set rewards.terms.{label}.options.over=group, or use "
+                "one process."
+            )
+        if _is_of_sets(term):
+            check_whole_groups(prompts_per_iteration, world)
 
 
 def check_whole_groups(prompts_per_iteration: int, world: int) -> None:

@@ -9,7 +9,7 @@ scores the picture. A reward of records (GenEval's, the shapes verifier, OCR's "
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,36 @@ def read_metadata(
                 "Columns of a dataset become records by [dict(zip(columns, row)) for row in zip(*values)]."
             )
     return list(metadata)
+
+
+def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hashable]:
+    """The group of each row: that of its record, or where no record has one its prompt.
+
+    Args:
+        name: the reward's name, for messages.
+        request: what was asked.
+        key: of the metadata.
+
+    Raises:
+        ValueError: some records have no group, or a group has two prompts.
+    """
+    has_key = [record is not None and key in record for record in request.metadata]
+    if key == GROUP_KEY and not any(has_key):
+        return list(request.prompts)
+    if not all(has_key):
+        raise ValueError(
+            f"{name}: metadata[{has_key.index(False)}] has no {key!r}; give each image "
+            f"its group, or no image a {GROUP_KEY!r} to group by prompt."
+        )
+    labels: list[Hashable] = [record[key] for record in request.metadata if record is not None]
+    prompt_of: dict[Hashable, str] = {}
+    for label, prompt in zip(labels, request.prompts, strict=True):
+        if prompt_of.setdefault(label, prompt) != prompt:
+            raise ValueError(
+                f"{name}: group {label!r} has the prompts {prompt_of[label]!r} and {prompt!r}; "
+                "images are compared under one prompt, so split the group."
+            )
+    return labels
 
 
 def without_group(

@@ -17,6 +17,7 @@ from visalign.interfaces import Metadata, PairwiseReward, Scores
 from visalign.rewards.base.contract import (
     GROUP_KEY,
     Request,
+    group_labels,
     make_scores,
     read_request,
     scatter,
@@ -111,7 +112,7 @@ class GroupWinRate:
         has one prompt.
         """
         request = read_request(self.name, images, prompts, metadata)
-        labels = self._labels(request)
+        labels = group_labels(self.name, request, self.group_key)
         found = request.images.readable()
         rows = [row for row, _ in found]
         own = [labels[row] for row in rows]
@@ -127,26 +128,6 @@ class GroupWinRate:
         outcome = ask(asker, groups)
         self.calls += asker.calls
         return self._scores(request, rows, index, outcome)
-
-    def _labels(self, request: Request) -> list[Hashable]:
-        """The group of each row."""
-        has_key = [record is not None and self.group_key in record for record in request.metadata]
-        if self.group_key == GROUP_KEY and not any(has_key):
-            return list(request.prompts)
-        if not all(has_key):
-            raise ValueError(
-                f"{self.name}: metadata[{has_key.index(False)}] has no {self.group_key!r}; give each image "
-                f"its group, or no image a {GROUP_KEY!r} to group by prompt."
-            )
-        labels: list[Hashable] = [record[self.group_key] for record in request.metadata if record is not None]
-        prompt_of: dict[Hashable, str] = {}
-        for label, prompt in zip(labels, request.prompts, strict=True):
-            if prompt_of.setdefault(label, prompt) != prompt:
-                raise ValueError(
-                    f"{self.name}: group {label!r} has the prompts {prompt_of[label]!r} and {prompt!r}; "
-                    "images are compared under one prompt, so split the group."
-                )
-        return labels
 
     def _round_robin(self, asker: PairAsker, groups: list[Hashable]) -> _Outcome:
         pairs = group_pairs(groups, len(groups))

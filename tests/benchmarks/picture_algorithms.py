@@ -88,7 +88,7 @@ def variety(folder: Path) -> float:
     import torch
     from PIL import Image
 
-    from visalign.evaluation.statistics.diversity import vendi_score
+    from visalign.core import vendi_score
     from visalign.pipelines.flow_grpo.inputs import prepare
     from visalign.pipelines.sample.job import SampleSettings, sample_pictures
     from visalign.rewards.catalogue import load_reward

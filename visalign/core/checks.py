@@ -84,3 +84,13 @@ def check_integer_pairs(pairs: Tensor) -> None:
 def is_integer(values: Tensor) -> bool:
     """Whether a tensor holds whole numbers: no floats, no complex ones, no truth values."""
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def check_embeddings(embedding: Tensor) -> Tensor:
+    """Sets of embeddings [..., n, d] in float64 without gradient; refuses other shapes and what is not
+    finite."""
+    if embedding.ndim < 2 or not embedding.shape[-2] or not embedding.shape[-1]:
+        raise ValueError(f"embeddings must be [..., n, d] with n, d ≥ 1; got {tuple(embedding.shape)}.")
+    if not torch.isfinite(embedding).all():
+        raise ValueError("embeddings must be finite; leave out samples without one.")
+    return embedding.detach().double()

@@ -83,6 +83,20 @@ def test_batch_scales_are_refused_with_several_processes() -> None:
         prepare(given, 2)
 
 
+def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> None:
+    given = config("rewards.terms={vendi_gain: {}}")
+    assert prepare(given, 3).reward.needs_group and "vendi_gain" not in prepare(given, 1).rewards
+    with pytest.raises(UserError, match=r"3 and there are 2 processes: some group would be spread"):
+        prepare(given, 2)
+    given = config("rewards.terms={variety: {name: vendi_gain, options: {over: batch}}}")
+    with pytest.raises(
+        UserError, match=r"terms\.variety judges all pictures of an iteration as one set, and 3"
+    ):
+        prepare(given, 3)
+    with pytest.raises(UserError, match=r"evaluation\.rewards names vendi_gain, which judges sets"):
+        prepare(config("evaluation.rewards={vendi_gain: {}, shapes_verifier: {}}"), 1)
+
+
 def test_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a red circle\na blue square\na cross")
     (tmp_path / "b.txt").write_text("A  Red circle\na green square")

@@ -93,6 +93,7 @@ def test_a_run_by_the_configuration(tmp_path):
         f"data.heldout={prompts}",
         "evaluation.correctness=null",
         "evaluation.rewards={jpeg_size: {}}",
+        "rewards={terms: {vendi_gain: {}, jpeg_size: {}}, allow_mixed_units: true}",
         "objective={algorithm: ram, changes: {levels: 2, reference_guidance: 3.0}}",
         "rollout.guidance=2.0",
     )
@@ -103,6 +104,7 @@ def test_a_run_by_the_configuration(tmp_path):
     assert planned["batch"]["pairs_per_iteration"] == 16 * 2
     for row in read_metrics(tmp_path / "out" / "metrics.jsonl"):
         assert row["forward_equivalents_per_image"] == 18
+        assert 1 < row["reward_part/vendi_gain.set"] < 4 and "heldout/vendi_gain" not in row
     assert summary["iterations"] == 2
     assert (tmp_path / "out" / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert "<title>ram on" in (tmp_path / "out" / "report.html").read_text()

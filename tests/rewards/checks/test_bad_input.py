@@ -43,8 +43,10 @@ ELSEWHERE = {
     *("calibrated", "remote", "unified_reward", "unified_reward_pairs", "lift", "deepseek_grm"),
     *("yes_no_server", "soft_tifa", "edit_score", "edit_reward", "rational_rewards", "rubric"),
     *("q_align", "mps", "iqa"),
+    *("vendi_gain", "frechet_gain"),
 }
-"""Judges of records, and those that need more than an option: tests of their own hold them to the same."""
+"""Judges of records and of sets, and those that need more than an option: tests of their own hold them to the
+same."""
 
 
 def judged(judge: Any, images: Any, prompts: list[str]) -> Scores | Preferences:

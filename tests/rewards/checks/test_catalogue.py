@@ -126,6 +126,8 @@ def test_catalogue_names_load_lazily():
         "q_align",
         "soft_tifa",
         "heie",
+        "vendi_gain",
+        "frechet_gain",
     }
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_embeddings
+
 
 def effective_rank(embedding: Tensor) -> Tensor:
     """Number of directions in which a set varies: exp(−Σ q ln q), q the singular values over their sum.
@@ -25,54 +27,12 @@ def effective_rank(embedding: Tensor) -> Tensor:
 
     Roy and Vetterli, The effective rank, EUSIPCO 2007; used by VERL, arXiv 2509.23808.
     """
-    value = _rows(embedding)
+    value = check_embeddings(embedding)
     value = value - value[..., :1, :]  # equal rows become exact zeros before the mean is taken
     singular = torch.linalg.svdvals(value - value.mean(-2, keepdim=True))
     total = singular.sum(-1, keepdim=True)
     share = singular / torch.where(total > 0, total, 1.0)
     return torch.where(total[..., 0] > 0, torch.special.entr(share).sum(-1).exp(), 0.0)
-
-
-def vendi_score(embedding: Tensor) -> Tensor:
-    """Effective number of different samples: exp(−Σ λ ln λ), λ the eigenvalues of Z Zᵀ/n, rows of unit norm.
-
-    1 for copies of one sample, n for n orthogonal ones. Not monotone: another sample can lower it.
-
-    Args:
-        embedding: [..., n, d]; rows are brought to unit norm here, so that similarity is the cosine.
-
-    Returns:
-        [...] float64.
-
-    Friedman and Dieng, The Vendi score, arXiv 2210.02410.
-    """
-    value = _unit(_rows(embedding))
-    # Z Zᵀ and Zᵀ Z have the same eigenvalues but for zeros: the squared singular values of Z.
-    share = torch.linalg.svdvals(value).square() / value.shape[-2]
-    return torch.special.entr(share).sum(-1).exp()
-
-
-def vendi_gains(embedding: Tensor) -> Tensor:
-    """What each sample adds to the Vendi score of its set, V(all) − V(all but i).
-
-    Negative for a sample that repeats others. A reward for variety within a group.
-
-    Args:
-        embedding: [..., n, d], as in `vendi_score`.
-
-    Returns:
-        [..., n] float64; 1 for a single sample, the empty set having score 0.
-    """
-    value = _unit(_rows(embedding))
-    whole = vendi_score(value)[..., None]
-    size = value.shape[-2]
-    if value.shape[-1] > size:  # n coordinates hold all inner products of n rows
-        value = torch.linalg.qr(value.mT, mode="r").R.mT
-    if size == 1:
-        return whole
-    others = torch.arange(size)[None, :].expand(size, -1)[~torch.eye(size, dtype=torch.bool)]
-    without = value[..., others, :].unflatten(-2, (size, size - 1))
-    return whole - vendi_score(without)
 
 
 def starc_distance(first: Tensor, second: Tensor) -> Tensor:
@@ -140,21 +100,6 @@ def support_metrics(*, preserved: int, expanded: int, shrunk: int) -> SupportMet
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else float("nan")
-
-
-def _rows(embedding: Tensor) -> Tensor:
-    if embedding.ndim < 2 or not embedding.shape[-2] or not embedding.shape[-1]:
-        raise ValueError(f"embeddings must be [..., n, d] with n, d ≥ 1; got {tuple(embedding.shape)}.")
-    if not torch.isfinite(embedding).all():
-        raise ValueError("embeddings must be finite; leave out samples without one.")
-    return embedding.detach().double()
-
-
-def _unit(rows: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    if not (norm > 0).all():
-        raise ValueError("embeddings must not be zero: a row of zeros has no direction.")
-    return rows / norm
 
 
 def _canonical(reward: Tensor) -> Tensor:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of sets and their gains: hand values, scipy, stacks, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from visalign.core.rewards.sets import (
+    frechet_distance,
+    frechet_gains,
+    set_gains,
+    vendi_gains,
+    vendi_score,
+)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_values(ours: Tensor, *expected: float) -> None:
+    torch.testing.assert_close(
+        ours, torch.tensor(expected, dtype=torch.float64).reshape(ours.shape), rtol=1e-6, atol=1e-9
+    )
+
+
+def test_vendi_score() -> None:
+    a, b = torch.eye(2)
+    assert_values(vendi_score(a.expand(5, 2)), 1)
+    assert_values(vendi_score(torch.eye(6)), 6)
+    assert_values(vendi_score(torch.stack([a, a, 3 * b])), 1.8898816)
+    value = normal(6, 4)
+    eigenvalues = torch.linalg.eigvalsh(
+        torch.nn.functional.normalize(value) @ torch.nn.functional.normalize(value).T / 6
+    )
+    expected = math.exp(-sum(x * math.log(x) for x in eigenvalues.tolist() if x > 1e-12))
+    assert_values(vendi_score(value), expected)
+    assert_values(vendi_score(torch.cat([value, value])), expected)
+
+
+def test_vendi_gains() -> None:
+    a, b = torch.eye(2)
+    assert_values(vendi_gains(torch.stack([a, a, b])), -0.1101184, -0.1101184, 0.8898816)
+    assert_values(vendi_gains(torch.eye(3)), 1, 1, 1)
+    assert_values(vendi_gains(torch.ones(1, 4)), 1)
+    for value in (normal(5, 3), normal(5, 40)):
+        rest = [torch.cat([value[:i], value[i + 1 :]]) for i in range(5)]
+        assert_values(vendi_gains(value), *[(vendi_score(value) - vendi_score(part)).item() for part in rest])
+
+
+def plain_distance(left: Tensor, right: Tensor) -> float:
+    """By scipy's root of the product of the covariances."""
+    one, two = (torch.cov(rows.T, correction=0) for rows in (left, right))
+    root = np.asarray(scipy.linalg.sqrtm((one @ two).numpy()))
+    away = (left.mean(0) - right.mean(0)).square().sum()
+    return (away + torch.trace(one + two)).item() - 2 * float(np.trace(root).real)
+
+
+def test_frechet_distance() -> None:
+    row = torch.tensor([[-1.0], [1]])
+    assert_values(frechet_distance(row, 3 * row + 5), 25 + 4)  # (μ − μ_r)² + (σ − σ_r)²
+    left, right = normal(9, 4), 2 * normal(30, 4, seed=1) + 1
+    assert_values(frechet_distance(left, right), plain_distance(left, right))
+    assert_values(frechet_distance(right, left), plain_distance(left, right))
+    assert_values(frechet_distance(left, left.flip(0)), 0)
+    few = torch.tensor([[0.0, 0, 3], [0, 0, 1]])  # singular covariances have a distance too
+    assert_values(frechet_distance(few, torch.tensor([[2.0, 0, 2], [0, 0, 2]])), 1 + 2)
+
+
+def test_gains_are_the_set_with_and_without_each_sample() -> None:
+    value, reference = normal(5, 3), normal(8, 3, seed=1)
+    rest = [torch.cat([value[:i], value[i + 1 :]]) for i in range(5)]
+    whole = plain_distance(value, reference)
+    assert_values(frechet_gains(value, reference), *[plain_distance(x, reference) - whole for x in rest])
+    # a reward of single samples comes back as itself
+    assert_values(set_gains(lambda rows: rows.sum((-2, -1)), value), *value.sum(1).tolist())
+
+
+def test_a_sample_far_from_the_reference_is_the_worst() -> None:
+    reference = normal(200, 2, seed=2)
+    value = torch.cat([normal(6, 2), torch.tensor([[9.0, 9]], dtype=torch.float64)])
+    gains = frechet_gains(value, reference)
+    assert gains.argmin() == 6 and gains[6] < 0
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        vendi_score,
+        vendi_gains,
+        lambda x: frechet_distance(x, normal(6, 4)),
+        lambda x: frechet_gains(x, normal(3, 4)),
+    ],
+)
+def test_stacks_equal_single_sets(measure: Callable[[Tensor], Tensor]) -> None:
+    value = normal(2, 3, 5, 4)
+    stacked = measure(value)
+    for i in range(2):
+        for j in range(3):
+            torch.testing.assert_close(stacked[i, j], measure(value[i, j]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: vendi_score(torch.ones(0, 3)), r"got \(0, 3\)"),
+        (lambda: vendi_score(torch.zeros(2, 2)), "a row of zeros has no direction"),
+        (lambda: frechet_gains(torch.ones(1, 2), torch.ones(3, 2)), "got 1 sample. Give at least 2"),
+        (lambda: frechet_distance(torch.ones(2, 2), torch.ones(3, 4)), r"one set \[m, 2\].*got \(3, 4\)"),
+        (lambda: frechet_distance(torch.ones(2, 2) / 0, torch.ones(3, 2)), "embeddings must be finite"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
