@@ -67,6 +67,7 @@ def own_pictures(
     rows = policy.encode(tiny_prompts(name, PROMPTS)).rows()
     rows = rows if at is None else rows[at : at + 1]
     call = {**policy._fixed, **policy._inputs(rows, guided=policy.guided)}
+    call |= {"image": call["image"].picture} if "image" in call else {}
     if name.startswith("flux2"):  # its `latents` stand unpacked
         height, width = policy._fixed["height"] // 2, policy._fixed["width"] // 2
         latents = latents.permute(0, 2, 1).reshape(len(latents), -1, height, width)

@@ -14,6 +14,7 @@ from tests.support.models.pipelines import tiny_folder, tiny_pipeline
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.catalogue import has_two_halves
 from visalign.adapters.pipeline.condition import picture_of
+from visalign.adapters.pipeline.families import FAMILIES
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, rollout
 
@@ -258,6 +259,21 @@ def test_pictures_to_edit(tmp_path):
         policy.encode([{"prompt": "a", "source": "nowhere.png"}])
     plain, options = tiny_pipeline("sd3")
     assert asked_of(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == ["a red circle"]
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.source != "none"])
+def test_a_picture_to_edit_is_encoded_once(name, monkeypatch):
+    pipe, options = tiny_pipeline(name)
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    own, seen = pipe.vae.encode, []
+    monkeypatch.setattr(pipe.vae, "encode", lambda x, *a, **k: (seen.append(x), own(x, *a, **k))[1])
+    first, second = torch.zeros(3, 64, 64), torch.ones(3, 64, 64)
+    records = [{"prompt": p, "source": s} for s in (first, second) for p in ("a red circle", "a blue one")]
+    condition = policy.encode([*records, records[0]])
+    made = rollout(policy, condition, sigmas=policy.sigmas(3), sde_steps=[0], seeds=[1, 2, 3, 4, 1])
+    policy.velocity(made.x[:, 0].float(), torch.full((5,), 0.5), condition).square().mean().backward()
+    assert len(seen) == 2 and torch.equal(made.latents[0], made.latents[4])
+    assert not torch.allclose(made.latents[0], made.latents[2], atol=1e-4)
 
 
 def test_a_video_is_judged_by_its_middle_frame():

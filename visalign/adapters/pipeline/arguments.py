@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from PIL import Image
+import torch
 
 from visalign.errors import UserError
 
-from .condition import picture_of
+from .condition import Source, picture_of
 from .families import FAMILIES, PIPELINES, Family
 
 
@@ -33,6 +33,26 @@ def known_family(kind: Any, what: str) -> Family:
             "visalign/adapters/pipeline/families.py, or name your own adapter (model.adapter=file.py:Class)."
         )
     return FAMILIES[PIPELINES[kind]]
+
+
+def part_dtypes(
+    index: Mapping[str, Any],
+    dtype: torch.dtype,
+    *,
+    encoder: torch.dtype | None,
+    decoder: torch.dtype | None,
+) -> dict[str, torch.dtype]:
+    """What diffusers is to load each part in.
+
+    Args:
+        index: of the pipeline.
+        dtype: of the parts that no other one names.
+        encoder: of the encoders of texts and pictures; None is `dtype`.
+        decoder: of the autoencoder; None is `dtype`.
+    """
+    encoders = [part for part in index if part.startswith(("text_encoder", "image_encoder"))]
+    chosen = {**dict.fromkeys(encoders, encoder), "vae": decoder if "vae" in index else None}
+    return {"default": dtype, **{part: own for part, own in chosen.items() if own is not None}}
 
 
 def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float:
@@ -191,7 +211,7 @@ def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> 
     return negative_prompt
 
 
-def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Image.Image | None:
+def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Source | None:
     """The picture to edit; None where none is, or none is taken.
 
     Args:
@@ -215,4 +235,4 @@ def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Image
             "A picture is to be edited and image_size is not set: each would have its source's size, and "
             "a batch has one. Set model.image_size."
         )
-    return picture_of(source)
+    return Source(picture_of(source))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,22 @@ from visalign.errors import UserError
 
 Encoded = Mapping[str, Any]
 """One prompt: argument of the pipeline's call -> tensor of one sample, or a list of one tensor; `image` is
-the picture to edit, one for all samples of a call."""
+the `Source`, one for all samples of a call."""
+
+
+@dataclass(eq=False)
+class Source:
+    """A picture to edit, and what the autoencoder makes of it."""
+
+    picture: Image.Image
+    latents: Any = None
+    """As the pipeline encodes it; None before it was."""
+
+    def encoded(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the pipeline answers, which it is asked once: it takes the mean, so nothing is drawn."""
+        if self.latents is None:
+            self.latents = ask(*args, **kwargs)
+        return self.latents
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,29 @@ class PipelineCondition:
     def rows(self) -> list[Encoded]:
         """Per sample."""
         return [self.unique[i] for i in self.index.tolist()]
+
+
+def rows_of(x: Tensor, sigma: Tensor, condition: Any) -> list[Encoded]:
+    """Per sample what it is conditioned on.
+
+    Args:
+        x: [B, ...].
+        sigma: [B].
+        condition: of the B samples.
+
+    Raises:
+        TypeError, ValueError: it is no condition, or the three do not agree.
+    """
+    if not isinstance(condition, PipelineCondition):
+        raise TypeError(
+            f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
+        )
+    if sigma.shape != (len(x),) or len(condition) != len(x):
+        raise ValueError(
+            f"velocity got {len(x)} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
+            "the three must agree. Use sigma.expand(B) and condition.select(index)."
+        )
+    return condition.rows()
 
 
 def named(returned: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoded:

@@ -36,8 +36,9 @@ from .arguments import (
     checked_negative,
     checked_source,
     known_family,
+    part_dtypes,
 )
-from .condition import Encoded, PipelineCondition, join, lengths, named, positive
+from .condition import Encoded, PipelineCondition, Source, join, lengths, named, positive, rows_of
 from .guidance import Halves
 from .lora import add_lora, load_lora, save_lora, settings_of
 from .quantization import quantization_of
@@ -152,12 +153,7 @@ class PipelinePolicy:
         adapters = options.get("lora") is not None or options.get("lora_path") is not None
         networks = [part for part in family.networks if index.get(part, [None])[0]]
         quantized = quantization_of(quantization, networks, dtype, adapters=adapters)
-        dtypes = {"default": dtype}
-        for part in index:
-            if part.startswith(("text_encoder", "image_encoder")) and encoder_dtype is not None:
-                dtypes[part] = encoder_dtype
-            if part == "vae" and decoder_dtype is not None:
-                dtypes[part] = decoder_dtype
+        dtypes = part_dtypes(index, dtype, encoder=encoder_dtype, decoder=decoder_dtype)
         absent = {} if "safety_checker" not in index else {"safety_checker": None}
         try:
             pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent, **quantized)
@@ -205,9 +201,10 @@ class PipelinePolicy:
         first = dict(zip(reversed(keys), reversed(asked), strict=True))
         places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         sized = "height" in self._fixed
-        sources = {key: checked_source(self.pipe, self.family, first[key][1], sized) for key in places}
+        given = {key[1]: first[key][1] for key in places}
+        sources = {name: checked_source(self.pipe, self.family, each, sized) for name, each in given.items()}
         own = self.guided and self.family.source != "none"  # the null prompt may look at the picture
-        unique = tuple(self._encode(first[key][0], guided=own, source=sources[key]) for key in places)
+        unique = tuple(self._encode(first[key][0], guided=own, source=sources[key[1]]) for key in places)
         return PipelineCondition(unique, torch.tensor([places[key] for key in keys]))
 
     @property
@@ -227,23 +224,13 @@ class PipelinePolicy:
         Returns:
             [B, ...] float32.
         """
-        if not isinstance(condition, PipelineCondition):
-            raise TypeError(
-                f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
-            )
-        count = len(x)
-        if sigma.shape != (count,) or len(condition) != count:
-            raise ValueError(
-                f"velocity got {count} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
-                "the three must agree. Use sigma.expand(B) and condition.select(index)."
-            )
+        rows = rows_of(x, sigma, condition)
         time = self.times(sigma) if time is None else time
         seen = x
         if self.prediction != "velocity":
             scale = preserving_scale(sigma).reshape(-1, *[1] * (x.ndim - 1))
             seen = x / scale.to(x.dtype)
-        rows, found = condition.rows(), []
-        groups = self._groups(rows, time)
+        groups, found = self._groups(rows, time), []
         with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
             for group in groups:
                 at = torch.as_tensor(group, device=x.device)
@@ -355,7 +342,11 @@ class PipelinePolicy:
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
         self._returned: list[tuple[Any, ...]] = []
-        self._blank = Image.new("RGB", (64, 64), "white") if self.family.source == "needed" else None
+        blank = Image.new("RGB", (64, 64), "white")
+        self._blank = Source(blank) if self.family.source == "needed" else None
+        if self.takes_source:
+            ask = pipe._encode_vae_image
+            pipe._encode_vae_image = lambda *args, **kwargs: self._source.encoded(ask, *args, **kwargs)
         self._null: Encoded = {}
         self._any: Encoded = positive(self._encode("", guided=self.guided, source=self._blank))
         steps = FINE if self.prediction == "velocity" else 1
@@ -377,7 +368,7 @@ class PipelinePolicy:
                 network.enable_gradient_checkpointing()
         return layers
 
-    def _encode(self, prompt: str, *, guided: bool, source: Image.Image | None = None) -> Encoded:
+    def _encode(self, prompt: str, *, guided: bool, source: Source | None = None) -> Encoded:
         """One prompt, by whatever the pipeline's call asks of its `encode_prompt`."""
         self._returned.clear()
         given = {} if source is None else {"image": source}
@@ -462,11 +453,13 @@ class PipelinePolicy:
         level = logger.level
         if latents is not None:
             logger.setLevel(logging.ERROR)
+        self._source: Any = inputs.get("image")
+        shown = {} if self._source is None else {"image": self._source.picture}
         try:
             return self._call(
                 self.pipe,
                 **self._fixed,
-                **inputs,
+                **{**inputs, **shown},
                 num_inference_steps=steps,
                 output_type=output_type,
                 generator=torch.Generator().manual_seed(0),
