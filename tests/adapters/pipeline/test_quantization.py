@@ -9,9 +9,9 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from tests.support.tiny_models import tiny_sd3_pipeline
-from tests.support.tiny_pipelines import tiny_folder
 
+from tests.support.models.pipelines import tiny_folder
+from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, check_adapter, load_policy
 from visalign.adapters.hollow import hollow_pipelines
 from visalign.adapters.pipeline import quantization

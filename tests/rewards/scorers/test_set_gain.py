@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rewards_tiny_clip import save_tiny_clip
 from torch import Tensor
 from torchvision.utils import save_image
 
+from tests.support.models.clip import save_tiny_clip
 from visalign.core import frechet_distance, vendi_score
 from visalign.rewards import RewardError, WeightedSum, load_reward
 from visalign.rewards.scorers.clip_score import ClipScore
