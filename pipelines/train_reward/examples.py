@@ -41,7 +41,6 @@ class Example:
     """Pairs: for the first, for the second, for neither."""
     target: float = math.nan
     """Rated pictures: the mean opinion, 1 to 5 for the embedded models."""
-    target_std: float = math.nan
     refined: str | None = None
     """Triples: the prompt of the third picture; None: the same."""
     features: Tensor | None = None
@@ -168,7 +167,6 @@ def shapes_ratings(
             prompt=rated.scene.record["prompt"],
             images=(as_image(render(rated.scene)),),
             target=rated.mos,
-            target_std=rated.std,
         )
 
     return _shapes(count, split, example)
@@ -244,13 +242,12 @@ def file_ratings(records: QualitySet) -> Examples:
             prompt=record.prompt,
             images=read_images(rows[number].pictures, rows[number].where),
             target=sign * record.mos,
-            target_std=math.nan if record.std is None else record.std,
         )
 
     return Examples(
         count=len(records),
         example=example,
-        prompts=frozenset(record.group for record in records.records),
+        prompts=frozenset(record.origin for record in records.records),
         rows=rows,
         content=tuple(record.to_row() for record in records.records),
     )

@@ -18,8 +18,11 @@ from typer.testing import CliRunner
 from tests.support.models.clip import tiny_config, tiny_tokenizer
 from tests.support.training.rewards import ToyJudge, ToyPairs
 from visalign.config import load_config
+from visalign.data.sets.records import QualitySet
+from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
+from visalign.pipelines.train_reward.examples import file_ratings
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
 from visalign.pipelines.train_reward.judges import refuse
@@ -48,6 +51,19 @@ def _config(folder: Path, rows: list[dict[str, Any]], *more: str) -> TrainReward
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [f"data.train={file}", "data.heldout=null", "data.size=null", "data.batch=4"]
     return load_config(TrainRewardConfig, None, [*given, *more])
+
+
+def test_rated_pictures_of_a_file_are_parted_by_their_references(tmp_path, rows):
+    rated = [
+        {"image": "0a.png", "mos": 2.5, "std": 0.5},
+        {"image": "1a.png", "mos": 4.0, "reference": "1b.png"},
+    ]
+    (tmp_path / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
+    quality = load_source(str(tmp_path / "rated.jsonl"))
+    assert isinstance(quality, QualitySet)
+    examples = file_ratings(quality)
+    assert [examples[n].target for n in range(2)] == [2.5, 4.0]
+    assert {Path(origin).name for origin in examples.prompts} == {"0a.png", "1b.png"}
 
 
 def test_a_picture_that_is_none_is_refused_with_its_row_before_anything_is_written(tmp_path, rows):

@@ -37,8 +37,6 @@ class RewardBatch:
     """Bool [N], whether the truth of a held-out pair is clear; None: of all."""
     target: Tensor | None = None
     """[M] what "value" is regressed on: a rating in the judge's unit, or the probability of yes."""
-    target_std: Tensor | None = None
-    """[M] standard deviation of the opinions behind `target`, or None."""
     ict: IctLabels | None = None
     """Targets of triples; rows are I1 of all, then I2 of all, then I3 of all."""
 
