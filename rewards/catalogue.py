@@ -215,8 +215,9 @@ def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run
 
 
 def _unknown(kind: str, name: str, catalogue: Iterable[str]) -> RewardError:
+    mend = did_you_mean(nearest(name, catalogue, limit=1))
     return RewardError(
-        f"There is no {kind} {name!r}. {_hint(name, catalogue)}Allowed: {', '.join(catalogue)}, or your own "
+        f"There is no {kind} {name!r}. {mend}Allowed: {', '.join(catalogue)}, or your own "
         "as 'package.module:Name' or 'path/to/file.py:Name'."
     )
 
@@ -237,7 +238,3 @@ def find_target(path: str) -> Any:
 def check_options(name: str, target: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuse options that the constructor does not know, or that it lacks."""
     dotted_path.check_options(f"Reward {name!r}", target, options, RewardError)
-
-
-def _hint(given: str, allowed: Iterable[str]) -> str:
-    return did_you_mean(nearest(given, allowed, limit=1))

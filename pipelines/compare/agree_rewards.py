@@ -122,13 +122,7 @@ def agree_rewards(
     prompts = {row.prompt for row in rows}
     return {
         "format": "visalign agreement 1",
-        "set": {
-            "source": source,
-            "images": len(rows),
-            "prompts": len(prompts),
-            "seed": seed,
-            "level": LEVEL,
-        },
+        "set": {"source": source, "images": len(rows), "prompts": len(prompts), "seed": seed, "level": LEVEL},
         "rewards": records,
         "pairs": _pairs(rows, table, judges, seed),
         "seconds": round(time.perf_counter() - started, 3),
@@ -136,10 +130,7 @@ def agree_rewards(
 
 
 def _pairs(
-    rows: Sequence[ImageRow],
-    table: Mapping[str, Sequence[ScoreRow]],
-    rewards: Mapping[str, Any],
-    seed: int,
+    rows: Sequence[ImageRow], table: Mapping[str, Sequence[ScoreRow]], rewards: Mapping[str, Any], seed: int
 ) -> list[dict[str, Any]]:
     """Every two rewards: agreement, the images on which they part, the prompts they order least alike."""
     labels = list(rewards)

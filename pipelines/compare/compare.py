@@ -50,9 +50,7 @@ def read_two(paths: Sequence[Path]) -> list[Tensor]:
 
 
 def compare_images(
-    images: Sequence[Tensor],
-    prompt: str,
-    judges: Mapping[str, PointwiseReward | PairwiseReward],
+    images: Sequence[Tensor], prompt: str, judges: Mapping[str, PointwiseReward | PairwiseReward]
 ) -> dict[str, Any]:
     """Ask judges about two images.
 
@@ -101,12 +99,7 @@ def compare_images(
     }
 
 
-def _scored(
-    label: str,
-    judge: PointwiseReward,
-    images: Sequence[Tensor],
-    prompt: str,
-) -> dict[str, Any]:
+def _scored(label: str, judge: PointwiseReward, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
     scores = judge.score(list(images), [prompt] * 2, [None] * 2)
     if not isinstance(scores, Scores) or len(scores) != 2:
         raise RewardError(f"Reward {label!r} did not return one score for each image.")
@@ -158,12 +151,7 @@ def _decided(better: float, is_tie: bool, prob: float | None = None) -> dict[str
     return {"winner": SIDES[better < 0], "sure": likely >= SURE}
 
 
-def _moved(
-    judge: PointwiseReward,
-    images: Sequence[Tensor],
-    prompt: str,
-    values: Sequence[float],
-) -> float:
+def _moved(judge: PointwiseReward, images: Sequence[Tensor], prompt: str, values: Sequence[float]) -> float:
     """The largest change of a score under changes that nobody sees: one pixel to the side, one grey level."""
     copies = [copy for image in images for copy in (image.roll(1, -1), (image + 1 / 255).clamp(0, 1))]
     scores = judge.score(copies, [prompt] * 4, [None] * 4)
@@ -195,12 +183,7 @@ def _side(scores: Scores, row: int, reason: str | None) -> dict[str, Any]:
     }
 
 
-def _compared(
-    label: str,
-    judge: PairwiseReward,
-    images: Sequence[Tensor],
-    prompt: str,
-) -> dict[str, Any]:
+def _compared(label: str, judge: PairwiseReward, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
     said = judge.compare(list(images), list(images[::-1]), [prompt] * 2, [None] * 2)
     if not isinstance(said, Preferences) or len(said) != 2:
         raise RewardError(f"Judge {label!r} did not return one answer for each order.")

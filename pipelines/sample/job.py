@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -20,6 +19,7 @@ from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.steering import steered_rollout
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.pipelines.shared.run_folder import check_place
+from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 
 TABLE = "images.jsonl"
@@ -199,7 +199,7 @@ def _drawn(
             best = first + int(liked[first : first + count].argmax())
             row: dict[str, Any] = {"prompt": prompts[best], "seed": part[best][1]}
             row |= {n: float(s.value[best]) if bool(s.valid[best]) else None for n, s in scores.items()}
-            yield row, _picture(images[best])
+            yield row, to_pil(images[best])
 
 
 @dataclass(frozen=True)
@@ -243,10 +243,6 @@ def _denoised(
         noise_level=settings.noise_level,
         batch_size=settings.batch_size,
     )
-
-
-def _picture(image: Tensor) -> Image.Image:
-    return Image.fromarray((image.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8))
 
 
 def _as_grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -133,7 +134,8 @@ class WeightedSum:
             parts[f"{label}.weighted"] = term.float()
             total += term
             _add_reasons(reasons, label, scores)
-        return _keep_parts(make_scores(total.float(), reasons, self.unit), parts)
+        # parts keep a validity of their own: a term may be known where the sum is not
+        return replace(make_scores(total.float(), reasons, self.unit), parts=parts)
 
     def _oriented(self, label: str, scores: Scores) -> Tensor:
         """n_m(r_m) with higher better: [B] float64, NaN where invalid."""
@@ -218,11 +220,6 @@ def _add_reasons(reasons: list[str | None], label: str, scores: Scores) -> None:
     for row, reason in enumerate(failure_reasons(scores)):
         if reason is not None and reasons[row] is None:
             reasons[row] = f"{label}: {reason}"
-
-
-def _keep_parts(scores: Scores, parts: dict[str, Tensor]) -> Scores:
-    """The same scores with parts of their own validity: a term may be known where the sum is not."""
-    return Scores(value=scores.value, valid=scores.valid, unit=scores.unit, parts=parts, reason=scores.reason)
 
 
 def _unit(normalise: str | dict[str, tuple[float, float]], units: dict[str, str]) -> str:

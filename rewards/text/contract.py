@@ -92,8 +92,9 @@ def read_text_request(
             )
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not _is_conversation(prompt):
+            given = f"{type(prompt).__name__} {shortened(prompt, 40)}"
             raise TypeError(
-                f"{name}: prompts[{index}] is {_briefly(prompt)}; needed is a string, or a list of messages "
+                f"{name}: prompts[{index}] is {given}; needed is a string, or a list of messages "
                 "such as {'role': 'user', 'content': 'text'}."
             )
     records = read_metadata(name, metadata, size, noun="completion")
@@ -149,7 +150,3 @@ def _message_mend(completion: Any) -> str:
     if _is_conversation(completion):
         return "; of a list of messages give the content: completion[0]['content']"
     return "; mark a generation that failed before it is scored, do not score it"
-
-
-def _briefly(value: object) -> str:
-    return f"{type(value).__name__} {shortened(value, 40)}"

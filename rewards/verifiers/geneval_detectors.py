@@ -199,9 +199,8 @@ class TransformersDetector:
             found = processor.post_process_grounded_object_detection(
                 outputs, threshold=self.min_score, target_sizes=sizes
             )
-            return [
-                (item["boxes"].cpu(), item["scores"].cpu(), _zeros(item["scores"]), None) for item in found
-            ]
+            parts = [(item["boxes"].cpu(), item["scores"].cpu()) for item in found]
+            return [(box, score, torch.zeros(len(score), dtype=torch.long), None) for box, score in parts]
         found = processor.post_process_object_detection(outputs, threshold=self.min_score, target_sizes=sizes)
         return [(item["boxes"].cpu(), item["scores"].cpu(), item["labels"].cpu(), None) for item in found]
 
@@ -223,10 +222,6 @@ def _of_masks(item: dict[str, Any], size: tuple[int, int]) -> tuple[Tensor, Tens
     scores = torch.tensor([float(entry["score"]) for entry in info])
     labels = torch.tensor([int(entry["label_id"]) for entry in info], dtype=torch.int64)
     return torch.tensor(boxes).reshape(-1, 4), scores, labels, masks
-
-
-def _zeros(scores: Tensor) -> Tensor:
-    return torch.zeros(len(scores), dtype=torch.long)
 
 
 def _key(name: str) -> str:

@@ -201,12 +201,7 @@ def _sd3() -> Made:
         pooled_projection_dim=64,
     )
     pipe = diffusers.StableDiffusion3Pipeline(
-        transformer,
-        _flow(shift=3.0),
-        _autoencoder(4),
-        *[NO] * 6,
-        NO,
-        NO,
+        transformer, _flow(shift=3.0), _autoencoder(4), *[NO] * 6, NO, NO
     )
     shapes = {"prompt_embeds": (7, 32), "pooled_prompt_embeds": (64,)}
     return pipe, shapes, {"guidance": 4.5, "image_size": (16, 8)}
@@ -226,13 +221,7 @@ def _flux() -> Made:
         guidance_embeds=True,
     )
     pipe = diffusers.FluxPipeline(
-        _flow(use_dynamic_shifting=True),
-        _autoencoder(4),
-        NO,
-        NO,
-        NO,
-        NO,
-        transformer,
+        _flow(use_dynamic_shifting=True), _autoencoder(4), NO, NO, NO, NO, transformer
     )
     shapes = {"prompt_embeds": (7, 24), "pooled_prompt_embeds": (32,)}
     return pipe, shapes, {"image_size": (16, 8)}
@@ -277,13 +266,7 @@ def _flux2() -> Made:
 
 def _flux2_klein() -> Made:
     transformer, autoencoder = _flux2_parts(guidance_embeds=False)
-    pipe = diffusers.Flux2KleinPipeline(
-        _flow(use_dynamic_shifting=True),
-        autoencoder,
-        NO,
-        NO,
-        transformer,
-    )
+    pipe = diffusers.Flux2KleinPipeline(_flow(use_dynamic_shifting=True), autoencoder, NO, NO, transformer)
     return pipe, {"prompt_embeds": (7, 16)}, {"guidance": 4.0, "image_size": (16, 8)}
 
 
@@ -346,13 +329,7 @@ def _wan() -> Made:
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     ).eval()
     pipe = diffusers.WanPipeline(
-        NO,
-        NO,
-        autoencoder,
-        _flow(shift=7.0),
-        transformer(),
-        transformer(),
-        boundary_ratio=0.9,
+        NO, NO, autoencoder, _flow(shift=7.0), transformer(), transformer(), boundary_ratio=0.9
     )
     return pipe, {"prompt_embeds": (7, 32)}, {"guidance": 5.0, "image_size": (16, 32), "num_frames": 5}
 
@@ -630,14 +607,7 @@ def _unet(**config: Any) -> Any:
 
 def _sd15() -> Made:
     pipe = diffusers.StableDiffusionPipeline(
-        _autoencoder(4, (8, 16)),
-        NO,
-        NO,
-        _unet(),
-        _noise(),
-        NO,
-        NO,
-        requires_safety_checker=False,
+        _autoencoder(4, (8, 16)), NO, NO, _unet(), _noise(), NO, NO, requires_safety_checker=False
     )
     return pipe, {"prompt_embeds": (7, 32)}, {"guidance": 7.5, "image_size": (32, 16)}
 
@@ -651,15 +621,7 @@ def _sdxl() -> Made:
         projection_class_embeddings_input_dim=48 + 16,
     )
     scheduler = _noise(prediction_type="v_prediction")
-    pipe = diffusers.StableDiffusionXLPipeline(
-        _autoencoder(4, (8, 16)),
-        NO,
-        NO,
-        NO,
-        NO,
-        network,
-        scheduler,
-    )
+    pipe = diffusers.StableDiffusionXLPipeline(_autoencoder(4, (8, 16)), NO, NO, NO, NO, network, scheduler)
     shapes = {"prompt_embeds": (7, 32), "pooled_prompt_embeds": (16,)}
     return pipe, shapes, {"guidance": 5.0, "image_size": (32, 16)}
 
@@ -706,15 +668,7 @@ def _hunyuan_image() -> Made:
     ).eval()
     guider = diffusers.AdaptiveProjectedMixGuidance
     pipe = diffusers.HunyuanImagePipeline(
-        _flow(shift=7.0),
-        autoencoder,
-        NO,
-        NO,
-        NO,
-        NO,
-        transformer,
-        guider(),
-        guider(),
+        _flow(shift=7.0), autoencoder, NO, NO, NO, NO, transformer, guider(), guider()
     )
     shapes = {
         "prompt_embeds": (7, 32),

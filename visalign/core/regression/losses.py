@@ -85,7 +85,7 @@ def covariance_guidance(x0: Tensor, advantage: Tensor) -> Tensor:
 
     Reward Score Matching, arXiv 2604.17415, class of group estimates; FDFO, arXiv 2603.12893 (pairs).
     """
-    return -_mean_rows(_over(advantage, x0) * (float32(x0) - float32(x0).mean(0)))
+    return -(_over(advantage, x0) * (float32(x0) - float32(x0).mean(0))).mean(0).detach()
 
 
 def reward_probability(advantage: Tensor, *, bound: float = 5.0, mode: Mode = "all") -> Tensor:
@@ -289,7 +289,3 @@ def _over(value: Tensor, event: Tensor) -> Tensor:
 def _mean(value: Tensor) -> Tensor:
     """[N, ...] -> [N]."""
     return float32(value).flatten(1).mean(1)
-
-
-def _mean_rows(value: Tensor) -> Tensor:
-    return value.mean(0).detach()

@@ -150,7 +150,7 @@ def _at(pairs: PreferenceSet, places: list[int], kept: list[PreferencePair]) -> 
 
 def _sum(rows: list[PreferencePair]) -> PreferencePair:
     """Rows of one pair with the same side on the left as one record."""
-    votes = [row.votes or _vote(row.label) for row in rows]
+    votes = [row.votes or (int(row.label > 0.5), int(row.label < 0.5), int(row.label == 0.5)) for row in rows]
     left, right, tie = (sum(column) for column in zip(*votes, strict=True))
     weights = [sum(row) for row in votes]
     share = sum(w * row.label for w, row in zip(weights, rows, strict=True)) / sum(weights)
@@ -159,10 +159,6 @@ def _sum(rows: list[PreferencePair]) -> PreferencePair:
     return replace(
         rows[0], label=share, votes=(left, right, tie), annotator=None, ballots=(*earlier, *ballots)
     )
-
-
-def _vote(label: float) -> tuple[int, int, int]:
-    return int(label > 0.5), int(label < 0.5), int(label == 0.5)
 
 
 def _differ(value: Any, first: PreferencePair, name: str) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from visalign.evaluation.rewards.agreement import FEWEST_PROMPTS
@@ -40,7 +40,9 @@ def agree_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, An
         squares={kind: matrix(result, kind) for kind in ("overall", "within")},
         heatmaps={
             kind: heatmap_plot(
-                labels, _estimates(matrix(result, kind)), f"Heatmap of the rank correlations {where}."
+                labels,
+                [[cell["estimate"] if cell else None for cell in row] for row in matrix(result, kind)],
+                f"Heatmap of the rank correlations {where}.",
             )
             for kind, where in (("overall", "over all images"), ("within", "within prompts"))
         },
@@ -89,10 +91,6 @@ def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] 
     labels = [reward["label"] for reward in result["rewards"]]
     found = {frozenset((pair["first"], pair["second"])): pair[kind] for pair in result["pairs"]}
     return [[None if a == b else found[frozenset((a, b))] for b in labels] for a in labels]
-
-
-def _estimates(square: Sequence[Sequence[Mapping[str, Any] | None]]) -> list[list[float | None]]:
-    return [[None if cell is None else cell["estimate"] for cell in row] for row in square]
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:

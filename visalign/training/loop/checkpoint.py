@@ -94,7 +94,7 @@ def save(
             "format": FORMAT,
             "step": step,
             "config": config,
-            "config_sha256": _digest(config),
+            "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
             "files": files,
         }
         _write_json(temporary / "manifest.json", manifest)
@@ -261,10 +261,6 @@ def _write_failure(folder: Path, error: Exception) -> str:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")
-
-
-def _digest(config: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def _file_sha256(path: Path) -> str:
