@@ -74,8 +74,8 @@ ROOMS = {
     "regression.ascents": "ASCENTS Ascent named_ascent",
     "regression.groupwise": "gdro_loss soft_plackett_luce",
     "regression.losses": (
-        "covariance_guidance crd_loss matching_error matching_loss nft_loss preference_loss ram_loss "
-        "reward_probability"
+        "covariance_guidance crd_loss level_weight matching_error matching_loss nft_loss preference_loss "
+        "ram_loss reward_probability"
     ),
     "regression.rows": "LOSSES REGRESSIONS PairOutput Regression SIGNALS named_regression",
     "regression.signals": "best_share best_worst_pairs old_policy_decay soft_clip tilted_weights",

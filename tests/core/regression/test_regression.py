@@ -27,6 +27,7 @@ from visalign.core.regression.signals import (
     soft_clip,
     tilted_weights,
 )
+from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 
 NAN, INF = float("nan"), float("inf")
 V, OLD, TARGET = normal(5, 2, 3), normal(5, 2, 3, seed=1), normal(5, 2, 3, seed=2)
@@ -99,6 +100,28 @@ def test_the_prediction_weights_are_the_errors_of_those_predictions() -> None:
     for name, error in wanted.items():
         ours = matching_error(V, u, SIGMA, weighting=name)  # type: ignore[arg-type]
         torch.testing.assert_close(ours, error.square().flatten(1).mean(1))
+
+
+def test_a_network_that_predicts_noise_learns_its_own_form() -> None:
+    """On a preserving path by its alphas: RAM's target is in ε̂, DiffusionNFT's in x̂0 = (x_t − s ε̂)/α."""
+    alphas_cumprod = f64(0.99, 0.7, 0.4, 0.1, 0.005)
+    alpha, s = alphas_cumprod.sqrt()[:, None, None], (1 - alphas_cumprod).sqrt()[:, None, None]
+    x0, noise, said, other = (normal(5, 2, 3, seed=k) for k in range(4))
+    x_t = alpha * x0 + s * noise
+    sigma = flow_sigma(alphas_cumprod)
+    x = x_t * preserving_scale(sigma)[:, None, None]
+    v, anchor = (velocity_of_prediction(e, x, sigma, "epsilon") for e in (said, other))
+    pairs = PairOutput(v=v, target=noise - x0, sigma=sigma, anchor=anchor)
+    a = f64(1, -2, 0.5, 0, 3)
+    ram = named_regression("ram", weighting="epsilon", loss_options={"scale": 0.3})
+    target = other + 0.3 * a[:, None, None] * (noise - said)
+    torch.testing.assert_close(ram.pair_loss(pairs, a), (said - target).square().flatten(1).mean(1))
+    nft = named_regression("diffusion_nft_closed", loss_options={"beta": 0.4})
+    r, expected = 0.5 + a / 10, torch.zeros(5).double()
+    for share, sign in ((r, 1), (1 - r, -1)):
+        clean = (x_t - s * (other + sign * 0.4 * (said - other))) / alpha
+        expected += 5 / 0.4 * share * (clean - x0).square().flatten(1).mean(1)
+    torch.testing.assert_close(nft.pair_loss(pairs, a), expected)
 
 
 def test_two_samples_make_the_covariance_a_finite_difference() -> None:
@@ -192,6 +215,7 @@ def test_a_row_with_changes() -> None:
         ("awm", {"loss_options": {"beta": 1}}, "regression loss 'elbo' has no option 'beta'"),
         ("awm", {"anchor": "reference"}, "anchor is 'reference'.*With loss='elbo' it is one of: old"),
         ("ram", {"weighting": "t2"}, "weighting is 't2'"),
+        ("diffusion_nft", {"weighting": "epsilon"}, "loss='nft' has a weight of its own"),
         ("ram", {"levels": 0}, "levels is 0; train at least 1"),
         ("ram", {"kl": -1.0}, "kl is -1.0"),
         ("awm", {"kl_until": 5}, "kl_until is 5 with kl=0.0"),

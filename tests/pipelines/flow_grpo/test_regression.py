@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -124,8 +125,13 @@ def test_the_shapes_configuration_takes_any_row(name: Any):
     assert planned_cost(job.config) >= 10 + 3
 
 
-@pytest.mark.parametrize("name", ["diffusion_nft", "diffusion_dpo", "ram"])
-@pytest.mark.parametrize("family", ["sd15", "flux", "z_image", "qwen_image"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("sd15", name) for name in REGRESSIONS),
+        *itertools.product(("flux", "z_image", "qwen_image"), ("diffusion_nft", "diffusion_dpo", "ram")),
+    ],
+)
 def test_two_updates_on_other_kinds_of_family(family, name, tmp_path):
     """A UNet that predicts noise, packed latents, lists of prompts, two calls: passes as counted."""
     pipe, options = tiny_pipeline(family)
@@ -140,16 +146,16 @@ def test_two_updates_on_other_kinds_of_family(family, name, tmp_path):
         objective=DiffusionObjectiveSettings(algorithm=name, changes={"levels": 2}),
         accelerator=Accelerator(cpu=True),
     )
-    assert algorithm.row.weighting == (
-        "epsilon" if (family, name) == ("sd15", "diffusion_dpo") else "uniform"
-    )
+    predicted = "epsilon" if family == "sd15" else "uniform"
+    own = REGRESSIONS[name].weighting
+    assert algorithm.row.weighting == (predicted if own == "prediction" else own)
     run = RunSettings(folder=tmp_path, iterations=2)
     trainer = Trainer(algorithm, run=run, optimizer=OptimizerSettings(lr=1e-3, updates_per_iteration=1))
     records = [trainer.iterate() for _ in range(2)]
     assert trainer.counters.updates == 2 and trainer.counters.skipped == 0
     assert all(math.isfinite(v) for v in records[-1].values() if isinstance(v, float))
-    share = records[0]["trained_share"]  # each asks the reference
-    assert records[0]["forward_equivalents_per_image"] == pytest.approx(3 + 2 * share * (3 + 1))
+    share, asks = records[0]["trained_share"], algorithm.row.asks_reference
+    assert records[0]["forward_equivalents_per_image"] == pytest.approx(3 + 2 * share * (3 + asks))
 
 
 def test_guidance_that_changes_nothing_is_refused():

@@ -18,7 +18,7 @@ Nothing of an anchor or a guidance carries gradient. One number per row [N]; mea
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -199,10 +199,28 @@ def matching_error(
         return sigma * ((m + 1e-10) ** power - 1e-10**power) / power
     if weighting == "adaptive":
         return sigma * m / _mean(difference.detach().abs()).clamp(min=1e-5)
+    check_choice("weighting", weighting, get_args(Weighting))
+    return level_weight(sigma, weighting) * m
+
+
+def level_weight(sigma: Tensor, weighting: Weighting) -> Tensor:
+    """w(σ) by which mean |v − u|² is the error of another prediction, as in `matching_error`: uniform 1; t σ;
+    x0 σ²; epsilon (1 − σ)², as ε̂ = x_σ + (1 − σ) v; v (1 − σ)² + σ².
+
+    Args:
+        sigma: [N].
+        weighting: one of these.
+
+    Returns:
+        [N].
+
+    Raises:
+        ValueError: a weighting that depends on more than σ.
+    """
     factors = {"uniform": torch.ones_like(sigma), "t": sigma, "x0": sigma**2, "epsilon": (1 - sigma) ** 2}
     factors["v"] = factors["epsilon"] + factors["x0"]
-    check_choice("weighting", weighting, {**factors, "huber": 0, "ghuber": 0, "adaptive": 0})
-    return factors[weighting] * m
+    check_choice("weighting", weighting, factors)
+    return factors[weighting]
 
 
 def preference_loss(error: Tensor, anchor_error: Tensor, *, beta: float = 2000.0) -> Tensor:

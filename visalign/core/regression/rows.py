@@ -23,6 +23,7 @@ from .losses import (
     Weighting,
     covariance_guidance,
     crd_loss,
+    level_weight,
     matching_error,
     matching_loss,
     nft_loss,
@@ -146,8 +147,9 @@ class Regression:
     anchor: Anchor = "old"
     """Whose velocity the loss leans on: the policy that sampled, the reference (before training), or none."""
     weighting: Weighting | Literal["prediction"] = "uniform"
-    """w(σ) of the errors that a loss is made of, see `matching_error`; "prediction" is that of what the
-    network predicts, the velocity unless the trainer knows better."""
+    """w(σ) of the errors that a loss is made of, see `matching_error`, or of "ram" and "covariance", see
+    `level_weight`; "nft" has its own. "prediction" is that of what the network predicts, the velocity unless
+    the trainer knows better."""
     signal: Signal = "advantage"
     """What of the rewards the loss gets: a key of `SIGNALS`, or of `MATRIX_SIGNALS`."""
     signal_options: Mapping[str, Any] = field(default_factory=dict)
@@ -191,6 +193,11 @@ class Regression:
                     f"{name} is {chosen!r}. {suggestion(str(chosen), allowed)}With loss={self.loss!r} it is "
                     f"one of: {', '.join(allowed)}."
                 )
+        if self.loss == "nft" and self.weighting != "uniform":
+            raise ValueError(
+                f"weighting is {self.weighting!r}, and loss='nft' has a weight of its own, of the predicted "
+                "x0. Set weighting='uniform'."
+            )
         if self.levels is not None and self.levels < 1:
             raise ValueError(f"levels is {self.levels}; train at least 1 noise level of a sample.")
         if self.reference_guidance is not None and not 0 <= self.reference_guidance < float("inf"):
@@ -293,18 +300,22 @@ class Regression:
         signal = signal.to(pairs.sigma.dtype)
         apply = LOSSES[self.loss].apply
         if self.loss in ON_VELOCITIES:
-            return apply(pairs, signal, **self.loss_options)
+            loss = apply(pairs, signal, **self.loss_options)
+            return loss if self.loss == "nft" else level_weight(pairs.sigma, self._weighting) * loss
         error, anchor_error = self.errors(pairs)
         return apply(error, anchor_error, signal, **self.loss_options)
 
+    @property
+    def _weighting(self) -> Any:
+        return "uniform" if self.weighting == "prediction" else self.weighting
+
     def errors(self, pairs: PairOutput) -> tuple[Tensor, Tensor]:
         """(error [N] differentiable, that of the anchor [N]) of a loss on errors."""
-        weighting: Any = "uniform" if self.weighting == "prediction" else self.weighting
-        own = matching_error(pairs.v, pairs.target, pairs.sigma, weighting=weighting)
+        own = matching_error(pairs.v, pairs.target, pairs.sigma, weighting=self._weighting)
         if pairs.anchor is None:
             return own, own.detach()
         with torch.no_grad():
-            other = matching_error(pairs.anchor, pairs.target, pairs.sigma, weighting=weighting)
+            other = matching_error(pairs.anchor, pairs.target, pairs.sigma, weighting=self._weighting)
         return own, other
 
     def group_loss(self, error: Tensor, anchor_error: Tensor, signal: Tensor) -> Tensor:
