@@ -177,7 +177,7 @@ class JpegSize(PictureStatistic):
         """Choose the encoder's quality and the direction.
 
         Args:
-            quality: JPEG quality, 1 to 95 (above 95 PIL switches quantisation off in parts).
+            quality: JPEG quality, 1 to 95 (above 95 PIL switches quantization off in parts).
             prefer: "larger" rewards detail, "smaller" rewards simplicity.
 
         Raises:

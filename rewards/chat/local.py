@@ -27,7 +27,7 @@ class LocalModel:
         model: folder, hub id or packaged name of a model that `rewards.vlm` knows; or a loaded
             `VisionLanguageEngine`.
         max_failure_rate: as of `ChatServer`.
-        **loading: of `engine_of`: device, precision, attention, device_map, quantisation, ...
+        **loading: of `engine_of`: device, precision, attention, device_map, quantization, ...
     """
 
     def __init__(

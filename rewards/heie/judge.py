@@ -102,7 +102,7 @@ class Heie:
             max_new_tokens: of the reasons.
             device: where the model runs.
             precision: of its weights, as in `engine_of`; heads are float32 always.
-            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
+            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
 
         Raises:
             ValueError: options that are not allowed, or heads of other sizes than the model's.

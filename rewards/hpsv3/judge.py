@@ -71,7 +71,7 @@ class HPSv3:
             device: where it runs.
             precision: of the vision-language model, "fp32", "bf16", "fp16", or "auto", which is bf16 but on
                 the CPU; the head is float32 always.
-            **options: of `engine_of`: attention, device_map, quantisation, positions, max_tokens_per_batch,
+            **options: of `engine_of`: attention, device_map, quantization, positions, max_tokens_per_batch,
                 min_pixels, ...
 
         Raises:

@@ -69,7 +69,7 @@ class QAlign:
                 reads them whatever else the model would write (0).
             device: where the model runs.
             precision: of its weights, as in `engine_of`.
-            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
+            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
 
         Raises:
             RewardError: an unknown task, or a model that cannot be used.

@@ -104,7 +104,7 @@ class _YesNoJudge:
             device: where the model runs.
             precision: of its weights, as in `engine_of`.
             options: of the judge itself, for the identity.
-            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
+            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
 
         Raises:
             ValueError: options that are not allowed, or an instruction that the template has no place for.

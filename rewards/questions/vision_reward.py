@@ -86,7 +86,7 @@ class VisionReward:
             max_unanswered: the share of unanswered questions above which a picture is not scored.
             device: where the model runs.
             precision: of its weights, as in `engine_of`.
-            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
+            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
 
         Raises:
             ValueError: options that are not allowed, or a template without {question}.

@@ -110,7 +110,7 @@ class VisualQuality:
             variance_floor: γ of the comparison, in squared rating steps.
             device: where the model runs.
             precision: of its weights, as in `engine_of`.
-            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
+            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
 
         Raises:
             ValueError: options that are not allowed.

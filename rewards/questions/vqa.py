@@ -82,7 +82,7 @@ class VqaScore(_Asked):
             template: instead of the folder's "vqa_score" or "yes_no", or the published question.
             device: where the model runs.
             precision: of its weights, as in `engine_of`.
-            **loading: of `engine_of`: attention, device_map, quantisation, max_tokens_per_batch, ...
+            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
         """
         super().__init__(model, SHOWS, device=device, precision=precision, loading=loading)
         if template is None and self.template is SHOWS:

@@ -125,7 +125,7 @@ class VisionLanguageEngine:
         adapter: str | Path | None = None,
         attention: str = "sdpa",
         device_map: Any = None,
-        quantisation: str | None = None,
+        quantization: str | None = None,
         **options: Any,
     ) -> VisionLanguageEngine:
         """Load a model with its processor and its `judge.json`.
@@ -138,7 +138,7 @@ class VisionLanguageEngine:
             adapter: a LoRA as peft saves it, which is merged into the weights.
             attention: an implementation of transformers: "sdpa", "flash_attention_2", "eager", ...
             device_map: of transformers, instead of `device`: "auto" spreads a model over all GPUs.
-            quantisation: "int8" or "int4" of the language part, by bitsandbytes.
+            quantization: "int8" or "int4" of the language part, by bitsandbytes.
             **options: of the class.
 
         Raises:
@@ -152,7 +152,7 @@ class VisionLanguageEngine:
             adapter=adapter,
             attention=attention,
             device_map=device_map,
-            quantisation=quantisation,
+            quantization=quantization,
         )
         options = {"name": loaded.name, "settings": loaded.settings, "weights": loaded.weights, **options}
         engine = cls(loaded.model, loaded.processor, positions=positions, **options)
@@ -296,7 +296,7 @@ def engine_of(
         name: of the judge, for messages.
         device: where the model runs.
         precision: of its weights: "fp32", "bf16", "fp16", or "auto", which is bf16 but on the CPU.
-        **loading: of `VisionLanguageEngine.from_pretrained`: attention, device_map, quantisation,
+        **loading: of `VisionLanguageEngine.from_pretrained`: attention, device_map, quantization,
             max_tokens_per_batch, min_pixels, max_pixels, ...
     """
     dtype = dtype_of(precision, f"{name}: ", device)
@@ -319,7 +319,7 @@ def check_loading(name: str, options: Mapping[str, Any]) -> None:
         adapter: Any = 0,
         attention: Any = 0,
         device_map: Any = 0,
-        quantisation: Any = 0,
+        quantization: Any = 0,
         max_tokens_per_batch: Any = 0,
         max_tokens: Any = 0,
         feature_bytes: Any = 0,
@@ -337,7 +337,7 @@ def _quantised(model: Any) -> dict[str, str]:
         return {}
     held = config if isinstance(config, dict) else config.to_dict()
     told = {key: value for key, value in held.items() if key.startswith(("load_in", "bits", "quant_method"))}
-    return {"quantisation": ", ".join(f"{key} {value}" for key, value in sorted(told.items()) if value)}
+    return {"quantization": ", ".join(f"{key} {value}" for key, value in sorted(told.items()) if value)}
 
 
 def _full(rows: Sequence[TokenRow | None], width: int, compute: Any) -> Tensor:

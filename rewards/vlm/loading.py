@@ -24,9 +24,9 @@ from visalign.rewards.weights.hub import TRANSFORMERS_FILES, is_hub_id, local_fo
 
 from .template import SETTINGS, JudgeSettings
 
-PLACING = ("attention", "device_map", "quantisation")
+PLACING = ("attention", "device_map", "quantization")
 """Options of a vision-language judge that say how its weights are held."""
-QUANTISATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4")
 """Of the language part's linear layers, by bitsandbytes; the vision part and the head stay as they are."""
 ADAPTER = "adapter_config.json"
 """The file by which peft knows the folder of a LoRA."""
@@ -104,29 +104,29 @@ def placing_options(
     *,
     attention: str = "sdpa",
     device_map: Any = None,
-    quantisation: str | None = None,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Arguments of transformers' from_pretrained for the options `PLACING`.
 
     Raises:
-        RewardError: an unknown quantisation, or one without the package that it needs.
+        RewardError: an unknown quantization, or one without the package that it needs.
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
-    if quantisation is not None:
-        if quantisation not in QUANTISATIONS:
+    if quantization is not None:
+        if quantization not in QUANTIZATIONS:
             raise RewardError(
-                f"quantisation is {quantisation!r}; allowed are {', '.join(QUANTISATIONS)}, or none."
+                f"quantization is {quantization!r}; allowed are {', '.join(QUANTIZATIONS)}, or none."
             )
         if find_spec("bitsandbytes") is None:
             raise RewardError(
-                f"quantisation {quantisation!r} needs bitsandbytes: pip install bitsandbytes. Or give a "
+                f"quantization {quantization!r} needs bitsandbytes: pip install bitsandbytes. Or give a "
                 "checkpoint that is stored quantised."
             )
         from transformers import BitsAndBytesConfig
 
         kept: list[str] = ["visual", "vision_tower", "multi_modal_projector", "lm_head"]
         settings: dict[str, Any] = {"load_in_8bit": True, "llm_int8_skip_modules": kept}
-        if quantisation == "int4":
+        if quantization == "int4":
             settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": kept}
             settings["bnb_4bit_compute_dtype"] = dtype
         options["quantization_config"] = BitsAndBytesConfig(**settings)
@@ -140,9 +140,9 @@ def placed(model: Any, device: str | torch.device, **placing: Any) -> Any:
     if away := sorted({str(one) for one in where.values()} & {"disk", "meta"}):
         raise RewardError(
             f"device_map puts parts of the model on {', '.join(away)}, where a judge cannot read them. Give "
-            "a map over devices that hold it all, a quantisation, or a smaller model."
+            "a map over devices that hold it all, a quantization, or a smaller model."
         )
-    is_placed = bool(where) or placing.get("device_map") is not None or placing.get("quantisation")
+    is_placed = bool(where) or placing.get("device_map") is not None or placing.get("quantization")
     return model if is_placed else model.to(device)
 
 

@@ -96,8 +96,8 @@ def test_options_of_the_weights(tmp_path) -> None:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
     with pytest.raises(RewardError, match="Did you mean 'device_map'"):
         HPSv3(file, **base, devicemap="auto")
-    with pytest.raises(RewardError, match="quantisation is 'int2'; allowed are int8, int4, or none"):
-        HPSv3.from_pretrained(file, **base, quantisation="int2")
+    with pytest.raises(RewardError, match="quantization is 'int2'; allowed are int8, int4, or none"):
+        HPSv3.from_pretrained(file, **base, quantization="int2")
     assert dtype_of("auto", device="cpu") == torch.float32
     assert dtype_of("auto", device="cuda:1") == torch.bfloat16
 

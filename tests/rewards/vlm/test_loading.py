@@ -224,12 +224,12 @@ def test_a_text_that_is_too_long_is_a_reason_and_no_warning(tmp_path, capfd) -> 
     assert capfd.readouterr().err == ""
 
 
-def test_quantisation_needs_its_package_and_spares_what_is_read(monkeypatch):
+def test_quantization_needs_its_package_and_spares_what_is_read(monkeypatch):
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(RewardError, match=r"'int8' needs bitsandbytes: pip install bitsandbytes"):
-        loading.placing_options(torch.bfloat16, "cuda", quantisation="int8")
+        loading.placing_options(torch.bfloat16, "cuda", quantization="int8")
     monkeypatch.setattr(loading, "find_spec", lambda name: name)
-    options = loading.placing_options(torch.bfloat16, "cuda:1", quantisation="int4")
+    options = loading.placing_options(torch.bfloat16, "cuda:1", quantization="int4")
     config = options["quantization_config"]
     assert config.load_in_4bit and config.bnb_4bit_compute_dtype == torch.bfloat16
     assert {"lm_head", "visual"} <= set(config.llm_int8_skip_modules)
