@@ -5,12 +5,12 @@ Three processes. The supervisor gives up root, enters fresh user, mount, network
 keeps the time, and ends when nothing is left or its caller is dead; the init process holds the process
 namespace, so that its death is everybody's; the worker drops all capabilities, has the kernel refuse what
 code of this kind has no use for, sets the resource limits, installs the audit hook, and runs the code.
+Where there are tests, the init process locks itself in likewise and judges them, see `code_judge`; it alone
+reads them, after the worker has begun, and holds the channel of the verdicts.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import ctypes
 import json
 import mmap
@@ -22,7 +22,17 @@ import struct
 import sys
 import time
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from .code_judge import judge, judge_link, serve
+    from .code_values import CatchAll, Channel
+else:  # a script without its package: its neighbours, and nothing else beside it
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from code_judge import judge, judge_link, serve
+    from code_values import CatchAll, Channel
+
+    del sys.path[0]
 
 NEW_USERS = 0x10000000
 NAMESPACES = 0x00020000 | 0x08000000 | NEW_USERS | 0x20000000 | 0x40000000
@@ -62,66 +72,6 @@ NETWORK = ("connect", "bind", "getaddrinfo", "gethostbyname", "gethostbyaddr", "
 PROGRAMS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.forkpty", "pty.spawn")
 CHANGES = ("remove", "rmdir", "mkdir", "rename", "truncate", "chmod", "chown", "link", "symlink", "utime")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-DEPTH = 50
-"""How deep a returned value may nest."""
-
-
-class Channel:
-    """Lines of nonce and JSON on a pipe of their own; what lacks the nonce is not read."""
-
-    def __init__(self, descriptor: int, nonce: str) -> None:
-        self.descriptor = descriptor
-        self._nonce = nonce
-
-    def send(self, **record: Any) -> None:
-        """Write one record; a pipe that is full waits for its reader."""
-        line = (self._nonce + json.dumps(record) + "\n").encode()
-        while line:
-            line = line[os.write(self.descriptor, line) :]
-
-
-class CatchAll:
-    """Keeps whatever the generated code raises, the end of the interpreter included."""
-
-    error: BaseException | None = None
-
-    def __enter__(self) -> CatchAll:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        self.error = error
-        return True
-
-    def words(self) -> str:
-        """The kind of error and the start of its message."""
-        with CatchAll() as inner:
-            return f"{type(self.error).__name__}: {self.error}"[:300]
-        return f"{type(self.error).__name__} ({type(inner.error).__name__} in its message)"
-
-
-def encode(value: Any, depth: int = 0) -> Any:
-    """A plain value as JSON that keeps its type.
-
-    Raises:
-        TypeError: something that is no plain value, or too deep.
-    """
-    if depth > DEPTH:
-        raise TypeError(f"nests deeper than {DEPTH}")
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return {"float": float.hex(value)}
-    if isinstance(value, complex):
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": bytes(value).hex()}
-    if isinstance(value, dict):
-        return {"dict": [[encode(part, depth + 1) for part in pair] for pair in dict.items(value)]}
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            plain: Any = kind(value)
-            return {kind.__name__: [encode(part, depth + 1) for part in plain]}
-    raise TypeError(f"a {type(value).__name__} is no plain value")
 
 
 def everybody_reads(path: str) -> bool:
@@ -302,105 +252,21 @@ def refuse(folder: str, processes: int, isolated: bool, packages: bool) -> None:
     sys.addaudithook(hook)
 
 
-class Operands(ast.NodeTransformer):
-    """Puts a check around what an assert compares or computes with."""
-
-    def _checked(self, node: ast.expr) -> ast.expr:
-        if isinstance(node, ast.Constant):
-            return node
-        return ast.Call(func=ast.Name(id=PLAIN, ctx=ast.Load()), args=[node], keywords=[])
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        if isinstance(node, ast.Compare):
-            node.left, node.comparators = self._checked(node.left), [*map(self._checked, node.comparators)]
-        elif isinstance(node, ast.BinOp):
-            node.left, node.right = self._checked(node.left), self._checked(node.right)
-        elif isinstance(node, ast.UnaryOp):
-            node.operand = self._checked(node.operand)
-        elif isinstance(node, ast.Assert):
-            node.test = self._checked(node.test)
-        elif (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
-        ):
-            node.args = [a if isinstance(a, ast.Starred) else self._checked(a) for a in node.args]
-        return node
-
-
-PLAIN = "__plain_value__"
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """The value itself; an object of a class that the code wrote (its == may say anything) is refused."""
-    kind = type(value)
-    if kind.__flags__ & 1 << 9:  # made by a class statement
-        place: Any = sys.modules.get(type.__dict__["__module__"].__get__(kind))  # type: ignore[index]
-        for name in type.__dict__["__qualname__"].__get__(kind).split("."):
-            place = getattr(place, name, None)
-        if place is not kind or kind.__module__ == "solution":
-            raise TypeError(f"a {kind.__name__} is no plain value")
-    if depth < DEPTH and kind in (list, tuple, set, frozenset, dict):
-        for part in value:
-            plain(part, depth + 1)
-            if kind is dict:
-                plain(value[part], depth + 1)
-    return value
-
-
-def run_assert(source: str, name: str, names: dict[str, Any], own: dict[str, Any]) -> None:
-    """One assert, with the interpreter's own functions, whatever the code has made of them."""
-    tree = ast.fix_missing_locations(Operands().visit(ast.parse(source)))
-    exec(compile(tree, name, "exec"), {**names, PLAIN: plain, "__builtins__": dict(own)})
-
-
-def run_tests(source: str, tests: list[dict[str, Any]], channel: Channel) -> None:
-    """Run the code as a module, then each test; one record per test."""
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
-    own = dict(vars(builtins))
-    with CatchAll() as load:
-        exec(compile(source, "solution.py", "exec"), module.__dict__)
-    if load.error is not None:
-        channel.send(load_error=load.words())
-        return
-    for number, test in enumerate(tests):
-        with CatchAll() as attempt:
-            if "assert" in test:
-                run_assert(test["assert"], f"test {number + 1}", module.__dict__, own)
-                value = None
-            elif "eval" in test:
-                value = encode(eval(compile(test["eval"], f"test {number + 1}", "eval"), module.__dict__))
-            else:
-                function: Any = module
-                for part in test["call"].split("."):
-                    function = function() if isinstance(function, type) else function
-                    function = getattr(function, part)
-                value = encode(function(*test.get("args", ()), **test.get("kwargs", {})))
-        if attempt.error is not None:
-            channel.send(test=number, error=attempt.words())
-        else:
-            channel.send(test=number, value=value)
-
-
-def work(config: dict[str, Any], channel: Channel, libc: ctypes.CDLL | None, isolated: bool) -> None:
-    """The worker: lock the doors, then run the generated code."""
-    os.setsid()
+def lock_in(config: dict[str, Any], keep: set[int], libc: ctypes.CDLL | None, isolated: bool) -> None:
+    """What the code's process and the judge's may do from here on, and the descriptors that they keep."""
     os.chdir(config["folder"])
-    for descriptor in range(3, 64):
-        if descriptor != channel.descriptor:
-            with CatchAll():
-                os.close(descriptor)
+    for descriptor in set(range(3, 64)) - keep:
+        with CatchAll():
+            os.close(descriptor)
     if libc is not None:
         drop_capabilities(libc)
         filter_calls(libc)
     set_limits(config["limits"], isolated)
     refuse(config["folder"], config["limits"]["processes"], isolated, config["packages"])
-    channel.send(ready=True)
-    source = config["source"]
-    if config["tests"] is not None:
-        run_tests(source, config["tests"], channel)
-        return
-    os.close(channel.descriptor)
+
+
+def run_program(source: str) -> None:
+    """The code as the main module."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = ["solution.py"]
@@ -450,10 +316,10 @@ def children() -> list[int]:
 
 
 def main() -> None:
-    """Read the task, build the three processes; only the worker returns from here."""
+    """Read the task, build the processes; only the worker returns from here."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         config = json.load(file)
-    channel = Channel(int(sys.argv[2]), config["nonce"])
+    channel, tests = Channel(int(sys.argv[2])), int(sys.argv[3])
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     problem: str | None = "needs Linux"
     wanted = config["isolation"] == "namespaces"
@@ -473,11 +339,41 @@ def main() -> None:
     if child := os.fork():
         channel.send(ended=supervise(child, config["limits"]["wall_seconds"]))
         os._exit(0)
+    os.setsid()
+    start_worker(config, channel, tests, libc, wanted)
+
+
+def start_worker(
+    config: dict[str, Any], channel: Channel, tests: int, libc: ctypes.CDLL | None, isolated: bool
+) -> None:
+    """Run the program, or serve the code to the judge, which this process becomes where there are tests."""
+    (from_judge, to_code), (from_code, to_judge) = os.pipe(), os.pipe()
+    worker = os.fork() if isolated or config["tested"] else 0
     if libc is not None:
-        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the supervisor
-    if wanted and (worker := os.fork()):
+        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the supervisor, or the init process
+    if worker == 0:
+        lock_in(config, {channel.descriptor, from_judge, to_judge}, libc, isolated)
+        channel.send(ready=True)
+        os.close(channel.descriptor)
+        if config["tested"]:
+            serve(config["source"], from_judge, to_judge)
+        os.close(from_judge)
+        os.close(to_judge)
+        run_program(config["source"])
+        return
+
+    def end() -> None:
         os._exit(exit_code(os.waitpid(worker, 0)[1]))
-    work(config, channel, libc, wanted)
+
+    if not config["tested"]:
+        end()
+    with os.fdopen(tests, "rb") as file:
+        listed = json.load(file)
+    lock_in(config, {channel.descriptor, from_code, to_code}, libc, isolated)
+    if libc is not None:
+        libc.prctl(4, 0, 0, 0, 0)  # its memory and descriptors are not for the worker, where that sees /proc
+    judge(listed, judge_link(from_code, to_code, end), channel)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,10 @@ What a test can be (a record's field holds a list of them, or one mapping of the
 - "assert f(2) == 4": Python source, or {"assert": source};
 - {"inputs": [...], "outputs": [...], "fn_name": name or absent}: the layout of APPS and its followers.
 
-Expected outputs and values never enter the sandbox: output and returned values are compared here, so a
-program that ends early, prints "passed" or patches the interpreter earns nothing. An assert of the form
-`assert f(literals) == literal` is turned into such a call. Other asserts are judged inside, next to the code
-that they judge, and report on a pipe whose lines carry a nonce: code that ends early or prints does not pass,
-nor do objects whose == is always true (an assert may compare plain values and objects of libraries, not of
-classes that the code wrote). Code written to deceive still can: give calls or programs where the policy may
-learn that.
+Nothing of this enters the process of the code but the inputs: output is compared here, and asserts and calls
+are judged in a process that never imports or executes the code and sees it through plain values (see
+`code_judge`), so a program that ends early, prints "passed", patches the interpreter or returns objects that
+equal everything earns nothing.
 
 Expected values of calls are JSON: tuples are lists, keys are text, and floats are equal within `tolerance`.
 """
@@ -41,6 +38,7 @@ from visalign.rewards.text.contract import (
 )
 from visalign.rewards.text.parsing import extract_code, has_fence
 
+from .code_values import Codec
 from .sandbox import ISOLATIONS, Limits, NoIsolation, Run, run_python
 
 _FORMS = '{"stdin", "stdout"}, {"call", "args", "expected"}, "assert ..." or {"inputs", "outputs"}'
@@ -204,7 +202,7 @@ def _limits(name: str, given: Mapping[str, float] | None) -> Limits:
 
 
 def _without_answer(test: dict[str, Any]) -> dict[str, Any]:
-    return {key: part for key, part in test.items() if key not in ("expected", "literal")}
+    return {key: part for key, part in test.items() if key != "expected"}
 
 
 def _test_result(run: Run, number: int, test: dict[str, Any], tolerance: float) -> TestResult:
@@ -221,13 +219,10 @@ def _test_result(run: Run, number: int, test: dict[str, Any], tolerance: float) 
     if "assert" in test:
         return TestResult(True)
     try:
-        value = decode(record.get("value"))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return TestResult(False, "it returned what cannot be read")
-    if "literal" in test:
-        passed = bool(value == test["literal"][0])
-    else:
+        value = Codec().decode(record["value"])
         passed = _is_same(_listed(value), _listed(test["expected"]), tolerance)
+    except (ValueError, TypeError, KeyError, RecursionError, ArithmeticError):
+        return TestResult(False, "it returned what cannot be compared")
     return TestResult(passed, "" if passed else f"it returned {shortened(value)}")
 
 
@@ -249,6 +244,8 @@ def _lines(text: str) -> list[str]:
 
 def _listed(value: Any) -> Any:
     """Tuples as lists and keys as text, all the way down, as JSON has them."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, list | tuple):
         return [_listed(part) for part in value]
     if isinstance(value, dict):
@@ -281,23 +278,6 @@ def _is_same(value: Any, expected: Any, tolerance: float) -> bool:
     return bool(value == expected)
 
 
-def decode(record: Any) -> Any:
-    """The value that `code_child.encode` wrote."""
-    if record is None or isinstance(record, bool | int | str):
-        return record
-    if not isinstance(record, dict) or len(record) != 1:
-        raise ValueError("no encoded value")
-    kind, content = next(iter(record.items()))
-    if kind == "float":
-        return float.fromhex(content)
-    if kind == "complex":
-        return complex(*map(float.fromhex, content))
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    parts = [[decode(part) for part in pair] if kind == "dict" else decode(pair) for pair in content]
-    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}[kind](parts)
-
-
 def read_tests(given: Any) -> list[dict[str, Any]]:
     """Tests in any of the allowed forms as a list of mappings.
 
@@ -305,8 +285,7 @@ def read_tests(given: Any) -> list[dict[str, Any]]:
         given: see the module; a string that holds JSON is read first.
 
     Returns:
-        At least one of {"stdin", "stdout"}, {"call", "args", "kwargs", "expected"}, {"assert"}, and
-        {"eval", "literal"} for an assert that compares with a literal.
+        At least one of {"stdin", "stdout"}, {"call", "args", "kwargs", "expected"} and {"assert"}.
 
     Raises:
         UnreadableTests: another form, or none.
@@ -343,7 +322,11 @@ def _read_test(test: Any) -> dict[str, Any]:
     if set(test) == {"stdin", "stdout"} and all(isinstance(part, str) for part in test.values()):
         return dict(test)
     if set(test) == {"assert"} and isinstance(test["assert"], str):
-        return _read_assert(test["assert"])
+        try:
+            ast.parse(test["assert"])
+        except (SyntaxError, ValueError, RecursionError) as error:
+            raise UnreadableTests(f"{shortened(test['assert'])} is no Python ({error})") from error
+        return dict(test)
     named = isinstance(test.get("call"), str) and "expected" in test
     if not named or not set(test) <= {"call", "args", "kwargs", "expected"}:
         raise UnreadableTests(f"{shortened(dict(test))} is no test; a test is {_FORMS}")
@@ -355,31 +338,3 @@ def _read_test(test: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise UnreadableTests(f"the arguments of {shortened(call['call'])} are no JSON ({error})") from error
     return call
-
-
-def _read_assert(source: str) -> dict[str, Any]:
-    """An assert as a call whose expected value stays outside, where it compares with a literal."""
-    try:
-        body = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise UnreadableTests(f"{shortened(source)} is no Python ({error})") from error
-    if len(body) == 1 and isinstance(body[0], ast.Assert) and isinstance(body[0].test, ast.Compare):
-        compare = body[0].test
-        sides = [compare.left, *compare.comparators]
-        literal = [_literal(side) for side in sides]
-        if (
-            len(sides) == 2
-            and isinstance(compare.ops[0], ast.Eq)
-            and (literal[0] is None) != (literal[1] is None)
-        ):
-            known = 0 if literal[0] is not None else 1
-            return {"eval": ast.unparse(sides[1 - known]), "literal": literal[known]}
-    return {"assert": source}
-
-
-def _literal(node: ast.expr) -> tuple[Any] | None:
-    """The value of a literal in a tuple, or None."""
-    try:
-        return (ast.literal_eval(node),)
-    except (ValueError, TypeError, RecursionError):
-        return None

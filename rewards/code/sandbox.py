@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import selectors
 import signal
 import subprocess
@@ -94,7 +93,7 @@ class Run:
     stdout_cut: bool
     stderr: str
     records: list[dict[str, Any]]
-    """What the child sent on the channel with the nonce, see `code_child`."""
+    """What the supervisor and the judge sent, see `code_child` and `code_judge`."""
 
 
 def run_python(
@@ -110,8 +109,8 @@ def run_python(
 
     Args:
         source: Python source.
-        tests: None runs the source as a program; else each is {"assert": source}, {"eval": source}, or
-            {"call": name, "args": [], "kwargs": {}}, run after the source in the same interpreter.
+        tests: None runs the source as a program; else each is {"assert": source} or
+            {"call": name, "args": [], "kwargs": {}}, run in a process that never meets the code.
         stdin: what the program reads.
         limits: the defaults of `Limits` when None.
         isolation: "auto" and "namespaces" have the kernel isolate, and refuse where it does not; "process"
@@ -139,16 +138,15 @@ def run_python(
             os.chmod(path, mode)
         config = {
             "source": source,
-            "tests": tests,
+            "tested": tests is not None,
             "folder": folder,
             "root": root,
             "parent": os.getpid(),
-            "nonce": secrets.token_hex(16),
             "limits": asdict(limits),
             "isolation": "process" if isolation == "process" else "namespaces",
             "packages": packages,
         }
-        run = _run(config, stdin, limits)
+        run = _run(config, tests, stdin, limits)
     _say_isolation(run)
     return run
 
@@ -170,19 +168,20 @@ def _say_isolation(run: Run) -> None:
         )
 
 
-def _run(config: dict[str, Any], stdin: str, limits: Limits) -> Run:
+def _run(config: dict[str, Any], tests: Any, stdin: str, limits: Limits) -> Run:
     """Start the supervisor, read its pipes until all has ended, and see that nothing is left."""
     folder, flags = config["folder"], ["-s", "-P", "-B"] if config["packages"] else ["-s", "-S", "-P", "-B"]
     read_end, write_end = os.pipe()
     records = open(read_end, "rb", buffering=0)
-    with records, _file(json.dumps(config)) as task, _file(stdin) as given:
+    with records, _file(json.dumps(config)) as task, _file(json.dumps(tests)) as asked, _file(stdin) as given:
+        passed = (task.fileno(), write_end, asked.fileno())
         try:
             popen = subprocess.Popen(
-                [sys.executable, *flags, str(CHILD), str(task.fileno()), str(write_end)],
+                [sys.executable, *flags, str(CHILD), *map(str, passed)],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(task.fileno(), write_end),
+                pass_fds=passed,
                 cwd=folder,
                 env={"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
                 start_new_session=True,
@@ -196,11 +195,11 @@ def _run(config: dict[str, Any], stdin: str, limits: Limits) -> Run:
         with popen:
             try:
                 seconds = limits.start_seconds + limits.wall_seconds
-                kept, cut = _read(streams, seconds, config["nonce"].encode() + b'{"ended"')
+                kept, cut = _read(streams, seconds, b'\n{"ended"')
             finally:  # the supervisor has gone by itself, or cannot be relied on
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(popen.pid, signal.SIGKILL)
-    said = _records(bytes(kept["records"]), config["nonce"].encode())
+    said = _records(bytes(kept["records"]))
     stdout, stderr = (kept[name].decode("utf-8", "replace") for name in ("stdout", "stderr"))
     is_ready, exit_code = _first(said, "ready"), _first(said, "ended")
     return Run(
@@ -247,15 +246,12 @@ def _read(
     return kept, cut
 
 
-def _records(raw: bytes, nonce: bytes) -> list[dict[str, Any]]:
-    """The records of the lines that carry the nonce; the code's own writing on the pipe is left out."""
+def _records(raw: bytes) -> list[dict[str, Any]]:
+    """The records of the lines; the last may be cut."""
     records = []
     for line in raw.split(b"\n"):
-        if line.startswith(nonce):
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line[len(nonce) :])
-                if isinstance(record, dict):
-                    records.append(record)
+        with contextlib.suppress(ValueError, RecursionError):
+            records.append(json.loads(line))
     return records
 
 

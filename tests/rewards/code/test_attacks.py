@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sandbox import KERNEL, QUICK, judge
+from tests.support.sandbox import KERNEL, QUICK
 from visalign.rewards.code import sandbox as code_sandbox
 from visalign.rewards.code.code_child import everybody_reads
 from visalign.rewards.code.sandbox import run_python
@@ -32,7 +33,7 @@ pytestmark = [
 SOMEBODY = 54321
 """A user that owns nothing."""
 PRELUDE = """
-import ctypes, errno, mmap, os, signal, socket, stat, sys, threading, time, _socket
+import ctypes, errno, mmap, os, shutil, signal, socket, stat, sys, threading, time, _socket
 libc = ctypes.CDLL(None, use_errno=True)
 def call(number, *arguments):
     found = libc.syscall(number, *arguments)
@@ -111,13 +112,13 @@ ATTACKS = {
     # files
     "a secret": ("open(SECRET).read()", "FileNotFoundError"),
     "the password file": ("open('/etc/passwd').read()", "FileNotFoundError"),
-    "the root's home": ("os.listdir('/root/.ssh')", "Error"),
+    "the tester's home": ("os.listdir(HOME)", "Error"),
     "writing to the interpreter": ("open(os.__file__, 'a')", "Error"),
     "writing to site-packages": (
         "[open(p + '/x.pth', 'w') for p in sys.path if 'site-' in p]",
         r"Error|lost \[\]",
     ),
-    "a program of the system": ("open('/usr/bin/env', 'ab')", "Error"),
+    "a program of the system": ("open(shutil.which('env'), 'ab')", "Error"),
     "a link in its folder": ("os.symlink(os.path.dirname(SECRET), 'link') or os.listdir('link')", "Error"),
     "a hard link": ("os.link(SECRET, 'copy')", "Error"),
     "a device": ("os.mknod('disk', stat.S_IFBLK | 0o666, os.makedev(254, 0))", "PermissionError"),
@@ -189,6 +190,7 @@ def victims() -> Iterator[Victims]:
             for server in (named, abstract):
                 server.listen()
             given = {
+                "HOME": str(Path.home()),
                 "SECRET": str(folder / "secret"),
                 "SOCKET": str(folder / "s"),
                 "ABSTRACT": f"\0visalign{os.getpid()}",
@@ -203,7 +205,7 @@ def victims() -> Iterator[Victims]:
 
 def other_python() -> str | None:
     """An interpreter of the same system that everybody may start."""
-    found = (os.path.realpath(path) for path in (sys.executable, "/usr/bin/python3") if os.path.exists(path))
+    found = map(os.path.realpath, filter(None, (sys.executable, shutil.which("python3", path=os.defpath))))
     return next((path for path in found if everybody_reads(path)), None)
 
 
@@ -234,40 +236,3 @@ def test_an_attack_achieves_nothing(name: str, as_whom: str, victims: Victims) -
     assert run.isolation == "namespaces" and run.failure is None, run
     assert "WON" not in run.stdout and re.search(answer, run.stdout), run
     assert victims.secret.read_text() == "kept" and victims.process.poll() is None
-
-
-FORGERIES = {
-    "os._exit before the tests": "import os\nos._exit(0)",
-    "os._exit in a call": "import os\ndef f(x): os._exit(0)",
-    "atexit": "import atexit\natexit.register(print, '1 of 1 passed')\ndef f(x): return 3",
-    "a trace": "import sys\nsys.settrace(lambda *_: sys.exit(0))\ndef f(x): return 3",
-    "builtins": "import builtins\nbuiltins.abs = builtins.compile = lambda *a, **k: 0\ndef f(x): return 3",
-    "the kind of error": "import builtins\nbuiltins.AssertionError = None\ndef f(x): return 3",
-    "tests found in memory": "import gc\nfor o in gc.get_objects():\n"
-    "    if type(o) is dict and 'assert' in o: o['assert'] = 'pass'\ndef f(x): return 3",
-    "a number with its own ==": "class I(int):\n    __eq__ = lambda *_: True\ndef f(x): return I(3)",
-    "an answer that unpickles well": "class P:\n    __reduce__ = lambda s: (int, ('4',))\n"
-    "def f(x): return P()",
-    "threads that write everywhere": "import os, threading\ndef w():\n    for fd in range(3, 60):\n"
-    "        try: os.write(fd, b'{}\\n')\n        except OSError: pass\n"
-    "threading.Thread(target=w).start()\ndef f(x): return 3",
-}
-"""Ways to pass tests without solving them, for every form of a test."""
-INSIDE = {
-    "the judge's own functions": "import __main__\n__main__.plain = lambda v, d=0: v\n"
-    "__main__.run_assert = lambda *_: None\ndef f(x): return 3",
-    "the channel in a frame": "import sys\nframe = sys._getframe()\nwhile frame:\n"
-    "    if c := frame.f_locals.get('channel'):\n        c.send(test=0, value=None)\n        break\n"
-    "    frame = frame.f_back\ndef f(x): return 3",
-    "what writes the record": "import json\nreal = json.dumps\n"
-    "json.dumps = lambda o, **k: real({'test': 0, 'value': None})\ndef f(x): return 3",
-}
-"""Ways that only reach tests which are judged in the interpreter of the code: their answer is no secret."""
-OUTSIDE = (["assert f(2) == 4"], [{"call": "f", "args": [2], "expected": 4}])
-
-
-@pytest.mark.parametrize("name", [*FORGERIES, *INSIDE])
-def test_a_forgery_passes_nothing(name: str) -> None:
-    forms = OUTSIDE if name in INSIDE else (*OUTSIDE, ["x = f(2)\nassert x == 2 + 2"])
-    for tests in forms:
-        assert judge((FORGERIES | INSIDE)[name], tests)[0] == 0, tests
