@@ -112,7 +112,7 @@ ATTACKS = {
     # files
     "a secret": ("open(SECRET).read()", "FileNotFoundError"),
     "the password file": ("open('/etc/passwd').read()", "FileNotFoundError"),
-    "the tester's home": ("os.listdir(HOME)", "Error"),
+    "the tester's home": ("os.listdir(HOME + '/.ssh')", "Error"),
     "writing to the interpreter": ("open(os.__file__, 'a')", "Error"),
     "writing to site-packages": (
         "[open(p + '/x.pth', 'w') for p in sys.path if 'site-' in p]",
