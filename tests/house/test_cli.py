@@ -62,6 +62,7 @@ class Toy:
         self.fail()
         (output / "report.html").write_text("<html></html>")
         (output / "lora").mkdir()
+        (output / "config.yaml").write_text("model: {path: tiny}\n")
         numbers = {
             "before": {"accuracy": 0.5, "by_category": {"two_objects": 0.25}},
             "after": {"accuracy": 0.625, "by_category": {"two_objects": 0.75}},
