@@ -71,6 +71,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         check_whole_groups(rollout.prompts_per_iteration, world)
         terms = build_win_rates(config.comparison, config.rewards, judges)
     reward = weighted_sum(config.rewards, terms, WeightedSum)
+    config.objective.check_constrained(reward)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     PromptSampler(
         len(records),
@@ -145,6 +146,11 @@ def build_win_rates(
     for label in rewards.terms:
         judge: Any = judges[label]
         if label not in config.scores:
+            if rewards.terms[label].bound is not None:
+                raise UserError(
+                    f"rewards.terms.{label}.bound is {rewards.terms[label].bound}, and the mean of its win "
+                    f"rates is always 0.5. Name it in comparison.scores: [{label}], or set the bound to null."
+                )
             if _is_of_sets(judge):
                 raise UserError(
                     f"rewards.terms.{label} judges sets of pictures, and no two can be compared by it. Name "

@@ -138,6 +138,7 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Callab
     }
     return kind(
         {label: (used[label], term.weight) for label, term in config.terms.items()},
+        bounds={label: term.bound for label, term in config.terms.items() if term.bound is not None},
         normalise=fixed if config.normalise == "fixed" else config.normalise,
         allow_mixed_units=config.allow_mixed_units,
     )

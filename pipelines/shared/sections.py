@@ -51,6 +51,10 @@ class RewardTerm:
     exp(−λ σ) on what it says beyond `reference`)."""
     strength: float = 1.0
     """λ."""
+    bound: float | None = None
+    """A constraint in place of a wish, in trainings of pictures: hold the reward's mean at least here, in its
+    own unit (at most, where lower is better), and maximise the terms without a bound. What it takes is
+    learnt, see `objective.multiplier_rate`; `weight` is then its unit alone. null: none."""
     reference: float = 0.0
     """For the weight: the value of a judge that knows nothing, in its unit."""
 

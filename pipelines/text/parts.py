@@ -145,6 +145,13 @@ def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
     """The weighted sum of the loaded rewards."""
     from visalign.rewards.text.weighted_sum import WeightedTextSum
 
+    for label, term in config.terms.items():
+        if term.bound is not None:
+            raise UserError(
+                f"rewards.terms.{label}.bound is {term.bound}, and constraints are held in trainings of "
+                "pictures alone. Set it to null and give the term a weight."
+            )
+
     return weighted_sum(config, rewards, WeightedTextSum)
 
 

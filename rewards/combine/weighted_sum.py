@@ -42,6 +42,7 @@ class WeightedSum:
         *,
         normalise: Normalise = "none",
         allow_mixed_units: bool = False,
+        bounds: Mapping[str, float] | None = None,
         name: str | None = None,
     ) -> None:
         """Check the terms.
@@ -52,10 +53,13 @@ class WeightedSum:
                 neighbours, which the reward contract otherwise forbids, and several processes would each have
                 their own scale); or label -> (mean, std) for every reward with a weight.
             allow_mixed_units: sum raw scores of different units all the same.
+            bounds: label -> what a trainer is to hold the reward's mean at, in its own unit: at least that,
+                or at most where lower is better. `score` does not look at them.
             name: name of the sum; "weighted_sum", or of texts "weighted_text_sum", when None.
 
         Raises:
-            ValueError: no rewards, a bad weight, an unknown normalisation, or different units summed raw.
+            ValueError: no rewards, a bad weight, an unknown normalisation, different units summed raw,
+                or a bound that no trainer could hold.
         """
         _check_weights(rewards)
         name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
@@ -71,6 +75,10 @@ class WeightedSum:
             )
         self.unit = _unit(self._normalise, units)
         self.range = self._total_range()
+        self.constraints = {label: self._bound(label, value) for label, value in (bounds or {}).items()}
+        """label -> bound of its part "label.weighted"."""
+        if self.constraints and self.constraints.keys() >= units.keys():
+            raise ValueError(f"{name} has a bound on every term, so nothing is maximised; leave one without.")
 
     @property
     def term_weights(self) -> dict[str, float]:
@@ -146,6 +154,18 @@ class WeightedSum:
         elif self._normalise == "batch":
             value = _standardise(value, scores.valid)
         return value if self.rewards[label][0].higher_is_better else -value
+
+    def _bound(self, label: str, value: float) -> float:
+        """w d n(b) of a bound b."""
+        reward, weight = self.rewards[label]
+        if self._normalise == "batch" or not weight or not math.isfinite(value):
+            raise ValueError(
+                f"{label!r} has the bound {value}, the weight {weight} and normalise={self._normalise!r}; a "
+                "bound is a finite number of a term with a weight above 0, and not of z-scores of the batch, "
+                "whose mean is always 0."
+            )
+        mean, std = self._normalise[label] if isinstance(self._normalise, dict) else (0.0, 1.0)
+        return weight * (value - mean) / std * (1.0 if reward.higher_is_better else -1.0)
 
     def _total_range(self) -> tuple[float, float]:
         if self._normalise == "batch":

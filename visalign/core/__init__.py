@@ -87,8 +87,8 @@ ROOMS = {
         "clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards turning_point_rewards"
     ),
     "rewards.terms": (
-        "adaptive_kl_coefficient filter_overlong kl_in_reward penalty_kl_coefficient place_terminal "
-        "soft_overlong"
+        "adaptive_kl_coefficient constraint_multiplier filter_overlong kl_in_reward penalty_kl_coefficient "
+        "place_terminal soft_overlong"
     ),
     "rewards.uncertainty": (
         "bhattacharyya bhattacharyya_overlap combine_members inverse_variance_weights penalise "

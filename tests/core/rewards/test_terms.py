@@ -11,6 +11,7 @@ from torch import Tensor
 
 from visalign.core.rewards.terms import (
     adaptive_kl_coefficient,
+    constraint_multiplier,
     filter_overlong,
     kl_in_reward,
     penalty_kl_coefficient,
@@ -84,6 +85,15 @@ def test_penalty_coefficient(kl: float, factor: float) -> None:
     assert penalty_kl_coefficient(3.0, kl, target=0.01).item() == 3 * factor
 
 
+@pytest.mark.parametrize(
+    ("multiplier", "value", "expected"),
+    [(0.0, 0.4, 0.05), (0.3, 0.9, 0.1), (0.1, 0.9, 0.0), (0.3, 0.5, 0.3), (0.3, NAN, 0.3)],
+)
+def test_constraint_multiplier(multiplier: float, value: float, expected: float) -> None:
+    found = constraint_multiplier(multiplier, value, bound=0.5, rate=0.5)
+    assert found.item() == pytest.approx(expected) and found.dtype == torch.float64
+
+
 def test_soft_overlong() -> None:
     length = torch.tensor([0, 80, 81, 90, 99, 100, 101, 10_000])
     expected = torch.tensor([0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
@@ -130,6 +140,10 @@ MATRIX = torch.zeros(2, 3)
         (
             lambda: penalty_kl_coefficient(0.1, 1.0, target=1.0, factor=1.0),
             "tolerance must be ≥ 1 and factor > 1; got 1.5 and 1.0",
+        ),
+        (
+            lambda: constraint_multiplier(0.1, 1.0, bound=0.5, rate=0.0),
+            r"rate must be positive and finite; got 0\.0",
         ),
         (
             lambda: soft_overlong(torch.zeros(2), max_length=10, cache=11),

@@ -39,6 +39,7 @@ def config(*overrides: str) -> FlowGRPOConfig:
     [
         ("rewards.terms={jpeg_size: {}, sharpness: {}}", "would add different units: jpeg_size in 'kB'"),
         ("rewards.terms={jpeg_size: {weight: -1}}", "weight of 'jpeg_size' is -1"),
+        ("rewards.terms={shapes_verifier: {bound: 0.5}}", "a bound on every term"),
         ("objective.step_weights=[1.0]", "1 weights for 3 steps"),
         ("data.cycle=[nope]", r"cycle names \['nope'\], which no prompt is labelled with"),
         ("data.train=absent.txt", r"data\.train: no prompt set 'absent\.txt'"),
@@ -81,6 +82,13 @@ def test_batch_scales_are_refused_with_several_processes() -> None:
     assert prepare(given, 1).reward.unit == "batch standard deviations"
     with pytest.raises(UserError, match=r"rewards\.normalise is batch and there are 2 processes.*fixed"):
         prepare(given, 2)
+
+
+def test_a_bound_is_refused_where_no_sum_is_learnt_from() -> None:
+    given = "rewards={terms: {shapes_verifier: {}, clip_score: {bound: 0.7}}, allow_mixed_units: true}"
+    assert prepare(config(given), 1).reward.constraints == {"clip_score": 0.7}
+    with pytest.raises(UserError, match=r"gdpo takes each reward by itself"):
+        prepare(config(given, "objective.algorithm=gdpo"), 1)
 
 
 def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> None:

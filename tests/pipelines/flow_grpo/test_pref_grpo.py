@@ -163,6 +163,7 @@ def test_scores_beside_win_rates(files):
             [f"rewards.terms={{judge: {{name: '{HERE}'}}, sharpness: {{}}}}", "comparison.scores=[judge]"],
             "a judge that only compares; take it out",
         ),
+        (["rewards.terms={sharpness: {}, jpeg_size: {bound: 2}}"], "mean of its win rates is always 0.5"),
         (["rewards.terms={sharpness: {}, vendi_gain: {}}"], r"Name it in comparison.scores: \[vendi_gain\]"),
         (
             [f"evaluation.rewards={{judge: {{name: '{HERE}'}}, shapes_verifier: {{}}}}"],

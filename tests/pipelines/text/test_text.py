@@ -223,6 +223,7 @@ def test_packaged_configurations_are_whole(name):
         ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),
         ("evaluation.seeds=[1, 1]", "give different numbers"),
         ("rewards.terms={task_anwser: {}}", "task_answer"),
+        ("rewards.terms={task_answer: {bound: 0.5}}", "constraints are held in trainings of pictures alone"),
         ("server={base_url: 'http://x/v1', model: m}", "whole models cannot be handed over"),
         ("objective.changes={ptx: 0.1}", r"has a ptx term, and data\.demonstrations is null"),
     ],

@@ -143,6 +143,30 @@ def penalty_kl_coefficient(
     return torch.where(measured > target * tolerance, old * factor, lowered)
 
 
+def constraint_multiplier(
+    multiplier: float | Tensor, value: float | Tensor, *, bound: float, rate: float
+) -> Tensor:
+    """Dual ascent on max R under C ≥ b: λ' = max(0, λ + η (b − C)), of the Lagrangian R + λ (C − b).
+
+    Args:
+        multiplier: λ ≥ 0.
+        value: C, the measured mean of the constrained reward; NaN, not measured, leaves λ as it is.
+        bound: b, in its unit.
+        rate: η > 0.
+
+    Returns:
+        λ', float64 for numbers, else float32 or better.
+
+    Raises:
+        ValueError: a rate that is not positive.
+
+    Tessler et al., RCPO, arXiv 1805.11074, section 4, for a cost that is to stay below its bound.
+    """
+    check_positive(rate=rate)
+    old, measured = _number(multiplier), _number(value)
+    return torch.where(measured.isnan(), old, (old + rate * (bound - measured)).clamp(min=0))
+
+
 def soft_overlong(length: Tensor, *, max_length: int, cache: int) -> Tensor:
     """Punish a completion that comes near its length limit: clip(((L − c) − n)/c, −1, 0).
 

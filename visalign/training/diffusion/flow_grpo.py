@@ -117,7 +117,7 @@ class FlowGRPO(PictureAlgorithm):
     def collect(self, run: Context) -> Collected:
         """Sample, decode and judge one iteration's groups; see `PictureSource.collect`."""
         sde_steps, trained = choose_steps(self.rollout, self.seed, run.counters.iteration)
-        made = self.source.collect(run.counters.iteration, run.clock, sde_steps)
+        made = self.constrained(self.source.collect(run.counters.iteration, run.clock, sde_steps), run)
         experience = Experience(
             condition=made.condition,
             trajectory=made.trajectory,

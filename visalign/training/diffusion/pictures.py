@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
 from visalign.training.loop.trainer import Algorithm, Context
 from visalign.training.policy.balance import RewardBalance
+from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 
 from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
@@ -251,12 +252,22 @@ class PictureAlgorithm(Algorithm):
         )
         self.reference, self.divergence = Reference(policy, self.settings), None
         every = self.settings.balance_every
+        self.settings.check_constrained(reward)
+        self.constraints = RewardConstraints(reward, self.settings.multiplier_rate)
         self.balance = None if every is None else RewardBalance(reward, every)
         self.begin()
 
     def begin(self) -> None:
         """Check the row against the rollout and make what it needs."""
         ...
+
+    def constrained(self, made: Pictures, run: Context) -> Pictures:
+        """The pictures with what is optimised for their value, where a reward has a bound."""
+        if not self.constraints.bounds:
+            return made
+        value, multipliers = self.constraints.apply(made.valid, made.parts, run)
+        metrics = {**made.metrics, **reward_metrics(value, made.valid, made.group), **multipliers}
+        return replace(made, value=value, metrics=metrics)
 
     divergence: float | None
     """From the reference, of the iteration's updates; None where none was measured."""

@@ -136,7 +136,7 @@ class VelocityRegression(PictureAlgorithm):
             self._blend(0.0)
         old = self._as_old() if self.row.keeps_old else nullcontext()
         with old, guided(self.policy, self.rollout.guidance):
-            made = self.source.collect(run.counters.iteration, run.clock)
+            made = self.constrained(self.source.collect(run.counters.iteration, run.clock), run)
         experience = self._said(made, self._weights(run))
         return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
 

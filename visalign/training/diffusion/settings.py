@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from visalign.errors import UserError, suggestion
 from visalign.flow.transitions import LAST_IS_EXACT
 from visalign.flow.windows import WINDOW_ORDERS
 from visalign.training.loop.optimizer import at_least, choice
-from visalign.training.policy.settings import ObjectiveSettings, merged_changes
+from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings, merged_changes
 
 
 def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
@@ -194,6 +195,9 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     """Iterations between two measurements of the rewards' weights from their gradients (MARBLE, arXiv
     2605.06507: 10); the advantages are then each reward's own within its group. null: the weights of the
     rewards' sum."""
+    multiplier_rate: float = 0.1
+    """η of λ ← max(0, λ + η (bound − mean)), the multiplier of a reward that has a bound
+    (`rewards.terms.LABEL.bound`), after each iteration's judgement; in units of 1 / (weight · reward)."""
     ratio_bound: float | None = None
     """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the
     latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
@@ -206,6 +210,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 f"Choose one of: {', '.join(allowed)}."
             )
         choice("objective.credit", self.credit, CREDITS)
+        if not 0 < self.multiplier_rate < math.inf:
+            raise UserError(f"objective.multiplier_rate is {self.multiplier_rate}; set it above 0.")
         if self.balance_every is not None:
             at_least("objective.balance_every", self.balance_every, 1)
         if self.regression is not None:
@@ -297,6 +303,39 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
+
+    def check_constrained(self, reward: Any) -> None:
+        """Refuse rewards with a bound where the sum of all is not what is learnt from.
+
+        Raises:
+            UserError: with what to set instead.
+        """
+        if not getattr(reward, "constraints", {}):
+            return
+        name = f"objective.algorithm={self.algorithm}"
+        why = {
+            f"{name} follows the rewards' own gradients": self.ascent is not None,
+            f"objective.balance_every={self.balance_every} weighs them": self.balance_every is not None,
+            f"objective.credit={self.credit} judges more than pictures": self.credit != "picture",
+            f"{name} takes each reward by itself": self._takes_columns,
+        }
+        for reason, there in why.items():
+            if there:
+                raise UserError(
+                    f"rewards.terms has a bound ({', '.join(reward.constraints)}), which moves the weight of "
+                    f"that term, and {reason}. Take flow_grpo, grpo_guard, diffusion_nft, awm or ram with "
+                    "one advantage of the sum, or set the bound to null."
+                )
+
+    @property
+    def _takes_columns(self) -> bool:
+        """Whether the advantage is made of the rewards one by one."""
+        if self.ascent is not None:
+            return False
+        row = self.regression
+        if row is not None:
+            return row.signal in MATRIX_SIGNALS
+        return self.build(length=1).advantage in MATRIX_ADVANTAGES
 
     def _check_absent(self, of_steps: str) -> None:
         """Refuse what means nothing without stochastic steps."""

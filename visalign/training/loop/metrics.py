@@ -23,6 +23,7 @@ METRICS: dict[str, str] = {
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
     "reward_group_std": "mean over groups of the standard deviation within a group, in the reward's unit",
     "reward_part/*": "mean of one named part of the reward over the samples that have it",
+    "reward_multiplier/*": "Lagrange multiplier of one reward that has a bound (rewards.terms.LABEL.bound)",
     "reward_weight/*": "weight of one reward in the sum of the advantages (objective.balance_every)",
     "valid_share": "share of samples that the reward could judge, 0 to 1",
     "frac_reward_zero_std": "share of samples whose advantage is zero, 0 to 1: their group's rewards are all "

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards held at a bound: the multipliers by hand, their resume, what a constrained training ends at, what
+is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.training_toy import Brightness, Loud, toy_trainer
+from visalign.errors import UserError
+from visalign.interfaces import Scores
+from visalign.rewards import WeightedSum
+from visalign.training import read_metrics
+from visalign.training.loop import checkpoint
+from visalign.training.loop.metrics import without_times
+from visalign.training.policy.constraints import KEY, RewardConstraints
+
+
+def _sum(bound: float = 6000.0, weight: float = 1e-4) -> WeightedSum:
+    """Light against red: dark prompts want no light."""
+    terms = {"light": (Brightness(), 1.0), "red": (Loud(), weight)}
+    return WeightedSum(terms, allow_mixed_units=True, bounds={"red": bound})
+
+
+def test_multipliers_by_hand() -> None:
+    constraints = RewardConstraints(_sum(), rate=2.0)
+    assert constraints.bounds == {"red": pytest.approx(0.6)}
+    run: Any = SimpleNamespace(counters=SimpleNamespace(own={}))
+    valid = torch.tensor([True, True, True, False])
+    nan = float("nan")
+    light = torch.tensor([1.0, 0.1, 0.1, nan], dtype=torch.float64)
+    for red, expected in (([0.7, 0.7, 0.7], 0.0), ([0.1, 0.3, 0.5], 0.6), ([0.8, 0.7, 0.9], 0.2)):
+        term = torch.tensor([*red, nan], dtype=torch.float64)
+        value, metrics = constraints.apply(valid, {"light.weighted": light, "red.weighted": term}, run)
+        assert metrics == {"reward_multiplier/red": pytest.approx(expected)}
+        torch.testing.assert_close(value[:3], light[:3] + expected * term[:3])
+        assert value[3].isnan() and run.counters.own[KEY] == {"red": pytest.approx(expected)}
+        if not expected:
+            assert value[1] == value[2], "a bound that holds leaves no rounding behind"
+
+
+def test_where_lower_is_better_the_bound_is_a_ceiling() -> None:
+    low: Any = Brightness()
+    low.higher_is_better = False
+    terms: Any = {"light": (low, 2.0), "red": (Loud(), 1.0)}
+    normalise = {"light": (0.1, 0.5), "red": (0.0, 1.0)}
+    assert WeightedSum(terms, normalise=normalise, bounds={"light": 0.4}).constraints == {
+        "light": pytest.approx(-2.0 * (0.4 - 0.1) / 0.5)
+    }
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft"])
+def test_a_resume_is_exact_and_the_value_is_the_lagrangian(name: str, tmp_path) -> None:
+    ends = []
+    objective = {"algorithm": name, "multiplier_rate": 0.5}
+    if name == "diffusion_nft":
+        objective["changes"] = {}
+    for folder, parts in ((tmp_path / "whole", (3,)), (tmp_path / "parts", (2, 3))):
+        for iterations in parts:
+            trainer = toy_trainer(folder, reward=_sum(), objective=objective, run={"iterations": iterations})
+            trainer.resume()
+            trainer.train()
+        stored = checkpoint.step_folder(folder / "checkpoints", 3)
+        files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
+        ends.append((files, [without_times(r) for r in read_metrics(folder / "metrics.jsonl")]))
+    assert ends[0] == ends[1]
+    last = 0.0
+    for row in ends[0][1]:
+        last = max(0.0, last + 0.5 * (0.6 - row["reward_part/red.weighted"]))
+        assert row["reward_multiplier/red"] == pytest.approx(last, abs=1e-6)
+        expected = row["reward_part/light.weighted"] + last * row["reward_part/red.weighted"]
+        assert row["reward_mean"] == pytest.approx(expected, abs=1e-6)
+    assert trainer.counters.own[KEY] == {"red": pytest.approx(last, abs=1e-6)} and last > 0
+
+
+class Share(Brightness):
+    """How light the whole picture is, turned round, or how red."""
+
+    def __init__(self, *, dark: bool) -> None:
+        self.dark = dark
+
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Any = None) -> Scores:
+        value = -images.mean((1, 2, 3)) if self.dark else images[:, 0].mean((1, 2))
+        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="level")
+
+
+def test_a_bound_that_was_missed_is_met_again_while_the_other_reward_rises(tmp_path) -> None:
+    """Darker pictures are less red too, until the multiplier has grown."""
+    both = WeightedSum(
+        {"dark": (Share(dark=True), 1.0), "red": (Share(dark=False), 1.0)}, bounds={"red": 0.5}
+    )
+    trainer = toy_trainer(tmp_path, reward=both, objective={"multiplier_rate": 2.0}, run={"iterations": 18})
+    trainer.train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    red = [row["reward_part/red"] for row in rows]
+    assert min(red) < 0.44 and red[-1] > 0.5
+    assert rows[-1]["reward_part/dark"] > rows[0]["reward_part/dark"] + 0.05
+    assert max(row["reward_multiplier/red"] for row in rows) > 1
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"algorithm": "gdpo"}, r"a bound \(red\).*objective.algorithm=gdpo takes each reward by itself"),
+        ({"algorithm": "draft"}, "draft follows the rewards' own gradients"),
+        ({"balance_every": 2}, "objective.balance_every=2 weighs them"),
+        ({"credit": "one_step"}, "objective.credit=one_step judges more than pictures"),
+        ({"multiplier_rate": 0.0}, r"objective.multiplier_rate is 0.0; set it above 0"),
+    ],
+)
+def test_refused_beside_other_uses_of_the_terms(objective: dict[str, Any], message: str, tmp_path) -> None:
+    with pytest.raises(UserError, match=message):
+        toy_trainer(tmp_path, reward=_sum(), objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bounds": {"red": 1.0, "light": 0.0}}, "a bound on every term, so nothing is maximised"),
+        ({"bounds": {"red": float("nan")}}, "'red' has the bound nan"),
+        ({"bounds": {"red": 1.0}, "normalise": "batch"}, "not of z-scores of the batch"),
+    ],
+)
+def test_sums_that_no_trainer_could_hold(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WeightedSum({"light": (Brightness(), 1.0), "red": (Loud(), 1.0)}, **options)
