@@ -22,6 +22,7 @@ from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by,
 from visalign.pipelines.shared.run_folder import fingerprint
 
 from .config import TextConfig, TextGRPOConfig, TextPPOConfig
+from .footprint import footprint
 from .parts import (
     build_demonstrations,
     build_log_partition,
@@ -33,7 +34,7 @@ from .parts import (
     syncing,
 )
 
-__all__ = ["TextGRPOConfig", "TextPPOConfig", "TrainingInterrupted", "plan", "run"]
+__all__ = ["TextGRPOConfig", "TextPPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
 
 
 def run(config: TextConfig, output: Path, resume: bool = False) -> dict[str, Any]:
@@ -172,3 +173,10 @@ def plan(config: TextConfig) -> dict[str, Any]:
             config, inputs.heldout, greedy=config.evaluation.correctness is not None
         ),
     }
+
+
+def estimate(config: TextConfig) -> dict[str, Any]:
+    """Memory, operations, hours and tokens a second by device beside the batch arithmetic; no model is
+    loaded."""
+    planned = plan(config)
+    return {**planned, **footprint(config, prepare(config))}

@@ -165,17 +165,11 @@ def build_text_policy(
         UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
     """
     from visalign.adapters.causal_lm.loading import load_causal_lm
-    from visalign.adapters.causal_lm.lora import text_lora
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
     from visalign.adapters.causal_lm.value_head import ValueHead
 
     with no_loading_bars():
         network, tokenizer = load_causal_lm(resolve_model(model.path), dtype=getattr(torch, model.dtype))
-    lora = None
-    if model.lora is not None:
-        targets = model.lora.target_modules
-        chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
-        lora = text_lora(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
     head = None
     if getattr(model, "value", "none") == "shared":
         head = ValueHead(network.config.get_text_config().hidden_size)
@@ -183,8 +177,8 @@ def build_text_policy(
     return CausalLMPolicy(
         moved.to(device),
         tokenizer,
-        lora=lora,
-        prompts=_encoder(model, tokenizer),
+        lora=_lora(model, seed),
+        prompts=prompt_encoder(model, tokenizer),
         value_head=head,
         max_prompt_tokens=model.max_prompt_tokens,
         long_prompts=model.long_prompts,
@@ -196,7 +190,25 @@ def build_text_policy(
     )
 
 
-def _encoder(model: TextModelConfig, tokenizer: Any) -> Any:
+def _lora(model: TextModelConfig, seed: int) -> Any:
+    from visalign.adapters.causal_lm.lora import text_lora
+
+    if model.lora is None:
+        return None
+    targets = model.lora.target_modules
+    chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
+    return text_lora(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
+
+
+def text_adapters(model: TextModelConfig, network: Any, seed: int) -> None:
+    """Freeze a network and give it the adapters that the configuration names, in place."""
+    from visalign.adapters.causal_lm.lora import add_text_lora
+
+    add_text_lora(network, _lora(model, seed))
+
+
+def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:
+    """How prompts become tokens."""
     from visalign.adapters.causal_lm.chat import PromptEncoder
 
     as_chat = model.chat == "chat" or (model.chat == "auto" and bool(tokenizer.chat_template))

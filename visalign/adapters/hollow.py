@@ -85,6 +85,24 @@ def hollow_pipelines() -> Iterator[Trace]:
         functional.scaled_dot_product_attention = before
 
 
+@contextmanager
+def traced_network(network: Any) -> Iterator[Trace]:
+    """Inside, a network on the meta device is called as it is; the trace is whole behind the block."""
+    trace, before = Trace(), functional.scaled_dot_product_attention
+    weights = {weight.untyped_storage()._cdata for weight in network.parameters()}
+    try:
+        functional.scaled_dot_product_attention = _attention_of()
+        with (
+            FlopCounterMode(display=False) as counter,
+            _stored(weights) as held,
+            _checkpoints(network, weights, trace),
+        ):
+            yield trace
+    finally:
+        functional.scaled_dot_product_attention = before
+    trace.flops["network"], trace.held = counter.get_total_flops(), sum(held.values())
+
+
 def _is_small(folder: Path) -> bool:
     """Whether an encoder is loaded all the same: a small one may be empty and make null tokens alone, of
     which the policy then keeps one, and that changes every number."""
@@ -225,8 +243,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = torch.matmul(query, key.transpose(-1, -2))
-        out = torch.matmul(scores, value)
+        times = query.shape[-3] // key.shape[-3]  # above 1 where queries share keys, which are kept once
+        every = [x if times == 1 else x.repeat_interleave(times, -3) for x in (key, value)]
+        scores = torch.matmul(query, every[0].transpose(-1, -2))
+        out = torch.matmul(scores, every[1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
 
@@ -241,9 +261,6 @@ def _attention_of() -> Callable[..., Any]:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not query.is_meta:
             return own(query, key, value, *args, **kwargs)
-        if key.shape[-3] != query.shape[-3]:  # grouped queries
-            times = query.shape[-3] // key.shape[-3]
-            key, value = (x.repeat_interleave(times, -3) for x in (key, value))
         return _Attention.apply(query, key, value)  # type: ignore[return-value]
 
     return attention
