@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from visalign.errors import UserError
 from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.devices import hours_by_device
 from visalign.pipelines.shared.memory import GB, dtype_name, judge_bytes, trained_memory, weight_bytes
@@ -48,16 +49,14 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     images = settings.prompts_per_iteration * settings.group_size
     update = images * trained_per_image(config) / world / config.optimizer.updates_per_iteration
     pairs = min(config.optimizer.micro_batch, math.ceil(update))
-    with hollow_pipelines() as trace:
-        policy: Any = build_policy(config.model, torch.device("cpu"), config.seed)
-        record = inputs.records[0]
-        condition = policy.encode(asked_of(policy, [record] * pairs))
-        trace.clear()
-        x = torch.zeros(pairs, *policy.latent_shape, dtype=policy.storage_dtype)
-        policy.velocity(x, torch.full((pairs,), 0.5), condition)
-        passes = policy.forward_count.forward + policy.forward_count.forward_backward
-        networks = set(getattr(policy, "networks", {"transformer": None}))
-        flops = sum(n for part, n in trace.flops.items() if part in networks) / max(1, passes)
+    try:
+        with hollow_pipelines() as trace:
+            policy, flops = _velocity(config, inputs.records[0], pairs, trace)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"visalign plan follows a model by shapes alone, and {config.model.path} asks for numbers there "
+            f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
+        ) from error
     memory = _memory(config, policy, images / world)
     ascent = config.objective.ascent
     graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, settings.steps)
@@ -85,6 +84,18 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
         },
         "hours": hours_by_device(forwards * flops / world, memory["in_all"]),
     }
+
+
+def _velocity(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, float]:
+    """(the hollow policy, operations of a pass for one sample); the trace holds one call for `pairs`."""
+    policy: Any = build_policy(config.model, torch.device("cpu"), config.seed)
+    condition = policy.encode(asked_of(policy, [record] * pairs))
+    trace.clear()
+    x = torch.zeros(pairs, *policy.latent_shape, dtype=policy.storage_dtype)
+    policy.velocity(x, torch.full((pairs,), 0.5), condition)
+    passes = policy.forward_count.forward + policy.forward_count.forward_backward
+    networks = set(getattr(policy, "networks", {"transformer": None}))
+    return policy, sum(n for part, n in trace.flops.items() if part in networks) / max(1, passes)
 
 
 def policy_guided(policy: Any) -> bool:

@@ -170,6 +170,15 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         return tree_map(_to_numbers, out)
 
     part.forward = forward
+    if name == "vae":
+        encode = part.encode
+
+        def encoded(x: Tensor, *args: Any, **kwargs: Any) -> SimpleNamespace:
+            found = encode(_to_meta(x), *args, **kwargs)
+            mean = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+            return SimpleNamespace(latents=_to_numbers(mean))  # which pipelines that edit take
+
+        part.encode = encoded
     return part
 
 

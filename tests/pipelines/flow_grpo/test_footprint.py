@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.hollow import hollow_pipelines, stored
 from visalign.config import load_config
 from visalign.data.assets import resolve_model
+from visalign.errors import UserError
 from visalign.flow.rollout import rollout
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, estimate, run
@@ -159,6 +161,27 @@ def test_no_weight_is_read(folders, tmp_path):
     )
     assert planned["hours"]["H100 SXM"] > 0 and "assumed" in planned["hours"]
     assert "the network of clip_score" in planned["memory_in_GB"]["not_counted"]
+
+
+def test_an_edit_is_planned(folders):
+    tiny_folder("flux_kontext", folders / "flux_kontext")
+    Image.new("RGB", (16, 16)).save(folders / "a.png")
+    record = json.dumps({"prompt": "a red circle", "source": f"{folders}/a.png"})
+    (folders / "edits.jsonl").write_text(f"{record}\n{record.replace('red', 'blue')}\n")
+    files = [f"data.{name}={folders}/edits.jsonl" for name in ("train", "heldout")]
+    found = estimate(configured(folders, "flux_kontext", "model.image_size=16", *files))
+    plain = estimate(configured(folders, "flux", "model.image_size=16"))
+    assert found["model"]["operations_per_forward"] > 1.2 * plain["model"]["operations_per_forward"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError])
+def test_a_model_that_asks_for_numbers_is_named(folders, monkeypatch, error):
+    def velocity(*args: Any) -> Any:
+        raise error("no item() here\nat all")
+
+    monkeypatch.setattr("visalign.adapters.pipeline.policy.PipelinePolicy.velocity", velocity)
+    with pytest.raises(UserError, match=r"flux asks for numbers there \(no item\(\) here\)\. .*--dry-run"):
+        estimate(configured(folders, "flux"))
 
 
 def test_judges_are_counted_where_they_are_loaded():

@@ -62,7 +62,7 @@ def tiny_folder(name: str, folder: Path) -> Path:
     """A whole pipeline with text encoders as `save_pretrained` writes it.
 
     Args:
-        name: sd15, sdxl, flux or pixart.
+        name: sd15, sdxl, flux, flux_kontext or pixart.
         folder: where it goes.
     """
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def tiny_folder(name: str, folder: Path) -> Path:
         parts["text_encoder"] = tiny_t5(vocabulary)
     else:
         parts["text_encoder"] = CLIPTextModel(tiny_text_encoder(32, vocabulary).config).eval()
-    if name == "flux":
+    if name.startswith("flux"):
         parts |= {"text_encoder_2": tiny_t5(vocabulary), "tokenizer_2": tokenizer}
     options = {"requires_safety_checker": False} if name == "sd15" else {}
     type(bare)(**{**bare.components, **parts}, **options).save_pretrained(folder)
