@@ -94,7 +94,7 @@ def traced_network(network: Any) -> Iterator[Trace]:
         functional.scaled_dot_product_attention = _attention_of()
         with (
             FlopCounterMode(display=False) as counter,
-            _stored(weights) as held,
+            stored(weights) as held,
             _checkpoints(network, weights, trace),
         ):
             yield trace

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.training_toy import Brightness, Loud, toy_trainer
+from tests.support.training.pictures import Brightness, Loud, toy_trainer
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.rewards import WeightedSum
