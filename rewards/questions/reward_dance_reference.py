@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pairwise judge with reference images: a score against them.
+"""A pairwise judge with reference images: a score against them, and the choice of good ones among N.
 
 RewardDance (arXiv 2509.08826) scores a picture by P(yes) that it beats a reference of the same prompt, and
 takes as references the best of 16 samples of the model before training, ranked by how many others they beat.
@@ -8,17 +8,18 @@ takes as references the best of 16 samples of the model before training, ranked 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from visalign.core import group_pairs
 from visalign.interfaces import Metadata, PairwiseReward, Scores
 from visalign.rewards.base.contract import make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract, load_images
-from visalign.rewards.pairs.asking import read_preferences
+from visalign.rewards.pairs.asking import PairAsker, read_preferences
 from visalign.rewards.weights.feature_cache import image_key
 
 from .reward_dance import UNITS
@@ -135,3 +136,62 @@ class ReferenceReward:
 def _digests(images: Any) -> list[str | None]:
     """Of reference images, None for those that cannot be read."""
     return [None if image is None else image_key(image).hex() for image in load_images(images).images]
+
+
+@dataclass(frozen=True)
+class ReferenceChoice:
+    """The best of N images of one prompt."""
+
+    chosen: list[int]
+    """Numbers of the images, best first."""
+    wins: Tensor
+    """[N] how many others each beats; NaN where no comparison was valid."""
+    strength: Tensor
+    """[N] mean probability of beating another one; settles equal numbers of wins."""
+
+
+def select_references(
+    judge: PairwiseReward,
+    images: Any,
+    prompt: str,
+    *,
+    top_k: int = 2,
+    metadata: Mapping[str, Any] | None = None,
+) -> ReferenceChoice:
+    """Rank N images of a prompt by the number of others that they beat, and take the first.
+
+    All pairs are asked in both orders and their log-odds averaged; a failed comparison counts for neither.
+
+    Args:
+        judge: any pairwise judge.
+        images: N ≥ 2 images in any form of `load_images`; unreadable ones are never chosen.
+        prompt: of all of them.
+        top_k: how many to take, in 1 … N; the paper takes 2 of 16.
+        metadata: the prompt's record.
+
+    Raises:
+        ValueError: fewer than two images, or a top_k outside 1 … N, or more than could be ranked.
+    """
+    batch = load_images(images)
+    size = len(batch)
+    if size < 2 or not 1 <= top_k <= size:
+        raise ValueError(f"{size} images and top_k={top_k}; needed are at least 2 images and 1 ≤ top_k ≤ N.")
+    rows = [row for row, _ in batch.readable()]
+    readable = [image for _, image in batch.readable()]
+    asker = PairAsker(judge, readable, [prompt] * len(rows), [metadata] * len(rows))
+    pairs = group_pairs([0] * len(rows), len(rows))
+    both = asker.ask(torch.cat([pairs, pairs.flip(1)])).log_odds.view(2, -1)
+    odds = (both[0] - both[1]) / 2
+    table = torch.full((size, size), torch.nan, dtype=torch.float64)
+    at = torch.tensor(rows)[pairs]
+    table[at[:, 0], at[:, 1]], table[at[:, 1], at[:, 0]] = odds, -odds
+    met = ~torch.isnan(table)
+    wins = torch.where(met.any(1), (table > 0).sum(1).double(), torch.nan)
+    strength = torch.where(met, table.sigmoid(), 0.0).sum(1) / met.sum(1)
+    order = sorted(
+        (row for row in range(size) if met[row].any()),
+        key=lambda row: (-float(wins[row]), -float(strength[row]), row),
+    )
+    if len(order) < top_k:
+        raise ValueError(f"Only {len(order)} of {size} images could be compared, and top_k is {top_k}.")
+    return ReferenceChoice(order[:top_k], wins.float(), strength.float())

@@ -23,7 +23,7 @@ from visalign.rewards import RewardError, check_reward
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.pairs.as_pointwise import GroupWinRate
 from visalign.rewards.questions.reward_dance import EXPLAIN, PAIR, YES_NO, RewardDance, RewardDancePairs
-from visalign.rewards.questions.reward_dance_reference import ReferenceReward
+from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
 from visalign.rewards.vlm.yes_no import SUREST
 
 LETTERS = {"yes": ["y", "s"], "no": ["n"], "min_mass": 0.0}
@@ -313,6 +313,19 @@ def test_both_forms_are_found_by_name_and_pairs_make_win_rates():
     assert isinstance(pairs, RewardDancePairs)
     scores = GroupWinRate(pairs, hard=True).score(shown, ["a"] * 3)
     assert scores.value.tolist() == [0.0, 1.0, 0.5]
+
+
+def test_the_best_of_n_are_chosen_by_wins():
+    levels = torch.tensor([0.2, 0.9, 0.5, 0.7])
+    shown = [level.expand(3, 8, 8) for level in levels]
+    judge = RewardDancePairs(brightness())
+    choice = select_references(judge, [*shown, "missing.png"], "a", top_k=2)
+    assert choice.chosen == [1, 3] and choice.wins.tolist()[:4] == [0, 3, 1, 2]
+    assert math.isnan(choice.wins[4])
+    with pytest.raises(ValueError, match="top_k=9"):
+        select_references(judge, shown, "a", top_k=9)
+    with pytest.raises(ValueError, match="Only 4 of 5"):
+        select_references(judge, [*shown, "missing.png"], "a", top_k=5)
 
 
 def test_the_pair_question_names_the_reference_first():
