@@ -68,6 +68,8 @@ class Link(Codec):
         self._numbers: dict[int, int] = {}
         self.last: Any = None
         """What the other side answered last."""
+        self.names: dict[str, Any] = {}
+        """Functions and classes of the other side by their names."""
 
     def receive(self) -> dict[str, Any]:
         """The next message."""
@@ -370,9 +372,13 @@ class Names(dict):  # type: ignore[type-arg]
     def __missing__(self, name: str) -> Any:
         if name[:2] == "__" or (hasattr(builtins, name) and not self._asks_builtins):
             raise KeyError(name)
+        if name in self._link.names:
+            return self._link.names[name]
         value = self._link.ask("name", name)
         if type(value).__name__ == "module" and name in {*sys.stdlib_module_names, "np", "numpy"}:
             return importlib.import_module("numpy" if name == "np" else name)
+        if isinstance(value, Mirror) or type(value).__name__ == "function":
+            self._link.names[name] = value
         return value
 
 

@@ -15,6 +15,11 @@ SMALL = 2**63
 """Whole numbers from here on cross in base 16: Python limits the digits that it reads in base 10."""
 
 
+RAW = {bool, str, type(None)}
+READ = RAW | {int}
+"""Types that JSON keeps by itself, in writing (small numbers too) and in reading."""
+
+
 class Channel:
     """Records as lines of JSON on a pipe that the code's process does not hold."""
 
@@ -116,7 +121,10 @@ class Codec:
             return known
         name = name_of(kind)
         if name in KINDS:
-            return {name: [self.encode(part, depth + 1) for part in KINDS[name][0](value)]}
+            parts = KINDS[name][0](value)
+            if all(type(part) in RAW or (type(part) is int and abs(part) < SMALL) for part in parts):
+                return {name: parts}
+            return {name: [self.encode(part, depth + 1) for part in parts]}
         if name == "numpy.ndarray" and not value.dtype.hasobject:
             return {"array": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
         if name.startswith("numpy.") and hasattr(value, "item"):
@@ -136,7 +144,8 @@ class Codec:
             return record
         ((name, parts),) = record.items()
         if name in KINDS:
-            return KINDS[name][1](find_type(name), *map(self.decode, parts))
+            inner = [part if type(part) in READ else self.decode(part) for part in parts]
+            return KINDS[name][1](find_type(name), *inner)
         if name == "type":
             return find_type(parts)
         if name == "error":
