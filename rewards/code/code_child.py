@@ -12,6 +12,7 @@ reads them, after the worker has begun, and holds the channel of the verdicts.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import mmap
 import os
@@ -29,9 +30,9 @@ if TYPE_CHECKING or __package__:
     from .code_values import CatchAll, Channel
 else:  # a script without its package: its neighbours, and nothing else beside it
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from code_judge import judge, judge_link, serve
-    from code_values import CatchAll, Channel
-
+    _judge, _values = map(importlib.import_module, ("code_judge", "code_values"))
+    judge, judge_link, serve = _judge.judge, _judge.judge_link, _judge.serve
+    CatchAll, Channel = _values.CatchAll, _values.Channel
     del sys.path[0]
 
 NEW_USERS = 0x10000000

@@ -35,7 +35,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from .code_values import CatchAll, Channel, Codec, text_of, write_line
 else:
-    from code_values import CatchAll, Channel, Codec, text_of, write_line
+    _values = importlib.import_module("code_values")
+    CatchAll, Channel, Codec = _values.CatchAll, _values.Channel, _values.Codec
+    text_of, write_line = _values.text_of, _values.write_line
 
 
 class Link(Codec):
