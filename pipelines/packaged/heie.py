@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from visalign.data.shapes.preferences import ShapesPreferences, degraded
 from visalign.data.shapes.prompts import Record
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import Scene, sample_scene
+from visalign.data.shapes.surroundings import surround
 from visalign.data.shapes.verifier import verify_scene
 from visalign.data.shapes.wrong_regions import right_pixels, wrong_pixels
 from visalign.evaluation.statistics.correlations import srcc
@@ -26,7 +27,7 @@ from visalign.rewards.heie.training import HeieData, heie_data, pooled
 from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 
-from .stage import machine
+from .stage import SURROUNDINGS, machine
 
 CHUNK = 200
 """Pictures whose views are made at once."""
@@ -78,13 +79,19 @@ def plausibility(scene: Scene, record: Record) -> float:
     return scene.quality * (verdict.correct + verdict.score) / 2
 
 
-def shapes_faults(count: int, *, split: str, seed: int) -> ShapesFaults:
-    """Pictures of which every second breaks its prompt, and two of four are distorted."""
+def shapes_faults(count: int, *, split: str, seed: int, surroundings: float = 0.0) -> ShapesFaults:
+    """Pictures of which every second breaks its prompt, and two of four are distorted.
+
+    A share of them, `surroundings`, has another ground or specks; none a canvas, on which the map would lie
+    elsewhere.
+    """
     world, rng = ShapesPreferences(seed, split=split), np.random.default_rng(seed)
     images, prompts, heat, kept, truth = [], [], [], [], []
     for number in range(count):
         record = world.record(rng)
         scene = sample_scene(record, rng)
+        if surroundings and rng.random() < surroundings:
+            scene = replace(surround([scene], rng)[0], canvas=None)
         for _ in range(_TRIES if number % 2 else 0):
             record = world.near(record, rng)
             if not verify_scene(scene, record).correct:
@@ -183,8 +190,12 @@ def _mean_on(heat: Tensor, cover: Tensor) -> Tensor:
     return (heat * weight).sum((1, 2)) / weight.sum((1, 2))
 
 
-def heie_card(judge: Heie, found: Mapping[str, float], plan: HeiePlan, seconds: float) -> str:
-    """The card: how the heads were trained (`seconds` of a processor), how good the saved ones are."""
+def heie_card(
+    judge: Heie, found: Mapping[str, float], away: Mapping[str, float], plan: HeiePlan, seconds: float
+) -> str:
+    """The card: how the heads were trained (`seconds` of a processor), how good the saved ones are, on the
+    world's own grounds and `away` from them.
+    """
     count = sum(parameter.numel() for parameter in judge.heads.parameters())
     base = judge.engine.settings.rest.get("base", judge.engine.name)
     rows = _map_rows(found)
@@ -192,6 +203,9 @@ def heie_card(judge: Heie, found: Mapping[str, float], plan: HeiePlan, seconds: 
         f"| {level:g} | {found[f'coverage {level:g}']:.3f} | {found[f'wrong coverage {level:g}']:.3f} |"
         for level in LEVELS
     )
+    words = {"correlation": "correlation", "iou": "IoU", "srcc": "Spearman correlation of score and truth"}
+    words["auc right"] = "AUC of right against wrong pictures"
+    elsewhere = ", ".join(f"{name} {away[key]:.3f}" for key, name in words.items())
     parts = f" and of its {plan.tiles} × {plan.tiles} tiles" if plan.tiles > 1 else ""
     return f"""# {Path(judge.engine.name).name}
 
@@ -202,7 +216,8 @@ read off the hidden state where the answer begins and the features of the pictur
 ## Training
 
 {plan.pictures:,} rendered pictures of training prompts, every second one asked about with a prompt that it
-breaks, half of them distorted; {plan.steps} steps of {plan.batch}. Truth of the map: the objects to blame.
+breaks, half of them distorted, {SURROUNDINGS:.0%} on other grounds or with specks;
+{plan.steps} steps of {plan.batch}. Truth of the map: the objects to blame.
 Truth of the score: quality × (1 if the prompt is kept, else half the share of its checks). {seconds:.0f} s of
 processor time on {machine()}. Made by
 `visalign build-assets --only heie`.
@@ -230,6 +245,9 @@ Share of cells whose truth lies in the Laplace interval of a level:
 | level | all cells | wrong cells |
 |---|---|---|
 {covered}
+
+As many pictures on other grounds or with specks: {elsewhere}.
+On a larger canvas: not trained, not measured.
 
 What is missing from a picture heats no cell; where two objects break a relation both are to be hot.
 """

@@ -28,7 +28,7 @@ from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings, Template
 
 from .judge_inputs import CHAT_TEMPLATE, MERGE, PATCH, judge_settings, new_judge_tokenizer
-from .stage import Plan, machine
+from .stage import SURROUNDINGS, Plan, machine
 
 CHECK_SEED = 77
 _NEAR_TRIES = 50
@@ -89,8 +89,10 @@ describes. `judge.json` holds the texts it was trained with; the rewards of `vis
 
 {plan.judge_vision_steps} steps of {3 * batch} rendered scenes for the vision part alone (what is in which
 cell, style, distortion), then {plan.judge_steps} steps of {batch} scenes with 8 questions each and {batch}
-pairs with 3 votes each; training prompts only, half of the scenes distorted. {seconds / 60:.0f} minutes on
-{machine()}. Made by the training function of the stage `judge` of `visalign build-assets`.
+pairs with 3 votes each; training prompts only, half of the scenes distorted. Then {plan.judge_ground_steps}
+such steps in which {SURROUNDINGS:.0%} of the pictures have another ground, specks or a larger canvas.
+{seconds / 60:.0f} minutes on {machine()}. Made by the stages `judge` and `judge_grounds` of
+`visalign build-assets`.
 
 ## How good it is
 

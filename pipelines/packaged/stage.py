@@ -68,7 +68,7 @@ class Plan:
     """Held-out problems of each kind that the language model's card is measured on."""
     judge_vision_steps: int = 900
     judge_steps: int = 1800
-    judge_ground_steps: int = 400
+    judge_ground_steps: int = 500
     judge_batch: int = 48
     judge_check: int = 1000
     """Held-out pictures and pairs that the vision-language model's card is measured on."""

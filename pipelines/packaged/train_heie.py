@@ -36,6 +36,7 @@ from visalign.training import AdamWSettings, Algorithm, RunSettings, Trainer
 from visalign.training.loop.trainer import Collected, Context
 
 from .heie import HeiePlan, faults_data, heie_card, heie_measures, shapes_faults
+from .stage import SURROUNDINGS
 
 NAME = "shapes-heie"
 """Folder of the packaged heads in `assets/`."""
@@ -102,7 +103,7 @@ def train_heads(
 
 def train_on_shapes(engine: VisionLanguageEngine, plan: HeiePlan) -> HeieHeads:
     """Heads trained on the shapes world."""
-    faults = shapes_faults(plan.pictures, split="train", seed=plan.seed)
+    faults = shapes_faults(plan.pictures, split="train", seed=plan.seed, surroundings=SURROUNDINGS)
     data = faults_data(engine, faults, tiles=plan.tiles)
     view = data.seen[0]
     settings = HeieSettings(
@@ -141,7 +142,9 @@ def build_heie(base: str | Path, folder: Path, plan: HeiePlan | None = None) -> 
     test = shapes_faults(plan.test, split="heldout", seed=plan.seed + 1)
     judge = Heie(folder, write_reasons=False)
     found = heie_measures(judge, test)
-    (folder / "README.md").write_text(heie_card(judge, found, plan, seconds), encoding="utf-8")
+    moved = shapes_faults(plan.test, split="heldout", seed=plan.seed + 1, surroundings=1.0)
+    away = heie_measures(judge, moved)
+    (folder / "README.md").write_text(heie_card(judge, found, away, plan, seconds), encoding="utf-8")
     return found
 
 
