@@ -300,7 +300,6 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     monkeypatch.setattr(assets_clip, "retrieval", lambda model, **given: found)
     shares = dict.fromkeys(("all", *CATEGORIES), 0.5)
     monkeypatch.setattr(assets_generator, "pipeline_accuracy", lambda pipe, scale, **given: shares)
-    monkeypatch.setattr(assets_unet, "pipeline_accuracy", lambda pipe, scale: shares)
     plan = build_assets.Plan(
         autoencoder_steps=2,
         autoencoder_batch=2,
