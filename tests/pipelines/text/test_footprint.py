@@ -66,7 +66,7 @@ def test_a_plan_is_what_the_network_takes(inputs, changes):
     if config.model.gradient_checkpointing:
         assert activations < _stored(model, ids[:3])
     else:
-        assert 0.8 <= activations / max(generation, _stored(model, ids[:3])) <= 1.05
+        assert 0.8 <= activations / max(generation, _stored(model, ids[:3])) <= 1.1
     parts = {k: v for k, v in memory.items() if not k.startswith(("in_all", "of_that", "not_"))}
     assert memory["in_all"] == pytest.approx(sum(parts.values()))
     assert config.model.lora is not None or estimate(config)["memory_in_GB"] == memory

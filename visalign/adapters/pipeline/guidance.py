@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,18 @@ from torch import Tensor
 from visalign.interfaces import ForwardCount
 
 from .families import Family
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Inside, diffusers says errors alone."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class Halves:

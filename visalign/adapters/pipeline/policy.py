@@ -9,7 +9,6 @@ call, 3 to 11 ms of processor time a velocity (`tests/benchmarks/pipeline_call.p
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -39,7 +38,7 @@ from .arguments import (
     part_dtypes,
 )
 from .condition import Encoded, PipelineCondition, Source, join, lengths, named, positive, rows_of
-from .guidance import Halves
+from .guidance import Halves, silent
 from .lora import add_lora, load_lora, save_lora, settings_of
 from .quantization import quantization_of
 from .schedulers import handing_scheduler, time_of
@@ -449,25 +448,15 @@ class PipelinePolicy:
         """
         self._scheduler.at = at
         self._start = latents
-        logger = logging.getLogger("diffusers")
-        level = logger.level
-        if latents is not None:
-            logger.setLevel(logging.ERROR)
         self._source: Any = inputs.get("image")
         shown = {} if self._source is None else {"image": self._source.picture}
+        given = {**self._fixed, **inputs, **shown, "num_inference_steps": steps, "output_type": output_type}
         try:
-            return self._call(
-                self.pipe,
-                **self._fixed,
-                **{**inputs, **shown},
-                num_inference_steps=steps,
-                output_type=output_type,
-                generator=torch.Generator().manual_seed(0),
-                return_dict=False,
-            )[0]
+            with nullcontext() if latents is None else silent():
+                draw = torch.Generator().manual_seed(0)
+                return self._call(self.pipe, **given, generator=draw, return_dict=False)[0]
         finally:
             self._start = None
-            logger.setLevel(level)
 
     def _encoded(self, *args: Any, **kwargs: Any) -> Any:
         """What the pipeline's encoders return, kept for `_encode`."""
