@@ -193,9 +193,7 @@ def _mean_on(heat: Tensor, cover: Tensor) -> Tensor:
 def heie_card(
     judge: Heie, found: Mapping[str, float], away: Mapping[str, float], plan: HeiePlan, seconds: float
 ) -> str:
-    """The card: how the heads were trained (`seconds` of a processor), how good the saved ones are, on the
-    world's own grounds and `away` from them.
-    """
+    """The card: `seconds` of a processor, how good the saved heads are at home and `away` from it."""
     count = sum(parameter.numel() for parameter in judge.heads.parameters())
     base = judge.engine.settings.rest.get("base", judge.engine.name)
     rows = _map_rows(found)

@@ -170,7 +170,7 @@ class RewardDataConfig:
     """The same for data.heldout; null: as kinds."""
     surroundings: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of generated training pictures on other grounds, with specks or on a canvas; a judge that met
-    none of them is wrong on them. Held-out ones have none."""
+    none of them is wrong on them. Held-out ones have none, and pictures of files stay as they are."""
     labels: Literal["votes", "truth", "probability"] = "votes"
     """shapes:pairs: votes of annotators, truth (who is better), or probability (that a vote says so). Files
     have what they have."""
@@ -268,7 +268,6 @@ USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
     ),
     "columns": (_reads_files, "where data.train or data.heldout is a file"),
     "coding": (_reads_files, "where data.train or data.heldout is a file of pairs"),
-    "surroundings": (lambda c: c.data.train in GENERATED, "where data.train is generated"),
     "train_split": (lambda c: c.data.train not in GENERATED, "where data.train is a file or layout"),
     "heldout_split": (
         lambda c: c.data.heldout not in (None, *GENERATED),
