@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -203,15 +204,15 @@ def next_command(folder: Path) -> str:
     """What to do with a run's results: draw pictures, sample or train on completions, measure a judge."""
     lora, model = folder / "lora", folder / "model"
     if (folder / "dataset.jsonl").exists():
-        return f"visalign train text_sft data.train={folder / 'dataset.jsonl'}"
+        return shlex.join(["visalign", "train", "text_sft", f"data.train={folder / 'dataset.jsonl'}"])
     if (model / "config.json").exists():
-        return f"visalign train text_sample model.path={model}"
+        return shlex.join(["visalign", "train", "text_sample", f"model.path={model}"])
     if (lora / "adapter_config.json").exists():
         return f"Open {folder / 'report.html'}"
     if lora.exists() or model.exists():
         base = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["model"]["path"]
-        drawn = f"--model {base} --lora {lora}" if lora.exists() else f"--model {model}"
-        return f'visalign sample "a red circle" {drawn} --output {folder / "pictures"}'
+        drawn = ["--model", base, "--lora", str(lora)] if lora.exists() else ["--model", str(model)]
+        return 'visalign sample "a red circle" ' + shlex.join([*drawn, "--output", str(folder / "pictures")])
     return "visalign evaluate --help"
 
 

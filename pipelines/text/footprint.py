@@ -55,8 +55,9 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     judges, later = judge_bytes({**inputs.rewards, "the sum": inputs.reward})
     memory["judges"] = judges / GB
     memory["in_all"] = math.fsum(memory.values())
-    passes = bool(rows) + asks_reference(config) + config.rollout.recompute + 3 * config.objective.epochs
-    passes += (config.model.value == "separate") * (1 + 3 * config.objective.epochs)
+    update = (3 + bool(config.model.gradient_checkpointing)) * config.objective.epochs
+    passes = bool(rows) + asks_reference(config) + config.rollout.recompute + update
+    passes += (config.model.value == "separate") * (1 + update)
     operations = flops * completions * config.run.iterations * passes
     read = weight_bytes(network) + cache / 2
     found = {"tokens_per_second_at_most": tokens_by_device(rows, read)} if rows else {}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib
 import io
 import json
@@ -263,7 +264,16 @@ def serve(source: str, reading: int, writing: int) -> None:
 
 def asked(action: str) -> Callable[..., Any]:
     """A method that asks the code."""
-    return lambda self, *given, **named: self.__link__.ask(action, self, *given, **named)
+
+    def method(self: Any, *given: Any, **named: Any) -> Any:
+        try:
+            return self.__link__.ask(action, self, *given, **named)
+        except StopIteration as error:  # it would end a map or zip of the test
+            if action == "next":
+                raise
+            raise RuntimeError("the code raised StopIteration") from error
+
+    return method
 
 
 class Mirror(type):
@@ -364,19 +374,43 @@ class Names(dict):  # type: ignore[type-arg]
         """
         super().__init__(__name__="test")
         self._link = link
-        read, made = set(), set()
+        read, made, self._of_modules = set(), set(), dict[str, set[str]]()
+        imports = False
         for node in ast.walk(tree):
             if isinstance(node, ast.Name):
                 (read if isinstance(node.ctx, ast.Load) else made).add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                self._of_modules.setdefault(node.value.id, set()).add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                imports |= node.module == "solution" and node.names[0].name != "*"
+            elif isinstance(node, ast.alias | ast.Constant):
+                word = node.name if isinstance(node, ast.alias) else node.value
+                imports |= word == "solution"
             made |= {getattr(node, key) for key in ("name", "asname", "arg") if hasattr(node, key)}
-        self._asks_builtins = not read - made - vars(builtins).keys()
+        named = read - made
+        self._asks_builtins = not imports and not named - vars(builtins).keys()
+        if self._asks_builtins and len(named) > 1:
+            raise NameError(
+                f"only Python's own names are in the test ({', '.join(sorted(named))}): import what it "
+                "tests from solution"
+            )
 
     def __missing__(self, name: str) -> Any:
         if name[:2] == "__" or (hasattr(builtins, name) and not self._asks_builtins):
             raise KeyError(name)
         if name in self._link.names:
             return self._link.names[name]
-        value = self._link.ask("name", name)
+        if name in self._of_modules and name in {*sys.stdlib_module_names, "np", "numpy"}:
+            with contextlib.suppress(ImportError):
+                module = importlib.import_module("numpy" if name == "np" else name)
+                if all(hasattr(module, word) for word in self._of_modules[name]):
+                    return module
+        try:
+            value = self._link.ask("name", name)
+        except KeyError:
+            if hasattr(builtins, name):
+                raise NameError(f"the code defines no {name}") from None
+            raise
         if type(value).__name__ == "module" and name in {*sys.stdlib_module_names, "np", "numpy"}:
             return importlib.import_module("numpy" if name == "np" else name)
         if isinstance(value, Mirror) or type(value).__name__ == "function":
@@ -393,7 +427,7 @@ class Solution(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return self.__link__.ask("names")
+            return [word for word in self.__link__.ask("names") if not hasattr(builtins, str(word))]
         try:
             return self.__link__.ask("name", name)
         except KeyError:

@@ -84,6 +84,7 @@ class CodeTests:
         Args:
             field: metadata field with the tests.
             setup_field: metadata field with source that is put before the code (imports, helpers), or None.
+                The code can replace what stands there: what judges belongs in the tests.
             credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
             after: only code behind the last occurrence of this marker counts, e.g. "</think>".
             whole: take the whole completion as code where it has no fenced block.

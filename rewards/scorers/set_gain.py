@@ -117,7 +117,8 @@ class FrechetGain(VendiGain):
         **towers: precision, batch_size, ... of `ClipTowers`.
 
     Raises:
-        RewardError: no folder, or fewer than two readable pictures in it.
+        RewardError: no folder, or fewer than two picture files in it; one that cannot be read
+            raises at the first score.
 
     DRAGON, arXiv 2504.15217; FID, arXiv 1706.08500, by the embeddings of `model` instead of Inception's.
     """

@@ -791,3 +791,23 @@ def test_containers_are_renewed_in_place():
     table = [row, inner, {4}]
     assert renew(table, [[5], {"a": [6], "b": 7}, {8}, 9]) is table
     assert table == [[5], {"a": [6], "b": 7}, {8}, 9] and table[0] is row and table[1] is inner
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("def f(x): return 0\ndef abs(x): return 0", "from solution import f\nassert abs(f(2) - 4) < 1e-6"),
+        ("def f(x): return 0\ndef all(x): return True", "import solution\nassert all([solution.f(2) == 4])"),
+        ("def f(x): return 0\ndef abs(x): return 0", "from solution import *\nassert abs(f(2) - 4) < 1e-6"),
+        ("def sum(x): return 0\ndef abs(x): return 0", "assert abs(sum([1.5, 2]) - 3.5) < 1e-9"),
+        ("pass", "assert sorted([3, 1]) == [1, 3]"),
+        ("def f(x): raise StopIteration", "assert all(map(lambda c: f(c) == c * c, [2, 3]))"),
+        (
+            "def f(x): return 0\nclass math:\n    isclose = staticmethod(lambda *a: True)",
+            "assert math.isclose(f(2), 4)",
+        ),
+    ],
+)
+def test_what_python_names_is_pythons(code: str, test: str) -> None:
+    [found] = CodeTests(limits=QUICK, isolation=HERE).run(code, [test])
+    assert not found.passed

@@ -21,8 +21,9 @@ class RewardConstraints:
     """max E[Σ_m w_m n_m] under E[w_k n_k] ≥ c_k for the terms k of a weighted sum that have a bound.
 
     What is optimised is Σ_m w_m n_m + Σ_k λ_k w_k n_k, m the terms without a bound, and each iteration's
-    λ_k ← max(0, λ_k + η (c_k − mean of w_k n_k)) before its samples are learnt from, λ_k = 0 at first. While
-    a bound holds its term says nothing; the longer it is missed the more it says.
+    λ_k ← max(0, λ_k + η (c_k − mean of w_k n_k)) before its samples are learnt from, λ_k = 0 at first. A
+    bound that always held costs nothing; the longer it is missed the more its term says, and λ falls while
+    it holds.
 
     Args:
         reward: with `constraints`, label -> c_k, as `visalign.rewards.WeightedSum` has them.
