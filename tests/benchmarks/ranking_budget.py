@@ -167,14 +167,14 @@ def peer(name: str, prob: Tensor, calls: int, seed: int) -> Tensor:
             order.insert(low, new)
         return -torch.tensor(order).argsort().double()
     if name == "choix":
-        import choix
+        import choix  # type: ignore[import-not-found]
 
         pairs = [(i, j) for i in range(size) for j in range(i)]
         chosen = [pairs[k] for k in rng.choice(len(pairs), calls, replace=False)]
         sides = [pair if rng.random() < 0.5 else pair[::-1] for pair in chosen]
         data = [(i, j) if won[i, j] else (j, i) for i, j in sides]
         return torch.from_numpy(choix.opt_pairwise(size, data, alpha=0.1))
-    import trueskill
+    import trueskill  # type: ignore[import-not-found]
 
     # a game's noise and the spread of the scores in one unit, as in the simulation
     world: Any = trueskill.TrueSkill(mu=0, sigma=2, beta=1.2, tau=0, draw_probability=0)
