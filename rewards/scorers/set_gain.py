@@ -35,7 +35,8 @@ class VendiGain:
     """What a picture adds to the variety of its set: the Vendi score less that without it.
 
     The part "set" is the score of the whole set. A picture that cannot be read is in no set; one without
-    another beside it is invalid.
+    another beside it is invalid. Of two pictures both gain the same, so that
+    groups of two learn nothing from it.
 
     Args:
         model: whose image tower embeds: what `clip_score` takes.

@@ -19,7 +19,8 @@ METRICS: dict[str, str] = {
     "were dropped included; of supervised fine-tuning, demonstrations read so far, repeats included; of the "
     "training of a judge, labelled examples (pairs, triples, pictures)",
     "tokens": "tokens of these completions so far",
-    "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit",
+    "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit; "
+    "with rewards.terms.LABEL.bound that of what is optimised, which moves with its multiplier",
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
     "reward_group_std": "mean over groups of the standard deviation within a group, in the reward's unit",
     "reward_part/*": "mean of one named part of the reward over the samples that have it",
