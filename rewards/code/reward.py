@@ -11,7 +11,8 @@ What a test can be (a record's field holds a list of them, or one mapping of the
 Nothing of this enters the process of the code but the inputs: output is compared here, and asserts and calls
 are judged in a process that never imports or executes the code and sees it through plain values (see
 `code_judge`), so a program that ends early, prints "passed", patches the interpreter or returns objects that
-equal everything earns nothing.
+equal everything earns nothing. Helpers that a test takes from the code or from `setup_field` are the code's
+word: what judges is imported or defined in the test.
 
 Expected values of calls are JSON: tuples are lists, keys are text, and floats are equal within `tolerance`.
 """
