@@ -49,7 +49,7 @@ class TextModelConfig:
     max_prompt_tokens: Count | None = None
     """Longest prompt; null: what the context leaves."""
     long_prompts: Literal["refuse", "mask"] = "refuse"
-    """A longer prompt is an error (refuse), or its completions have weight 0 (mask)."""
+    """A longer prompt is an error (refuse), or its completions have a loss mask of 0 (mask)."""
     generate_batch: Count = 128
     """Completions that grow together; memory and speed only."""
     score_batch: Count = 64

@@ -29,7 +29,7 @@ class ImplicitScores:
     """What the log-ratio says of B completions; float32, no gradient."""
 
     token: Tensor
-    """[B, T] r_t; 0 where the weight is 0, and in invalid completions."""
+    """[B, T] r_t; 0 where the loss mask is 0, and in invalid completions."""
     prefix: Tensor
     """[B, T] Σ_{s≤t} r_s, the value of the prefix that ends with token t."""
     total: Tensor
@@ -88,14 +88,14 @@ class ImplicitProcessReward:
         own = model_log_prob(self.policy, rollout).cpu()
         other = reference_log_prob(self.policy, rollout, reference=self.reference_policy).cpu()
         finite = torch.isfinite(own - other).all(1)
-        there = (rollout.weight != 0).any(1) & rollout.generated
+        there = (rollout.loss_mask != 0).any(1) & rollout.generated
         reasons: list[str | None] = [
             None if ok and known else ("a log-prob is not finite" if ok else "no token was generated")
             for ok, known in zip(there.tolist(), finite.tolist(), strict=True)
         ]
         valid = there & finite
-        ratio = torch.where(valid[:, None] & (rollout.weight != 0), own - other, 0.0)
-        made = implicit_step_rewards(ratio, (rollout.weight != 0).float(), beta=self.beta)
+        ratio = torch.where(valid[:, None] & (rollout.loss_mask != 0), own - other, 0.0)
+        made = implicit_step_rewards(ratio, (rollout.loss_mask != 0).float(), beta=self.beta)
         return ImplicitScores(
             token=made.step,
             prefix=made.prefix,

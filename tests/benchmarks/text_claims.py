@@ -162,8 +162,8 @@ def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str,
                 stopping=StoppingCriteria(max_new_tokens=96),
             )
             log_ratio = moved.log_probs(rollout).log_prob - rollout.log_prob
-        whole = ratio_level(log_ratio, rollout.weight, "sequence")[:, 0]
-        for row, length in enumerate(rollout.weight.sum(1).long().tolist()):
+        whole = ratio_level(log_ratio, rollout.loss_mask, "sequence")[:, 0]
+        for row, length in enumerate(rollout.loss_mask.sum(1).long().tolist()):
             tokens = log_ratio[row, :length]
             collected.append((length, float(tokens.square().mean()), float(whole[row] ** 2)))
     table = np.array(collected)

@@ -13,16 +13,16 @@ from visalign.text import Sampling, StoppingCriteria, StopStrings, TextRollout, 
 
 def rollout(count: int = 4, length: int = 3, **changes) -> TextRollout:
     number = torch.arange(count * length, dtype=torch.float32).view(count, length)
-    weight = torch.ones(count, length)
-    weight[0, -1] = 0
+    loss_mask = torch.ones(count, length)
+    loss_mask[0, -1] = 0
     settled = {
         "prompt_ids": torch.arange(count * 2).view(count, 2),
-        "prompt_weight": torch.ones(count, 2),
+        "prompt_mask": torch.ones(count, 2),
         "completion_ids": number.long(),
-        "weight": weight,
-        "log_prob": -number / 10 * weight,
-        "full_log_prob": -number / 9 * weight,
-        "entropy": number / 20 * weight,
+        "loss_mask": loss_mask,
+        "log_prob": -number / 10 * loss_mask,
+        "full_log_prob": -number / 9 * loss_mask,
+        "entropy": number / 20 * loss_mask,
         "text": [f"answer {i}" for i in range(count)],
         "stop_reason": ["eos", *["length"] * (count - 1)],
         "group": [i // 2 for i in range(count)],
@@ -46,13 +46,13 @@ def test_rows_take_everything_along() -> None:
 def test_joined_rollouts_are_padded_on_the_right_side() -> None:
     short = rollout(2, 2, sampling=Sampling(top_k=2), kept=TokenSets.from_lists([[torch.tensor([5])]] * 2, 2))
     long = replace(
-        rollout(2, 3, prompt_ids=torch.ones(2, 4, dtype=torch.int64), prompt_weight=torch.ones(2, 4)),
+        rollout(2, 3, prompt_ids=torch.ones(2, 4, dtype=torch.int64), prompt_mask=torch.ones(2, 4)),
         sampling=Sampling(top_k=2),
         kept=TokenSets.from_lists([[torch.tensor([6, 7])]] * 2, 3),
     )
     joined = join_rollouts([short, long])
-    assert joined.weight.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1]]
-    assert joined.prompt_weight[0].tolist() == [0, 0, 1, 1] and joined.prompt_ids[1].tolist() == [0, 0, 2, 3]
+    assert joined.loss_mask.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    assert joined.prompt_mask[0].tolist() == [0, 0, 1, 1] and joined.prompt_ids[1].tolist() == [0, 0, 2, 3]
     assert joined.kept is not None and joined.kept.ids.tolist() == [5, 5, 6, 7, 6, 7]
     assert joined.kept.count[:, 0].tolist() == [1, 1, 2, 2]
     assert joined.text == ["answer 0", "answer 1"] * 2 and joined.images is None
@@ -81,7 +81,7 @@ def test_recomputed_log_probs_leave_the_sampled_ones_for_the_correction() -> Non
     given, other = rollout(), torch.zeros(4, 3)
     step = given.trajectories(torch.zeros(4), old_log_prob=other)
     assert step.old_log_prob is other and step.rollout_log_prob is given.log_prob
-    weight = filter_overlong(given.weight, given.truncated)
+    weight = filter_overlong(given.loss_mask, given.truncated)
     assert given.trajectories(torch.zeros(4), weight=weight).weight.sum() == 2
 
 
@@ -102,14 +102,14 @@ def test_a_greedy_rollout_is_no_training_data() -> None:
     [
         (
             {"log_prob": torch.zeros(4, 2)},
-            r"log_prob must have shape \(4, 3\), as weight has it; got \(4, 2\)",
+            r"log_prob must have shape \(4, 3\), as loss_mask has it; got \(4, 2\)",
         ),
-        ({"weight": torch.ones(4)}, r"weight must be \[B, T\]; got shape \(4,\)"),
+        ({"loss_mask": torch.ones(4)}, r"loss_mask must be \[B, T\]; got shape \(4,\)"),
         ({"prompt_ids": torch.zeros(3, 2)}, r"must both be \[4, L\]; got \(3, 2\) and \(4, 2\)"),
-        ({"text": ["a"]}, r"text needs one entry per sample, 4 as in weight \(4, 3\); got 1"),
+        ({"text": ["a"]}, r"text needs one entry per sample, 4 as in loss_mask \(4, 3\); got 1"),
         (
             {"kept": TokenSets.from_lists([[]], 3)},
-            r"kept holds sets \(1, 3\); weight is \(4, 3\)",
+            r"kept holds sets \(1, 3\); loss_mask is \(4, 3\)",
         ),
     ],
 )

@@ -22,7 +22,7 @@ def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slic
         rows: b of them; None is all.
 
     Returns:
-        [b, T] float32, differentiable unless gradients are off; 0 where the weight is 0.
+        [b, T] float32, differentiable unless gradients are off; 0 where the loss mask is 0.
     """
     return policy.log_probs(replace(rollout, sampling=Sampling(), kept=None), rows).log_prob
 

@@ -23,7 +23,7 @@ the temperature. The two are one without top-k and top-p."""
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutput:
-    """What a policy says of b completions; 0 where the rollout's weight is 0."""
+    """What a policy says of b completions; 0 where the rollout's loss mask is 0."""
 
     log_prob: Tensor
     """[b, T] float32 log π of the drawn tokens, differentiable."""

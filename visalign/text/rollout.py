@@ -24,7 +24,7 @@ from .token_sets import TokenSets
 class TextRollout:
     """B completions to B prompts (the same prompt G times for a group), on the CPU.
 
-    What is padding is said by the weights alone; padded ids may be any token of the vocabulary.
+    What is padding is said by the masks alone; padded ids may be any token of the vocabulary.
 
     Raises:
         ValueError: tensors or lists that do not fit, named with both shapes.
@@ -32,11 +32,11 @@ class TextRollout:
 
     prompt_ids: Tensor
     """[B, L] int64, padded on the left."""
-    prompt_weight: Tensor
+    prompt_mask: Tensor
     """[B, L] float32, 1 for tokens of the prompt and 0 for padding."""
     completion_ids: Tensor
     """[B, T] int64, padded on the right; the end token is part of the completion."""
-    weight: Tensor
+    loss_mask: Tensor
     """[B, T] float32, 1 for tokens that were drawn."""
     log_prob: Tensor
     """[B, T] float32, log-prob of the token under the distribution that was sampled; 0 for padding."""
@@ -62,35 +62,35 @@ class TextRollout:
     """B lists of the pictures in the prompt, for vision-language models."""
 
     def __post_init__(self) -> None:
-        shape = self.weight.shape
+        shape = self.loss_mask.shape
         if len(shape) != 2:
-            raise ValueError(f"weight must be [B, T]; got shape {tuple(shape)}.")
+            raise ValueError(f"loss_mask must be [B, T]; got shape {tuple(shape)}.")
         for name in ("completion_ids", "log_prob", "full_log_prob", "entropy"):
             if getattr(self, name).shape != shape:
                 raise ValueError(
-                    f"{name} must have shape {tuple(shape)}, as weight has it; got "
+                    f"{name} must have shape {tuple(shape)}, as loss_mask has it; got "
                     f"{tuple(getattr(self, name).shape)}."
                 )
-        if self.prompt_ids.shape != self.prompt_weight.shape or self.prompt_ids.shape[:1] != shape[:1]:
+        if self.prompt_ids.shape != self.prompt_mask.shape or self.prompt_ids.shape[:1] != shape[:1]:
             raise ValueError(
-                f"prompt_ids and prompt_weight must both be [{shape[0]}, L]; got "
-                f"{tuple(self.prompt_ids.shape)} and {tuple(self.prompt_weight.shape)}."
+                f"prompt_ids and prompt_mask must both be [{shape[0]}, L]; got "
+                f"{tuple(self.prompt_ids.shape)} and {tuple(self.prompt_mask.shape)}."
             )
         for name in _LISTS:
             given = getattr(self, name)
             if given is not None and len(given) != shape[0]:
                 raise ValueError(
-                    f"{name} needs one entry per sample, {shape[0]} as in weight {tuple(shape)}; got "
+                    f"{name} needs one entry per sample, {shape[0]} as in loss_mask {tuple(shape)}; got "
                     f"{len(given)}."
                 )
         if self.kept is not None and self.kept.count.shape != shape:
             raise ValueError(
-                f"kept holds sets {tuple(self.kept.count.shape)}; weight is {tuple(shape)}, and the two must "
+                f"kept holds sets {tuple(self.kept.count.shape)}; loss_mask is {tuple(shape)}; the two must "
                 "agree."
             )
 
     def __len__(self) -> int:
-        return self.weight.shape[0]
+        return self.loss_mask.shape[0]
 
     @property
     def truncated(self) -> Tensor:
@@ -150,7 +150,7 @@ class TextRollout:
             )
         generated = self.generated
         known = generated if valid is None else valid.cpu().bool() & generated
-        settled: dict[str, Any] = {"weight": self.weight, "entropy": self.entropy}
+        settled: dict[str, Any] = {"weight": self.loss_mask, "entropy": self.entropy}
         if old_log_prob is not None:
             settled["rollout_log_prob"] = self.log_prob
         return Trajectories(
@@ -188,7 +188,7 @@ def join_rollouts(rollouts: Sequence[TextRollout]) -> TextRollout:
             f"Rollouts of one batch must be sampled in one way; got {' and '.join(others)}. Train on them in "
             "separate steps."
         )
-    length = max(r.weight.shape[1] for r in rollouts)
+    length = max(r.loss_mask.shape[1] for r in rollouts)
     prompt_length = max(r.prompt_ids.shape[1] for r in rollouts)
     held: dict[str, Any] = {}
     for name in _TENSORS:

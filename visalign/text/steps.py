@@ -83,7 +83,7 @@ def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Te
         reading: how texts are cut.
 
     Returns:
-        [B, T] int64, −1 where the weight is 0 and in completions without a step.
+        [B, T] int64, −1 where the loss mask is 0 and in completions without a step.
 
     Raises:
         UserError: the tokenizer does not give the rollout's texts back.
@@ -94,15 +94,15 @@ def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Te
     for row, spans in enumerate(rows):
         for number, span in enumerate(spans):
             table[:, row, number] = torch.tensor(span)
-    found = span_index(table[0], table[1], rollout.weight.shape[1])
-    return torch.where(rollout.weight != 0, found, -1)
+    found = span_index(table[0], table[1], rollout.loss_mask.shape[1])
+    return torch.where(rollout.loss_mask != 0, found, -1)
 
 
 def _token_spans(
     rollout: TextRollout, row: int, tokenizer: Any, reading: StepReading
 ) -> list[tuple[int, int]]:
     """First token and one past the last of each step of one completion; together they are all of it."""
-    length = int((torch.arange(1, rollout.weight.shape[1] + 1) * (rollout.weight[row] != 0)).amax())
+    length = int((torch.arange(1, rollout.loss_mask.shape[1] + 1) * (rollout.loss_mask[row] != 0)).amax())
     ids, text = rollout.completion_ids[row, :length].tolist(), rollout.text[row]
     if length == 0:
         return []

@@ -10,7 +10,7 @@ from typing import Literal
 from visalign.errors import UserError
 
 StopReason = Literal["eos", "stop string", "length", "prompt too long"]
-"""Why a completion ended; "prompt too long" marks a sample that was not generated and has weight 0."""
+"""Why a completion ended; "prompt too long" marks a sample that was not generated; its loss mask is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

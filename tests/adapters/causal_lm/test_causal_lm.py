@@ -70,8 +70,8 @@ def naive(given: CausalLMPolicy, rollout: TextRollout) -> torch.Tensor:
     """Σ over tokens of c_t log p_t at the temperature, sample by sample through the model's own logits."""
     total = torch.zeros(())
     for row in range(len(rollout)):
-        prompt = rollout.prompt_ids[row, rollout.prompt_weight[row] > 0]
-        completion = rollout.completion_ids[row, rollout.weight[row] > 0]
+        prompt = rollout.prompt_ids[row, rollout.prompt_mask[row] > 0]
+        completion = rollout.completion_ids[row, rollout.loss_mask[row] > 0]
         logits = given.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1]
         log_p = (logits / rollout.sampling.temperature).log_softmax(-1).gather(-1, completion[:, None])[:, 0]
         total = total + (log_p * torch.arange(1, len(completion) + 1)).sum()
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_models_logits(lora) -> None:
     given = policy(lora=lora)
     rollout = rollout_of(given)
     perturb(given)
-    place = torch.arange(1, rollout.weight.shape[1] + 1)
+    place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
     expected = gradients(given, naive(given, rollout))
     ours = gradients(given, (given.log_probs(rollout, distribution="full").log_prob * place).sum())
     for mine, theirs in zip(ours, expected, strict=True):
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_models_logits(lora) -> None:
 def test_micro_batches_and_recomputed_activations_change_nothing(sampling) -> None:
     given, saving = policy(), policy(gradient_checkpointing=True)
     rollout = rollout_of(given, sampling)
-    place = torch.arange(1, rollout.weight.shape[1] + 1)
+    place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
 
     def total(which, rows):
         found = which.log_probs(rollout, rows)
@@ -120,12 +120,12 @@ def test_a_later_policy_is_scored_on_the_tokens_that_could_be_drawn() -> None:
     assert rollout.kept is not None
     perturb(given, 0.3)
     found = given.log_probs(rollout).log_prob
-    row, column = (rollout.weight > 0).nonzero(as_tuple=True)
+    row, column = (rollout.loss_mask > 0).nonzero(as_tuple=True)
     kept = rollout.kept.mask(row, column, 64)
     place = 0
     for sample in range(len(rollout)):
-        prompt = rollout.prompt_ids[sample, rollout.prompt_weight[sample] > 0]
-        completion = rollout.completion_ids[sample, rollout.weight[sample] > 0]
+        prompt = rollout.prompt_ids[sample, rollout.prompt_mask[sample] > 0]
+        completion = rollout.completion_ids[sample, rollout.loss_mask[sample] > 0]
         logits = given.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
         allowed = kept[place : place + len(completion)]
         held = torch.stack([z[mask].logsumexp(0) for z, mask in zip(logits, allowed, strict=True)])
@@ -149,10 +149,10 @@ def test_rows_are_taken_in_their_order() -> None:
 def test_holes_in_the_weight_are_left_out_but_stay_in_the_context() -> None:
     given = policy()
     rollout = rollout_of(given)
-    weight = rollout.weight.clone()
+    weight = rollout.loss_mask.clone()
     weight[:, 1:4] = 0
     weight[1, 5:] = 0
-    found = given.log_probs(replace(rollout, weight=weight)).log_prob
+    found = given.log_probs(replace(rollout, loss_mask=weight)).log_prob
     torch.testing.assert_close(found, rollout.log_prob * (weight != 0), rtol=0, atol=1e-4)
 
 
@@ -295,7 +295,7 @@ def test_other_architectures(build, head, sampling) -> None:
     torch.testing.assert_close(output.log_prob, rollout.log_prob, rtol=0, atol=1e-4)
     torch.testing.assert_close(output.entropy, rollout.entropy, rtol=0, atol=1e-4)
     expected = gradients(given, naive(given, rollout))
-    place = torch.arange(1, rollout.weight.shape[1] + 1)
+    place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
     ours = gradients(given, (given.log_probs(rollout, distribution="full").log_prob * place).sum())
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3 * max(1, theirs.abs().max().item()))

@@ -45,8 +45,8 @@ def test_log_probs_equal_a_recomputation(shared, sampling) -> None:
     full = shared.log_probs(rollout, distribution="full").log_prob
     torch.testing.assert_close(full, rollout.full_log_prob, rtol=0, atol=1e-4)
     if sampling.truncates:
-        assert (rollout.log_prob - rollout.full_log_prob)[rollout.weight > 0].max() > 0.05
-    assert (rollout.log_prob[rollout.weight == 0] == 0).all() and found.value is None
+        assert (rollout.log_prob - rollout.full_log_prob)[rollout.loss_mask > 0].max() > 0.05
+    assert (rollout.log_prob[rollout.loss_mask == 0] == 0).all() and found.value is None
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3])
@@ -54,8 +54,8 @@ def test_log_probs_equal_a_recomputation(shared, sampling) -> None:
 def test_log_probs_are_those_of_the_models_own_logits(shared, sampling) -> None:
     rollout = sampled(shared, sampling)
     for row in range(len(rollout)):
-        prompt = rollout.prompt_ids[row, rollout.prompt_weight[row] > 0]
-        completion = rollout.completion_ids[row, rollout.weight[row] > 0]
+        prompt = rollout.prompt_ids[row, rollout.prompt_mask[row] > 0]
+        completion = rollout.completion_ids[row, rollout.loss_mask[row] > 0]
         logits = shared.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1]
         log_p = (logits / sampling.temperature).log_softmax(-1)
         own = log_p.gather(-1, completion[:, None])[:, 0]
@@ -74,7 +74,7 @@ def test_greedy_completions_are_those_of_transformers(shared) -> None:
             max_new_tokens=14,
             do_sample=False,
         )[0, len(prompt) :]
-        ours = rollout.completion_ids[row, rollout.weight[row] > 0]
+        ours = rollout.completion_ids[row, rollout.loss_mask[row] > 0]
         assert ours.tolist() == theirs.tolist()
 
 
@@ -90,7 +90,7 @@ def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
         alone = sampled(shared, sampling, stopping, PROMPTS[1:3], seeds=seeds[3:9])
     finally:
         shared.generate_batch = own
-    width = alone.weight.shape[1]
+    width = alone.loss_mask.shape[1]
     assert alone.text == all_at_once.text[3:9] and alone.stop_reason == all_at_once.stop_reason[3:9]
     torch.testing.assert_close(alone.log_prob, all_at_once.log_prob[3:9, :width], rtol=0, atol=1e-5)
     assert all_at_once.seed == seeds and len(set(all_at_once.text)) > 7
@@ -100,7 +100,7 @@ def test_every_completion_says_why_it_ended(shared) -> None:
     rollout = sampled(shared, num_generations=12)
     assert set(rollout.stop_reason) == {"eos", "stop string", "length"}
     for row, reason in enumerate(rollout.stop_reason):
-        ids = rollout.completion_ids[row, rollout.weight[row] > 0].tolist()
+        ids = rollout.completion_ids[row, rollout.loss_mask[row] > 0].tolist()
         text = shared.tokenizer.decode(ids)
         assert text.count("<end>") == (reason == "eos") and (reason == "eos") == (ids[-1] == 1)
         assert (reason == "stop string") == (text[-1] in "b7")
@@ -113,7 +113,7 @@ def test_every_completion_says_why_it_ended(shared) -> None:
         stopping=StoppingCriteria(max_new_tokens=14, strings=("<end>",), eos_ids=()),
     )
     ended = [row for row, reason in enumerate(special.stop_reason) if reason == "stop string"]
-    assert ended and all(special.completion_ids[row, special.weight[row] > 0][-1] == 1 for row in ended)
+    assert ended and all(special.completion_ids[row, special.loss_mask[row] > 0][-1] == 1 for row in ended)
     assert rollout.truncated.tolist() == [reason == "length" for reason in rollout.stop_reason]
 
 
@@ -123,7 +123,7 @@ def test_seeds_groups_and_prompts_stand_in_order(shared) -> None:
     assert rollout.text[0] == rollout.text[2] != rollout.text[1]
     assert sampled(shared, prompts=["a", "b"]).group == [0, 0, 0, 1, 1, 1]
     one = sampled(shared, prompts=["a"], num_generations=1, stopping=StoppingCriteria(max_new_tokens=1))
-    assert one.weight.tolist() == [[1.0]]
+    assert one.loss_mask.tolist() == [[1.0]]
 
 
 def test_the_best_token_alone_is_certain(shared) -> None:
@@ -145,7 +145,7 @@ def test_equal_prompts_are_read_once_and_ended_completions_leave(monkeypatch) ->
     monkeypatch.setattr(given._network, "features", counted)
     rollout = sampled(given, num_generations=8)
     assert sizes[0][0] == 4, "five prompts, two of them equal"
-    growing = [(rollout.weight.sum(1) > step).sum().item() for step in range(1, len(sizes))]
+    growing = [(rollout.loss_mask.sum(1) > step).sum().item() for step in range(1, len(sizes))]
     assert all(rows >= alive for (rows, _), alive in zip(sizes[1:], growing, strict=True))
     assert all(alive >= 0.8 * rows for (rows, _), alive in zip(sizes[1:], growing, strict=True))
     assert sizes[-1][0] < 40
@@ -155,7 +155,7 @@ def test_completions_end_where_the_context_does(shared) -> None:
     rollout = sampled(
         shared, prompts=["b" * 60, "b"], stopping=StoppingCriteria(max_new_tokens=9, eos_ids=())
     )
-    assert rollout.weight.sum(1).tolist() == [4, 4, 4, 9, 9, 9] and set(rollout.stop_reason) == {"length"}
+    assert rollout.loss_mask.sum(1).tolist() == [4, 4, 4, 9, 9, 9] and set(rollout.stop_reason) == {"length"}
     found = shared.log_probs(rollout).log_prob
     torch.testing.assert_close(found, rollout.log_prob, rtol=0, atol=1e-4)
 
@@ -169,7 +169,7 @@ def test_prompts_that_are_too_long(shared) -> None:
         rollout.stop_reason[:3] == ["prompt too long"] * 3
         and "prompt too long" not in rollout.stop_reason[3:]
     )
-    assert rollout.weight[:3].sum() == 0 and rollout.text[:3] == [""] * 3
+    assert rollout.loss_mask[:3].sum() == 0 and rollout.text[:3] == [""] * 3
     assert rollout.generated.tolist() == [False] * 3 + [True] * 3
     found = given.log_probs(rollout).log_prob
     torch.testing.assert_close(found, rollout.log_prob, rtol=0, atol=1e-4)
@@ -178,7 +178,7 @@ def test_prompts_that_are_too_long(shared) -> None:
     with torch.no_grad():
         assert given.log_probs(rollout, slice(0, 3)).log_prob.abs().max() == 0
     nothing = sampled(given, prompts=["abcdef"])
-    assert nothing.weight.shape == (3, 1) and nothing.weight.sum() == 0
+    assert nothing.loss_mask.shape == (3, 1) and nothing.loss_mask.sum() == 0
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ def test_values_start_at_zero_and_feed_gae() -> None:
     rollout = completions(given)
     with torch.no_grad():
         value = given.log_probs(rollout).value
-    assert value is not None and value.shape == rollout.weight.shape and value.abs().max() == 0
+    assert value is not None and value.shape == rollout.loss_mask.shape and value.abs().max() == 0
     reward = torch.zeros_like(value)
-    reward[torch.arange(6), rollout.weight.sum(1).long() - 1] = 1.0
-    advantage, returns = gae(reward, value, rollout.weight, gamma=1.0, lam=1.0)[:2]
-    torch.testing.assert_close(advantage, rollout.weight)
-    torch.testing.assert_close(returns * rollout.weight, rollout.weight)
+    reward[torch.arange(6), rollout.loss_mask.sum(1).long() - 1] = 1.0
+    advantage, returns = gae(reward, value, rollout.loss_mask, gamma=1.0, lam=1.0)[:2]
+    torch.testing.assert_close(advantage, rollout.loss_mask)
+    torch.testing.assert_close(returns * rollout.loss_mask, rollout.loss_mask)
 
 
 @torch.no_grad()
@@ -55,14 +55,14 @@ def test_a_value_is_of_the_state_before_its_token() -> None:
     value = given.log_probs(rollout).value
     assert value is not None
     for row in range(6):
-        prompt = rollout.prompt_ids[row, rollout.prompt_weight[row] > 0]
-        completion = rollout.completion_ids[row, rollout.weight[row] > 0]
+        prompt = rollout.prompt_ids[row, rollout.prompt_mask[row] > 0]
+        completion = rollout.completion_ids[row, rollout.loss_mask[row] > 0]
         for place in range(len(completion)):
             state = torch.cat((prompt, completion[:place]))[None]
             hidden = given.model.base_model(state).last_hidden_state[0, -1]
             expected = (hidden * torch.linspace(-1, 1, 32)).sum() + 0.25
             assert value[row, place].item() == pytest.approx(expected.item(), abs=1e-4)
-    assert value[rollout.weight == 0].abs().sum() == 0
+    assert value[rollout.loss_mask == 0].abs().sum() == 0
 
 
 @pytest.mark.parametrize("trunk_gradient", [True, False])
@@ -126,7 +126,7 @@ def test_a_separate_value_model(tmp_path) -> None:
     critic.save(tmp_path / "critic")
     again = ValueModel.from_pretrained(tmp_path / "critic")
     torch.testing.assert_close(again.values(rollout), values, rtol=0, atol=1e-5)
-    dead = replace(rollout, weight=torch.zeros_like(rollout.weight))
+    dead = replace(rollout, loss_mask=torch.zeros_like(rollout.loss_mask))
     nothing = critic.values(dead)
     nothing.sum().backward()
     assert nothing.abs().max() == 0

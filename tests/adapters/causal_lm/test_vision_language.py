@@ -90,10 +90,10 @@ def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
         )
     finally:
         shared.generate_batch = own
-    width = part.weight.shape[1]
+    width = part.loss_mask.shape[1]
     assert part.text == whole.text[4:12] and part.stop_reason == whole.stop_reason[4:12]
     torch.testing.assert_close(part.log_prob, whole.log_prob[4:12, :width], rtol=0, atol=1e-5)
-    lengths = whole.weight.sum(1)
+    lengths = whole.loss_mask.sum(1)
     assert lengths.max() - lengths.min() >= 4
     with torch.no_grad():
         for rows in (torch.tensor([9]), torch.tensor([15, 0, 6])):
@@ -118,7 +118,7 @@ def test_what_is_shown_and_in_which_order_matters(shared) -> None:
 @torch.no_grad()
 def test_image_tokens_that_a_completion_draws_are_text(shared) -> None:
     rollout = sampled(shared, Sampling(temperature=20), num_generations=32)
-    rows = ((rollout.completion_ids == IMAGE) & (rollout.weight > 0)).any(1)
+    rows = ((rollout.completion_ids == IMAGE) & (rollout.loss_mask > 0)).any(1)
     assert all(rows[32 * prompt : 32 * prompt + 32].any() for prompt in range(3))
     found = shared.log_probs(rollout, rows).log_prob
     torch.testing.assert_close(found, rollout.log_prob[rows], rtol=0, atol=1e-4)

@@ -195,7 +195,7 @@ def test_prompts_that_pictures_make_too_long(shared) -> None:
         sampled(given, prompts=prompts, images=big)
     given.long_prompts = "mask"
     rollout = sampled(given, prompts=prompts, images=big)
-    assert rollout.stop_reason[:3] == ["prompt too long"] * 3 and rollout.weight[:3].sum() == 0
+    assert rollout.stop_reason[:3] == ["prompt too long"] * 3 and rollout.loss_mask[:3].sum() == 0
     assert rollout.generated.tolist() == [False] * 3 + [True] * 9
     torch.testing.assert_close(given.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
 

@@ -38,7 +38,7 @@ def test_gradients_are_those_of_the_models_logits(kind, checkpointing) -> None:
     rollout = sampled(given, Sampling(temperature=1.5), num_generations=8)
     # a sample of each of three prompts, without the image tokens that the library would take for pictures
     rows = [next(r for r in range(8 * p, 8 * p + 8) if IMAGE not in drawn(rollout, r)) for p in range(3)]
-    place = torch.arange(1, rollout.weight.shape[1] + 1)
+    place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
     names = [name for name, _ in given.trainable_parameters()]
     parameters = [parameter for _, parameter in given.trainable_parameters()]
     found = given.log_probs(rollout, torch.tensor(rows)).log_prob
@@ -118,7 +118,7 @@ def test_values_come_out_of_the_same_pass_and_read_the_pictures() -> None:
     rollout = sampled(given)
     perturb(given, 0.05)
     value = given.log_probs(rollout).value
-    assert value is not None and value.requires_grad and (value != 0).equal(rollout.weight != 0)
+    assert value is not None and value.requires_grad and (value != 0).equal(rollout.loss_mask != 0)
     changed = given.log_probs(
         replace(rollout, images=[[picture(24, 16, 9), IMAGES[0][1]]] * 12), slice(3)
     ).value

@@ -82,18 +82,18 @@ def test_a_servers_completions_are_the_policys_own(policy, server, mode, samplin
     server.mode = mode
     found = drawn(generator(policy, server, logprobs_mode=mode), sampling)
     own = drawn(policy, sampling)
-    for name in ("prompt_ids", "prompt_weight", "completion_ids", "weight"):
-        there = 1 if name.startswith("prompt") else own.weight
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "loss_mask"):
+        there = 1 if name.startswith("prompt") else own.loss_mask
         torch.testing.assert_close(getattr(found, name) * there, getattr(own, name) * there, rtol=0, atol=0)
     for name in ("text", "stop_reason", "group", "prompt", "seed", "sampling"):
         assert getattr(found, name) == getattr(own, name)
     assert {"eos", "stop string", "length"} >= set(found.stop_reason) and len(set(found.stop_reason)) > 1
     again = policy.log_probs(found)
     torch.testing.assert_close(found.log_prob, again.log_prob.detach(), rtol=0, atol=1e-4)
-    assert (found.log_prob[found.weight == 0] == 0).all() and float(found.log_prob.min()) < -0.5
+    assert (found.log_prob[found.loss_mask == 0] == 0).all() and float(found.log_prob.min()) < -0.5
     known, unknown = ("entropy", "full_log_prob") if sampling.truncates else ("full_log_prob", "entropy")
     torch.testing.assert_close(getattr(found, known), getattr(own, known), rtol=0, atol=1e-4)
-    assert torch.equal(torch.isnan(getattr(found, unknown)), found.weight > 0)
+    assert torch.equal(torch.isnan(getattr(found, unknown)), found.loss_mask > 0)
     if sampling.truncates:
         assert found.kept is not None and own.kept is not None
         assert torch.equal(found.kept.count, own.kept.count) and torch.equal(found.kept.ids, own.kept.ids)
@@ -128,7 +128,7 @@ def test_labels_and_own_end_tokens(policy, server) -> None:
     none = drawn(
         generator(policy, server), stopping=StoppingCriteria(max_new_tokens=9, eos_ids=()), prompts=["a"]
     )
-    assert set(none.stop_reason) == {"length"} and none.weight.sum() == 27
+    assert set(none.stop_reason) == {"length"} and none.loss_mask.sum() == 27
 
 
 def test_the_server_says_its_context(policy, server) -> None:
@@ -137,7 +137,7 @@ def test_the_server_says_its_context(policy, server) -> None:
     found = drawn(
         generator(policy, server), prompts=[prompt], stopping=StoppingCriteria(max_new_tokens=30, eos_ids=())
     )
-    assert found.weight.sum(1).tolist() == [8, 8, 8] and server.completions[0]["max_tokens"] == 8
+    assert found.loss_mask.sum(1).tolist() == [8, 8, 8] and server.completions[0]["max_tokens"] == 8
     with pytest.raises(UserError, match=r"Prompt 1 has 20 tokens, and at most 19 are allowed .* is 20"):
         drawn(generator(policy, server), prompts=["a", "b" * 20])
     with pytest.raises(UserError, match=r"Prompt 0 has 12 tokens, and at most 5 are allowed"):
@@ -153,7 +153,7 @@ def test_prompts_that_are_too_long_are_masked_where_the_run_should_go_on(policy,
     found = drawn(masked, prompts=["a", "b" * 20, "c"])
     assert found.stop_reason[3:6] == ["prompt too long"] * 3 and found.text[3:6] == [""] * 3
     assert found.generated.tolist() == [True] * 3 + [False] * 3 + [True] * 3
-    assert (found.weight[3:6] == 0).all() and found.prompt_ids.shape[1] == 1
+    assert (found.loss_mask[3:6] == 0).all() and found.prompt_ids.shape[1] == 1
     asked = len(server.asked)
     nothing = drawn(masked, prompts=["b" * 20], num_generations=1)
     assert not nothing.generated.any() and len(server.asked) == asked
@@ -176,7 +176,7 @@ def test_training_on_a_server_of_older_weights_is_corrected(policy, server, samp
     assert 1e-3 < step.mean_gap < step.largest_gap and torch.isfinite(step.rollout.entropy).all()
     old = step.output.log_prob
     torch.testing.assert_close(step.rollout.log_prob, found.log_prob, rtol=0, atol=0)
-    gaps = (old - found.log_prob)[found.weight > 0].abs()
+    gaps = (old - found.log_prob)[found.loss_mask > 0].abs()
     assert step.mean_gap == pytest.approx(float(gaps.mean()), rel=1e-5)
     assert step.largest_gap == pytest.approx(float(gaps.max()), rel=1e-5)
     reward = torch.randn(len(found))
@@ -184,7 +184,7 @@ def test_training_on_a_server_of_older_weights_is_corrected(policy, server, samp
     objective = named_objective("grpo", kl=0.0, importance_sampling=truncate)
     prepared = objective.prepare(step.rollout.trajectories(reward, old_log_prob=old))
     assert prepared.importance_weight is not None
-    ratio = (old - found.log_prob).exp().clamp(max=2.0) * (found.weight != 0)
+    ratio = (old - found.log_prob).exp().clamp(max=2.0) * (found.loss_mask != 0)
     torch.testing.assert_close(prepared.importance_weight.float(), ratio, rtol=1e-5, atol=1e-6)
     output = newer.log_probs(step.rollout)
     objective.loss(prepared, PolicyOutput(log_prob=output.log_prob)).total.backward()
@@ -356,7 +356,7 @@ def test_what_a_server_draws_after_the_end_is_cut_off(policy, server) -> None:
     server.alter = longer
     found = drawn(generator(policy, server))
     assert found.text == own.text and found.stop_reason == own.stop_reason
-    assert torch.equal(found.weight, own.weight) and "stop string" in found.stop_reason
+    assert torch.equal(found.loss_mask, own.loss_mask) and "stop string" in found.stop_reason
     torch.testing.assert_close(found.log_prob, own.log_prob, rtol=0, atol=1e-4)
 
 

@@ -60,9 +60,9 @@ def test_every_number_is_counted_again_by_hand(found):
         assert found.scores["any_of_samples"][rows].tolist() == [float(any(has))] * 3
         expected = float(any(c in "aeiou" for c in greedy.text[0]))
         assert found.scores["greedy"][rows].tolist() == [expected] * 3
-        lengths = own.weight.sum(1)
+        lengths = own.loss_mask.sum(1)
         assert found.scores["length"][rows].tolist() == lengths.tolist()
-        mean = ((own.entropy * own.weight).sum(1) / lengths).numpy()
+        mean = ((own.entropy * own.loss_mask).sum(1) / lengths).numpy()
         assert found.scores["token_entropy"][rows] == pytest.approx(mean, rel=1e-5)
 
 

@@ -66,16 +66,16 @@ def rollout(*texts: str, ids: list[list[int]] | None = None, **changes: Any) -> 
     """Answers to the prompt "q", each closed by the end token unless ids are given."""
     tokens = ids or [[*TOKENIZER(text)["input_ids"], 1] for text in texts]
     size, length = len(texts), max(map(len, tokens))
-    weight = torch.zeros(size, length)
+    loss_mask = torch.zeros(size, length)
     completion = torch.zeros(size, length, dtype=torch.int64)
     for row, answer in enumerate(tokens):
-        weight[row, : len(answer)], completion[row, : len(answer)] = 1, torch.tensor(answer)
+        loss_mask[row, : len(answer)], completion[row, : len(answer)] = 1, torch.tensor(answer)
     stop: list[StopReason] = ["eos"] * size
     held: dict[str, Any] = {
         "prompt_ids": torch.full((size, 1), number_of("q")),
-        "prompt_weight": torch.ones(size, 1),
+        "prompt_mask": torch.ones(size, 1),
         "completion_ids": completion,
-        "weight": weight,
+        "loss_mask": loss_mask,
         **{name: torch.zeros(size, length) for name in ("log_prob", "full_log_prob", "entropy")},
         "text": list(texts),
         "stop_reason": stop,
@@ -108,7 +108,7 @@ def test_every_token_belongs_to_a_step() -> None:
     blank = step_index(rollout("\n \n", "a\nb\nc"), TOKENIZER, StepReading())
     assert blank.tolist() == [[-1] * 6, [0, 0, 1, 1, 2, 2]]
     holes = rollout("a\nb")
-    holes.weight[0, 1] = 0
+    holes.loss_mask[0, 1] = 0
     assert step_index(holes, TOKENIZER, StepReading()).tolist() == [[0, -1, 1, 1]]
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_judged_is_invalid_with_its_reason() -> None:
 def test_a_rollout_gets_rewards_on_the_last_tokens_of_its_steps() -> None:
     stop: list[StopReason] = ["eos", "eos", "prompt too long"]
     batch = rollout("a\nab", "b", "", stop_reason=stop)
-    batch.weight[2] = 0
+    batch.loss_mask[2] = 0
     made = judge().score_rollout(batch)
     one, two, minus = sigmoid(1, 1, -1)
     assert made.valid.tolist() == [True, True, False]
@@ -306,8 +306,8 @@ def test_the_log_ratio_of_the_models_themselves() -> None:
     assert isinstance(made.kept, TokenSets)
     scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER, beta=0.5).score_rollout(made)
     for row in range(len(made)):
-        answer = made.completion_ids[row, made.weight[row] != 0]
-        prompt = made.prompt_ids[row, made.prompt_weight[row] != 0]
+        answer = made.completion_ids[row, made.loss_mask[row] != 0]
+        prompt = made.prompt_ids[row, made.prompt_mask[row] != 0]
         ids = torch.cat((prompt, answer))[None]
         with torch.no_grad():
             both = [
@@ -345,7 +345,7 @@ def test_answers_without_tokens_or_steps() -> None:
     policy, _ = trained_and_not()
     stop: list[StopReason] = ["prompt too long", "eos"]
     batch = rollout("", " \n", stop_reason=stop)
-    batch.weight[0] = 0
+    batch.loss_mask[0] = 0
     scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER).score_rollout(batch)
     assert scores.valid.tolist() == [False, True] and scores.reason == ["no token was generated", None]
     assert scores.total[0].isnan() and scores.total[1].isfinite() and (scores.token[0] == 0).all()
@@ -357,7 +357,7 @@ class Certain:
     """A policy that gives its first answer probability 0."""
 
     def log_probs(self, rollout: TextRollout, rows: Any = None) -> Any:
-        log_prob = torch.zeros(rollout.weight.shape)
+        log_prob = torch.zeros(rollout.loss_mask.shape)
         log_prob[0, 0] = -math.inf
         return SimpleNamespace(log_prob=log_prob)
 

@@ -187,7 +187,7 @@ def own_logits(given: CausalLMPolicy, place: int, answer: Tensor) -> Tensor:
 
 
 def drawn(rollout: TextRollout, row: int) -> Tensor:
-    return rollout.completion_ids[row, rollout.weight[row] > 0]
+    return rollout.completion_ids[row, rollout.loss_mask[row] > 0]
 
 
 def perturb(given: CausalLMPolicy, scale: float = 0.1) -> None:

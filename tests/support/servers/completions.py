@@ -90,7 +90,7 @@ class TinyServer:
                 [tokenizer.decode(body["prompt"])], seeds=[body["seed"]], sampling=sampling, stopping=stopping
             )
             assert rollout.prompt_ids[0].tolist() == body["prompt"]
-            ids = rollout.completion_ids[0, : int(rollout.weight[0].sum())].tolist()
+            ids = rollout.completion_ids[0, : int(rollout.loss_mask[0].sum())].tolist()
             log_prob, top = self._log_probs(rollout, ids, body["logprobs"])
         reason = rollout.stop_reason[0]
         names = [f"token_id:{token}" for token in ids]

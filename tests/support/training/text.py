@@ -136,4 +136,4 @@ class OtherEngine:
     def generate(self, prompts: Sequence[Any], **options: Any) -> Any:
         """As the policy's, with each log-prob lowered by `shift`."""
         rollout = self.policy.generate(prompts, **options)
-        return replace(rollout, log_prob=rollout.log_prob - self.shift * rollout.weight)
+        return replace(rollout, log_prob=rollout.log_prob - self.shift * rollout.loss_mask)

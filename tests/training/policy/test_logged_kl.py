@@ -35,7 +35,7 @@ def of_text(untouched: Any, trainer: Trainer, experience: Any) -> float:
     now, first = (
         p.log_probs(experience.rollout).log_prob for p in (trainer.algorithm.parts.policy, untouched)
     )
-    d = (now - first).double()[experience.rollout.weight != 0]
+    d = (now - first).double()[experience.rollout.loss_mask != 0]
     return float((torch.exp(-d) - 1 + d).mean())
 
 

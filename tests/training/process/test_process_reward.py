@@ -329,11 +329,11 @@ def test_one_implicit_update_by_hand() -> None:
     for row, sign in ((0, 1), (1, -1), (2, 1)):
         ids = torch.cat(
             [
-                rollout.prompt_ids[row, rollout.prompt_weight[row] != 0],
-                rollout.completion_ids[row, rollout.weight[row] != 0],
+                rollout.prompt_ids[row, rollout.prompt_mask[row] != 0],
+                rollout.completion_ids[row, rollout.loss_mask[row] != 0],
             ]
         )
-        count = int(rollout.weight[row].sum())
+        count = int(rollout.loss_mask[row].sum())
         log_p = policy.model(ids[None]).logits[0].log_softmax(-1)[-count - 1 : -1]
         score = score + sign * 0.5 * 0.1 * log_p.gather(1, ids[-count:, None]).sum() / 3
     assert isinstance(score, torch.Tensor)

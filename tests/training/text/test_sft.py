@@ -107,16 +107,14 @@ def test_micro_batches_change_nothing(size):
 def test_demonstrations_of_weight_zero_cost_nothing_and_change_nothing():
     policy = _policy()
     batch = _batch(policy)
-    weight = batch.weight.clone()
+    weight = batch.loss_mask.clone()
     weight[2] = 0.0
-    loss = backward_nll(policy, replace(batch, weight=weight), micro_batch=2)
+    loss = backward_nll(policy, replace(batch, loss_mask=weight), micro_batch=2)
     rows = torch.tensor([0, 1, 3, 4])
     policy.model.zero_grad()
     assert loss == pytest.approx(backward_nll(policy, batch.rows(rows), micro_batch=2), rel=1e-5)
-    with pytest.raises(
-        UserError, match="5 demonstrations has weight 0 everywhere: there is no token to learn"
-    ):
-        backward_nll(policy, replace(batch, weight=torch.zeros_like(weight)), micro_batch=2)
+    with pytest.raises(UserError, match="5 demonstrations is masked everywhere: there is no token to learn"):
+        backward_nll(policy, replace(batch, loss_mask=torch.zeros_like(weight)), micro_batch=2)
 
 
 def _greedy(policy: CausalLMPolicy) -> list[str]:
@@ -171,7 +169,7 @@ def test_the_record_says_what_was_learnt(tmp_path):
 
 def _lengths_read(trainer: Trainer[SFT], batches: int) -> list[int]:
     rollouts = [trainer.algorithm.demonstrations.batch(n) for n in range(batches)]
-    return [int(n) for rollout in rollouts for n in rollout.weight.sum(1)]
+    return [int(n) for rollout in rollouts for n in rollout.loss_mask.sum(1)]
 
 
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
@@ -257,7 +255,7 @@ def test_lengths_are_those_of_the_rollout_and_long_records_are_refused_or_left_o
     policy = _policy()
     batch = _batch(policy)
     assert demonstration_lengths(policy, RECORDS) == [
-        int(n) for n in batch.prompt_weight.sum(1) + batch.weight.sum(1)
+        int(n) for n in batch.prompt_mask.sum(1) + batch.loss_mask.sum(1)
     ]
     fits, long = {"prompt": "ab", "completion": "c" * 61}, {"prompt": "ab", "completion": "c" * 62}
     assert fitting_demonstrations(policy, [fits]) == [fits]  # 2 + 61 + the end token = 64

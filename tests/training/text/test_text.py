@@ -256,7 +256,7 @@ def test_rewards_of_single_steps_are_learnt(tmp_path):
     class Judged:
         def __init__(self, rollout):
             self.valid = ~(rollout.completion_ids == y).any(1)
-            self.reward = (rollout.completion_ids == z) * rollout.weight * self.valid[:, None]
+            self.reward = (rollout.completion_ids == z) * rollout.loss_mask * self.valid[:, None]
 
         def tokens(self, place="last"):
             return self.reward
@@ -274,7 +274,7 @@ def test_rewards_of_single_steps_are_learnt(tmp_path):
         rollout = policy.generate(
             prompts, seeds=5, num_generations=40, stopping=StoppingCriteria(max_new_tokens=5)
         )
-        return float(((rollout.completion_ids == z) * rollout.weight).sum() / rollout.weight.sum())
+        return float(((rollout.completion_ids == z) * rollout.loss_mask).sum() / rollout.loss_mask.sum())
 
     before = share()
     records = [trainer.iterate() for _ in range(15)]

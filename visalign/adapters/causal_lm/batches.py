@@ -91,7 +91,7 @@ def check_lengths(
         raise UserError(
             f"Prompt {long[0]} has {len(ids[long[0]])} tokens{of_them}, and at most {longest} are allowed "
             f"(the model's context is {context}); {len(long)} of {len(ids)} prompts are too long. Shorten or "
-            f'drop them{smaller}, or set long_prompts="mask" to give their samples no weight.'
+            f'drop them{smaller}, or set long_prompts="mask" to mask their samples.'
         )
 
 
@@ -181,18 +181,18 @@ def _rollout(
     )
     length = max(1, *map(len, found.ids))
     completion = torch.full((len(source), length), pad, dtype=torch.int64)
-    weight = torch.zeros(len(source), length)
+    loss_mask = torch.zeros(len(source), length)
     numbers = {name: torch.zeros(len(source), length) for name in found.numbers}
     for sample, ids in enumerate(found.ids):
         completion[sample, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        weight[sample, : len(ids)] = 1
+        loss_mask[sample, : len(ids)] = 1
         for name, values in numbers.items():
             values[sample, : len(ids)] = found.numbers[name][sample]
     return TextRollout(
         prompt_ids=prompt_ids[source],
-        prompt_weight=prompt_mask[source].float(),
+        prompt_mask=prompt_mask[source].float(),
         completion_ids=completion,
-        weight=weight,
+        loss_mask=loss_mask,
         log_prob=numbers["log_prob"],
         full_log_prob=numbers["full_log_prob"],
         entropy=numbers["entropy"],

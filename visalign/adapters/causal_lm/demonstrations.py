@@ -32,7 +32,7 @@ def demonstration_rollout(
         end: put the model's end token after each completion.
 
     Returns:
-        B samples, weight 1 on the completions' tokens; log-probs and entropies are 0, nothing was drawn.
+        B samples, loss mask 1 on the completions' tokens; log-probs and entropies are 0, nothing was drawn.
 
     Raises:
         UserError: no completions, counts that differ, a completion without tokens, or one that is too long
@@ -55,9 +55,9 @@ def demonstration_rollout(
     reasons: list[StopReason] = ["eos" if end else "length" for _ in after]
     return TextRollout(
         prompt_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in before]),
-        prompt_weight=torch.tensor([[0.0] * (width - len(ids)) + [1.0] * len(ids) for ids in before]),
+        prompt_mask=torch.tensor([[0.0] * (width - len(ids)) + [1.0] * len(ids) for ids in before]),
         completion_ids=torch.tensor([ids + [pad] * (size - len(ids)) for ids in after]),
-        weight=torch.tensor([[1.0] * len(ids) + [0.0] * (size - len(ids)) for ids in after]),
+        loss_mask=torch.tensor([[1.0] * len(ids) + [0.0] * (size - len(ids)) for ids in after]),
         log_prob=blank,
         full_log_prob=blank,
         entropy=blank,

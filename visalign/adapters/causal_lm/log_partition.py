@@ -80,7 +80,7 @@ class PromptLogPartition:
                 "log Z reads the prompt's text alone, and this rollout has pictures in its prompts. Use "
                 "another algorithm than FlowRL for them."
             )
-        rows = torch.cat([rollout.prompt_weight.long(), rollout.prompt_ids], 1)
+        rows = torch.cat([rollout.prompt_mask.long(), rollout.prompt_ids], 1)
         unique, place = torch.unique(rows, dim=0, return_inverse=True)
         width = rollout.prompt_ids.shape[1]
         device = self._policy.device

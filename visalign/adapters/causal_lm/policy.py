@@ -82,7 +82,7 @@ class CausalLMPolicy:
                 for conversations and plain tokenization for texts.
             value_head: a head on this model's hidden states; a separate network is a `ValueModel`.
             max_prompt_tokens: longest prompt; None is what the model's context leaves for one token more.
-            long_prompts: a longer prompt is an error ("refuse"), or gives samples of weight 0 with the stop
+            long_prompts: a longer prompt is an error ("refuse"), or gives masked samples with the stop
                 reason "prompt too long" ("mask").
             autocast: run the model under autocast in this dtype; log-probs stay float32.
             gradient_checkpointing: compute activations again in the backward pass, for memory.
@@ -238,7 +238,7 @@ class CausalLMPolicy:
             distribution: whose log-probs.
 
         Returns:
-            [b, T] each, float32, 0 where the weight is 0; differentiable unless gradients are off.
+            [b, T] each, float32, 0 where the loss mask is 0; differentiable unless gradients are off.
 
         Raises:
             UserError: for another distribution, or a truncated rollout that did not keep its token sets.

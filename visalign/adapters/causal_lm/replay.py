@@ -41,21 +41,21 @@ class Packed:
 
 
 def pack(rollout: TextRollout, rows: Tensor) -> Packed:
-    """Lay out samples [b] of a rollout, each with a token of nonzero weight, for one forward pass.
+    """Lay out samples [b] of a rollout, each with a token of loss mask 1, for one forward pass.
 
-    A completion reaches to its last token of nonzero weight; tokens of weight 0 before that are context.
+    A completion reaches to its last token of loss mask 1; tokens of loss mask 0 before that are context.
     """
-    weight = rollout.weight[rows]
-    place = torch.arange(1, weight.shape[1] + 1)
-    length = (place * (weight != 0)).amax(1)
-    start = rollout.prompt_weight[rows].sum(1).long()
+    mask = rollout.loss_mask[rows]
+    place = torch.arange(1, mask.shape[1] + 1)
+    length = (place * (mask != 0)).amax(1)
+    start = rollout.prompt_mask[rows].sum(1).long()
     size = int((start + length).max())
     ids = torch.zeros(len(rows), size, dtype=torch.int64)
     for number, sample in enumerate(rows.tolist()):
-        prompt = rollout.prompt_ids[sample, rollout.prompt_weight[sample] != 0]
+        prompt = rollout.prompt_ids[sample, rollout.prompt_mask[sample] != 0]
         completion = rollout.completion_ids[sample, : length[number]]
         ids[number, : len(prompt) + len(completion)] = torch.cat((prompt, completion))
-    row, column = (weight != 0).nonzero(as_tuple=True)
+    row, column = (mask != 0).nonzero(as_tuple=True)
     return Packed(
         ids=ids,
         mask=(torch.arange(size) < (start + length)[:, None]).long(),
@@ -93,18 +93,18 @@ def token_output(
     value: Callable[[Tensor], Tensor] | None = None,
     batch: int | None = None,
 ) -> TokenOutput:
-    """Log-prob, entropy and value [b, T] float32 of the tokens of some samples, 0 where the weight is 0;
-    samples without weight cost nothing. `value` maps [n, H] last hidden states to [n]; `batch` samples go
+    """Log-prob, entropy and value [b, T] float32 of the tokens of some samples, 0 where the loss mask is 0;
+    masked samples cost nothing. `value` maps [n, H] last hidden states to [n]; `batch` samples go
     through the model at a time, sorted by length, None takes all together.
     """
     device = network.model.device
-    weight = rollout.weight[chosen] != 0
-    live = weight.any(1).nonzero()[:, 0]
-    outputs = [torch.zeros(weight.shape, device=device) for _ in range(3)]
+    mask = rollout.loss_mask[chosen] != 0
+    live = mask.any(1).nonzero()[:, 0]
+    outputs = [torch.zeros(mask.shape, device=device) for _ in range(3)]
     if len(live) == 0:
         outputs = [blank.requires_grad_(torch.is_grad_enabled()) for blank in outputs]
     if batch is not None:
-        size = rollout.prompt_weight[chosen[live]].sum(1) + weight[live].sum(1)
+        size = rollout.prompt_mask[chosen[live]].sum(1) + mask[live].sum(1)
         live = live[size.argsort()]
     for part in live.split(batch or max(1, len(live))):
         if len(part) == 0:
@@ -127,7 +127,7 @@ def _pictures(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list
     if rollout.images is None:
         return None
     samples = rows.tolist()
-    ids = [rollout.prompt_ids[sample, rollout.prompt_weight[sample] != 0].tolist() for sample in samples]
+    ids = [rollout.prompt_ids[sample, rollout.prompt_mask[sample] != 0].tolist() for sample in samples]
     return encoder.pictures([rollout.images[sample] for sample in samples], ids, samples)
 
 

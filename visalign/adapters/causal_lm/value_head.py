@@ -102,7 +102,7 @@ class ValueModel(nn.Module):
 
     def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
         """V [b, T] float32 before each token, in the token ids of this model's tokenizer; differentiable, 0
-        where the weight is 0.
+        where the loss mask is 0.
         """
         if rollout.images is not None:
             raise UserError(
@@ -110,8 +110,8 @@ class ValueModel(nn.Module):
                 "ValueHead, which reads its hidden states."
             )
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
-        device, live = self.trunk.device, (rollout.weight[chosen] != 0).any(1).nonzero()[:, 0]
-        blank = torch.zeros(len(chosen), rollout.weight.shape[1], device=device)
+        device, live = self.trunk.device, (rollout.loss_mask[chosen] != 0).any(1).nonzero()[:, 0]
+        blank = torch.zeros(len(chosen), rollout.loss_mask.shape[1], device=device)
         if len(live) == 0:
             return blank.requires_grad_(torch.is_grad_enabled())
         packed = pack(rollout, chosen[live])

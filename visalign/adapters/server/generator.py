@@ -54,7 +54,7 @@ class ServerGenerator:
         vocabulary: tokens of the policy; an id beyond is an error. None does not look.
         context_length: tokens of prompt and completion together; by default what the server says.
         max_prompt_tokens: longest prompt; None is what the context leaves for one token more.
-        long_prompts: a longer prompt is an error ("refuse"), or gives samples of weight 0 with the stop
+        long_prompts: a longer prompt is an error ("refuse"), or gives masked samples with the stop
             reason "prompt too long" ("mask").
         parallel: requests under way at once; each is one sample.
         timeout: seconds that the server may be silent.

@@ -57,9 +57,9 @@ def server_rollout(
     )
     return TextRollout(
         prompt_ids=prompt_ids[source],
-        prompt_weight=prompt_mask[source].float(),
+        prompt_mask=prompt_mask[source].float(),
         completion_ids=completion_ids,
-        weight=numbers["weight"],
+        loss_mask=numbers["loss_mask"],
         log_prob=numbers["log_prob"],
         full_log_prob=numbers["full_log_prob"],
         entropy=numbers["entropy"],
@@ -104,13 +104,13 @@ def _numbers(
     truncates: bool,
 ) -> tuple[dict[str, Tensor], TokenSets | None]:
     """The rollout's tensors [B, T] of numbers, NaN where the server does not say, and its token sets."""
-    names = ("weight", "log_prob", "full_log_prob", "entropy")
+    names = ("loss_mask", "log_prob", "full_log_prob", "entropy")
     numbers = {name: torch.zeros(len(lengths), length) for name in names}
     sets: list[list[Tensor]] = [[] for _ in lengths]
     for sample, (_, completion) in found.items():
         n = lengths[sample]
         log_prob = torch.tensor(completion.log_prob[:n])
-        numbers["weight"][sample, :n] = 1
+        numbers["loss_mask"][sample, :n] = 1
         numbers["log_prob"][sample, :n] = log_prob
         numbers["full_log_prob"][sample, :n] = math.nan if truncates else log_prob
         numbers["entropy"][sample, :n] = torch.tensor(completion.entropy()[:n]) if truncates else math.nan
@@ -162,7 +162,7 @@ def rescored(rollout: TextRollout, policy: TextPolicy, *, allowed_gap: float | N
         entropy=own.entropy.cpu(),
         value=None if own.value is None else own.value.cpu(),
     )
-    there = rollout.weight != 0
+    there = rollout.loss_mask != 0
     gaps = torch.where(there, (output.log_prob - rollout.log_prob).abs().double(), 0.0)
     mean = float(gaps.sum() / there.sum().clamp(min=1))
     largest = float(gaps.max())

@@ -112,8 +112,8 @@ def _score(
 def _measured(
     rollout: TextRollout, right: NDArray[np.bool_], judged: NDArray[np.bool_], samples: int
 ) -> dict[str, NDArray[np.float32]]:
-    length = torch.where(rollout.generated, rollout.weight.sum(1), torch.nan)
-    entropy = (rollout.entropy * rollout.weight).sum(1) / length.clamp(min=1)
+    length = torch.where(rollout.generated, rollout.loss_mask.sum(1), torch.nan)
+    entropy = (rollout.entropy * rollout.loss_mask).sum(1) / length.clamp(min=1)
     found = {LENGTH: length.float().numpy(), ENTROPY: entropy.float().numpy()}
     if judged.any():
         asked = torch.from_numpy(judged.reshape(-1, samples).sum(1))

@@ -68,7 +68,7 @@ def train_implicit_process_reward(
     bad = known[torch.isfinite(known) & ((known < 0) | (known > 1))]
     if len(bad):
         raise UserError(f"A label is {bad[0].item():g}; allowed are 1 (right), 0 (wrong), between, or NaN.")
-    weight = (rollout.weight != 0).float()
+    weight = (rollout.loss_mask != 0).float()
     with_tokens = (weight != 0).any(1) & torch.isfinite(known)
     ref = reference_log_prob(policy, rollout, reference=reference).cpu()
 

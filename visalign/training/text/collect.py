@@ -76,7 +76,7 @@ def collect(
     metrics = _metrics(rounds)
     if groups is not None:
         metrics |= {f"groups/{key}": float(getattr(groups.last, key)) for key in GROUP_COUNTS}
-    tokens = int(sum(float(r.rollout.weight.sum()) for r in rounds))
+    tokens = int(sum(float(r.rollout.loss_mask.sum()) for r in rounds))
     samples = sum(len(r.rollout) for r in rounds)
     if kept is None:
         return Collected(experience=None, samples=samples, tokens=tokens, metrics=metrics)
@@ -165,8 +165,8 @@ def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     """Statistics of all completions that were made, those of dropped groups included."""
     value = torch.cat([r.scores.value.double().cpu() for r in rounds])
     valid = torch.cat([_valid(r) for r in rounds])
-    length = torch.cat([r.rollout.weight.sum(1) for r in rounds])
-    entropy = sum(float((r.rollout.entropy * r.rollout.weight).sum()) for r in rounds)
+    length = torch.cat([r.rollout.loss_mask.sum(1) for r in rounds])
+    entropy = sum(float((r.rollout.entropy * r.rollout.loss_mask).sum()) for r in rounds)
     parts = {
         f"reward_part/{name}": float(torch.cat([r.scores.parts[name].double() for r in rounds]).nanmean())
         for name in rounds[0].scores.parts

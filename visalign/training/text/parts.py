@@ -83,7 +83,7 @@ class Demonstrations(Protocol):
     """A stream of given completions: batch n is the same in every run of a seed."""
 
     def batch(self, number: int) -> TextRollout:
-        """Given completions, with weight 1 on the tokens to be learnt."""
+        """Given completions, with loss mask 1 on the tokens to be learnt."""
         ...
 
 

@@ -168,7 +168,7 @@ class TextRL(Algorithm):
         if self.parts.demonstrations is not None:
             total = updates * self.settings.epochs
             extras = [self.parts.demonstrations.batch(first + i) for i in range(total)]
-            weight = extras[0].weight
+            weight = extras[0].loss_mask
             experience.trajectories = replace(experience.trajectories, ptx_weight=weight)
         steps, experience.signal = prepare_steps(
             self.objective,
@@ -237,7 +237,7 @@ class TextRL(Algorithm):
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         prepared, given = step.prepared, step.extra
         if given is not None:
-            prepared = replace(prepared, ptx_counts=count_step(given.weight))
+            prepared = replace(prepared, ptx_counts=count_step(given.loss_mask))
         places = step.own(0, len(experience.trajectories.weight))
         places = places[torch.argsort((prepared.weight[places] != 0).sum(1), stable=True, descending=True)]
         parts = list(places.split(size)) or [places]
@@ -262,5 +262,5 @@ class TextRL(Algorithm):
             more["log_z"] = parts.log_partition.head(experience.features[sample])
         if given is not None and share is not None:
             more["ptx_log_prob"] = parts.policy.log_probs(given, share).log_prob
-            more["ptx_weight"] = given.weight[share].to(out.log_prob.device)
+            more["ptx_weight"] = given.loss_mask[share].to(out.log_prob.device)
         return PolicyOutput(log_prob=out.log_prob, entropy=out.entropy, **more)

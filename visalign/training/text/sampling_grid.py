@@ -180,7 +180,7 @@ def _call(
         point=[point] * len(metadata),
         text=list(rollout.text),
         reward=torch.where(valid, value, torch.nan),
-        tokens=[int(length) for length in rollout.weight.sum(1).tolist()],
+        tokens=[int(length) for length in rollout.loss_mask.sum(1).tolist()],
         truncated=rollout.truncated,
         reason=reasons,
     )

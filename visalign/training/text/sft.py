@@ -61,13 +61,13 @@ class SFT(Algorithm):
         return Collected(
             experience=batches,
             samples=sum(len(batch) for batch in batches),
-            tokens=sum(int((batch.weight != 0).sum()) for batch in batches),
+            tokens=sum(int((batch.loss_mask != 0).sum()) for batch in batches),
         )
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
         """The mean of −log π over a batch's tokens."""
         loss = backward_nll(self.policy, step, micro_batch=run.micro_batch, scale=run.counters.loss_scale)
-        return {"loss": loss, "tokens": float((step.weight != 0).sum()), "samples": float(len(step))}
+        return {"loss": loss, "tokens": float((step.loss_mask != 0).sum()), "samples": float(len(step))}
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Loss, perplexity and length of the batches."""
@@ -85,7 +85,7 @@ def backward_nll(policy: TextPolicy, batch: TextRollout, *, micro_batch: int, sc
 
     Args:
         policy: whose parameters get the gradient.
-        batch: B demonstrations; w is their weight [B, T].
+        batch: B demonstrations; w is their loss mask [B, T].
         micro_batch: demonstrations that go through the network together; memory only.
         scale: factor of the gradient.
 
@@ -95,19 +95,19 @@ def backward_nll(policy: TextPolicy, batch: TextRollout, *, micro_batch: int, sc
     Raises:
         UserError: a batch without a token to learn.
     """
-    live = (batch.weight != 0).any(1).nonzero()[:, 0]
+    live = (batch.loss_mask != 0).any(1).nonzero()[:, 0]
     if not len(live):
         raise UserError(
-            f"A batch of {len(batch)} demonstrations has weight 0 everywhere: there is no token to learn. "
-            "Give completions with at least one token of weight 1."
+            f"A batch of {len(batch)} demonstrations is masked everywhere: there is no token to learn. "
+            "Give completions with at least one token whose loss mask is 1."
         )
-    counts = count_step(batch.weight)
-    longest_first = torch.argsort((batch.weight[live] != 0).sum(1), stable=True, descending=True)
+    counts = count_step(batch.loss_mask)
+    longest_first = torch.argsort((batch.loss_mask[live] != 0).sum(1), stable=True, descending=True)
     total = 0.0
     for rows in live[longest_first].split(micro_batch):
         log_prob = policy.log_probs(batch, rows).log_prob
-        weight = batch.weight[rows].to(log_prob.device)
-        share = aggregate(-log_prob, weight, "token_mean", counts.to(log_prob.device))
+        mask = batch.loss_mask[rows].to(log_prob.device)
+        share = aggregate(-log_prob, mask, "token_mean", counts.to(log_prob.device))
         (share * scale).backward()
         total += float(share.detach())
     return total

@@ -64,12 +64,12 @@ def trajectories_of(
         more["greedy_reward"] = _greedy_reward(parts, rollout, records, settings)
     if objective.selection == "clip_cov":
         generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
-        more["uniform"] = torch.rand(rollout.weight.shape, generator=generator)
+        more["uniform"] = torch.rand(rollout.loss_mask.shape, generator=generator)
     if parts.process is not None:
         made = parts.process.score_rollout(rollout)
         more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
     if settings.truncated == "mask":
-        more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
+        more["weight"] = filter_overlong(rollout.loss_mask, rollout.truncated)
     if reward.ndim == 2:
         more["reward_weights"] = list(reward_weights(parts.reward).values())
     return rollout.trajectories(reward, valid=valid, **more)
