@@ -50,6 +50,13 @@ class ModelConfig:
     quantization: str | None = None
     """Of the frozen transformer or U-Net under LoRA: torchao_int8 (a quarter of float32, half of bfloat16) or
     bitsandbytes_4bit; null: none."""
+    compile: bool = False
+    """Compile the network's repeated blocks (torch.compile): minutes at first, for less an iteration.
+    It gained nothing where it was measured, the packaged model on a CPU."""
+    attention: str | None = None
+    """The kernel of attention by diffusers' name, such as native, flash, sage, xformers; null: its own."""
+    channels_last: bool = False
+    """Keep the weights of convolutions with channels last (U-Nets)."""
     use_t5: bool = True
     """false leaves the third text encoder out where the model has one."""
     image_size: int | tuple[int, int] | None = None

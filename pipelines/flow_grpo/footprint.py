@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
 
 def _velocity(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, float]:
     """(the hollow policy, operations of a pass for one sample); the trace holds one call for `pairs`."""
-    policy: Any = build_policy(config.model, torch.device("cpu"), config.seed)
+    plain = replace(config.model, compile=False)  # which changes no size and no operation
+    policy: Any = build_policy(plain, torch.device("cpu"), config.seed)
     condition = policy.encode(asked_of(policy, [record] * pairs))
     trace.clear()
     x = torch.zeros(pairs, *policy.latent_shape, dtype=policy.storage_dtype)

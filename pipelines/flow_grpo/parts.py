@@ -30,6 +30,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
     """
     from visalign.adapters.catalogue import load_policy
     from visalign.adapters.lora import LoraSettings
+    from visalign.adapters.speed import speed_up
 
     def options(model: ModelConfig) -> dict[str, Any]:
         lora = None
@@ -50,7 +51,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
         return {name: value for name, value in given.items() if value is not None}
 
     with no_loading_bars():
-        return load_policy(
+        policy = load_policy(
             resolve_model(model.path),
             adapter=model.adapter,
             dtype=getattr(torch, model.dtype),
@@ -58,6 +59,13 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             defaults=options(ModelConfig()),
             **options(model),
         )
+    speed_up(
+        policy.module,
+        compiled=model.compile,
+        attention=model.attention,
+        channels_last=model.channels_last,
+    )
+    return policy
 
 
 def _dtype(name: Any) -> Any:

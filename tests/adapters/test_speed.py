@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled blocks, another attention, channels last: the same velocities and gradients, or a refusal."""
+
+from __future__ import annotations
+
+from functools import partialmethod
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.models.pipelines import tiny_pipeline
+from visalign.adapters import LoraSettings
+from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.adapters.speed import speed_up
+from visalign.errors import UserError
+
+
+def policy_of(name: str) -> PipelinePolicy:
+    pipe, more = tiny_pipeline(name)
+    return PipelinePolicy(pipe, lora=LoraSettings(rank=2, alpha=4), **more)
+
+
+def asked(policy: PipelinePolicy) -> tuple[torch.Tensor, torch.Tensor]:
+    """A velocity [2, ...] and the gradient of its square at the first adapter's second matrix."""
+    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    velocity = policy.velocity(x, torch.tensor([0.7, 0.7]), policy.encode(["a red circle", "two squares"]))
+    weights = dict(policy.trainable_parameters())
+    first = next(w for n, w in weights.items() if "lora_B" in n)
+    return velocity.detach(), torch.autograd.grad(velocity.square().sum(), first)[0]
+
+
+@pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")  # torch.compile looks at it
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("flux", {"compiled": True}),
+        ("flux", {"attention": "_native_math"}),
+        ("sd15", {"channels_last": True}),
+    ],
+)
+def test_it_is_the_same_function(name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    compiled: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(str(graph.graph))
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    policy = policy_of(name)
+    before = asked(policy)
+    speed_up(policy.module, **how)
+    for there, here in zip(before, asked(policy), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+    assert bool(compiled) == ("compiled" in how)
+    if "channels_last" in how:
+        conv: Any = policy.module.conv_in
+        assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_it_cannot_do_is_refused():
+    sd15, flux = policy_of("sd15").module, policy_of("flux").module
+    with pytest.raises(
+        UserError, match=r"'native', and no layer of this UNet2DConditionModel takes a backend"
+    ):
+        speed_up(sd15, attention="native")
+    with pytest.raises(UserError, match=r"model\.attention is 'fastest': .* must be one of the following"):
+        speed_up(flux, attention="fastest")
+    with pytest.raises(UserError, match=r"model\.compile is set, and Linear names no block that repeats"):
+        speed_up(nn.Linear(2, 2), compiled=True)
