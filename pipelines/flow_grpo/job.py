@@ -36,7 +36,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     """Everything a run needs; reads, writes nothing."""
     from visalign.training import FlowGRPO, RewardGradient, VelocityRegression
 
-    accelerator = build_accelerator(config.run, output)
+    accelerator = build_accelerator(config, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
     measure = build_evaluator(

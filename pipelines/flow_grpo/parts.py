@@ -11,7 +11,7 @@ import torch
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
-from visalign.pipelines.shared.parts import Records, no_loading_bars
+from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
 from visalign.precision import autocast_dtype
 
 from .config import EvaluationConfig, ModelConfig
@@ -89,28 +89,22 @@ def build_evaluator(
     over the processes; all of them call it and get the whole result."""
 
     def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
-        from accelerate.utils import gather_object
+        from visalign.evaluation import evaluate
 
-        from visalign.evaluation import evaluate, joined
-
-        rank, shares = accelerator.process_index, min(accelerator.num_processes, len(records) * len(seeds))
         sigmas = policy.sigmas(config.steps or steps, timestep_schedule=timestep_schedule)
-        own = (
-            []
-            if rank >= shares
-            else [
-                evaluate(
-                    policy,
-                    rewards,
-                    records,
-                    seeds=seeds,
-                    sigmas=sigmas,
-                    batch_size=config.batch_size,
-                    correctness=config.correctness,
-                    share=(rank, shares),
-                )
-            ]
-        )
-        return joined(gather_object(own))
+
+        def stretch(rank: int, shares: int) -> HeldoutResult:
+            return evaluate(
+                policy,
+                rewards,
+                records,
+                seeds=seeds,
+                sigmas=sigmas,
+                batch_size=config.batch_size,
+                correctness=config.correctness,
+                share=(rank, shares),
+            )
+
+        return spread(accelerator, len(records) * len(seeds), stretch)
 
     return measure

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -33,6 +32,7 @@ from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 from visalign.training import AdamWSettings, Algorithm, RunSettings, Trainer
+from visalign.training.loop.processes import accelerator_of, one_process
 from visalign.training.loop.trainer import Collected, Context
 
 from .heie import HeiePlan, faults_data, heie_card, heie_measures, shapes_faults
@@ -47,7 +47,7 @@ class HeadTraining(Algorithm):
 
     def __init__(self, heads: HeieHeads, data: HeieData, *, batch: int, seed: int) -> None:
         self.heads, self.data, self.batch = heads, data, batch
-        self.accelerator = Accelerator(cpu=data.heat.device.type == "cpu", mixed_precision="no")
+        self.accelerator = one_process(accelerator_of(None, data.heat), "HEIE's heads train")
         self.draw = torch.Generator().manual_seed(seed)
 
     def parameters(self) -> list[tuple[str, Parameter]]:

@@ -122,18 +122,21 @@ def _run_claimed(
 
 
 def _work(job: Job, resume: bool) -> dict[str, Any]:
-    begin = time.perf_counter()
-    before = job.before()
-    measuring = time.perf_counter() - begin
-    if resume:
-        job.trainer.resume()
-    with job.trainer.progress:
-        result = job.trainer.train()
-    if result.stopped == "interrupted":
-        raise TrainingInterrupted(result.signal or signal.SIGINT)
-    summary = job.after(before, result, measuring)
-    job.trainer.accelerator.wait_for_everyone()
-    return summary
+    from visalign.training.loop.processes import told_of_loss
+
+    with told_of_loss():
+        begin = time.perf_counter()
+        before = job.before()
+        measuring = time.perf_counter() - begin
+        if resume:
+            job.trainer.resume()
+        with job.trainer.progress:
+            result = job.trainer.train()
+        if result.stopped == "interrupted":
+            raise TrainingInterrupted(result.signal or signal.SIGINT)
+        summary = job.after(before, result, measuring)
+        job.trainer.accelerator.wait_for_everyone()
+        return summary
 
 
 def build_trainer(

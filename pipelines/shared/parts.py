@@ -8,13 +8,16 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visalign.config import flatten
 from visalign.data.sets.prompt_files import load_prompts
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.versions import versions
 
 from .sections import RewardsConfig, RewardTerm, RunConfig
 
@@ -29,17 +32,23 @@ PATIENCE = timedelta(hours=12)
 """How long the processes wait for each other; a judge may take hours over the pictures of one."""
 
 
-def build_accelerator(run: RunConfig, folder: Path) -> Accelerator:
+def build_accelerator(config: Any, folder: Path) -> Accelerator:
     """Device, processes and trackers; the model's own `autocast` sets the precision.
 
     Several processes on a machine without CUDA are several processes on its CPU (gloo).
 
+    Args:
+        config: the job's, with a section `run`.
+        folder: of the run.
+
     Raises:
-        UserError: a tracker that accelerate does not know or that is not installed.
+        UserError: a tracker that accelerate does not know or that is not installed, processes that cannot
+            meet, or that have different configurations or packages.
     """
     import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
 
+    run: RunConfig = config.run
     many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         with warnings.catch_warnings():
@@ -55,8 +64,62 @@ def build_accelerator(run: RunConfig, folder: Path) -> Accelerator:
         if not run.trackers:
             raise
         raise UserError(f"run.trackers is {run.trackers}: {error}") from error
+    except torch.distributed.DistNetworkError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"The processes cannot meet at {where} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]} "
+            "Where the port is in use, give another one: --master_port of torchrun, --main_process_port of "
+            "accelerate launch, MASTER_PORT elsewhere."
+        ) from error
     _check_trackers(run.trackers, [str(tracker) for tracker in accelerator.log_with])
+    if accelerator.num_processes > 1:
+        from accelerate.utils import gather_object
+
+        found = {name: one for name, one in versions().items() if name != "platform"}
+        check_alike(gather_object([{**flatten(asdict(config)), "--output": str(folder), **found}]))
     return accelerator
+
+
+def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse processes that were started with other settings or packages than the first.
+
+    Args:
+        processes: name -> value of each.
+
+    Raises:
+        UserError: naming what differs, and where.
+    """
+    first, missing = processes[0], "(absent)"
+    differing = [
+        f"{name}: {first.get(name, missing)!r} in process 0, {other.get(name, missing)!r} in process {number}"
+        for number, other in enumerate(processes)
+        for name in sorted(first.keys() | other.keys())
+        if first.get(name, missing) != other.get(name, missing)
+    ]
+    if differing:
+        more = f"; and {len(differing) - 6} more" if len(differing) > 6 else ""
+        raise UserError(
+            f"The {len(processes)} processes of this run differ: {'; '.join(differing[:6])}{more}. Start all "
+            "with one command, and with the same packages on every machine."
+        )
+
+
+def spread(
+    accelerator: Accelerator, count: int, evaluate: Callable[[int, int], HeldoutResult]
+) -> HeldoutResult:
+    """One evaluation by all processes, all of which call it and get the whole result.
+
+    Args:
+        accelerator: of the processes.
+        count: what there is to divide among them.
+        evaluate: (r, w) -> the r-th of w equal stretches.
+    """
+    from accelerate.utils import gather_object
+
+    from visalign.evaluation import joined
+
+    rank, shares = accelerator.process_index, min(accelerator.num_processes, count)
+    return joined(gather_object([evaluate(rank, shares)] if rank < shares else []))
 
 
 def _check_trackers(asked: Sequence[str], found: Sequence[str]) -> None:

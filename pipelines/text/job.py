@@ -18,7 +18,13 @@ from visalign.pipelines.shared.job import (
     result_folder,
     run_job,
 )
-from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, evenly_spaced
+from visalign.pipelines.shared.parts import (
+    Records,
+    build_accelerator,
+    ends_by,
+    evenly_spaced,
+    spread,
+)
 from visalign.pipelines.shared.run_folder import fingerprint
 
 from .config import TextConfig, TextGRPOConfig, TextPPOConfig
@@ -47,7 +53,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     from visalign.training import TextRL
     from visalign.training.text.trajectories import needs_reference
 
-    accelerator = build_accelerator(config.run, output)
+    accelerator = build_accelerator(config, output)
     inputs = prepare(config, str(accelerator.device))
     objective = config.objective.build(length=config.rollout.max_new_tokens)
     policy = build_text_policy(
@@ -95,15 +101,19 @@ def text_run(
     """The run of a text policy."""
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
-        return evaluate_text(
-            policy,
-            rewards,
-            records,
-            seeds=seeds,
-            sampling=generation.sampling,
-            stopping=generation.stopping(),
-            correctness=config.evaluation.correctness,
-        )
+        def stretch(rank: int, shares: int) -> HeldoutResult:
+            first, end = (len(records) * (rank + more) // shares for more in (0, 1))
+            return evaluate_text(
+                policy,
+                rewards,
+                records[first:end],
+                seeds=seeds,
+                sampling=generation.sampling,
+                stopping=generation.stopping(),
+                correctness=config.evaluation.correctness,
+            )
+
+        return spread(algorithm.accelerator, len(records), stretch)
 
     return PolicyRun(
         config=config,

@@ -153,7 +153,7 @@ def _build(config: TextSFTConfig, output: Path) -> PolicyRun:
     from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
     from visalign.training import SFT
 
-    accelerator = build_accelerator(config.run, output)
+    accelerator = build_accelerator(config, output)
     inputs = prepare_sft(config, str(accelerator.device))
     policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
     try:

@@ -54,7 +54,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
     inputs = prepare_reward(config)
     if resume:
         check_unchanged(output, inputs.fingerprints)  # before the judge is loaded
-    accelerator = build_accelerator(config.run, output)
+    accelerator = build_accelerator(config, output)
     judge, data = build_judge(config, accelerator.device), config.data
     train = judge.remember(inputs.train)
     heldout = None if inputs.heldout is None else judge.remember(inputs.heldout)

@@ -166,12 +166,13 @@ _TENSORS = tuple(f.name for f in fields(TextRollout) if f.type == "Tensor")
 _LISTS = ("text", "stop_reason", "group", "prompt", "seed", "images")
 
 
-def join_rollouts(rollouts: Sequence[TextRollout]) -> TextRollout:
+def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRollout:
     """Several rollouts as one, padded to the longest prompt and completion; group labels are kept.
 
     Args:
         rollouts: at least one, all with the same `sampling`. Groups of different rollouts need different
             labels.
+        length: tokens of a completion at least.
 
     Returns:
         The samples in the order given.
@@ -188,7 +189,7 @@ def join_rollouts(rollouts: Sequence[TextRollout]) -> TextRollout:
             f"Rollouts of one batch must be sampled in one way; got {' and '.join(others)}. Train on them in "
             "separate steps."
         )
-    length = max(r.loss_mask.shape[1] for r in rollouts)
+    length = max(length, *(r.loss_mask.shape[1] for r in rollouts))
     prompt_length = max(r.prompt_ids.shape[1] for r in rollouts)
     held: dict[str, Any] = {}
     for name in _TENSORS:

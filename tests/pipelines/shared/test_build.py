@@ -34,12 +34,12 @@ def test_the_environment_does_not_choose_the_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    accelerator = build.build_accelerator(RunConfig(device="cpu"), tmp_path)
+    accelerator = build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu")), tmp_path)
     assert accelerator.mixed_precision == "no"
 
 
 def test_processes_wait_for_the_one_that_evaluates(tmp_path: Path) -> None:
-    handler = build.build_accelerator(RunConfig(device="cpu"), tmp_path).init_handler
+    handler = build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu")), tmp_path).init_handler
     assert handler is not None and handler.timeout == build.PATIENCE
     assert build.PATIENCE.total_seconds() > 3600
 
@@ -49,9 +49,9 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(
         UserError, match=r"run\.trackers names wandb, which is not installed.*pip install wandb"
     ):
-        build.build_accelerator(RunConfig(device="cpu", trackers=["wandb"]), tmp_path)
+        build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu", trackers=["wandb"])), tmp_path)
     with pytest.raises(UserError, match=r"run\.trackers is \['nope'\]"):
-        build.build_accelerator(RunConfig(device="cpu", trackers=["nope"]), tmp_path)
+        build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu", trackers=["nope"])), tmp_path)
 
 
 def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

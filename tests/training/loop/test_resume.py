@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.training.pictures import ToyPolicy, outcome, toy_trainer
 from visalign.training.loop import checkpoint
 from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -79,37 +77,6 @@ def test_ctrl_c_saves_the_iteration_and_exits_130(tmp_path):
     done = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["iteration"]
     folder, _ = checkpoint.newest_intact(tmp_path / "run" / "checkpoints")
     assert folder is not None and folder.name == f"step_{done:06d}" and done < 50
-
-
-@pytest.mark.slow
-def test_two_processes_train_what_one_trains(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "ACCELERATE_USE_CPU": "true",
-    }
-    both = [
-        _start(tmp_path / "two", 3, environment={**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
-        for r in (0, 1)
-    ]
-    _finish(_start(tmp_path / "one", 3))
-    for process in both:
-        _finish(process)
-    one, two = (
-        load_file(checkpoint.step_folder(tmp_path / name / "checkpoints", 3) / "trainable.safetensors")
-        for name in ("one", "two")
-    )
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
-    rows = [
-        [without_times(r) for r in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")
-    ]
-    for a, b in zip(*rows, strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-6)
 
 
 def _trained(folder: Path, iterations: int, **keeping: object) -> ToyPolicy:

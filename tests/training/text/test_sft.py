@@ -31,7 +31,9 @@ from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.trainer import RunSettings, Trainer
-from visalign.training.text.sft import SFT, backward_nll
+from visalign.training.text.replay import TextReplay
+from visalign.training.text.sft import SFT
+from visalign.training.text.sft import backward_nll as shared_backward_nll
 
 RECORDS = [
     {"prompt": prompt, "completion": text}
@@ -62,6 +64,11 @@ def _trainer(
         run=RunSettings(**{**keeping, **more.pop("run", {})}),
         **more,
     )
+
+
+def backward_nll(policy: CausalLMPolicy, batch: TextRollout, **options: Any) -> float:
+    """In one process."""
+    return shared_backward_nll(TextReplay(policy), batch, Accelerator(cpu=True), **options)
 
 
 def _gradient(policy: CausalLMPolicy) -> torch.Tensor:
@@ -236,19 +243,6 @@ def test_the_average_is_of_the_trained_weights(tmp_path):
     with trainer.averaged():
         assert not torch.equal(trainer.weights.named[0][1], own)
     assert torch.equal(trainer.weights.named[0][1], own)
-
-
-def test_several_processes_are_refused(tmp_path):
-    class Two:
-        num_processes = 2
-
-    policy = _policy()
-    with pytest.raises(UserError, match="train in one process, and 2 were started"):
-        SFT(
-            policy,
-            DemonstrationBatches(policy, RECORDS, size=3, seed=5),
-            accelerator=Two(),  # type: ignore[arg-type]  # all that is asked of it
-        )
 
 
 def test_lengths_are_those_of_the_rollout_and_long_records_are_refused_or_left_out():

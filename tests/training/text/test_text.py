@@ -391,14 +391,6 @@ def test_an_algorithm_without_its_parts_is_refused(algorithm, message, tmp_path)
         toy_text_trainer(tmp_path, algorithm, policy=toy_policy(), log_partition=None)
 
 
-def test_several_processes_are_refused(tmp_path):
-    class Two:
-        num_processes = 2
-
-    with pytest.raises(UserError, match="train in one process, and 2 were started"):
-        toy_text_trainer(tmp_path, accelerator=cast(Any, Two()))
-
-
 def test_ptx_without_texts_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has a ptx term \(γ = 27.8\) and no text"):
         toy_text_trainer(tmp_path, "ppo_ptx", policy=toy_policy(value=True), demonstrations=None)

@@ -80,6 +80,8 @@ class PromptLogPartition:
                 "log Z reads the prompt's text alone, and this rollout has pictures in its prompts. Use "
                 "another algorithm than FlowRL for them."
             )
+        if not len(rollout):
+            return torch.zeros(0, self._policy.model.config.get_text_config().hidden_size)
         rows = torch.cat([rollout.prompt_mask.long(), rollout.prompt_ids], 1)
         unique, place = torch.unique(rows, dim=0, return_inverse=True)
         width = rollout.prompt_ids.shape[1]

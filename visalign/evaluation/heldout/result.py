@@ -201,19 +201,28 @@ def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
     """One result of the stretches that processes evaluated.
 
     Args:
-        parts: at least one, in the order of the samples, by the same rewards.
+        parts: at least one, in the order of the samples, by the same rewards; a measure that a stretch has
+            nothing for is NaN there.
     """
     starts = np.cumsum([0, *map(len, parts)])
+    names = dict.fromkeys(name for part in parts for name in part.scores)
     shown = [part for part in parts if len(part.images)] or parts
     indices = [part.image_index + start for part, start in zip(parts, starts[:-1], strict=True)]
     return replace(
         parts[0],
         **{name: tuple(x for part in parts for x in getattr(part, name)) for name in _TEXTS},
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS[:3]},
-        scores={name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores},
+        scores={name: _column(parts, name) for name in names},
+        units={name: unit for part in parts for name, unit in part.units.items()},
+        higher_is_better={name: way for part in parts for name, way in part.higher_is_better.items()},
         images=np.concatenate([part.images for part in shown]),
         image_index=np.concatenate(indices),
     )
+
+
+def _column(parts: Sequence[HeldoutResult], name: str) -> NDArray[np.float32]:
+    blank = (np.full(len(part), np.nan, np.float32) for part in parts)
+    return np.concatenate([part.scores.get(name, none) for part, none in zip(parts, blank, strict=True)])
 
 
 def _share(correct: int, judged: int) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from visalign.flow.windows import window_places
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.judging import reward_weights
+from visalign.training.loop.processes import shared, unshared
 from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.settings import MATRIX_ADVANTAGES
 from visalign.training.policy.update import (
@@ -104,7 +105,7 @@ class FlowGRPO(PictureAlgorithm):
         """The objective, and the module that DDP wraps."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
         self.step_weights = step_weights(self.settings, self.rollout, self.source.sigmas)
-        self.module = self.accelerator.prepare_model(ReplayModule(self.policy))
+        self.module = shared(ReplayModule(self.policy), self.accelerator)
         self.ratio_bound: float | None = self._ratio_bound()
 
     def _ratio_bound(self) -> float:
@@ -311,8 +312,8 @@ class FlowGRPO(PictureAlgorithm):
             with self._sync(int(at[-1]) == len(place) - 1):
                 yield rows, self._output(experience, sample, decision[at])
 
-    def _sync(self, last: bool) -> Any:
-        return nullcontext() if last else self.accelerator.no_sync(self.module)
+    def _sync(self, last: bool) -> AbstractContextManager[Any]:
+        return unshared(self.module, self.accelerator, last=last)
 
     def _in_two_passes(
         self, experience: Experience, rows: Prepared, sample: Tensor, size: int, last: bool

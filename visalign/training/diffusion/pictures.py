@@ -18,6 +18,7 @@ from visalign.flow.trajectory import Trajectory
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.judging import check_failures, judge, oriented, reward_columns
+from visalign.training.loop.processes import Shares, accelerator_of
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
 from visalign.training.loop.trainer import Algorithm, Context
@@ -86,6 +87,8 @@ class PictureSource:
         size = rollout.prompts_per_iteration, rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
         self.samples = size[0] * size[1]
+        self.shares = Shares.even(self.samples, accelerator)
+        self.of_all = self.shares.of_all
         self.sigmas = policy.sigmas(rollout.steps, timestep_schedule=rollout.timestep_schedule)
         policy.module.eval()  # dropout would make a second look another function than the rollout
 
@@ -122,7 +125,7 @@ class PictureSource:
             group=group,
             parts=parts,
             columns=self.of_all(reward_columns(self.reward, scores)),
-            first=process.process_index * len(batch),
+            first=self.first,
             metrics={
                 **reward_metrics(value, valid, group),
                 **{f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()},
@@ -185,10 +188,10 @@ class PictureSource:
         valid = self.of_all(scores.valid.cpu() & torch.isfinite(own))
         return table[:, 0], valid, dict(zip(scores.parts, table.T[1:], strict=True))
 
-    def of_all(self, own: Tensor) -> Tensor:
-        """[b, ...] of this process -> [B, ...] of all in rank order, on the CPU."""
-        gathered: Any = self.accelerator.gather(own.to(self.accelerator.device))
-        return gathered.cpu()
+    @property
+    def first(self) -> int:
+        """Place of this process's first sample among all B."""
+        return int(self.shares.own[0])
 
 
 def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, float]:
@@ -218,7 +221,6 @@ class PictureAlgorithm(Algorithm):
     A training defines `begin`, which finds policy, settings, rollout, accelerator and source in place.
     """
 
-    together = True
     usual = "flow_grpo"
     """`objective.algorithm` where no objective is given."""
 
@@ -239,7 +241,7 @@ class PictureAlgorithm(Algorithm):
         self.settings = objective or DiffusionObjectiveSettings(algorithm=self.usual)
         self.rollout = rollout or RolloutSettings()
         check_sampling(self.settings, self.rollout)
-        self.accelerator = accelerator or Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
+        self.accelerator = accelerator_of(accelerator, policy)
         self.source = PictureSource(
             policy,
             reward,

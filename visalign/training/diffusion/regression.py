@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.judging import reward_weights
+from visalign.training.loop.processes import shared, unshared
 from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.update import split_updates
 
@@ -122,7 +122,7 @@ class VelocityRegression(PictureAlgorithm):
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
         self.levels = self.row.level_count(self.rollout.steps)
         self.times = policy.times(self.source.sigmas)
-        self.module = self.accelerator.prepare_model(VelocityModule(policy))
+        self.module = shared(VelocityModule(policy), self.accelerator)
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
             check_guided(policy, scale, self.source.records[0])
@@ -279,13 +279,13 @@ class VelocityRegression(PictureAlgorithm):
         lengths = [len(unit) for unit, _ in batch]
         share = torch.cat([torch.full((n,), 1 / n) for n in lengths]).to(self.policy.device)
         if len(sample) <= size:
-            with self._sync(last):
+            with unshared(self.module, self.accelerator, last=last):
                 said = self._ask(experience, step, sample, level)
                 return self._finish(said, self._loss(said, lengths), share, scale)
         # a group that does not fit: ∂ℓ/∂error of all its samples first, then the network's part by part; one
         # forward more, and the same update
         parts = torch.arange(len(sample)).split(size)
-        with torch.no_grad(), self._sync(False):
+        with torch.no_grad():
             found = [self._ask(experience, step, sample[part], level[part]) for part in parts]
         errors = [self.row.errors(said.pairs) for said in found]
         leaf = torch.cat([error for error, _ in errors]).requires_grad_()
@@ -294,7 +294,7 @@ class VelocityRegression(PictureAlgorithm):
         (slope,) = torch.autograd.grad(loss, leaf)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         for part in parts:
-            with self._sync(last and part is parts[-1]):
+            with unshared(self.module, self.accelerator, last=last and part is parts[-1]):
                 said = self._ask(experience, step, sample[part], level[part])
                 own = (self.row.errors(said.pairs)[0] * slope[part]).sum()
                 sums += self._finish(said, own, share[part], scale)
@@ -308,10 +308,6 @@ class VelocityRegression(PictureAlgorithm):
         rows = (*self.row.errors(said.pairs), said.signal)
         units = zip(*(each.split(list(lengths)) for each in rows), strict=True)
         return torch.stack([self.row.group_loss(*unit) for unit in units]).sum()
-
-    def _sync(self, last: bool) -> Any:
-        """DDP decides in the forward whether gradients are exchanged: so around both."""
-        return nullcontext() if last else self.accelerator.no_sync(self.module)
 
     def _finish(self, said: _Outputs, loss: Tensor, share: Tensor, scale: float) -> Tensor:
         """Backward of a micro-batch's sum; its `SUMS`."""

@@ -14,7 +14,6 @@ Where this deviates from the published code, always on purpose:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from visalign.flow.rollout import asked_of, velocity_of
 from visalign.interfaces import Condition, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.judging import check_failures
+from visalign.training.loop.processes import shared, unshared
 from visalign.training.loop.sampler import Batch
 from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.update import split_updates
@@ -81,9 +81,7 @@ class RewardGradient(PictureAlgorithm):
         self.row = checked_ascent(self.settings, self.rollout)
         check_differentiable(self.reward)
         self.times = self.policy.times(self.source.sigmas)
-        self.module: Any = self.accelerator.prepare_model(VelocityModule(self.policy))
-        # the network is in evaluation mode: its buffers are equal, and processes differ in their forwards
-        self.module.broadcast_buffers = False
+        self.module = shared(VelocityModule(self.policy), self.accelerator)
 
     def collect(self, run: Context) -> Collected:
         """Which pictures the iteration makes; each update makes its own, under the weights of that moment."""
@@ -120,7 +118,7 @@ class RewardGradient(PictureAlgorithm):
     def backward(self, experience: Asked, step: AscentStep, run: Context) -> dict[str, float]:
         """Make the update's pictures and add the gradient of −mean reward, in micro-batches of pictures."""
         process, size = self.accelerator, len(experience.batch)
-        first = process.process_index * size
+        first = self.source.first
         own = step.sample[(first <= step.sample) & (step.sample < first + size)] - first
         value = torch.full((len(experience.group),), torch.nan, dtype=torch.float64)
         sums = torch.zeros(2, dtype=torch.float64)  # Σ image gradient's norm, Σ k |v − v_ref|²
@@ -160,20 +158,17 @@ class RewardGradient(PictureAlgorithm):
         Each prediction of the pictures goes back before the next is made: one graph at a time.
         """
         predictions = 1 + self.row.renoised
-        with self._sync(last and predictions == 1):
+        process = self.accelerator
+        with unshared(self.module, process, last=last and predictions == 1):
             x0, pull = self._end(experience, step, sample)
             value, norm = self._push(experience, sample, x0, pull, scale / predictions)
         sums, x0 = torch.stack([norm, pull.detach().sum().double().cpu()]), x0.detach()
         for number in range(self.row.renoised):
-            with self._sync(last and number == self.row.renoised - 1):
+            with unshared(self.module, process, last=last and number == self.row.renoised - 1):
                 again, pull = self._again(experience, step, sample, x0, number)
                 _, norm = self._push(experience, sample, again, pull, scale / predictions)
             sums += torch.stack([norm, pull.detach().sum().double().cpu()])
         return value, sums / predictions
-
-    def _sync(self, last: bool) -> Any:
-        """DDP decides in the forward whether gradients are exchanged: so around both."""
-        return nullcontext() if last else self.accelerator.no_sync(self.module)
 
     def _push(
         self, experience: Asked, sample: Tensor, x0: Tensor, pull: Tensor, scale: float

@@ -7,29 +7,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import distributed
-
-from visalign.errors import UserError
-
-
-def one_process(accelerator: Accelerator | None, trained: Any) -> Accelerator:
-    """The accelerator, or one on the device of what is trained, a text policy or a parameter.
-
-    Raises:
-        UserError: it has several processes.
-    """
-    if accelerator is None:
-        accelerator = Accelerator(cpu=torch.device(trained.device).type == "cpu", mixed_precision="no")
-    if accelerator.num_processes > 1:
-        raise UserError(
-            f"Text policies train in one process, and {accelerator.num_processes} were started. Start the "
-            "command without accelerate launch or torchrun."
-        )
-    return accelerator
 
 
 def end_processes() -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 
+from .processes import stretch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -36,11 +38,10 @@ def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size:
     Args:
         prompts_per_iteration: P, groups per iteration.
         group_size: G, samples per group.
-        world_size: number of processes; each takes P·G / world_size samples.
+        world_size: number of processes; each takes P·G / world_size samples, rounded up or down.
 
     Raises:
-        UserError: P < 1, G < 2 (a group of one has no group advantage), or P·G not divisible by the world
-            size.
+        UserError: P < 1, G < 2 (a group of one has no group advantage), or P·G below the world size.
     """
     if group_size < 2:
         raise UserError(
@@ -54,15 +55,7 @@ def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size:
         )
     if world_size < 1:
         raise UserError(f"world_size is {world_size}; it must be at least 1.")
-    if prompts_per_iteration * group_size % world_size:
-        step = world_size // int(np.gcd(world_size, group_size))
-        lower = prompts_per_iteration // step * step
-        works = [str(p) for p in (lower, lower + step) if p > 0]
-        raise UserError(
-            f"prompts_per_iteration × group_size = {prompts_per_iteration} × {group_size} = "
-            f"{prompts_per_iteration * group_size} samples cannot be divided among {world_size} processes. "
-            f"With group_size {group_size}, prompts_per_iteration {' or '.join(works)} would work."
-        )
+    stretch(prompts_per_iteration * group_size, 0, world_size)
 
 
 class PromptSampler:
@@ -70,8 +63,8 @@ class PromptSampler:
 
     The prompts are visited in one random order per epoch, none twice within an epoch. Nothing is stored
     between calls, so a loader may prefetch, skip or repeat iterations, and a resumed run sees what it would
-    have seen. The ranks' batches are consecutive slices of the iteration's P·G samples: their union does not
-    depend on the world size.
+    have seen. The ranks' batches are consecutive slices of the iteration's P·G samples, and may end inside a
+    group: their union does not depend on the world size.
 
     With `strata` the groups take the labels of `cycle` in turn, and each stratum has its own epochs: a
     category of ten prompts gets as many groups as one of a thousand, or more where `cycle` names it more
@@ -124,19 +117,15 @@ class PromptSampler:
         """The samples of process `rank` of `world` in iteration 0, 1, 2, ...
 
         Raises:
-            UserError: a negative iteration, a rank outside the world, or P·G not divisible by `world`.
+            UserError: a negative iteration, a rank outside the world, or a world of more than P·G.
         """
         if iteration < 0:
             raise UserError(f"iteration is {iteration}; iterations are counted from 0.")
-        check_batch_algebra(self.prompts_per_iteration, self.group_size, world)
-        if not 0 <= rank < world:
-            raise UserError(f"rank is {rank}; with world size {world} it must be 0 to {world - 1}.")
         groups = iteration * self.prompts_per_iteration + np.arange(self.prompts_per_iteration)
         orders: dict[tuple[str, int], np.ndarray] = {}
         prompts = np.array([self._prompt(int(group), orders) for group in groups], dtype=np.int64)
         samples = self.prompts_per_iteration * self.group_size
-        size = samples // world
-        mine = slice(rank * size, (rank + 1) * size)
+        mine = stretch(samples, rank, world)
         return Batch(
             prompt_index=torch.from_numpy(np.repeat(prompts, self.group_size)[mine].copy()),
             group_id=torch.from_numpy(np.repeat(groups, self.group_size)[mine].copy()),

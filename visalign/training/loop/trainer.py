@@ -33,6 +33,7 @@ from . import checkpoint
 from .ema import EMA
 from .metrics import MetricsFile
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
+from .processes import told_of_loss
 from .progress import TrainingProgress
 from .runtime import PhaseClock
 
@@ -110,8 +111,6 @@ class Algorithm(Protocol):
     """Device, processes, trackers; without mixed precision, which is the model's own matter."""
     ratio_bound: float | None = None
     """Largest |log r| of a run's first update; None where there is no ratio."""
-    together: bool = False
-    """Whether all processes share the evaluation on the way; else the first does it alone."""
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Names and parameters that the optimizer moves, in a fixed order."""
@@ -200,8 +199,8 @@ class Trainer(Generic[A]):
         algorithm: what is trained, and on what.
         run: length, checkpoints, evaluation.
         optimizer: how the weights move; None takes Flow-GRPO's published numbers.
-        evaluate: called with the iterations finished while the averaged weights are in place; its numbers are
-            logged as `heldout/...`.
+        evaluate: called by all processes with the iterations finished while the averaged weights are in
+            place; its numbers are logged as `heldout/...`.
         progress: where the records are shown.
 
     Raises:
@@ -255,13 +254,15 @@ class Trainer(Generic[A]):
         Raises:
             CheckpointError: a checkpoint could not be written, or its weights are not finite.
             FolderInUse: another process works in the run's folder.
+            ProcessLost: another process of the run has ended.
             RatioError: the ratio is not 1 at the first update.
             RewardFailure: too many samples could not be judged; and what else the algorithm raises.
         """
         counters, folder = self.counters, self.run.folder
         own = hold(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
         first = self.accelerator.is_main_process
-        with own if first else nullcontext(), InterruptFlag(self.progress.note) as interrupt:
+        held = own if first else nullcontext()
+        with told_of_loss(), held, InterruptFlag(self.progress.note) as interrupt:
             metrics = MetricsFile(folder / "metrics.jsonl", after=counters.iteration) if first else None
             saved = counters.iteration
             self.clock.take()
@@ -385,10 +386,8 @@ class Trainer(Generic[A]):
             return {}
         found: Mapping[str, float] = {}
         with self.clock.phase("evaluation"):
-            if self.algorithm.together or self.accelerator.is_main_process:
-                with self.averaged():
-                    found = self.evaluate(iteration)
-            self.accelerator.wait_for_everyone()
+            with self.averaged():
+                found = self.evaluate(iteration)
         return {f"heldout/{name}": value for name, value in found.items()}
 
     def _timed(self, samples: int) -> dict[str, float]:

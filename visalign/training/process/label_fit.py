@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from visalign.errors import UserError
 from visalign.training.loop.optimizer import AdamWSettings
-from visalign.training.loop.runtime import one_process
+from visalign.training.loop.processes import accelerator_of, add_up
 from visalign.training.loop.trainer import Algorithm, Collected, Context, RunSettings, Trainer
 
 
@@ -78,14 +79,15 @@ class Judged:
     """Differentiable; 0 where there is no label."""
 
 
+_NONE = torch.zeros(0)
+
+
 class LabelFit(Algorithm):
     """Fits a judge to right and wrong; an iteration is a pass over the rows, an `Algorithm` for `Trainer`.
 
-    The loss of an update is the mean over the labels of its batch. What is judged may change between passes,
-    as in PRIME: set `judge` and `rows`.
-
-    Raises:
-        UserError: several processes.
+    The loss of an update is the mean over the labels of its batch, which the processes share; dropout alone
+    differs between one and several. What is judged may change between passes, as in PRIME: set `judge` and
+    `rows`.
     """
 
     judge: Callable[[list[int]], Judged]
@@ -95,7 +97,7 @@ class LabelFit(Algorithm):
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: FitSettings) -> None:
         self.named, self.settings = list(parameters), settings
-        self.accelerator = one_process(None, next((p for _, p in self.named), torch.zeros(0)))
+        self.accelerator = accelerator_of(None, next((p for _, p in self.named), torch.zeros(0)))
         self.order = torch.Generator().manual_seed(settings.seed)
         self.seen: list[Judged] = []
 
@@ -112,19 +114,27 @@ class LabelFit(Algorithm):
 
     def backward(self, experience: Any, step: list[int], run: Context) -> dict[str, float]:
         """The mean loss over the labels of a batch."""
-        judged = self.judge(step)
-        loss = judged.loss.sum() / torch.isfinite(judged.label).sum().clamp(min=1)
-        if not torch.isfinite(loss):
+        process = self.accelerator
+        own = step[process.process_index :: process.num_processes]
+        judged = self.judge(own) if own else Judged(odds=_NONE, label=_NONE, loss=_NONE)
+        sums = torch.stack([judged.loss.detach().sum(), torch.isfinite(judged.label).sum()]).double()
+        total, labels = torch.as_tensor(process.reduce(sums.to(process.device), "sum"))
+        labels = labels.clamp(min=1)
+        loss = float(total / labels)
+        if not math.isfinite(loss):
             raise ValueError(
-                f"The loss of the texts {sorted(step)[:8]} is {loss.item()}; a log-odds or log-prob is not "
+                f"The loss of the texts {sorted(step)[:8]} is {loss}; a log-odds or log-prob is not "
                 "finite. Lower the learning rate, or look at these texts. The weights are as before them."
             )
-        (loss * run.counters.loss_scale).backward()
+        if own:
+            (judged.loss.sum() / labels.to(judged.loss) * run.counters.loss_scale).backward()
+        add_up((parameter for _, parameter in self.named), process)
         self.seen.append(replace(judged, odds=judged.odds.detach(), loss=judged.loss.detach()))
-        return {"loss": loss.item()}
+        return {"loss": loss}
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """The mean loss over the labels."""
+        self.seen = [one for seen in gather_object([self.seen]) for one in seen]
         return {"loss": report_labels(self.seen).loss}
 
     def restore(self, run: Context) -> None:
@@ -139,7 +149,7 @@ def label_trainer(
     """A trainer of a judge, which several calls of `fit_labels` can go on with.
 
     Raises:
-        UserError: nothing is trainable, or there are several processes.
+        UserError: nothing is trainable.
     """
     given = settings or FitSettings()
     return Trainer(

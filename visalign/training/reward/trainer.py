@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.errors import UserError
+from visalign.training.loop.processes import add_up
 from visalign.training.loop.trainer import LEAST_LOSS_SCALE, Algorithm, Collected, Context
 
 from .batch import RewardData, TrainableJudge
@@ -36,8 +37,6 @@ class RewardModeling(Algorithm):
         seed: of dropout and of sampled losses.
         compute_dtype: of the judge's products, where not all are in float32; float16 gets its loss scaled.
     """
-
-    together = True
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class RewardModeling(Algorithm):
         """The gradient of Σ w ℓ / Σ w over batch `step`, summed over the processes."""
         sums = self._accumulate(step, run.counters.loss_scale)
         parameters = [parameter for _, parameter in self.parameters()]
-        _add_up(parameters, self.accelerator)
+        add_up(parameters, self.accelerator)
         loss, weight, examples = self.accelerator.reduce(sums, "sum").tolist()  # type: ignore[union-attr]
         if not weight > 0:
             raise UserError(
@@ -119,20 +118,3 @@ def _drawn_from(seed: int, number: int, process: int) -> Iterator[torch.Generato
     with torch.random.fork_rng():
         torch.manual_seed(value)
         yield torch.Generator().manual_seed(value + 1)
-
-
-def _add_up(parameters: list[nn.Parameter], accelerator: Accelerator) -> None:
-    """Sum the gradients over the processes, in one message."""
-    if accelerator.num_processes == 1:
-        return
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    flat = torch.cat([p.grad.flatten().float() for p in parameters if p.grad is not None])
-    total = accelerator.reduce(flat, "sum")
-    at = 0
-    for parameter in parameters:
-        assert parameter.grad is not None
-        part = total[at : at + parameter.numel()]  # type: ignore[index]
-        parameter.grad.copy_(part.view_as(parameter))
-        at += parameter.numel()

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One iteration's completions: sample, judge, keep the groups with signal."""
+"""One iteration's completions: sample, judge, keep the groups with signal.
+
+Each process makes and judges a stretch of the samples; what is said of them goes to all, which keep the same
+groups.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from visalign.core import Objective, Trajectories
-from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, join_rollouts
 from visalign.training.loop.judging import check_failures, judge, reward_columns
+from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.trainer import Collected
@@ -31,17 +36,31 @@ class TextExperience:
     """What an iteration learns from."""
 
     rollout: TextRollout
+    """Of this process's b samples, T tokens wide."""
     trajectories: Trajectories
+    """[B, T] of all processes, in the order of one, on the CPU."""
+    shares: Shares
+    """Who holds which of the B."""
     features: Tensor | None
-    """[B, H] of the prompts, for a log-partition head."""
+    """[b, H] of the prompts, for a log-partition head."""
     signal: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
     rollout: TextRollout
-    scores: Scores
+    """Of this process's b samples."""
     records: Records
+    """Of the same."""
+    shares: Shares
+    """Who holds which of the round's B."""
+    group: list[int]
+    """Of all B, as everything below."""
+    reward: Tensor
+    """[B], or [B, M] where the objective normalises the terms one by one."""
+    valid: Tensor
+    said: Mapping[str, Tensor]
+    """Name -> [B] float64: value, length, truncated, entropy (summed over tokens), and part/NAME."""
 
 
 def collect(
@@ -65,31 +84,61 @@ def collect(
         BudgetSpent: dynamic sampling with when_spent "stop".
     """
     if groups is None:
-        rounds = [_round(parts, sampler, iteration, settings, clock)]
-        kept = rounds[0].rollout, _reward(parts, rounds[0], objective), _valid(rounds[0])
+        rounds = [_round(parts, sampler, iteration, settings, objective, clock)]
+        kept = _Kept(rounds[0].rollout, rounds[0].shares, rounds[0].group, rounds[0].reward, rounds[0].valid)
     else:
         rounds = []
         while groups.wants_more:
-            rounds.append(_round(parts, sampler, groups.round, settings, clock))
-            _feed(groups, rounds[-1], len(rounds) - 1)
-        kept = _taken(groups, [_reward(parts, made, objective) for made in rounds], rounds)
+            made = _round(parts, sampler, groups.round, settings, objective, clock)
+            payload = dict.fromkeys(made.group, len(rounds))
+            groups.feed(made.group, made.said["value"].float(), made.valid, payload=payload)
+            rounds.append(made)
+        kept = _taken(groups, rounds)
     metrics = _metrics(rounds)
     if groups is not None:
         metrics |= {f"groups/{key}": float(getattr(groups.last, key)) for key in GROUP_COUNTS}
-    tokens = int(sum(float(r.rollout.loss_mask.sum()) for r in rounds))
-    samples = sum(len(r.rollout) for r in rounds)
+    tokens = int(sum(float(made.said["length"].sum()) for made in rounds))
+    samples = sum(len(made.group) for made in rounds)
     if kept is None:
         return Collected(experience=None, samples=samples, tokens=tokens, metrics=metrics)
-    rollout, reward, valid = kept
+    rollout, own = kept.rollout, kept.shares.own
     with clock.phase("replay"), torch.no_grad():
         asked = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
-        trajectories = trajectories_of(parts, rollout, reward, valid, iteration, settings, objective, asked)
+        said = trajectories_of(parts, rollout, kept.reward[own], kept.valid[own], settings, objective, asked)
         features = None if parts.log_partition is None else parts.log_partition.features(rollout)
+    trajectories = _of_all(said, kept)
+    if objective.selection == "clip_cov":
+        generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
+        uniform = torch.rand(trajectories.weight.shape, generator=generator)
+        trajectories = replace(trajectories, uniform=uniform)
     if trajectories.rollout_log_prob is not None:
         metrics["engine_gap"] = engine_gap(trajectories, settings.allowed_gap)
         metrics["entropy"] = _mean_entropy(trajectories)  # the policy's: another engine may not say
-    experience = TextExperience(rollout=rollout, trajectories=trajectories, features=features)
+    experience = TextExperience(
+        rollout=rollout, trajectories=trajectories, shares=kept.shares, features=features
+    )
     return Collected(experience=experience, samples=samples, tokens=tokens, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The B samples that are trained on; reward and valid as in `_Round`."""
+
+    rollout: TextRollout
+    shares: Shares
+    group: list[int]
+    reward: Tensor
+    valid: Tensor
+
+
+def _of_all(own: Trajectories, kept: _Kept) -> Trajectories:
+    """[b, T] of this process -> [B, T] of all."""
+    if len(kept.shares.places) == 1:
+        return own
+    held = {f.name: getattr(own, f.name) for f in fields(own) if f.name != "group"}
+    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    found: dict[str, Any] = {name: kept.shares.of_all(value) for name, value in tensors.items()}
+    return replace(own, group=kept.group, **found)
 
 
 GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
@@ -101,57 +150,71 @@ def _round(
     sampler: PromptSampler,
     number: int,
     settings: TextRolloutSettings,
+    objective: Objective,
     clock: PhaseClock,
 ) -> _Round:
-    """P prompts, G completions each, judged."""
-    batch, size = sampler.batch(number), settings.group_size
-    chosen = [parts.records[i] for i in batch.prompt_index[::size].tolist()]
+    """P prompts, G completions each, judged; a stretch of them by this process."""
+    process, size = parts.accelerator, settings.group_size
+    batch = sampler.batch(number)
+    shares = Shares.even(len(batch), process)
+    at = shares.own
+    # a stretch of whole groups names each prompt once; any other once for each sample
+    times = size if int(at[0]) % size == 0 and len(at) % size == 0 else 1
+    records = [parts.records[i] for i in batch.prompt_index[at].tolist()]
     with clock.phase("rollout"), torch.no_grad():
         rollout = parts.generator.generate(
-            [record["prompt"] for record in chosen],
-            seeds=[sample_seed(parts.seed, "sample", i) for i in batch.sample_id.tolist()],
-            num_generations=size,
+            [record["prompt"] for record in records[::times]],
+            seeds=[sample_seed(parts.seed, "sample", i) for i in batch.sample_id[at].tolist()],
+            num_generations=times,
             sampling=settings.sampling,
             stopping=settings.stopping(),
-            group=batch.group_id[::size].tolist(),
+            group=batch.group_id[at][::times].tolist(),
         )
-    records = [record for record in chosen for _ in range(size)]
     with clock.phase("reward"):
         scores = judge(parts.reward, list(rollout.text), records, what="completions")
-    made = _Round(rollout=rollout, scores=scores, records=records)
-    skipped = ~rollout.generated  # a prompt that was too long is no failure of the reward
-    check_failures(scores, _valid(made) | skipped, settings.max_failure_rate, parts.reward.name)
-    return made
-
-
-def _valid(made: _Round) -> Tensor:
-    return made.scores.valid.cpu() & made.scores.value.isfinite().cpu() & made.rollout.generated
-
-
-def _feed(groups: DynamicGroups, made: _Round, place: int) -> None:
-    labels = list(made.rollout.group)
-    payload = dict.fromkeys(labels, place)
-    groups.feed(labels, made.scores.value.float().cpu(), _valid(made), payload=payload)
-
-
-def _reward(parts: TextParts, made: _Round, objective: Objective) -> Tensor:
-    """[B], or [B, M] where the objective normalises the terms one by one."""
+    length = rollout.loss_mask.sum(1)
+    own = {
+        "value": scores.value,
+        "valid": scores.valid.cpu() & scores.value.isfinite().cpu() & rollout.generated,
+        "skipped": ~rollout.generated,  # a prompt that was too long is no failure of the reward
+        "length": length,
+        "truncated": rollout.truncated,
+        "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
+        **{f"part/{name}": part for name, part in scores.parts.items()},
+    }
+    table = shares.of_all(torch.stack([column.double().cpu() for column in own.values()], 1))
+    said = dict(zip(own, table.T, strict=True))
+    valid, skipped = said.pop("valid") != 0, said.pop("skipped") != 0
+    check_failures(scores, valid | skipped, settings.max_failure_rate, parts.reward.name)
+    reward = said["value"].float()
     if objective.advantage in MATRIX_ADVANTAGES:
-        return reward_columns(parts.reward, made.scores).float()
-    return made.scores.value.float()
+        reward = shares.of_all(reward_columns(parts.reward, scores).float())
+    if process.num_processes > 1:
+        rollout = join_rollouts([rollout], length=max(1, int(said["length"].max())))
+    return _Round(
+        rollout=rollout,
+        records=records,
+        shares=shares,
+        group=batch.group_id.tolist(),
+        reward=reward,
+        valid=valid,
+        said=said,
+    )
 
 
-def _taken(
-    groups: DynamicGroups, rewards: Sequence[Tensor], rounds: Sequence[_Round]
-) -> tuple[TextRollout, Tensor, Tensor] | None:
+def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> _Kept | None:
     """The samples of the groups that the step trains on, in the order of the groups."""
     taken = groups.take()
     if not taken:
         return None
-    parts = [rounds[group.payload].rollout.rows(group.index) for group in taken]
-    return (
-        join_rollouts(parts),
-        torch.cat([rewards[group.payload][group.index] for group in taken]),
+    made = [rounds[group.payload] for group in taken]
+    chosen = list(zip(made, [group.index for group in taken], strict=True))
+    own = [each.rollout.rows(place[place >= 0]) for each, i in chosen for place in [each.shares.local[i]]]
+    return _Kept(
+        join_rollouts(own),
+        Shares.of_owners(torch.cat([r.shares.owner[i] for r, i in chosen]), made[0].shares.accelerator),
+        [r.group[i] for r, index in chosen for i in index.tolist()],
+        torch.cat([r.reward[i] for r, i in chosen]),
         torch.cat([group.valid for group in taken]),
     )
 
@@ -163,20 +226,16 @@ def _mean_entropy(trajectories: Trajectories) -> float:
 
 def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     """Statistics of all completions that were made, those of dropped groups included."""
-    value = torch.cat([r.scores.value.double().cpu() for r in rounds])
-    valid = torch.cat([_valid(r) for r in rounds])
-    length = torch.cat([r.rollout.loss_mask.sum(1) for r in rounds])
-    entropy = sum(float((r.rollout.entropy * r.rollout.loss_mask).sum()) for r in rounds)
-    parts = {
-        f"reward_part/{name}": float(torch.cat([r.scores.parts[name].double() for r in rounds]).nanmean())
-        for name in rounds[0].scores.parts
-    }
+    said = {name: torch.cat([made.said[name] for made in rounds]) for name in rounds[0].said}
+    valid = torch.cat([made.valid for made in rounds])
+    value, length = said["value"], said["length"]
+    parts = {name.removeprefix("part/"): part for name, part in said.items() if name.startswith("part/")}
     return {
         "reward_mean": float(value[valid].mean()),
         "reward_std": float(value[valid].std(correction=0)),
         "valid_share": float(valid.double().mean()),
         "length_mean": float(length.mean()),
-        "truncated_share": float(torch.cat([r.rollout.truncated for r in rounds]).double().mean()),
-        "entropy": entropy / max(float(length.sum()), 1.0),
-        **parts,
+        "truncated_share": float(said["truncated"].mean()),
+        "entropy": float(said["entropy"].sum()) / max(float(length.sum()), 1.0),
+        **{f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()},
     }

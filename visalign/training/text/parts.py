@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.core import Objective
@@ -105,6 +106,8 @@ class TextParts:
     process: ProcessJudge | None
     demonstrations: Demonstrations | None
     seed: int
+    accelerator: Accelerator
+    """Of the processes that share the samples."""
 
 
 PER_DECISION = ("gae", "remax", "reinforce_pp")

@@ -26,8 +26,8 @@ from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
 from visalign.training.loop.judging import oriented
-from visalign.training.loop.runtime import one_process
-from visalign.training.loop.sampler import PromptSampler
+from visalign.training.loop.processes import accelerator_of, shared, unshared
+from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 from visalign.training.policy.reference import Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
@@ -42,6 +42,7 @@ from .parts import (
     ValueFunction,
     check_parts,
 )
+from .replay import TextReplay
 from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 
 AfterUpdate = Callable[[int], None]
@@ -51,7 +52,7 @@ HEADS = ("value_head.", "value_model.", "log_partition.")
 
 
 class TextRL(Algorithm):
-    """Trains a text policy on a reward, in one process; an `Algorithm` for `Trainer`.
+    """Trains a text policy on a reward; an `Algorithm` for `Trainer`.
 
     Args:
         policy: on its device.
@@ -60,7 +61,7 @@ class TextRL(Algorithm):
         rollout: how completions are made.
         objective: which row of the table is optimized.
         seed: of the run.
-        accelerator: trackers; one process. None makes one on the policy's device.
+        accelerator: processes and trackers. None makes one on the policy's device.
         dynamic: dynamic sampling.
         generator: who writes the completions; None is the policy.
         value_model: a value network of its own, for PPO; None where the policy has a value head.
@@ -68,11 +69,11 @@ class TextRL(Algorithm):
         process: judges the steps of a completion; its rewards are added to that of the completion's end.
         demonstrations: given completions for PPO-ptx.
         strata: label per record, see `PromptSampler`.
-        after_update: called with the iterations finished after the update, for a server that has to take
-            over the weights.
+        after_update: called by the first process with the iterations finished after the update, for a server
+            that has to take over the weights.
 
     Raises:
-        UserError: settings that do not fit each other, an algorithm that lacks a part, or several processes.
+        UserError: settings that do not fit each other, or an algorithm that lacks a part.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class TextRL(Algorithm):
         strata: Sequence[str] | None = None,
         after_update: AfterUpdate | None = None,
     ) -> None:
-        self.accelerator = one_process(accelerator, policy)
+        self.accelerator = accelerator_of(accelerator, policy)
         self.rollout = rollout or TextRolloutSettings()
         self.settings = objective or TextObjectiveSettings()
         self.row = self.settings.build(length=self.rollout.max_new_tokens)
@@ -109,6 +110,7 @@ class TextRL(Algorithm):
             process=process,
             demonstrations=demonstrations,
             seed=seed,
+            accelerator=self.accelerator,
         )
         check_parts(
             self.parts,
@@ -117,10 +119,14 @@ class TextRL(Algorithm):
             recomputed=self.rollout.recompute or self.row.importance_sampling is not None,
         )
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
+        check_batch_algebra(*size, self.accelerator.num_processes)
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
         is_dynamic = dynamic is not None and dynamic.enabled
         self.groups = dynamic.groups(size[0]) if is_dynamic and dynamic is not None else None
         self.after_update = after_update
+        value = bool(self.row.value)
+        replay = TextReplay(policy, value=value, value_model=value_model, log_partition=log_partition)
+        self.module = shared(replay, self.accelerator, may_skip=replay.may_skip)
         self.ratio_bound = self.settings.ratio_bound
         self._penalty: float | None = None
         self._divergence: float | None = None
@@ -210,9 +216,9 @@ class TextRL(Algorithm):
             run.counters.own["groups"] = self.groups.state_dict()
         if self._penalty is not None:
             run.counters.own["penalty"] = self._penalty
-        if self.after_update is not None and self._had_updates:
+        if self._had_updates:
             with run.clock.phase("sync"):
-                self.after_update(run.counters.iteration)
+                self._hand_over(run)
 
     def restore(self, run: Context) -> None:
         """Go on from a checkpoint; whoever writes the completions still has other weights."""
@@ -221,46 +227,51 @@ class TextRL(Algorithm):
         self._penalty = own.get("penalty")
         if self.groups is not None and "groups" in own:
             self.groups.load_state_dict(own["groups"])
+        self._hand_over(run)
+
+    def _hand_over(self, run: Context) -> None:
+        """The weights to whoever else writes completions; all wait until it has them."""
         if self.after_update is not None:
-            self.after_update(run.counters.iteration)
+            if self.accelerator.is_main_process:
+                self.after_update(run.counters.iteration)
+            self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
     def _moved(self, experience: TextExperience) -> float:
         """KL(π_old‖π) per token after the last step, k3."""
         t = experience.trajectories
-        now = self.parts.policy.log_probs(experience.rollout).log_prob.cpu()
+        now = experience.shares.of_all(self.parts.policy.log_probs(experience.rollout).log_prob)
         log_ratio = (now - t.old_log_prob).double()
         return float((log_ratio.expm1() - log_ratio)[t.weight != 0].mean())
 
     def _micro_batches(
         self, experience: TextExperience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
-        prepared, given = step.prepared, step.extra
+        prepared, given, process = step.prepared, step.extra, self.accelerator
         if given is not None:
             prepared = replace(prepared, ptx_counts=count_step(given.loss_mask))
-        places = step.own(0, len(experience.trajectories.weight))
+        local = experience.shares.local[step.sample]
+        places = (step.live & (local >= 0)).nonzero()[:, 0]
         places = places[torch.argsort((prepared.weight[places] != 0).sum(1), stable=True, descending=True)]
-        parts = list(places.split(size)) or [places]
-        shares = [None] * len(parts) if given is None else torch.arange(len(given)).chunk(len(parts))
+        parts, shares = places.split(size), []
+        if given is not None:
+            own = torch.arange(len(given)).tensor_split(process.num_processes)[process.process_index]
+            shares = own.chunk(len(parts))
         for number, part in enumerate(parts):
             share = shares[number] if number < len(shares) else None
-            if len(part) or share is not None:
-                sample = step.sample[part]
-                output = self._output(experience, sample, given, share)
+            with unshared(self.module, process, last=number == len(parts) - 1):
+                output = self._output(experience, local[part], given, share)
                 yield prepared.rows(part).to(output.log_prob.device), output
 
     def _output(
         self, experience: TextExperience, sample: torch.Tensor, given: Any, share: torch.Tensor | None
     ) -> PolicyOutput:
         """What policy and heads say of n completions, and of the micro-batch's share of demonstrations."""
-        parts, rollout = self.parts, experience.rollout
-        out = parts.policy.log_probs(rollout, sample)
-        more: dict[str, Any] = {"value": out.value if parts.value_model is None else None}
-        if self.row.value and parts.value_model is not None:
-            more["value"] = parts.value_model.values(rollout, sample)
-        if parts.log_partition is not None and experience.features is not None:
-            more["log_z"] = parts.log_partition.head(experience.features[sample])
-        if given is not None and share is not None:
-            more["ptx_log_prob"] = parts.policy.log_probs(given, share).log_prob
-            more["ptx_weight"] = given.loss_mask[share].to(out.log_prob.device)
-        return PolicyOutput(log_prob=out.log_prob, entropy=out.entropy, **more)
+        features = None if experience.features is None else experience.features[sample]
+        return self.module(
+            experience.rollout,
+            sample,
+            features=features,
+            given=None if share is None else given,
+            given_rows=share,
+        )

@@ -21,30 +21,30 @@ from torch import nn
 from visalign.core import aggregate, count_step
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
-from visalign.training.loop.runtime import one_process
+from visalign.training.loop.processes import accelerator_of, shared, unshared
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 
 from .parts import Demonstrations
+from .replay import TextReplay
 
 
 class SFT(Algorithm):
-    """Trains a text policy on demonstrations, in one process; an `Algorithm` for `Trainer`.
+    """Trains a text policy on demonstrations; an `Algorithm` for `Trainer`.
 
     Args:
         policy: on its device.
         demonstrations: the stream of batches (`visalign.adapters.DemonstrationBatches`); each update takes
             one of its own.
-        accelerator: trackers; one process. None makes one on the policy's device.
-
-    Raises:
-        UserError: several processes.
+        accelerator: processes, which share each batch, and trackers. None makes one on the policy's device.
     """
 
     def __init__(
         self, policy: TextPolicy, demonstrations: Demonstrations, *, accelerator: Accelerator | None = None
     ) -> None:
-        self.accelerator = one_process(accelerator, policy)
+        self.accelerator = accelerator_of(accelerator, policy)
         self.policy, self.demonstrations = policy, demonstrations
+        replay = TextReplay(policy)
+        self.module = shared(replay, self.accelerator, may_skip=replay.may_skip)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""
@@ -66,7 +66,8 @@ class SFT(Algorithm):
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
         """The mean of −log π over a batch's tokens."""
-        loss = backward_nll(self.policy, step, micro_batch=run.micro_batch, scale=run.counters.loss_scale)
+        scale = run.counters.loss_scale
+        loss = backward_nll(self.module, step, self.accelerator, micro_batch=run.micro_batch, scale=scale)
         return {"loss": loss, "tokens": float((step.loss_mask != 0).sum()), "samples": float(len(step))}
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -80,12 +81,20 @@ class SFT(Algorithm):
         }
 
 
-def backward_nll(policy: TextPolicy, batch: TextRollout, *, micro_batch: int, scale: float = 1.0) -> float:
+def backward_nll(
+    module: nn.Module,
+    batch: TextRollout,
+    accelerator: Accelerator,
+    *,
+    micro_batch: int,
+    scale: float = 1.0,
+) -> float:
     """Add the gradient of L = −Σ w log π / Σ w over a batch of demonstrations to the parameters.
 
     Args:
-        policy: whose parameters get the gradient.
+        module: `TextReplay` of the policy whose parameters get the gradient, as the processes share it.
         batch: B demonstrations; w is their loss mask [B, T].
+        accelerator: of the processes, each of which takes a part of the batch.
         micro_batch: demonstrations that go through the network together; memory only.
         scale: factor of the gradient.
 
@@ -102,12 +111,14 @@ def backward_nll(policy: TextPolicy, batch: TextRollout, *, micro_batch: int, sc
             "Give completions with at least one token whose loss mask is 1."
         )
     counts = count_step(batch.loss_mask)
-    longest_first = torch.argsort((batch.loss_mask[live] != 0).sum(1), stable=True, descending=True)
-    total = 0.0
-    for rows in live[longest_first].split(micro_batch):
-        log_prob = policy.log_probs(batch, rows).log_prob
-        mask = batch.loss_mask[rows].to(log_prob.device)
-        share = aggregate(-log_prob, mask, "token_mean", counts.to(log_prob.device))
-        (share * scale).backward()
-        total += float(share.detach())
-    return total
+    longest_first = live[torch.argsort((batch.loss_mask[live] != 0).sum(1), stable=True, descending=True)]
+    world, total = accelerator.num_processes, torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    parts = longest_first[accelerator.process_index :: world].split(micro_batch)
+    for number, rows in enumerate(parts):
+        with unshared(module, accelerator, last=number == len(parts) - 1):
+            log_prob = module(batch, rows).log_prob
+            mask = batch.loss_mask[rows].to(log_prob.device)
+            share = aggregate(-log_prob, mask, "token_mean", counts.to(log_prob.device))
+            accelerator.backward(share * (scale * world))  # the mean over the processes of it
+        total += share.detach()
+    return float(torch.as_tensor(accelerator.reduce(total, "sum")))

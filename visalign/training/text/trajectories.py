@@ -11,7 +11,6 @@ from torch import Tensor
 
 from visalign.core import Objective, Trajectories, filter_overlong
 from visalign.errors import UserError
-from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
 from visalign.training.loop.judging import judge, reward_weights
 from visalign.training.policy.settings import needs_reference
@@ -25,19 +24,17 @@ def trajectories_of(
     rollout: TextRollout,
     reward: Tensor,
     valid: Tensor,
-    iteration: int,
     settings: TextRolloutSettings,
     objective: Objective,
     records: Mapping[Hashable, Mapping[str, Any]],
 ) -> Trajectories:
-    """The rollout as the core takes it, with whatever the objective asks for.
+    """This process's rollout as the core takes it, with whatever the objective asks for of single samples.
 
     Args:
         parts: who is asked.
         rollout: B completions.
         reward: [B], or [B, M] of a sum's terms.
         valid: [B] bool, False where the reward failed.
-        iteration: iterations finished, for the draws of Clip-Cov.
         settings: how the completions were made.
         objective: says what is needed.
         records: group label -> prompt record, for ReMax's greedy completions.
@@ -62,12 +59,11 @@ def trajectories_of(
         more["value"] = parts.value_model.values(rollout).cpu()
     if objective.advantage == "remax":
         more["greedy_reward"] = _greedy_reward(parts, rollout, records, settings)
-    if objective.selection == "clip_cov":
-        generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
-        more["uniform"] = torch.rand(rollout.loss_mask.shape, generator=generator)
     if parts.process is not None:
-        made = parts.process.score_rollout(rollout)
-        more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
+        more["process_reward"] = torch.zeros_like(rollout.loss_mask)
+        if len(rollout):  # where no sample of this process is trained on, there is nothing to judge
+            made = parts.process.score_rollout(rollout)
+            more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
     if settings.truncated == "mask":
         more["weight"] = filter_overlong(rollout.loss_mask, rollout.truncated)
     if reward.ndim == 2:
@@ -102,6 +98,8 @@ def _greedy_reward(
     settings: TextRolloutSettings,
 ) -> Tensor:
     """[B] reward of the likeliest completion to each sample's prompt; NaN where it could not be judged."""
+    if not len(rollout):
+        return torch.zeros(0)
     first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
     places = list(first.values())
     asked = [records[label] for label in first]

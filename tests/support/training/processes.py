@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings by name, which any number of processes runs: `python -m tests.support.training.processes FOLDER
+COUNT NAME,NAME,...`. Each resumes where it can, and leaves metrics, checkpoints and the gradient of every
+update in FOLDER/NAME.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from tests.support.models.language import tiny_config, tiny_tokenizer
+from tests.support.training.pictures import Brightness, Loud, toy_trainer
+from tests.support.training.rewards import ToyJudge, ToyPairs
+from tests.support.training.text import DEMONSTRATIONS, Letters, toy_policy, toy_text_trainer
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.rewards import WeightedSum
+from visalign.rewards.text.weighted_sum import WeightedTextSum
+from visalign.training import (
+    SFT,
+    OptimizerSettings,
+    RewardModeling,
+    RewardObjectiveSettings,
+    RunSettings,
+    Trainer,
+    end_processes,
+)
+from visalign.training.process.label_fit import FitSettings, label_trainer
+from visalign.training.process.trainer import train_process_reward
+
+ROOT = Path(__file__).resolve().parents[3]
+UNEVEN = {"prompts_per_iteration": 3, "group_size": 5}
+"""Fifteen samples, of which two or four processes have parts of groups."""
+PAUSE = "VISALIGN_TEST_PAUSE"
+"""Environment variable: seconds that a reward takes."""
+STEPS = [
+    {"prompt": "q", "steps": ["1+1=2", "2+2=5\n"], "labels": [1, 0]},
+    {"prompt": "q", "steps": ["3"], "labels": [True]},
+    {"prompt": "q", "steps": ["4", "5", "6"], "labels": [None, 0.25, 1]},
+]
+
+
+class SlowLetters(Letters):
+    """Letters after a pause."""
+
+    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Any:
+        time.sleep(float(os.environ.get(PAUSE, "0")))
+        return super().score(completions, prompts, metadata)
+
+
+class FewLetters(Letters):
+    """Has nothing to say of most prompts, so that a step keeps few groups."""
+
+    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Any:
+        scores = super().score(completions, prompts, metadata)
+        scores.value[torch.tensor([str(prompt) not in ("g", "h i") for prompt in prompts])] = 0.0
+        return scores
+
+
+def text(folder: Path, accelerator: Accelerator, algorithm: str, **changes: Any) -> Trainer[Any]:
+    """A trainer of text on samples that no number of processes divides."""
+    given = {"rollout": {**UNEVEN, **changes.pop("rollout", {})}, **changes}
+    pace = {"micro_batch": 4, "ema_decay": 0.5, "lr": 1e-3, **given.pop("optimizer", {})}
+    run = {"iterations": 2, "checkpoint_every": 1, **given.pop("run", {})}
+    return toy_text_trainer(folder, algorithm, accelerator=accelerator, optimizer=pace, run=run, **given)
+
+
+def slow(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+    """GRPO with a pull to the reference, long enough to be killed."""
+    options = {"objective": {"changes": {"kl": 0.05}}, "reward": SlowLetters("a"), "run": {"iterations": 4}}
+    return text(folder, accelerator, "grpo", **options)
+
+
+def sft(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+    """Batches of three demonstrations."""
+    policy = toy_policy()
+    return Trainer(
+        SFT(policy, DemonstrationBatches(policy, DEMONSTRATIONS, size=3, seed=5), accelerator=accelerator),
+        optimizer=OptimizerSettings(lr=1e-3, micro_batch=1, ema_decay=0.5, ema_every=1),
+        run=RunSettings(folder=folder, iterations=2, checkpoint_every=1),
+    )
+
+
+def judge(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+    """Batches of nine pairs."""
+    algorithm = RewardModeling(
+        ToyJudge(dropout=0.0),
+        ToyPairs(9, micro=2),
+        objective=RewardObjectiveSettings(task="bradley_terry"),
+        accelerator=accelerator,
+    )
+    pace = OptimizerSettings(lr=1e-3, ema_decay=0.5, ema_every=1)
+    run = RunSettings(folder=folder, iterations=2, checkpoint_every=1)
+    return Trainer(algorithm, optimizer=pace, run=run)
+
+
+def process_reward(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+    """Batches of two texts, so that the last has one."""
+    from transformers import Qwen3ForTokenClassification
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForTokenClassification(tiny_config(num_labels=2, classifier_dropout=0.0))
+    settings = FitSettings(batch_size=2, epochs=2, learning_rate=1e-3)
+    moving = list(model.named_parameters())
+    trainer = label_trainer(moving, settings)
+    made: Any = trainer
+
+    def train() -> None:
+        reports = train_process_reward(model, tiny_tokenizer(), STEPS, trainer=trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "reports.txt").write_text("\n".join(f"{r.loss} {r.accuracy} {r.labels}" for r in reports))
+
+    made.train = train
+    return trainer
+
+
+def pictures(folder: Path, accelerator: Accelerator, row: str, **objective: Any) -> Trainer[Any]:
+    """A trainer of pictures; where a row lets it be, on samples that no number of processes divides."""
+    several = "balance_every" in objective
+    terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5), "blue": (Loud(2), 1.0)}
+    changes: dict[str, Any] = {"kl": 0.01}
+    if "flow" in row:
+        changes |= {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
+    if row == "draft":
+        changes |= {"last": 2}
+    return toy_trainer(
+        folder,
+        accelerator=accelerator,
+        objective={"algorithm": row, "changes": changes, **objective},
+        reward=WeightedSum(terms, allow_mixed_units=True) if several else None,
+        rollout={} if row == "crd" else UNEVEN,
+        optimizer={"micro_batch": 7, "lr": 1e-3},
+        run={"iterations": 2, "checkpoint_every": 1},
+    )
+
+
+MIXED = {"a": (Letters("a"), 1.0), "b": (Letters("b"), 0.5)}
+JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
+    "slow": slow,
+    "gspo+lora": lambda f, a: text(f, a, "gspo", policy=toy_policy(lora=text_lora(rank=2, alpha=4.0))),
+    "dapo+dynamic": lambda f, a: text(f, a, "dapo", dynamic={"max_rounds": 3}, reward=FewLetters("a")),
+    "clip_cov": lambda f, a: text(f, a, "clip_cov"),
+    "kl_cov": lambda f, a: text(f, a, "kl_cov"),
+    "gdpo": lambda f, a: text(f, a, "gdpo", reward=WeightedTextSum(MIXED)),
+    "reinforce_pp+top_p": lambda f, a: text(f, a, "reinforce_pp", rollout={"top_p": 0.9}),
+    "remax": lambda f, a: text(f, a, "remax"),
+    # its head begins at 0, with gradients that are rounding: AdamW's steps must not be blown up by it
+    "flowrl": lambda f, a: text(f, a, "flowrl", optimizer={"eps": 1e-2}),
+    "ppo": lambda f, a: text(
+        f, a, "ppo", objective={"epochs": 2}, rollout={"truncated": "mask", "max_new_tokens": 24}
+    ),
+    "ppo+separate": lambda f, a: text(f, a, "ppo", separate_value=True),
+    "ppo_ptx": lambda f, a: text(f, a, "ppo_ptx"),
+    "ppo_kl": lambda f, a: text(f, a, "ppo_kl", objective={"target_kl": 0.01}),
+    "grpo+head": lambda f, a: text(f, a, "grpo", policy=toy_policy(value=True)),
+    "sft": sft,
+    "judge": judge,
+    "process_reward": process_reward,
+    "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
+    "flow_gspo": lambda f, a: pictures(f, a, "flow_gspo"),
+    "diffusion_nft": lambda f, a: pictures(f, a, "diffusion_nft"),
+    "crd": lambda f, a: pictures(f, a, "crd"),
+    "draft": lambda f, a: pictures(f, a, "draft"),
+    "flow_grpo+balance": lambda f, a: pictures(f, a, "flow_grpo", balance_every=1),
+    "diffusion_nft+balance": lambda f, a: pictures(f, a, "diffusion_nft", balance_every=1),
+    "flow_grpo+reset": lambda f, a: pictures(f, a, "flow_grpo", reset_reference_every=1),
+    "flow_grpo+credit": lambda f, a: pictures(f, a, "flow_grpo", credit="turning_points"),
+}
+
+
+def run(folder: Path, names: Sequence[str]) -> None:
+    """Train by each name."""
+    accelerator = Accelerator(cpu=True)
+    for name in names:
+        trainer = JOBS[name](folder / name, accelerator)
+        gradients: list[torch.Tensor] = []
+        trainer.weights.clip = _kept(trainer, gradients)
+        trainer.resume()
+        trainer.train()
+        if accelerator.is_main_process:
+            torch.save(gradients, folder / name / "gradients.pt")
+
+
+def _kept(trainer: Trainer[Any], gradients: list[torch.Tensor]) -> Any:
+    """The trainer's clipping, which keeps the gradient that it was given."""
+    weights, clip = trainer.weights, trainer.weights.clip
+
+    def clipped(max_norm: float) -> float:
+        found = [torch.zeros_like(m) if m.grad is None else m.grad for _, m in weights.masters]
+        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+        return clip(max_norm)
+
+    return clipped
+
+
+def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
+    """Train by each name in several processes, forks of this one, whose ids are in FOLDER/pid.RANK; whether
+    all ended well."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for rank in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1"}
+            code = 1
+            try:
+                run(folder, names)
+                end_processes()
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        (folder / f"pid.{rank}").write_text(str(pid))
+    return all([os.waitstatus_to_exitcode(os.wait()[1]) == 0 for _ in range(processes)])
+
+
+def start(*runs: tuple[Path, int, Sequence[str]], **environment: str) -> subprocess.Popen[str]:
+    """`forked` with each of the arguments in turn, in a process of its own: one import for all."""
+    words = [word for folder, count, names in runs for word in (str(folder), str(count), ",".join(names))]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.training.processes", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    words = iter(sys.argv[1:])
+    for folder, count, names in zip(words, words, words, strict=True):
+        if not forked(Path(folder), int(count), names.split(",")):
+            sys.exit(f"{count} processes in {folder} ended badly")

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes are one: the updates of every trainer, what is logged, and what remains of a lost one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training.pictures import outcome
+from tests.support.training.processes import JOBS, PAUSE, run, start
+from visalign.errors import UserError
+from visalign.training import read_metrics
+from visalign.training.loop import checkpoint
+from visalign.training.loop.metrics import without_times
+from visalign.training.loop.processes import ProcessLost, Shares, one_process, stretch, told_of_loss
+
+IN_FOUR = ("slow", "dapo+dynamic", "ppo_ptx", "sft")
+"""Few of them in four processes, of which some have nothing to do."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with `1`, `2` and `4`, in each the trainings: starting processes costs more than they do."""
+    folder = tmp_path_factory.mktemp("processes")
+    started = start((folder / "2", 2, list(JOBS)), (folder / "4", 4, IN_FOUR))
+    run(folder / "1", list(JOBS))
+    said, _ = started.communicate(timeout=500)
+    assert started.returncode == 0, said
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in JOBS), *((name, 4) for name in IN_FOUR)])
+def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int, runs: Path) -> None:
+    one, many = (torch.load(runs / str(count) / name / "gradients.pt") for count in (1, world))
+    assert len(one) == len(many) > 1
+    for number, (mine, other) in enumerate(zip(one, many, strict=True)):
+        # the first from equal weights; of the others Adam's steps have spread what was rounding
+        assert float((mine - other).norm()) <= (2e-6 if number == 0 else 1e-4) * float(mine.norm())
+    assert float(one[0].norm()) > 0
+    if name == "process_reward":
+        reports = [(runs / str(count) / name / "reports.txt").read_text().split() for count in (1, world)]
+        assert [float(x) for x in reports[1]] == pytest.approx([float(x) for x in reports[0]], rel=1e-5)
+        return
+    rows = [read_metrics(runs / str(count) / name / "metrics.jsonl") for count in (1, world)]
+    assert len(rows[0]) == len(rows[1]) >= 2
+    for mine, other in zip(*rows, strict=True):
+        for record in (mine, other):  # a process without samples looks at one all the same
+            record.pop("forward_equivalents_per_image", None)
+        assert without_times(other) == pytest.approx(without_times(mine), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp_path: Path) -> None:
+    """Two of two are bit for bit the run that was not killed; one of two is so up to rounding."""
+    killed = start((tmp_path / "two", 2, ["slow"]), **{PAUSE: "0.4"})
+    path, begin = tmp_path / "two" / "slow" / "metrics.jsonl", time.monotonic()
+    while len(read_metrics(path)) < 2:
+        assert time.monotonic() - begin < 200, "the run wrote no metrics"
+        time.sleep(0.02)
+    os.kill(int((tmp_path / "two" / "pid.1").read_text()), signal.SIGKILL)
+    said, _ = killed.communicate(timeout=60)
+    assert killed.returncode == 1 and "Another process of this run has ended" in said
+    folder, passed = checkpoint.newest_intact(tmp_path / "two" / "slow" / "checkpoints")
+    assert folder is not None and not passed and int(folder.name[-1]) in (1, 2, 3)
+
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    started = start((tmp_path / "two", 2, ["slow"]))
+    run(tmp_path / "one", ["slow"])
+    said, _ = started.communicate(timeout=500)
+    assert started.returncode == 0, said
+    assert outcome(tmp_path / "two" / "slow") == outcome(runs / "2" / "slow")
+    whole, rest = (
+        checkpoint.load(
+            checkpoint.step_folder(folder / "slow" / "checkpoints", 4), {"seed": 0}, free=()
+        ).tensors["trainable"]
+        for folder in (runs / "1", tmp_path / "one")
+    )
+    for name, weight in whole.items():
+        torch.testing.assert_close(rest[name], weight, rtol=1e-3, atol=1e-5)
+
+
+class _Rank:
+    """All that a share asks of its accelerator."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.process_index, self.num_processes = rank, world
+
+
+@pytest.mark.parametrize(("count", "world"), [(15, 1), (15, 2), (15, 4), (8, 4), (5, 5)])
+def test_stretches_are_all_samples_once_and_differ_by_one(count: int, world: int) -> None:
+    shares = [Shares.even(count, _Rank(rank, world)) for rank in range(world)]  # type: ignore[arg-type]
+    assert torch.equal(torch.cat([share.own for share in shares]), torch.arange(count))
+    sizes = [len(share.own) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    for rank, share in enumerate(shares):
+        assert ((share.owner == rank) == (share.local >= 0)).all()
+        assert torch.equal(share.local[share.own], torch.arange(len(share.own)))
+        again = Shares.of_owners(share.owner, share.accelerator)
+        assert torch.equal(again.own, share.own)
+
+
+def test_more_processes_than_samples_are_refused() -> None:
+    with pytest.raises(UserError, match=r"7 processes were started for 6 samples.*Start 6 or fewer"):
+        stretch(6, 0, 7)
+    with pytest.raises(UserError, match="rank is 2; with world size 2 it must be 0 to 1"):
+        stretch(6, 2, 2)
+
+
+def test_a_training_that_processes_cannot_share_says_so() -> None:
+    two: Any = _Rank(0, 2)
+    with pytest.raises(UserError, match="HEIE's heads train in one process, and 2 were started"):
+        one_process(two, "HEIE's heads train")
+
+
+def test_other_errors_pass_where_a_lost_process_is_told() -> None:
+    with pytest.raises(RuntimeError, match="something else"), told_of_loss():
+        raise RuntimeError("something else")
+    with pytest.raises(ProcessLost, match="start all processes again with --resume"), told_of_loss():
+        raise RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:2260.")

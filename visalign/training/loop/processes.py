@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes as one: who holds which samples, what all of them know, gradients that add up.
+
+Samples, their random numbers and the order of an iteration's samples are those of one process; a process
+holds some of them. What is said of a sample goes to all, so that statistics, thresholds and denominators are
+settled everywhere alike; the update is then that of one process up to the order of its sums.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from visalign.errors import UserError
+
+LOST = re.compile("closed by peer|reset by peer|broken pipe|remote process exited|socket.*timeout", re.I)
+"""What gloo, NCCL and their store say in a collective that another process has left."""
+
+
+class ProcessLost(UserError):
+    """Another process of the run has ended, and this one cannot go on without it."""
+
+
+@contextmanager
+def told_of_loss() -> Iterator[None]:
+    """Inside, a collective that another process has left raises `ProcessLost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistError) and not LOST.search(str(error)):
+            raise
+        raise ProcessLost(
+            "Another process of this run has ended, and this one ends too: what went wrong is said there, or "
+            "by the system (a process that was killed for its memory says nothing). The checkpoints stand: "
+            "mend it, then start all processes again with --resume, as many as you like."
+        ) from error
+
+
+def accelerator_of(given: Accelerator | None, trained: Any) -> Accelerator:
+    """The accelerator, or one on the device of what is trained, a policy or a parameter."""
+    if given is not None:
+        return given
+    return Accelerator(cpu=torch.device(trained.device).type == "cpu", mixed_precision="no")
+
+
+def one_process(accelerator: Accelerator, what: str) -> Accelerator:
+    """The accelerator of a training that several processes cannot share.
+
+    Raises:
+        UserError: it has several.
+    """
+    if accelerator.num_processes > 1:
+        raise UserError(
+            f"{what} in one process, and {accelerator.num_processes} were started. Start the command without "
+            "accelerate launch or torchrun."
+        )
+    return accelerator
+
+
+def shared(module: nn.Module, accelerator: Accelerator, *, may_skip: bool = False) -> nn.Module:
+    """The module through which a training looks at its policy with gradient, shared by all processes.
+
+    Each process starts from the first one's weights. A backward outside of `unshared` leaves the mean over
+    the processes of the gradients since the last one, so each update has exactly one such on every process.
+    The policy's own modules stay as they are. In one process it is the module itself.
+
+    Args:
+        module: all that is trained is in it.
+        accelerator: of the processes.
+        may_skip: whether a forward may leave out trained parameters; they are then looked for each time.
+    """
+    if accelerator.num_processes == 1:
+        return module
+    device = accelerator.device
+    found = DistributedDataParallel(
+        module, device_ids=None if device.type == "cpu" else [device], find_unused_parameters=may_skip
+    )
+    # buffers are equal everywhere, and the processes differ in their forwards
+    found.broadcast_buffers = False  # the argument has another name from one PyTorch to the next
+    return found
+
+
+def unshared(
+    module: nn.Module, accelerator: Accelerator, *, last: bool = False
+) -> AbstractContextManager[Any]:
+    """Around forward and backward of a micro-batch: gradients stay here, unless it is the update's `last`."""
+    return nullcontext() if last else accelerator.no_sync(module)
+
+
+def add_up(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:
+    """Sum the gradients of parameters over the processes, in one message; an absent one is 0."""
+    if accelerator.num_processes == 1:
+        return
+    moved = list(parameters)
+    for parameter in moved:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
+    total: Any = accelerator.reduce(torch.cat([g.flatten().float() for g in gradients]), "sum")
+    for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which of B samples each process holds."""
+
+    accelerator: Accelerator
+    places: Sequence[Tensor]
+    """Of each process, [b] int64 places among the B, ascending."""
+
+    @classmethod
+    def even(cls, count: int, accelerator: Accelerator) -> Shares:
+        """Consecutive stretches of B = `count` samples, whose sizes differ by one at most.
+
+        Raises:
+            UserError: more processes than samples.
+        """
+        world = accelerator.num_processes
+        ends = [stretch(count, rank, world) for rank in range(world)]
+        return cls(accelerator, [torch.arange(end.start, end.stop) for end in ends])
+
+    @classmethod
+    def of_owners(cls, owner: Tensor, accelerator: Accelerator) -> Shares:
+        """By the process [B] of each sample."""
+        return cls(accelerator, [(owner == r).nonzero()[:, 0] for r in range(accelerator.num_processes)])
+
+    @property
+    def own(self) -> Tensor:
+        """[b] places of this process's samples."""
+        return self.places[self.accelerator.process_index]
+
+    @property
+    def owner(self) -> Tensor:
+        """[B] which process holds each sample."""
+        count = sum(map(len, self.places))
+        return torch.zeros(count, dtype=torch.int64).index_put(
+            (torch.cat(list(self.places)),),
+            torch.arange(len(self.places)).repeat_interleave(torch.tensor([len(p) for p in self.places])),
+        )
+
+    @property
+    def local(self) -> Tensor:
+        """[B] place of each sample among this process's own; -1 where another process holds it."""
+        found = torch.full((sum(map(len, self.places)),), -1)
+        found[self.own] = torch.arange(len(self.own))
+        return found
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """[b, ...] of this process's samples -> [B, ...] of all, on the CPU; all processes call it."""
+        if len(self.places) == 1:
+            return own.cpu()
+        most = max(map(len, self.places))
+        padded = own.new_zeros(most, *own.shape[1:])
+        padded[: len(own)] = own
+        gathered: Any = self.accelerator.gather(padded.to(self.accelerator.device))
+        blocks = gathered.cpu().split(most)
+        found = torch.empty(sum(map(len, self.places)), *own.shape[1:], dtype=own.dtype)
+        for place, block in zip(self.places, blocks, strict=True):
+            found[place] = block[: len(place)]
+        return found
+
+
+def stretch(count: int, rank: int, world: int) -> slice:
+    """Which of `count` samples process `rank` of `world` takes: stretches that differ by one at most.
+
+    Raises:
+        UserError: more processes than samples, or a rank outside the world.
+    """
+    if not 0 <= rank < world:
+        raise UserError(f"rank is {rank}; with world size {world} it must be 0 to {world - 1}.")
+    if world > count:
+        raise UserError(
+            f"{world} processes were started for {count} samples, and each needs one at least. Start "
+            f"{count} or fewer, or raise prompts_per_iteration or group_size."
+        )
+    return slice(rank * count // world, (rank + 1) * count // world)

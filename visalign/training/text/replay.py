@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a text policy and its heads say with gradient, as one module that processes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from visalign.core import PolicyOutput
+from visalign.text import TextPolicy, TextRollout
+
+from .parts import LogPartition, ValueFunction
+
+
+class TextReplay(nn.Module):
+    """The policy's log-probs, the values of its head or of another network, and log Z of completions.
+
+    Args:
+        policy: with `module`.
+        value: whether values are asked for.
+        value_model: whose values are taken in place of the policy's own.
+        log_partition: FlowRL's.
+    """
+
+    may_skip: bool
+    """Whether a forward may leave out trained parameters: experts that no token went to, an eye without a
+    picture to see, a head that is not asked."""
+
+    def __init__(
+        self,
+        policy: TextPolicy,
+        *,
+        value: bool = False,
+        value_model: ValueFunction | None = None,
+        log_partition: LogPartition | None = None,
+    ) -> None:
+        super().__init__()
+        self.network, self.value = policy.module, value
+        self.value_model: Any = value_model
+        self.log_z = None if log_partition is None else log_partition.head
+        self._policy = policy
+        blind = getattr(policy, "processor", None) is None
+        idle = getattr(policy, "value_head", None) is not None and (not value or value_model is not None)
+        experts = any("experts" in name for name, _ in policy.trainable_parameters())
+        self.may_skip = idle or experts or not blind
+
+    def forward(
+        self,
+        rollout: TextRollout,
+        rows: Tensor,
+        *,
+        features: Tensor | None = None,
+        given: TextRollout | None = None,
+        given_rows: Tensor | None = None,
+    ) -> PolicyOutput:
+        """What is said of b completions; of none, zeros that depend on the trained parameters.
+
+        Args:
+            rollout: B completions.
+            rows: [b] which of them.
+            features: [b, H] of the prompts, for log Z.
+            given: pretraining text of PPO-ptx.
+            given_rows: which of it.
+        """
+        out = self._policy.log_probs(rollout, rows)
+        log_prob = out.log_prob
+        if not len(rows):  # the exchange of gradients waits for those of every process
+            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            for parameter in trained[:1] if self.may_skip else trained:
+                log_prob = log_prob + 0.0 * parameter.sum()
+        more: dict[str, Tensor | None] = {}
+        if self.value:
+            own = self.value_model is None
+            more["value"] = out.value if own else self.value_model.values(rollout, rows)
+        if self.log_z is not None and features is not None:
+            more["log_z"] = self.log_z(features)
+        if given is not None and given_rows is not None:
+            more["ptx_log_prob"] = self._policy.log_probs(given, given_rows).log_prob
+            more["ptx_weight"] = given.loss_mask[given_rows].to(log_prob.device)
+        return PolicyOutput(log_prob=log_prob, entropy=out.entropy, **more)
