@@ -7,12 +7,14 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from visalign.data.sets.records import QualityRecord, QualitySet
 from visalign.evaluation.rewards.comparison import compare_on_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.quality import evaluate_quality, from_values
 from visalign.evaluation.statistics.correlations import fit_logistic
+from visalign.evaluation.statistics.intervals import jackknife_interval
 
 
 def ratings(seed: int, prompts: int, each: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -51,6 +53,27 @@ def test_prompts_are_drawn_whole() -> None:
             held[kind] += number["low"] <= 0 <= number["high"]
     assert held["prompts"] >= sets * (0.95 - 3 * math.sqrt(0.95 * 0.05 / sets)), held
     assert held["pictures"] < 0.75 * sets, "the sets would not show that pictures are drawn one by one"
+
+
+def test_a_rank_correlation_of_few_takes_the_jackknife() -> None:
+    """Of 12 prompts: tanh(artanh r ± t s / (1 − r²)), s from the values without each prompt."""
+    mos, x, _, index = ratings(3, 12, 3)
+    r = np.corrcoef(stats.rankdata(x), stats.rankdata(mos))[0, 1]
+    parts = [(stats.rankdata(x[index != k]), stats.rankdata(mos[index != k])) for k in range(12)]
+    left_out = np.array([np.corrcoef(*part)[0, 1] for part in parts])
+    half = (
+        stats.t.ppf(0.975, 11) * math.sqrt(11 / 12 * ((left_out - left_out.mean()) ** 2).sum()) / (1 - r**2)
+    )
+    report = evaluate_quality(records(mos, index), from_values("a", "x", x), IntervalSettings(resamples=100))
+    found = report["correlations"]["srcc"]
+    assert [found["low"], found["high"]] == pytest.approx(
+        [math.tanh(math.atanh(r) + end) for end in (-half, half)]
+    )
+
+
+def test_two_clusters_give_no_jackknife() -> None:
+    assert math.isnan(jackknife_interval(0.3, np.array([0.2, 0.4])).low)
+    assert math.isnan(jackknife_interval(0.3, np.array([0.2, math.nan, 0.4])).low)
 
 
 @pytest.mark.slow

@@ -22,11 +22,13 @@ from visalign.evaluation.statistics.correlations import (
     weighted_srcc,
 )
 from visalign.evaluation.statistics.intervals import (
+    Interval,
     bootstrap,
     cluster_index,
     cluster_sums,
     fisher_interval,
     interval,
+    jackknife_interval,
     resample_samples,
 )
 from visalign.evaluation.statistics.selective import risk_coverage
@@ -41,6 +43,8 @@ Array = NDArray[np.float64]
 
 SMALLEST_SLICE = 10
 """Images below which a slice gets no correlation."""
+FEW = 30
+"""Clusters up to which the interval of an SRCC is the jackknife's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +181,8 @@ def _correlations(
         name: interval(estimate, draws[name], clusters, level=settings.level)
         for name, estimate in estimates.items()
     }
+    if clusters <= FEW:
+        found["srcc"] = _srcc_of_few(x, y, index, settings)
     for number, entry in fits.items():
         if entry["plcc"] is not None:
             refit = RefittedPlcc(x, y, entry["fit"])
@@ -193,6 +199,12 @@ def _correlations(
         within, own = within_groups(x, y, index, **settings.drawing())
         found["srcc_within"] = fisher_interval(within, own, clusters, level=settings.level)
     return {name: number.to_dict() for name, number in found.items()}
+
+
+def _srcc_of_few(x: Array, y: Array, index: NDArray[np.int64], settings: IntervalSettings) -> Interval:
+    each = np.arange(int(index.max()) + 1)
+    left_out = weighted_srcc(x, y, (index != each[:, None]).astype(np.float64))
+    return jackknife_interval(srcc(x, y), left_out, level=settings.level)
 
 
 def _draws(
@@ -241,9 +253,13 @@ def _slices(
             _, numbers = np.unique(index[inside], return_inverse=True)
             clusters = int(numbers.max()) + 1
             a, b = x[inside], y[inside]
-            statistics = {"srcc": lambda weights, a=a, b=b: weighted_srcc(a, b, weights)}
-            draws = _draws(statistics, numbers, clusters, settings)["srcc"]
-            entry["srcc"] = interval(srcc(a, b), draws, clusters, level=settings.level).to_dict()
+            if clusters <= FEW:
+                number = _srcc_of_few(a, b, numbers, settings)
+            else:
+                statistics = {"srcc": lambda weights, a=a, b=b: weighted_srcc(a, b, weights)}
+                draws = _draws(statistics, numbers, clusters, settings)["srcc"]
+                number = interval(srcc(a, b), draws, clusters, level=settings.level)
+            entry["srcc"] = number.to_dict()
         found.setdefault(part.kind, []).append(entry)
     return found
 
