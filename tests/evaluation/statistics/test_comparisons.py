@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import special, stats
 
 from visalign.evaluation.statistics.comparisons import (
     cluster_std,
@@ -103,6 +103,18 @@ def test_simultaneous_intervals_hold_for_all_judges_together(prompts: int) -> No
 def test_a_share_of_one_keeps_an_interval() -> None:
     (one,) = simultaneous_intervals([1.0], np.ones((200, 1)), 30)
     assert one.high == 1.0 and 0.8 < one.low < 0.95
+
+
+def test_values_without_each_cluster_give_the_width() -> None:
+    """One correlation: logit of its place ± t_{K−1} s, s from the values without each cluster."""
+    z = np.random.default_rng(2).normal(0.6, 0.2, (20_000, 1))
+    left_out = np.array([[0.28], [0.3], [0.33], [0.25], [0.34]])
+    draws, centre = 2 * special.expit(z) - 1, 2 * special.expit(0.6) - 1
+    (one,) = simultaneous_intervals([centre], draws, 5, bounds=(-1.0, 1.0), left_out=left_out)
+    places = special.logit((left_out + 1) / 2)
+    half = stats.t.ppf(0.975, 4) * np.sqrt(4 / 5 * ((places - places.mean()) ** 2).sum())
+    expected = 2 * special.expit([0.6 - half, 0.6 + half]) - 1
+    assert [one.low, one.high] == pytest.approx(expected.tolist(), abs=0.01)
 
 
 def test_power_says_how_many_pairs_a_difference_needs() -> None:

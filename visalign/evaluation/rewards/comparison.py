@@ -157,8 +157,10 @@ def leaderboard(
     )
     if found is None:
         return None
-    on, estimates, draws, clusters, bounds = found
-    ends = simultaneous_intervals(estimates, draws, clusters, level=settings.level, bounds=bounds)
+    on, estimates, draws, clusters, bounds, left_out = found
+    ends = simultaneous_intervals(
+        estimates, draws, clusters, level=settings.level, bounds=bounds, left_out=left_out
+    )
     better, worse = ({entry.name: 0 for entry in scores} for _ in range(2))
     for entry in comparisons:
         if entry["clear"]:
@@ -175,8 +177,10 @@ def leaderboard(
     return {"on": on, "of": len(source), "rows": rows}
 
 
-Joint = tuple[int, Array, Array, int, tuple[float, float]]
-"""Records, estimates [J], draws [R, J], clusters, bounds of the number."""
+Joint = tuple[int, Array, Array, int, tuple[float, float], Array | None]
+"""Records, estimates [J], draws [R, J], clusters, bounds of the number, estimates without each cluster."""
+FEW = 300
+"""Clusters up to which the leaderboard of correlations takes the jackknife's deviation."""
 
 
 def _credits(pairs: PreferenceSet, scores: Sequence[PairScores], settings: IntervalSettings) -> Joint | None:
@@ -188,7 +192,7 @@ def _credits(pairs: PreferenceSet, scores: Sequence[PairScores], settings: Inter
     own = credit[known]
     sums = cluster_sums(np.column_stack([own, np.ones(len(own))]), index, clusters)
     draws = bootstrap(sums, lambda total: ratio(total[:, :-1], total[:, -1:]), **settings.drawing())
-    return len(own), np.asarray(own.mean(0), dtype=np.float64), draws, clusters, (0.0, 1.0)
+    return len(own), np.asarray(own.mean(0), dtype=np.float64), draws, clusters, (0.0, 1.0), None
 
 
 def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: IntervalSettings) -> Joint | None:
@@ -202,7 +206,13 @@ def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: Inter
     index, clusters = cluster_index(np.array(records.groups)[known])
     blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([np.stack([weighted_srcc(x, y, w) for x in values], axis=1) for w in blocks])
-    return int(known.sum()), np.array([srcc(x, y) for x in values]), draws, clusters, (-1.0, 1.0)
+    left_out = None
+    if clusters <= FEW:
+        others = (index != np.arange(clusters)[:, None]).astype(np.float64)
+        left_out = np.stack([weighted_srcc(x, y, others) for x in values], axis=1)
+        left_out = left_out if np.isfinite(left_out).all() else None
+    estimates = np.array([srcc(x, y) for x in values])
+    return int(known.sum()), estimates, draws, clusters, (-1.0, 1.0), left_out
 
 
 WORST = 6

@@ -91,11 +91,14 @@ def simultaneous_intervals(
     *,
     level: float = 0.95,
     bounds: tuple[float, float] = (0.0, 1.0),
+    left_out: Array | None = None,
 ) -> list[Interval]:
     """Intervals that hold for all numbers together with the nominal coverage: z_k ± c·s_k.
 
     z_k is the logit of where a number lies between its bounds, s_k the standard deviation of its draws there,
-    c the quantile of max_k |z*_k − z_k| / s_k. Simulated: 96.7, 96.0, 95.7 % with 15, 40, 150 clusters.
+    c the quantile of max_k |z*_k − z_k| / s_k. With `left_out` the ends take the jackknife's deviation for
+    s_k, and c grows as Student's t of K − 1 does: rank correlations of 60 prompts need both. Simulated
+    without it: 96.7, 96.0, 95.7 % with 15, 40, 150 clusters.
 
     Args:
         estimates: [K].
@@ -103,6 +106,7 @@ def simultaneous_intervals(
         clusters: How many clusters were drawn from.
         level: Nominal coverage of all intervals together.
         bounds: Smallest and largest value that the numbers can have.
+        left_out: [clusters, K], the numbers without each cluster.
 
     Returns:
         [K]; a share of exactly 0 or 1, which no draw moves, gets Wilson's interval over clusters by
@@ -125,6 +129,9 @@ def simultaneous_intervals(
     if moves.any():
         farthest = (np.abs(known[:, moves] - centre[moves]) / std[moves]).max(1)
         reach = float(np.quantile(farthest, level))
+    if left_out is not None:
+        std = logit(left_out).std(0) * math.sqrt(clusters - 1)
+        reach *= float(stats.t.ppf((1 + level) / 2, clusters - 1) / stats.norm.ppf((1 + level) / 2))
     found = []
     for value, place, spread in zip(values.tolist(), centre.tolist(), std.tolist(), strict=True):
         if not spread and value in (0.0, 1.0) and bounds == (0.0, 1.0):
