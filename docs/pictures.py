@@ -23,12 +23,16 @@ from visalign.pipelines.cli.app import app
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH, HEIGHT, SHOWN = 1180, 860, 1000
 """Of the window, and how wide the picture is, in pixels."""
+LOADED = (
+    "Promise.all([...document.images].map(i => { i.loading = 'eager'; return i.decode() })).then(() => 0)"
+)
+"""Pictures below the fold load when they are scrolled to, and nobody scrolls here."""
 PROMPT = "a red circle left of a blue square"
 JUDGES = ("-r", "clip_score", "-r", "hpsv3", "-r", "saturation")
 PAIRS = ("-r", "reward_dance_pairs")
 DRAWN = ("sample", PROMPT, "two green triangles", "a yellow square above a red triangle")
 PAGES = {
-    "report": ("report/report.html", ("quickstart", "-o", "report")),
+    "report": ("report/report.html#pictures", ("quickstart", "-o", "report")),
     "text": ("text/report.html", ("train", "text_grpo", "-o", "text")),
     "evaluate": (
         "evaluate/evaluation.html#calibration",
@@ -61,6 +65,7 @@ def visalign(*words: str) -> None:
 def picture(browser: Browser, page: Path, section: str, to: Path) -> None:
     """A page from one of its sections on, as a small WebP."""
     browser.open(page.resolve(strict=True), width=WIDTH, height=HEIGHT, dark=False)
+    browser.value(LOADED)
     place = f"document.getElementById('{section}').getBoundingClientRect().top" if section else "0"
     top = int(browser.value(place))
     with tempfile.TemporaryDirectory() as folder:
