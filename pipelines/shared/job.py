@@ -93,8 +93,10 @@ def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path]
         UserError: something in the configuration or the folder cannot be used.
         TrainingInterrupted: after Ctrl-C or SIGTERM.
     """
+    from visalign.training.loop.processes import told_of_loss
+
     output = Path(output)
-    with claimed(config, output, resume=resume, free=FREE_KEYS):
+    with claimed(config, output, resume=resume, free=FREE_KEYS), told_of_loss():
         return _run_claimed(config, output, resume, build)
 
 
@@ -122,21 +124,18 @@ def _run_claimed(
 
 
 def _work(job: Job, resume: bool) -> dict[str, Any]:
-    from visalign.training.loop.processes import told_of_loss
-
-    with told_of_loss():
-        begin = time.perf_counter()
-        before = job.before()
-        measuring = time.perf_counter() - begin
-        if resume:
-            job.trainer.resume()
-        with job.trainer.progress:
-            result = job.trainer.train()
-        if result.stopped == "interrupted":
-            raise TrainingInterrupted(result.signal or signal.SIGINT)
-        summary = job.after(before, result, measuring)
-        job.trainer.accelerator.wait_for_everyone()
-        return summary
+    begin = time.perf_counter()
+    before = job.before()
+    measuring = time.perf_counter() - begin
+    if resume:
+        job.trainer.resume()
+    with job.trainer.progress:
+        result = job.trainer.train()
+    if result.stopped == "interrupted":
+        raise TrainingInterrupted(result.signal or signal.SIGINT)
+    summary = job.after(before, result, measuring)
+    job.trainer.accelerator.wait_for_everyone()
+    return summary
 
 
 def build_trainer(

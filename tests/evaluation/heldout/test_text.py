@@ -9,7 +9,7 @@ import torch
 
 from tests.support.training.text import RECORDS, Letters, toy_policy
 from visalign.errors import UserError
-from visalign.evaluation import compare
+from visalign.evaluation import compare, joined
 from visalign.evaluation.heldout.text import check_text_judge, evaluate_text
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
@@ -71,6 +71,16 @@ def test_a_record_does_not_depend_on_the_others(found):
     rows = found.rows(RECORDS[1]["tag"])
     assert alone.correct.tolist() == found.correct[rows].tolist()
     assert alone.scores["token_entropy"] == pytest.approx(found.scores["token_entropy"][rows], rel=1e-4)
+
+
+def test_stretches_of_processes_make_the_whole_where_one_has_no_verdict(found):
+    parts = [_evaluate(RECORDS[:2]), _evaluate(RECORDS[2:3]), _evaluate(RECORDS[3:])]
+    assert "any_of_samples" not in parts[1].scores
+    whole = joined(parts)
+    assert whole.completions == found.completions and whole.correct.tolist() == found.correct.tolist()
+    assert whole.units == found.units and whole.scores.keys() == found.scores.keys()
+    for name, values in found.scores.items():
+        assert whole.scores[name] == pytest.approx(values, rel=1e-4, nan_ok=True), name
 
 
 def test_before_and_after_can_be_compared(found):

@@ -212,6 +212,7 @@ def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    started = []
     for rank in range(processes):
         pid = os.fork()
         if pid == 0:
@@ -228,7 +229,8 @@ def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
                 sys.stderr.flush()
                 os._exit(code)
         (folder / f"pid.{rank}").write_text(str(pid))
-    return all([os.waitstatus_to_exitcode(os.wait()[1]) == 0 for _ in range(processes)])
+        started.append(pid)
+    return all([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 for pid in started])
 
 
 def start(*runs: tuple[Path, int, Sequence[str]], **environment: str) -> subprocess.Popen[str]:
