@@ -14,7 +14,14 @@ _offered, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return _offered(name)
+        try:
+            return _offered(name)
+        except ModuleNotFoundError as error:
+            from visalign.versions import missing_extra
+
+            if mend := missing_extra(error):
+                raise ModuleNotFoundError(f"visalign.{name}: {mend}", name=error.name) from error
+            raise
     if name == "__version__":
         from visalign.versions import own_version
 

@@ -26,6 +26,39 @@ NEEDED = (
 )
 """Distributions without which something here fails, the ones that decide what a run computes first."""
 
+IMAGES = frozenset(
+    {
+        "accelerate",
+        "diffusers",
+        "huggingface_hub",
+        "jinja2",
+        "markupsafe",
+        "omegaconf",
+        "open_clip",
+        "peft",
+        "pyarrow",
+        "pydantic",
+        "scipy",
+        "tokenizers",
+        "transformers",
+        "typer",
+        "yaml",
+    }
+)
+"""Modules that come with the extra `images`: all but the core, judges of text, and clients need them."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """What to install where a module of the extra `images` was not found; None for any other module.
+
+    >>> missing_extra(ModuleNotFoundError("No module named 'peft'", name="peft"))
+    "This needs peft, which is not installed: python -m pip install 'visalign[images]'"
+    """
+    name = (error.name or "").partition(".")[0]
+    if name not in IMAGES:
+        return None
+    return f"This needs {name}, which is not installed: python -m pip install 'visalign[images]'"
+
 
 def installed_version(name: str) -> str | None:
     """The version of a distribution, named as in `pip install NAME`; None where it is not installed."""

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pip install visalign` without the extra `images`: what runs, and what the rest says of the extra."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+from tests.house.test_layout import PROJECT, ROOT
+from visalign.versions import IMAGES
+
+BLOCK = f"""
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {sorted(IMAGES)}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+ALONE = """
+import torch
+import visalign, visalign.flow, visalign.text
+from visalign.core import PolicyOutput, Trajectories, named_objective
+from visalign.rewards import load_text_reward
+from visalign.rewards.serve.client import RemoteReward
+
+log_prob = torch.zeros(4, 3, requires_grad=True)
+step = Trajectories(weight=torch.ones(4, 3), old_log_prob=torch.zeros(4, 3), group=[0, 0, 1, 1],
+                    reward=torch.tensor([0.0, 1, 0, 1]))
+objective = named_objective("dapo")
+objective.loss(objective.prepare(step), PolicyOutput(log_prob=log_prob)).total.backward()
+judge = load_text_reward("boxed_answer")
+print(log_prob.grad.sign()[:, 0].tolist())
+print(judge.score(["\\\\boxed{4}"], ["2+2?"], [{"answer": "4"}]).value.tolist())
+try:
+    visalign.Trainer
+except ModuleNotFoundError as error:
+    print(error)
+sys.argv = ["visalign", "quickstart"]
+from visalign.__main__ import main
+main()
+"""
+
+
+def test_the_core_needs_nothing_of_the_images() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK + ALONE], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    gradient, score, said = done.stdout.splitlines()
+    assert gradient == "[1.0, -1.0, 1.0, -1.0]" and score == "[1.0]"
+    mend = "not installed: python -m pip install 'visalign[images]'"
+    assert re.fullmatch(rf"visalign\.Trainer: This needs \w+, which is {re.escape(mend)}", said)
+    assert done.returncode == 1 and done.stderr == f"Error: This needs typer, which is {mend}\n"
+
+
+def test_the_extra_is_what_its_modules_come_from() -> None:
+    owners = metadata.packages_distributions()
+    listed = {re.split("[<>=]", line)[0] for line in PROJECT["project"]["optional-dependencies"]["images"]}
+    assert {owners[name][0].lower().replace("_", "-") for name in IMAGES} == listed
