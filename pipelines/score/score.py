@@ -16,6 +16,8 @@ from visalign.errors import UserError
 from visalign.harmless import csv_cell
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.failure import Naming
+from visalign.rewards.base.images import pixels_of
+from visalign.rewards.base.memory import max_pixels
 
 from .image_rows import ImageRow
 from .whose import judge_identity
@@ -107,13 +109,29 @@ def _batch_rows(label: str, reward: PointwiseReward, batch: Table, keeper: Keepe
             images[place] = resolve_image(row.image)
         except UserError as error:
             found[place] = _row(label, reward.unit, row, reason=str(error))
-    if images:
-        asked = [batch[place] for place in images]
-        fresh = dict(zip(images, _ask(label, reward, asked, list(images.values())), strict=True))
+    for places in _held_at_once(images):
+        rows = _ask(label, reward, [batch[n] for n in places], [images[n] for n in places])
+        fresh = dict(zip(places, rows, strict=True))
         found |= fresh
         if keeper is not None:
             keeper.add(label, [(batch[place], row) for place, row in fresh.items()])
     return [found[place] for place in range(len(batch))]
+
+
+def _held_at_once(images: Mapping[int, Any]) -> Iterator[list[int]]:
+    """Places of images which together have no more pixels than a single one may."""
+    places: list[int] = []
+    most, pixels = max_pixels(), 0
+    for place, image in images.items():
+        own = pixels_of(image)
+        own = own if own <= most else 0  # it will be refused, not decoded
+        if places and pixels + own > most:
+            yield places
+            places, pixels = [], 0
+        places.append(place)
+        pixels += own
+    if places:
+        yield places
 
 
 def _ask(label: str, reward: PointwiseReward, batch: Table, images: list[Any]) -> Iterator[ScoreRow]:

@@ -8,7 +8,9 @@ sRGB).
 
 from __future__ import annotations
 
+import math
 import os
+import stat
 import struct
 import warnings
 import zlib
@@ -23,6 +25,8 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.vision.pixels import first_frame_upright, over_white
+
+from .memory import max_pixels
 
 SLACK = 1e-6
 """How far float rounding may put a value outside [0, 1]; such values are clamped."""
@@ -47,6 +51,13 @@ _DECODE_ERRORS = (
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )
+_KINDS = {
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFDIR: "folder",
+}
 _DEEP_MODES = {"I;16": 65535.0, "I;16L": 65535.0, "I;16B": 65535.0, "I;16N": 65535.0, "I": 65535.0, "F": 1.0}
 """Modes deeper than 8 bits, with the value that counts as white."""
 
@@ -136,6 +147,7 @@ def _read_item(item: Any, where: str) -> ImageBatch:
         return _read_batch(item[None], where)
     if not isinstance(item, Image.Image | str | os.PathLike):
         raise TypeError(f"{where} is a {type(item).__name__}. {ACCEPTED}")
+    max_pixels()  # what is wrong with the limit is no fault of the picture
     try:
         with warnings.catch_warnings():
             # Decoders warn about odd metadata, which does not concern the pixels; a bomb does.
@@ -151,10 +163,12 @@ def _explain(error: BaseException, item: Any) -> str:
     """The reason that a row gets for a decoding error."""
     name = f"a PIL image of mode {item.mode}" if isinstance(item, Image.Image) else os.fspath(item)
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
-        limit = Image.MAX_IMAGE_PIXELS
+        limit, most = Image.MAX_IMAGE_PIXELS, max_pixels()
+        is_pil = limit is not None and limit < most
+        knob = "PIL.Image.MAX_IMAGE_PIXELS" if is_pil else "the environment variable VISALIGN_MAX_PIXELS"
         return (
-            f"{name} has more than {limit} pixels and may be a decompression bomb; shrink it, or raise "
-            "PIL.Image.MAX_IMAGE_PIXELS if you trust it"
+            f"{name} has more than {limit if is_pil else most} pixels and may be a decompression bomb; "
+            f"shrink it, or raise {knob} if you trust it and have the memory"
         )
     if isinstance(error, FileNotFoundError):
         hint = "; URLs are not read, download it first" if "://" in name else ""
@@ -164,8 +178,31 @@ def _explain(error: BaseException, item: Any) -> str:
     )
 
 
+def pixels_of(item: Any) -> int:
+    """H·W of an image as `load_images` takes it in a list, told without decoding; 0 where unreadable."""
+    if isinstance(item, Tensor | np.ndarray):
+        return math.prod(item.shape) // 3
+    if isinstance(item, Image.Image):
+        return item.width * item.height
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with _opened(Path(item)) as image:
+                return image.width * image.height
+    except _DECODE_ERRORS:
+        return 0
+
+
+def _opened(path: Path) -> Image.Image:
+    """A picture whose pixels are not decoded yet; what is no regular file could block or never end."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"it is a {_KINDS.get(stat.S_IFMT(mode), 'special file')}, not a regular file")
+    return Image.open(path)
+
+
 def _from_path(path: Path) -> Tensor:
-    with Image.open(path) as image:
+    with _opened(path) as image:
         return _from_pil(image)
 
 
@@ -174,7 +211,7 @@ def _from_pil(image: Image.Image) -> Tensor:
     width, height = image.size
     if width * height == 0:
         raise ValueError(f"it has no pixels: {width}×{height}")
-    if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
+    if width * height > min(max_pixels(), Image.MAX_IMAGE_PIXELS or math.inf):
         raise Image.DecompressionBombError
     upright = first_frame_upright(image)
     if upright.mode in _DEEP_MODES:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas
 import pytest
@@ -18,6 +20,9 @@ from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import from_dataframe, shapes_pairs, to_dataframe
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import result_files
+from visalign.pipelines.score.image_rows import image_rows
+from visalign.pipelines.score.score import score_rows
+from visalign.rewards import load_reward
 
 
 @pytest.fixture
@@ -45,6 +50,43 @@ def test_the_ending_of_a_file_says_its_format(pictures: Path) -> None:
     assert Path("x.csv").read_text().startswith("image,reward,value") and "┃" in Path("x.txt").read_text()
     assert visalign("score", "a.png", "-r", "saturation", "-f", "csv", "-o", "y.json").exit_code == 0
     assert Path("y.json").read_text().startswith("image,")
+
+
+def test_what_should_not_be_opened_in_a_folder_is_a_row_with_its_reason(pictures: Path) -> None:
+    Image.new("1", (9400, 9400)).save("bomb.png")  # 11 KB on the disk, 88 million pixels
+    os.mkfifo("fifo.png")
+    Path("device.png").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as line:
+        line.bind("socket.png")
+        done = visalign("score", ".", "-r", "saturation", "-o", "x.json", "--page", "x.html")
+    assert done.exit_code == 1 and "4 of 7 scores failed" in done.output
+    rows = {Path(row["image"]).stem: row for row in json.loads(Path("x.json").read_text())}
+    reasons = {
+        "bomb": "pixels and may be a decompression bomb",
+        "device": "it is a device, not a regular file",
+        "fifo": "it is a FIFO, not a regular file",
+        "socket": "it is a socket, not a regular file",
+    }
+    for name, reason in reasons.items():
+        assert rows[name]["value"] is None and reason in rows[name]["reason"]
+    assert all(rows[name]["value"] is not None for name in "abc") and Path("x.html").is_file()
+
+
+def test_large_pictures_are_held_one_after_the_other(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sizes:
+        name, unit, range, higher_is_better = "sizes", "", (0.0, 1.0), True
+        batches: ClassVar[list[int]] = []
+
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
+            self.batches.append(len(images))
+            return load_reward("saturation").score(images, prompts, metadata)
+
+    monkeypatch.setenv("VISALIGN_MAX_PIXELS", "150")  # of which two pictures of 64 are left
+    table = image_rows([pictures], needs_prompt=False)
+    rows = score_rows(table, {"sizes": Sizes()})
+    assert Sizes.batches == [2, 1] and [Path(row.image).stem for row in rows] == ["a", "b", "c"]
+    alone = score_rows(table, {"saturation": load_reward("saturation")}, batch_size=1)
+    assert [row.value for row in rows] == [row.value for row in alone]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from visalign.rewards.base.images import load_images, to_pil
+from visalign.errors import UserError
+from visalign.rewards.base import memory
+from visalign.rewards.base.images import load_images, pixels_of, to_pil
 from visalign.rewards.weights.resize import model_levels, resized_shape
 from visalign.vision.resize import resize_like_pil
 
@@ -134,7 +138,7 @@ def test_reasons_of_bad_files(tmp_path: Path):
     assert "URLs are not read" in reason("https://example.org/a.png")
     (tmp_path / "text.jpg").write_text("not an image")
     assert "cannot be decoded (UnidentifiedImageError" in reason(tmp_path / "text.jpg")
-    assert "cannot be decoded (IsADirectoryError" in reason(tmp_path)
+    assert "it is a folder, not a regular file" in reason(tmp_path)
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for kind in ("png", "jpg", "webp"):
         whole = tmp_path / f"whole.{kind}"
@@ -162,6 +166,40 @@ def test_decompression_bombs(tmp_path: Path, monkeypatch, limit):
         return
     for item in (tmp_path / "bomb.png", image):
         assert "decompression bomb" in reason(item) and "MAX_IMAGE_PIXELS" in reason(item)
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "folder.png").mkdir()
+    with socket.socket(socket.AF_UNIX) as line:
+        line.bind(str(tmp_path / "socket.png"))
+        for name, kind in (("fifo", "FIFO"), ("socket", "socket"), ("folder", "folder")):
+            assert f"it is a {kind}, not a regular file" in reason(tmp_path / f"{name}.png")
+    assert "it is a device, not a regular file" in reason("/dev/zero")
+    assert [pixels_of(tmp_path / "fifo.png"), pixels_of(torch.zeros(3, 4, 5))] == [0, 20]
+
+
+def test_a_picture_is_as_large_as_the_machine_bears(tmp_path: Path, monkeypatch):
+    Image.new("1", (300, 200)).save(tmp_path / "wide.png")
+    monkeypatch.setattr(memory, "machine_memory", lambda: 59_999 * 4 * memory.BYTES_PER_PIXEL)
+    assert "has more than 59999 pixels" in reason(tmp_path / "wide.png")
+    assert "VISALIGN_MAX_PIXELS" in reason(Image.new("L", (300, 200)))
+    assert pixels_of(tmp_path / "wide.png") == 60_000
+    monkeypatch.setenv("VISALIGN_MAX_PIXELS", "60000")
+    assert load_images([tmp_path / "wide.png"]).valid.all()
+    for said in ("0", "many", "٣"):
+        monkeypatch.setenv("VISALIGN_MAX_PIXELS", said)
+        with pytest.raises(UserError, match=rf"VISALIGN_MAX_PIXELS is '{said}'; it is a number of pixels"):
+            load_images([tmp_path / "wide.png"])
+
+
+def test_the_memory_of_a_control_group_counts(monkeypatch):
+    whole = memory.machine_memory()
+    assert 0 < memory.free_memory() <= whole
+    said = {"memory.max": 1 << 20, "memory.current": 1 << 18}
+    monkeypatch.setattr(memory, "_of_group", lambda name, otherwise: said[name])
+    monkeypatch.setattr(memory, "machine_memory", memory.machine_memory.__wrapped__)
+    assert memory.machine_memory() == 1 << 20 and memory.free_memory() == (1 << 20) - (1 << 18)
 
 
 def test_nan_costs_its_row_only():

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the machine has of memory, and how many pixels are taken for that."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+from visalign.errors import UserError
+
+BYTES_PER_PIXEL = 128
+"""Of peak memory that a judge of unknown appetite is thought to need: a picture as three float64 channels is
+24 of them."""
+_MOST_PIXELS = 1 << 25
+_VARIABLE = "VISALIGN_MAX_PIXELS"
+
+
+def max_pixels() -> int:
+    """Pixels that a single picture may have to be decoded: a quarter of the machine's memory at
+    `BYTES_PER_PIXEL`, at most 2^25; or what VISALIGN_MAX_PIXELS says.
+
+    Raises:
+        UserError: the variable is no number of at least 1.
+    """
+    said = os.environ.get(_VARIABLE, "")
+    if not said:
+        return min(_MOST_PIXELS, machine_memory() // 4 // BYTES_PER_PIXEL)
+    if not (said.isascii() and said.isdigit() and int(said)):
+        raise UserError(f"{_VARIABLE} is {said!r}; it is a number of pixels, at least 1. Set or unset it.")
+    return int(said)
+
+
+@cache
+def machine_memory() -> int:
+    """Bytes of the machine, or those that a control group leaves of it."""
+    try:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not a Unix
+        whole = 8 << 30
+    return min(whole, _of_group("memory.max", whole))
+
+
+def free_memory() -> int:
+    """Bytes that a new process may take without making others swap, as the kernel reckons."""
+    whole = machine_memory()
+    try:
+        told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(told["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        free = whole // 2
+    return min(free, max(0, _of_group("memory.max", whole) - _of_group("memory.current", 0)))
+
+
+def _of_group(name: str, otherwise: int) -> int:
+    try:
+        said = Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return otherwise
+    return int(said) if said.isdigit() else otherwise
