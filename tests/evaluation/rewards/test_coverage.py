@@ -65,6 +65,7 @@ def test_a_rank_correlation_of_few_takes_the_jackknife() -> None:
         stats.t.ppf(0.975, 11) * math.sqrt(11 / 12 * ((left_out - left_out.mean()) ** 2).sum()) / (1 - r**2)
     )
     report = evaluate_quality(records(mos, index), from_values("a", "x", x), IntervalSettings(resamples=100))
+    assert any("fewer than 15 prompts or pictures" in note for note in report["notes"])
     found = report["correlations"]["srcc"]
     assert [found["low"], found["high"]] == pytest.approx(
         [math.tanh(math.atanh(r) + end) for end in (-half, half)]

@@ -45,6 +45,8 @@ SMALLEST_SLICE = 10
 """Images below which a slice gets no correlation."""
 FEW = 30
 """Clusters up to which the interval of an SRCC is the jackknife's."""
+FEWEST = 15
+"""Clusters below which its coverage is not what it says where the SRCC is near 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +291,12 @@ def _notes(report: dict[str, Any]) -> list[str]:
         found.append(
             "The judge runs against the opinions: if lower is better for its scores, say so "
             "(--lower-is-better)."
+        )
+    slices = [entry["images"] for part in report["slices"].values() for entry in part if entry["srcc"]]
+    if min([counts["clusters"], *slices]) < FEWEST:
+        found.append(
+            f"With fewer than {FEWEST} prompts or pictures, overall or in a slice, the interval of a very "
+            "high SRCC is too narrow: with 10 pictures and a truth of .97 it holds 90 %, not 95 %."
         )
     reasons = {fit["reason"] for fit in report["fit"].values() if fit["reason"]}
     if report["fit"]["5"]["monotone"] is False:
