@@ -24,7 +24,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = {
     "text_grpo": ("data.heldout_per_task=1",),
-    "shapes_flow_grpo": ("evaluation.rewards={}", "evaluation.steps=2", "evaluation.grid=0"),
+    "shapes_flow_grpo": ("evaluation.correctness=verifier", "evaluation.steps=2", "evaluation.grid=0"),
 }
 """Configuration -> what makes its evaluation small."""
 SHARED = ("evaluation.every=0", "evaluation.seeds=[0]", "run.max_seconds=null", "run.checkpoint_every=1000")

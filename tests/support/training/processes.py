@@ -223,9 +223,9 @@ def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
                 run(folder, names)
                 end_processes()
                 code = 0
-            except Exception:
-                traceback.print_exc()
             finally:
+                if code:
+                    traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(code)
         (folder / f"pid.{rank}").write_text(str(pid))
