@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visalign.errors import UserError
+
+if TYPE_CHECKING:
+    from visalign.rewards.serve.bounds import Limits
 
 
 def serve_reward(
@@ -25,7 +30,11 @@ def serve_reward(
     max_wait: float = 0.005,
     timeout: float = 120.0,
     threads: int | None = None,
-    on_ready: Callable[[], object] | None = None,
+    memory: float | None = None,
+    max_pixels: int | None = None,
+    max_connections: int = 256,
+    idle: float = 30.0,
+    on_ready: Callable[[Limits], object] | None = None,
 ) -> None:
     """Serve until interrupted.
 
@@ -41,11 +50,17 @@ def serve_reward(
         max_wait: seconds that the first request of a batch waits for others.
         timeout: seconds that a batch may take.
         threads: CPU threads of the judge's process.
-        on_ready: called when the judge is loaded and the server listens.
+        memory: GiB for requests and for the judge's work on them, beside what both processes take when they
+            idle; half of what is free when None. Limits follow from it and from the judge's peak for each
+            pixel, measured at the start: `visalign.rewards.serve.bounds.limits_within`.
+        max_pixels: of a request and of what is judged together, instead.
+        max_connections: at once; fewer where the limit of open files is lower.
+        idle: seconds after which a connection that asks nothing is closed.
+        on_ready: called with the limits when the judge is loaded and the server listens.
 
     Raises:
-        UserError: no token where one is needed, the address cannot be listened on, or uvicorn is not
-            installed.
+        UserError: no token where one is needed, or one that cannot be sent; the address cannot be listened
+            on; too little memory or too few open files; or uvicorn is not installed.
         RewardError: the judge cannot be loaded.
     """
     token = _token(host, token_env)
@@ -56,20 +71,34 @@ def serve_reward(
             "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
         ) from error
     _check_free(host, port)
-    from visalign.rewards.serve.server import Limits, judge_server
+    from visalign.rewards.base.memory import free_memory
+    from visalign.rewards.serve import bounds
+    from visalign.rewards.serve.server import judge_server
     from visalign.rewards.serve.worker import JudgeWorker
 
+    connections = bounds.connections_allowed(max_connections)
     worker = JudgeWorker(name, options, threads=threads)
     try:
-        limits = Limits(timeout=timeout)
+        free = free_memory() // 2 if memory is None else int(memory * 2**30)
+        chosen = {} if max_pixels is None else {"max_pixels": max_pixels}
+        limits = bounds.limits_within(free, bounds.peak_bytes_per_pixel(worker), timeout=timeout, **chosen)
         app = judge_server(
             worker, worker.card, token=token, limits=limits, max_batch=max_batch, max_wait=max_wait
         )
-        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_keep_alive=30)
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            http=bounds.bounded_protocol(connections, idle),
+            ws="none",
+            backlog=bounds.BACKLOG,
+            log_level="error",  # a line for each bad request would let anybody fill the disk
+            timeout_keep_alive=math.ceil(idle),
+        )
         server = uvicorn.Server(config)
         _end_in_order(server, app, worker)
         if on_ready is not None:
-            _say_ready(server, on_ready)
+            _say_ready(server, partial(on_ready, limits))
         server.run()
     finally:
         worker.close()
@@ -119,6 +148,11 @@ def _token(host: str, token_env: str | None) -> str | None:
         if not token:
             raise UserError(
                 f"--token-env names {token_env}, which is empty or not set. Set it: export {token_env}=…"
+            )
+        if not (token.isascii() and token.isprintable()) or " " in token:
+            raise UserError(
+                f"--token-env names {token_env}, whose value holds characters that no HTTP header may hold, "
+                "a line break, a space or an umlaut perhaps. Use printable ASCII without spaces."
             )
         return token
     if not _is_loopback(host):

@@ -24,6 +24,14 @@ def serve_reward(
     max_batch: Annotated[int, typer.Option(help="Images judged together.", min=1)] = 64,
     timeout: Annotated[float, typer.Option(help="Seconds that a batch may take.", min=1.0)] = 120.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the judge.", min=1)] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="GiB for requests and their judging; else half of what is free.", min=0.0),
+    ] = None,
+    max_pixels: Annotated[
+        int | None, typer.Option(help="Pixels judged together; else as the memory allows.", min=1)
+    ] = None,
+    max_connections: Annotated[int, typer.Option(help="Connections at once.", min=1)] = 256,
 ) -> None:
     """Serve a reward over HTTP. Clients use it as the reward `remote` with the option url."""
     with user_messages():
@@ -39,5 +47,12 @@ def serve_reward(
             max_batch=max_batch,
             timeout=timeout,
             threads=threads,
-            on_ready=lambda: typer.echo(f"Ready on http://{host}:{port} (Ctrl-C ends it).", err=True),
+            memory=memory,
+            max_pixels=max_pixels,
+            max_connections=max_connections,
+            on_ready=lambda limits: typer.echo(
+                f"Ready on http://{host}:{port} (Ctrl-C ends it): {limits.max_pixels / 1e6:.0f} megapixels "
+                f"at once, {limits.max_total_bytes / 2**20:.0f} MiB under way.",
+                err=True,
+            ),
         )

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge on another machine: the client of `visalign serve-reward`, a reward like any other.
+"""A judge on other machines: the client of `visalign serve-reward`, a reward like any other.
 
 Images travel as 8-bit pixels: floats are rounded to the nearest of 256 levels, as a PNG would round them.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,53 +39,90 @@ from .wire import (
 _PASSING_STATUSES = (408, 429, 502, 503, 504)
 _CALL_FAILS_STATUSES = (401, 403, 404, 411, 415)
 _CONCURRENT_REQUESTS = 2
-"""Requests of one call that are under way at once."""
-_LONGEST_RETRY_AFTER = 30.0
-"""Seconds that a server's Retry-After is obeyed."""
+"""Requests of one call that are under way at once at each server."""
+_LONGEST_REST = 30.0
+"""Seconds that a server is left alone at most, whatever its Retry-After says."""
+_CONNECT_SECONDS = 10.0
+_SIZES = ("max_batch", "max_rows", "max_pixels", "max_prompt", "max_header")
+_SAME = ("name", "identity", "scores", "compares", "unit")
+"""What the cards of servers of one list have in common."""
+
+
+class _Server:
+    """One server, and how it does."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], timeout: float) -> None:
+        self.url = url
+        self.client = httpx.Client(
+            base_url=url, timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS), headers=headers
+        )
+        self.is_known = False
+        self.under_way = 0
+        """Rows."""
+        self.failures = 0
+        """In a row."""
+        self.rests_until = 0.0
+
+    def rest(self, seconds: float) -> None:
+        self.rests_until = time.monotonic() + min(seconds, _LONGEST_REST)
+
+
+class _Unanswered(RewardError):
+    """No server at an address, or none that answers now."""
 
 
 class RemoteReward:
-    """Scores, or compares, through a server.
+    """Scores, or compares, through one server or several of the same judge.
 
     Name, unit, range and direction are those of the judge that is served. What cannot be read is sorted out
-    here; an image whose request failed after all attempts is invalid with the reason, never a number.
+    here; an image whose request failed after all attempts is invalid with the reason, never a number. Of
+    several servers the one with the fewest rows under way is asked; a request that fails at one goes to
+    another, and one that failed is left alone for a while. Which server answered makes no difference to the
+    scores or to their order.
 
     Args:
-        url: of the server, e.g. "http://127.0.0.1:8000".
-        token: the server's, or None.
+        url: of the server, e.g. "http://127.0.0.1:8000"; or a list of them, or several with commas between.
+        token: the servers', or None.
         token_env: name of an environment variable that holds it; wins over nothing, loses to `token`.
         timeout: seconds for one request; half a minute more than the server allows its judge when None.
-        attempts: tries of a request that fails in passing (busy, connection lost).
-        pause: seconds before the second try, doubled for each further one.
-        batch_size: images in one request; the server's batch size when None.
+        attempts: tries of a request at each server that fails in passing (connection lost, judge died).
+        pause: seconds before a server is asked again, doubled for each further failure.
+        patience: seconds for which servers that are only busy are asked again, which counts as no attempt.
+        batch_size: images in one request; the smallest of the servers' batch sizes when None.
 
     Raises:
-        RewardError: the server cannot be reached, or is none of ours.
-        ValueError: attempts or batch_size below 1.
+        RewardError: no server can be reached, one is none of ours, or one serves another judge.
+        ValueError: attempts or batch_size below 1, no url, a token that cannot be sent.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         token: str | None = None,
         token_env: str | None = None,
         timeout: float | None = None,
         attempts: int = 4,
         pause: float = 0.25,
+        patience: float = 600.0,
         batch_size: int | None = None,
     ) -> None:
         if attempts < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"attempts is {attempts} and batch_size {batch_size}; both must be at least 1.")
-        secret = token or (os.environ.get(token_env) if token_env else None)
-        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-        self.url = url.rstrip("/")
-        self._client = httpx.Client(base_url=self.url, timeout=timeout or 30.0, headers=headers)
-        self._end = weakref.finalize(self, self._client.close)
-        self._attempts, self._pause = attempts, pause
-        about = self._health()
-        card, limits = about["judge"], about["limits"]
-        self._client.timeout = timeout or float(limits["timeout"]) + 30.0
+        given = url.split(",") if isinstance(url, str) else url
+        urls = list(dict.fromkeys(one.strip().rstrip("/") for one in given if one.strip()))
+        if not urls:
+            raise ValueError(f"url is {url!r}; give the address of a server, or a list of them.")
+        self.url = ", ".join(urls)
+        headers = _authorisation(token or (os.environ.get(token_env) if token_env else None))
+        self._servers = [_Server(one, headers, timeout or 30.0) for one in urls]
+        self._end = weakref.finalize(self, _close, self._servers)
+        self._attempts, self._pause, self._patience, self._timeout = attempts, pause, patience, timeout
+        self._choosing = threading.Lock()
+        self._card: Mapping[str, Any] = {}
+        self._sizes: dict[str, int] = {} if batch_size is None else {"max_batch": batch_size}
+        self._meet_all()
+        card = self._card
         self.name = str(card["name"])
         self._scores, self._compares = bool(card["scores"]), bool(card["compares"])
         self.unit = str(card.get("unit", ""))
@@ -92,8 +132,6 @@ class RemoteReward:
         self.needs_group = bool(card.get("needs_group"))
         if card.get("identity"):
             self.identity = Identity(judge=self.name, model="remote", weights=str(card["identity"]))
-        self._batch = min(batch_size or int(limits["max_batch"]), int(limits["max_rows"]))
-        self._pixels, self._longest = int(limits["max_pixels"]), int(limits["max_prompt"])
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images."""
@@ -122,7 +160,7 @@ class RemoteReward:
                 path, JudgeRequest(images=one, right=right, prompts=texts[part], metadata=records[part])
             )
 
-        found = self._in_order(ask, self._chunks(sides, texts))
+        found = self._in_order(ask, self._chunks(sides, texts, records))
         return spread(found, rows, reasons, self.unit if path == "/v1/score" else None)
 
     def close(self) -> None:
@@ -132,42 +170,101 @@ class RemoteReward:
     def _in_order(
         self, ask: Callable[[slice], Scores | Preferences], parts: list[slice]
     ) -> list[Scores | Preferences]:
-        """The answers in order; while the server judges one request the next is packed and sent."""
+        """The answers in order; while a server judges one request the next is packed and sent."""
         if len(parts) < 2:
             return [ask(part) for part in parts]
-        pool = ThreadPoolExecutor(_CONCURRENT_REQUESTS)
+        pool = ThreadPoolExecutor(_CONCURRENT_REQUESTS * len(self._servers))
         try:
             return list(pool.map(ask, parts))
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _chunks(self, sides: Sequence[Pixels], prompts: Sequence[str]) -> list[slice]:
-        """Rows of one request each: at most a batch, and at most as many pixels as the server takes; what it
-        will refuse as too large stands alone."""
-        parts, start, pixels = [], 0, 0
-        for row, (prompt, *images) in enumerate(zip(prompts, *sides, strict=True)):
+    def _chunks(
+        self, sides: Sequence[Pixels], prompts: Sequence[str], records: Sequence[Mapping[str, Any] | None]
+    ) -> list[slice]:
+        """Rows of one request each: at most a batch, and at most as many pixels and as much JSON as every
+        server takes; what will be refused as too large stands alone."""
+        parts, start, pixels, words = [], 0, 0, 0
+        most = self._sizes
+        for row, (prompt, record, *images) in enumerate(zip(prompts, records, *sides, strict=True)):
             own = sum(image.shape[1] * image.shape[2] for image in images)
-            own = own if len(prompt) <= self._longest else self._pixels + 1
-            if row > start and (row - start >= self._batch or pixels + own > self._pixels):
+            own = own if len(prompt) <= most["max_prompt"] else most["max_pixels"] + 1
+            said = _json_bytes(prompt, record, len(images))
+            is_full = row - start >= min(most["max_batch"], most["max_rows"])
+            is_large = pixels + own > most["max_pixels"] or words + said > most["max_header"]
+            if row > start and (is_full or is_large):
                 parts.append(slice(start, row))
-                start, pixels = row, 0
+                start, pixels, words = row, 0, 0
             pixels += own
+            words += said
         return [*parts, slice(start, len(sides[0]))] if len(sides[0]) else []
 
-    def _health(self) -> Mapping[str, Any]:
+    def _meet_all(self) -> None:
+        """Read every server's card; who does not answer is met later, when it does."""
+
+        def meet(server: _Server) -> RewardError | None:
+            try:
+                self._meet(server)
+            except _Unanswered as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            failures = list(pool.map(meet, self._servers))
+        dead = [error for error in failures if error is not None]
+        if len(dead) == len(self._servers):
+            raise RewardError(" ".join(map(str, dead)))
+        for server, error in zip(self._servers, failures, strict=True):
+            if error is not None:
+                server.failures = 1
+                server.rest(self._pause)
+        if dead:
+            warnings.warn(
+                f"{len(dead)} of {len(self._servers)} reward servers do not answer, the others take their "
+                f"work: {' '.join(map(str, dead))}",
+                stacklevel=4,
+            )
+
+    def _meet(self, server: _Server) -> None:
+        """Read a server's card and limits; refuse what does not go with the others."""
+        about = self._health(server)
+        with self._choosing:
+            self._card = self._card or about["judge"]
+            if any(about["judge"].get(name) != self._card.get(name) for name in _SAME):
+                raise RewardError(
+                    f"{server.url} serves {_described(about['judge'])}, and another server of {self.url} "
+                    f"serves {_described(self._card)}; all must serve one version of one judge. Leave it out."
+                )
+            for name in _SIZES:
+                told = int(about["limits"].get(name, self._sizes.get(name, 1 << 22)))
+                self._sizes[name] = min(told, self._sizes.get(name, told))
+        seconds = self._timeout or float(about["limits"]["timeout"]) + 30.0
+        server.client.timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
+        server.is_known = True
+
+    def _health(self, server: _Server) -> Mapping[str, Any]:
+        about: Any = None
+        status, end = 0, time.monotonic() + self._patience
         try:
-            reply = self._client.get("/health")
-            about = reply.json() if reply.status_code == 200 else None
+            while True:
+                reply = server.client.get("/health")
+                if not _is_busy(reply) or time.monotonic() > end:
+                    break
+                time.sleep(self._pause)
+            status = reply.status_code
+            about = reply.json() if status == 200 else None
         except httpx.TransportError as error:
-            raise RewardError(
-                f"No reward server at {self.url} ({type(error).__name__}: {error}). Start one: "
+            raise _Unanswered(
+                f"No reward server at {server.url} ({type(error).__name__}: {error}). Start one: "
                 "visalign serve-reward NAME."
             ) from error
         except ValueError:
-            about = None
+            pass
+        if status in _PASSING_STATUSES:
+            raise _Unanswered(f"{server.url} answers {status} when it is asked for its card.")
         if not isinstance(about, dict) or "judge" not in about:
             raise RewardError(
-                f"{self.url} answers, but is no reward server of visalign (no card at /health)."
+                f"{server.url} answers, but is no reward server of visalign (no card at /health)."
             )
         return about
 
@@ -178,42 +275,96 @@ class RemoteReward:
             return spread([], [], [why] * len(asked), None if asked.right is not None else self.unit)
 
         body = pack_request(asked)
-        why, rest = "", 0.0
-        for attempt in range(self._attempts):
-            if attempt:
-                time.sleep(max(rest, self._pause * 2 ** (attempt - 1)))
-            rest = 0.0
+        why, failures, end = "", 0, time.monotonic() + self._patience
+        allowed = self._attempts * len(self._servers)
+        able = list(self._servers)
+        while failures < allowed:
+            server = self._choose(able, len(asked))
             try:
-                reply = self._client.post(path, content=body, headers={"Content-Type": MEDIA_TYPE})
-            except httpx.TransportError as error:
+                if not server.is_known:
+                    self._meet(server)
+                reply = server.client.post(path, content=body, headers={"Content-Type": MEDIA_TYPE})
+            except (httpx.TransportError, _Unanswered) as error:
                 why = f"the reward server did not answer ({type(error).__name__}: {error})"
+                failures += 1
+                self._leave_alone(server, why)
                 continue
+            finally:
+                self._let_go(server, len(asked))
             if reply.status_code == 200:
-                self._check_judge(reply.headers.get(JUDGE_HEADER, ""))
+                server.failures = 0
+                self._check_judge(server, reply.headers.get(JUDGE_HEADER, ""))
                 try:
-                    answer = unpack_answer(reply.content, len(asked))
-                    if isinstance(answer, Scores) != (asked.right is None):
-                        raise WireError("it is of another kind than what was asked for.")
-                    return answer
+                    return _read_answer(reply.content, asked)
                 except WireError as error:
                     return unknown(f"the reward server's answer is unreadable: {error}")
             failed = "failed" if reply.status_code >= 500 else "refused it"
             why = f"the reward server {failed} ({reply.status_code}): {_error_message(reply)}"
-            rest = _retry_after(reply.headers.get("Retry-After", ""))
             if reply.status_code in _CALL_FAILS_STATUSES:
-                raise RewardError(f"{self.name!r} at {self.url}: {why}")
+                raise RewardError(f"{self.name!r} at {server.url}: {why}")
+            if reply.status_code == 413 and len(able) > 1:  # one that was met late may take less
+                able.remove(server)
+                continue
             if reply.status_code not in _PASSING_STATUSES:
                 return unknown(why)
-        return unknown(f"{why}; {self._attempts} attempts")
+            rest = _retry_after(reply.headers.get("Retry-After", ""))
+            if _is_busy(reply) and time.monotonic() < end:
+                server.rest(max(rest, self._pause))
+            else:
+                failures += 1
+                self._leave_alone(server, why, rest)
+        return unknown(f"{why}; {allowed} attempts")
 
-    def _check_judge(self, digest: str) -> None:
+    def _choose(self, servers: Sequence[_Server], rows: int) -> _Server:
+        """The server that rests least, then has least to do; back when its rest is over."""
+        with self._choosing:
+            now = time.monotonic()
+            server = min(servers, key=lambda one: (max(now, one.rests_until), one.under_way))
+            server.under_way += rows
+            rest = server.rests_until - now
+        if rest > 0:
+            time.sleep(rest)
+        return server
+
+    def _let_go(self, server: _Server, rows: int) -> None:
+        with self._choosing:
+            server.under_way -= rows
+
+    def _leave_alone(self, server: _Server, why: str, least: float = 0.0) -> None:
+        """After a failure, for longer each time; the first is told where others take the work."""
+        server.failures += 1
+        server.rest(max(least, self._pause * 2.0 ** min(server.failures - 1, 16)))
+        if server.failures == 1 and len(self._servers) > 1:
+            warnings.warn(f"{server.url}: {why}. Other servers take its work.", stacklevel=2)
+
+    def _check_judge(self, server: _Server, digest: str) -> None:
         """Refuse answers of another judge than the one whose card was read."""
         known = getattr(self, "identity", None)
         if digest != ("" if known is None else known.weights):
             raise RewardError(
-                f"The server at {self.url} serves another judge, or another version of it, than "
+                f"The server at {server.url} serves another judge, or another version of it, than "
                 f"{self.name!r} as it was when this client began. Make a new RemoteReward."
             )
+
+
+def _authorisation(token: str | None) -> dict[str, str]:
+    if not token:
+        return {}
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise ValueError(
+            "token holds characters that no HTTP header may hold, a line break or a space perhaps. Give the "
+            "token alone."
+        )
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _described(card: Mapping[str, Any]) -> str:
+    return f"{card['name']!r} (identity {card.get('identity')})"
+
+
+def _close(servers: Sequence[_Server]) -> None:
+    for server in servers:
+        server.client.close()
 
 
 def spread(
@@ -290,9 +441,29 @@ def _to_uint8(image: Tensor) -> Tensor:
     return image.mul(255).round().clamp(0, 255).to(torch.uint8).cpu()
 
 
+def _read_answer(raw: bytes, asked: JudgeRequest) -> Scores | Preferences:
+    answer = unpack_answer(raw, len(asked))
+    if isinstance(answer, Scores) != (asked.right is None):
+        raise WireError("it is of another kind than what was asked for.")
+    return answer
+
+
+def _json_bytes(prompt: str, record: Mapping[str, Any] | None, sides: int) -> int:
+    """Of a request's header for one row, at most: the words, JSON within JSON, and shapes of the images."""
+    return len(json.dumps(json.dumps([prompt, record], default=str))) + 120 * sides
+
+
+def _is_busy(reply: httpx.Response) -> bool:
+    """Whether a server only has no room now."""
+    try:
+        return reply.status_code == 503 and reply.json()["busy"] is True
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
 def _retry_after(said: str) -> float:
-    """Seconds that a server asks to wait, within reason."""
-    return min(float(said), _LONGEST_RETRY_AFTER) if said.isdigit() else 0.0
+    """Seconds that a server asks to wait; 0 where it does not say."""
+    return float(said) if said.isdigit() else 0.0
 
 
 def _error_message(reply: Any) -> str:

@@ -8,8 +8,8 @@
 Refusals are JSON {"error": what was given, what is allowed}. The request is at fault: 400 unreadable body,
 401 no or wrong token, 404 no such place, or the judge cannot do that, 405 wrong method, 408 the body came too
 slowly, 411 no length, 413 too large, 415 other media type, 422 the judge refused this request. It is not at
-fault: 500 the judge broke on it, 504 it took too long, and 503 with Retry-After: too much is waiting, the
-judge's process died and cannot be replaced, or the server is ending.
+fault: 500 the judge broke on it, 504 it took too long, and 503 with Retry-After: too much is under way (then
+the refusal has {"busy": true}), the judge's process died and cannot be replaced, or the server is ending.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from visalign.interfaces import Preferences, Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Attempt
 
+from .bounds import ByteBudget, Limits, QueueFull
 from .wire import (
     JUDGE_HEADER,
     MEDIA_TYPE,
@@ -57,34 +58,12 @@ class BatchJudge(Protocol):
     def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a server accepts."""
-
-    max_bytes: int = 256 << 20
-    """Of one request's body."""
-    max_rows: int = 512
-    """Images or pairs in one request."""
-    max_pixels: int = 64 << 20
-    """Of all images of a request together."""
-    max_prompt: int = 20_000
-    """Characters of one prompt."""
-    timeout: float = 120.0
-    """Seconds that the judge may take for a batch."""
-    receive_timeout: float = 60.0
-    """Seconds in which a body must have arrived."""
-
-
 class Refused(HTTPException):
     """An answer other than 200: what was given, what is allowed."""
 
     def __init__(self, status: int, message: str, **headers: str) -> None:
         message = message.encode(errors="replace").decode()  # JSON can name what UTF-8 cannot hold
         super().__init__(status, message, {name.replace("_", "-"): said for name, said in headers.items()})
-
-
-class QueueFull(RuntimeError):
-    """Too many images wait already."""
 
 
 @dataclass(eq=False)
@@ -117,7 +96,7 @@ class Batcher:
         max_batch: rows in a batch; a larger single request is its own batch.
         max_wait: seconds that the first request of a batch waits for others.
         max_waiting: rows that may wait in all.
-        max_pixels: of the images that wait in all, which bounds the memory: 3 bytes each.
+        max_pixels: of the images in a batch; a larger single request is its own batch.
         timeout: seconds for one batch.
     """
 
@@ -128,7 +107,7 @@ class Batcher:
         max_batch: int = 64,
         max_wait: float = 0.005,
         max_waiting: int = 4096,
-        max_pixels: int = 1 << 29,
+        max_pixels: int = Limits.max_pixels,
         timeout: float | None = 120.0,
     ) -> None:
         self._judge = judge
@@ -158,9 +137,6 @@ class Batcher:
             raise _ending()
         if self._queue and self.waiting + len(request) > self.max_waiting:
             raise QueueFull(f"{self.waiting} images wait already; at most {self.max_waiting} may")
-        pixels = sum(item.request.pixels for item in self._queue)
-        if self._queue and pixels + request.pixels > self.max_pixels:
-            raise QueueFull(f"{pixels} pixels wait already; at most {self.max_pixels} may")
         if self._task is None:
             self._task = asyncio.create_task(self._work())
         item = _Waiting(request, asyncio.get_running_loop().create_future())
@@ -205,13 +181,13 @@ class Batcher:
     def _take(self) -> list[_Waiting]:
         """The oldest requests of one kind (scores or pairs) that fit into a batch."""
         batch: list[_Waiting] = []
-        room = self.max_batch
+        room, pixels = self.max_batch, self.max_pixels
         while self._queue:
             request = self._queue[0].request
             is_other = bool(batch) and (request.right is None) != (batch[0].request.right is None)
-            if batch and (is_other or len(request) > room):
+            if batch and (is_other or len(request) > room or request.pixels > pixels):
                 break
-            room -= len(request)
+            room, pixels = room - len(request), pixels - request.pixels
             batch.append(self._queue.pop(0))
         return batch
 
@@ -245,7 +221,7 @@ class Batcher:
         else:
             self._fail(batch, error)
 
-    def _fail(self, items: list[_Waiting], error: Exception | None) -> None:
+    def _fail(self, items: list[_Waiting], error: Exception | SystemExit | None) -> None:
         """Hand an error to those who still wait."""
         for item in items:
             if error is not None and not item.answer.done():
@@ -271,15 +247,16 @@ def judge_server(
         judge: answers batches, e.g. a `JudgeWorker`.
         card: `judge_card` of it.
         token: that requests must bring as `Authorization: Bearer TOKEN`; None asks for none.
-        limits: of a request.
-        **batching: max_batch, max_wait, max_waiting, max_pixels of `Batcher`; too much is refused with 503.
+        limits: of a request, and of all together.
+        **batching: max_batch, max_wait, max_waiting of `Batcher`; too much is refused with 503.
 
     Returns:
         An ASGI application; `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or
         signal handler, has it refuse what waits and what comes.
     """
     bounds = limits or Limits()
-    batcher = Batcher(judge, timeout=bounds.timeout, **batching)
+    batcher = Batcher(judge, timeout=bounds.timeout, max_pixels=bounds.max_pixels, **batching)
+    budget = ByteBudget(bounds)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -288,7 +265,7 @@ def judge_server(
         await batcher.close()
 
     async def health(_: Request) -> Response:
-        counts = asdict(batcher.counts) | {"waiting": batcher.waiting}
+        counts = asdict(batcher.counts) | {"waiting": batcher.waiting, "bytes": budget.used}
         about = {
             "judge": card,
             "limits": asdict(bounds) | {"max_batch": batcher.max_batch},
@@ -300,9 +277,11 @@ def judge_server(
 
     async def answer(request: Request, *, is_pair: bool) -> Response:
         _authorise(request.headers.get("authorization"), token)
-        _check_head(request.headers, card, bounds, is_pair)
-        asked = _read(await _receive(request, bounds), bounds, is_pair)
-        packed = await _unless_gone(request, _judged(batcher, asked))
+        length = _check_head(request.headers, card, bounds, is_pair)
+        async with budget.held(length) as charge:
+            raw = await _receive(request, length, bounds, charge)
+            asked = await asyncio.to_thread(_read, raw, bounds, is_pair)  # others are served meanwhile
+            packed = await _unless_gone(request, _judged(batcher, asked))
         return Response(packed, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
 
     routes = [
@@ -310,7 +289,8 @@ def judge_server(
         Route("/v1/score", partial(answer, is_pair=False), methods=["POST"]),
         Route("/v1/compare", partial(answer, is_pair=True), methods=["POST"]),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _refusal})
+    refusals = {HTTPException: _refusal, QueueFull: _busy}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=refusals)
     app.state.batcher, app.state.stop = batcher, batcher.stop
     return app
 
@@ -323,6 +303,11 @@ async def _refusal(_: Request, error: Any) -> Response:
     return JSONResponse({"error": f"{error.detail}{places}"}, error.status_code, error.headers)
 
 
+async def _busy(_: Request, error: Any) -> Response:
+    about = {"error": f"Busy: {error}. Try again.", "busy": True}
+    return JSONResponse(about, 503, {"Retry-After": "1"})
+
+
 def _authorise(given: str | None, token: str | None) -> None:
     if token is None:
         return
@@ -332,8 +317,8 @@ def _authorise(given: str | None, token: str | None) -> None:
         raise Refused(401, said, WWW_Authenticate="Bearer")
 
 
-def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: bool) -> None:
-    """What can be refused before a byte of the body is read."""
+def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: bool) -> int:
+    """Refuse what can be before a byte of the body is read; else the body's length."""
     if not card["compares" if is_pair else "scores"]:
         able = "compares pairs: POST /v1/compare" if is_pair is False else "scores images: POST /v1/score"
         raise Refused(404, f"The judge {card['name']!r} cannot do that; it {able}.")
@@ -345,17 +330,27 @@ def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: boo
         raise Refused(411, "The request has no Content-Length; send the body in one piece.")
     if int(length) > limits.max_bytes:
         raise Refused(413, f"The body has {length} bytes; at most {limits.max_bytes} are allowed. Split it.")
+    return int(length)
 
 
-async def _receive(request: Any, limits: Limits) -> bytearray:
-    """The body; a client that sends more than it said, too slowly, or goes away is refused."""
-    body = bytearray()  # pixels are later read in place, which takes memory that can be written to
+async def _receive(request: Any, length: int, limits: Limits, charge: Callable[[int], None]) -> bytearray:
+    """The body; a client that sends too slowly, too much JSON, or goes away is refused."""
+    body = bytearray(length)  # pixels are later read in place, which takes memory that can be written to
+    end = 0
     try:
         async with asyncio.timeout(limits.receive_timeout):
             async for chunk in request.stream():
-                if len(body) + len(chunk) > limits.max_bytes:
-                    raise Refused(413, f"The body is larger than {limits.max_bytes} bytes. Split it.")
-                body += chunk
+                begin, end = end, end + len(chunk)
+                body[begin:end] = chunk
+                if begin < 8 <= end:
+                    header = int.from_bytes(body[:8], "little")
+                    if limits.max_header < header:
+                        raise Refused(
+                            413,
+                            f"The header has {header} bytes (prompts, records); at most {limits.max_header} "
+                            "are allowed. Split the request.",
+                        )
+                    charge(header)
     except TimeoutError as error:
         raise Refused(408, f"The body did not arrive within {limits.receive_timeout:g} seconds.") from error
     except ClientDisconnect as error:
@@ -408,8 +403,6 @@ async def _gone(request: Request) -> None:
 async def _judged(batcher: Batcher, request: JudgeRequest) -> bytes:
     try:
         return pack_answer(await batcher.submit(request))
-    except QueueFull as error:
-        raise Refused(503, f"Busy: {error}. Try again.", Retry_After="1") from error
     except WorkerUnavailable as error:
         why = f"There is no judge at the moment: {error}. Try later."
         raise Refused(503, why, Retry_After=str(max(1, math.ceil(error.retry_after)))) from error

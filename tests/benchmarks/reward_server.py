@@ -13,6 +13,12 @@ request costs.
 Then the load: clients send requests of random size, each image carrying its own expected answer; some clients
 are killed in the middle of a request, and the judge's process is killed now and then. Counts lost and mixed
 answers.
+
+With --memory GIB instead of all that: `visalign serve-reward` with so much memory. Every client sends the
+largest request that is allowed, again and again, while the judge's process is killed; the memory of the
+server and of the judge's process, beyond what they take when they idle, is compared with the budget. Then the
+server at 256 open files and three hundred connections that say nothing: others are served, its log stays
+short.
 """
 
 from __future__ import annotations
@@ -21,17 +27,25 @@ import argparse
 import json
 import os
 import random
+import resource
+import select
 import signal
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +133,126 @@ def load(seconds: float, clients: int) -> dict[str, float]:
     }
 
 
+def resident(pid: int, field: str) -> int:
+    """Bytes: VmRSS now, VmHWM at the peak; 0 of a process that is gone."""
+    try:
+        told = Path(f"/proc/{pid}/status").read_text().partition(f"{field}:")[2].split()
+    except OSError:
+        return 0
+    return int(told[0]) << 10 if told else 0
+
+
+def judges_of(pid: int) -> list[int]:
+    """The processes in which the server judges."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [p for p in map(int, found) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+@contextmanager
+def command(*options: str, files: int = 1024) -> Iterator[tuple[str, int, Path]]:
+    """`visalign serve-reward brightness`: its address, process and log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    line = [sys.executable, "-m", "visalign", "serve-reward", "brightness", "--threads", "1", "--port", port]
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, files))
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with log.open("wb") as out:
+            server = subprocess.Popen([*line, *options], stderr=out, stdout=out, cwd=ROOT, preexec_fn=limit)
+        try:
+            while b"Ready on" not in log.read_bytes():
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}", server.pid, log
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
+    """Every client with the largest requests, the judge's process killed now and then."""
+    found: dict[str, Any] = {"clients": clients, "seconds": seconds, "kills": 0, "requests": 0}
+    found |= {"lost": 0, "mixed": 0, "doubled": 0, "server peak": 0, "judge peak": 0}
+    counting, done = threading.Lock(), threading.Event()
+    with command("--memory", str(memory)) as (url, pid, log):
+        limits = httpx.get(f"{url}/health").json()["limits"]
+        side = int((limits["max_pixels"] / 4) ** 0.5)
+        judge = judges_of(pid)[0]
+        idle = {"server": resident(pid, "VmRSS"), "judge": resident(judge, "VmRSS")}
+        stop = time.monotonic() + seconds
+
+        def watch() -> None:
+            killed_at = time.monotonic()
+            while not done.wait(0.05):
+                for own in judges_of(pid):
+                    found["judge peak"] = max(found["judge peak"], resident(own, "VmHWM"))
+                    if time.monotonic() > killed_at + 15 < stop - 10:
+                        os.kill(own, signal.SIGKILL)
+                        found["kills"] += 1
+                        killed_at = time.monotonic()
+                found["server peak"] = max(found["server peak"], resident(pid, "VmHWM"))
+
+        def ask(number: int) -> None:
+            rng, remote = random.Random(number), RemoteReward(url, attempts=8)
+            while time.monotonic() < stop:
+                levels = [rng.randrange(256) for _ in range(4)]
+                images = torch.tensor(levels, dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 3, side, side)
+                scores = remote.score(images, [f"{number}"] * 4)
+                right = (scores.value * 255 - torch.tensor(levels)).abs() < 0.01
+                with counting:
+                    found["requests"] += 1
+                    found["doubled"] += len(scores) != 4
+                    found["lost"] += int((~scores.valid).sum())
+                    found["mixed"] += int((scores.valid & ~right).sum())
+            remote.close()
+
+        with ThreadPoolExecutor(clients + 1) as pool:
+            watching = pool.submit(watch)
+            try:
+                list(pool.map(ask, range(clients)))
+            finally:
+                done.set()
+            watching.result()
+        found["bytes of a request"] = 12 * side * side
+        found["log bytes"] = log.stat().st_size
+    mega = 2**20
+    found["budget of requests, MiB"] = limits["max_total_bytes"] / mega
+    found["budget of a batch, MiB"] = memory * 512
+    for name in idle:
+        found[f"{name} beyond idle, MiB"] = round((found.pop(f"{name} peak") - idle[name]) / mega, 1)
+    return found
+
+
+def silent(seconds: float, connections: int = 300) -> dict[str, Any]:
+    """Connections that say nothing at 256 open files, made anew as they are closed, beside one client."""
+    with command("--memory", "0.25", files=256) as (url, _, log):
+        place, lines, made = urlsplit(url), list[socket.socket](), 0
+        times, stop = list[float](), time.monotonic() + seconds
+        images = torch.full((8, 3, 64, 64), 51, dtype=torch.uint8)
+        while time.monotonic() < stop:
+            while len(lines) < connections:
+                lines.append(socket.create_connection((place.hostname or "", place.port or 0), timeout=10))
+                made += 1
+            begun = time.monotonic()
+            remote = RemoteReward(url)  # a client that comes while they are there
+            assert remote.score(images, ["a"] * 8).valid.all()
+            remote.close()
+            times.append(time.monotonic() - begun)
+            ended = set(select.select(lines, [], [], 0)[0])
+            for line in ended:
+                line.close()
+            lines = [line for line in lines if line not in ended]
+        for line in lines:
+            line.close()
+        return {
+            "silent connections": made,
+            "clients served": len(times),
+            "slowest, s": round(max(times), 2),
+            "log bytes": log.stat().st_size,
+        }
+
+
 def processor_seconds(pid: int | None) -> float:
     """Of another process, its threads together; Linux counts in hundredths."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -198,7 +332,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--memory", type=float)
     given = parser.parse_args()
+    if given.memory is not None:
+        print(json.dumps(largest(given.seconds, given.clients, given.memory), indent=1), flush=True)
+        print(json.dumps(silent(given.seconds / 4), indent=1))
+        return
     if given.profile:
         print(json.dumps(profile(given), indent=1))
     print(json.dumps(throughput(given), indent=1))

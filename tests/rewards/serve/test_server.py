@@ -24,8 +24,9 @@ from visalign.pipelines.serve_reward import serve_reward
 from visalign.pipelines.shared.reward_options import parse_options
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.serve.bounds import Limits
 from visalign.rewards.serve.client import RemoteReward
-from visalign.rewards.serve.server import Batcher, Limits, Refused, _receive, judge_server
+from visalign.rewards.serve.server import Batcher, Refused, _receive, judge_server
 from visalign.rewards.serve.wire import (
     FORMAT,
     MEDIA_TYPE,
@@ -347,7 +348,7 @@ def test_a_body_that_breaks_off_is_a_refusal():
             raise ClientDisconnect
 
     with pytest.raises(Refused, match="ended before the body did"):
-        asyncio.run(_receive(Broken(), Limits()))
+        asyncio.run(_receive(Broken(), 100, Limits(), lambda header: None))
 
 
 def test_a_client_that_goes_away_harms_nobody():
@@ -433,7 +434,7 @@ def test_a_full_queue_says_so_and_the_client_tries_again():
         with ThreadPoolExecutor(4) as pool:
             waiting = [pool.submit(RemoteReward(url).score, LEVELS[:1], ["1"]) for _ in range(2)]
             threading.Event().wait(0.3)
-            refused = RemoteReward(url, attempts=2, pause=0.01).score(LEVELS[:1], ["1"])
+            refused = RemoteReward(url, attempts=2, pause=0.01, patience=0.0).score(LEVELS[:1], ["1"])
             release.set()
             assert all(job.result().valid.all() for job in waiting)
     assert "failed (503): Busy: 1 images wait already" in str((refused.reason or [""])[0])
@@ -489,26 +490,7 @@ def test_the_card_is_plain_json(habits: Any):
     assert json.dumps(about) and isinstance(Pairs().compare(LEVELS[:1], LEVELS[1:2], ["a"]), Preferences)
 
 
-def test_the_pixels_that_wait_are_bounded():
-    import asyncio
-
-    from visalign.rewards.serve.server import Batcher, QueueFull
-
-    async def run() -> None:
-        batcher = Batcher(Inline(Habits()), max_wait=5.0, max_pixels=200)
-        first = asyncio.create_task(
-            batcher.submit(request(["1", "2", "3"]))
-        )  # 192 pixels, and nothing waits yet
-        await asyncio.sleep(0.05)
-        with pytest.raises(QueueFull, match="192 pixels wait already; at most 200 may"):
-            await batcher.submit(request(["1"]))
-        first.cancel()
-        await batcher.close()
-
-    asyncio.run(run())
-
-
 def test_a_client_waits_longer_than_its_server():
     with serving(app_of(Habits(), limits=Limits(timeout=7.0))) as url:
-        assert RemoteReward(url)._client.timeout.read == 37.0
-        assert RemoteReward(url, timeout=2.0)._client.timeout.read == 2.0
+        assert RemoteReward(url)._servers[0].client.timeout.read == 37.0
+        assert RemoteReward(url, timeout=2.0)._servers[0].client.timeout.read == 2.0

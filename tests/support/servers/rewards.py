@@ -47,6 +47,17 @@ class Habits:
         return make_scores(means + 10 * own, reasons, self.unit, parts={"mean": means}, text=list(prompts))
 
 
+class Hungry(Habits):
+    """Takes 600 bytes for a pixel while it judges."""
+
+    name = "hungry"
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        pixels = sum(image.shape[-1] * image.shape[-2] for image in images)
+        held = torch.ones(600 * pixels, dtype=torch.uint8)
+        return make_scores(held[: len(prompts)].float(), [None] * len(prompts), self.unit)
+
+
 class Pairs:
     name = "pairs"
 
@@ -78,14 +89,14 @@ class Inline:
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """The server's address; it is stopped at the end."""
+def serving(app: Any, port: int | None = None, **config: Any) -> Iterator[str]:
+    """The server's address, with uvicorn's settings; it is stopped at the end."""
     import uvicorn
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical"))
+        own: int = port or probe.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=own, log_level="critical", **config))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 20
@@ -94,7 +105,7 @@ def serving(app: Any) -> Iterator[str]:
             raise TimeoutError("the server did not start")
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{own}"
     finally:
         server.should_exit = True
         thread.join(10)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reward server takes and what not: bytes under way, JSON, pixels, connections, descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from tests.support.servers.rewards import Habits, Inline, serving
+from visalign.errors import UserError
+from visalign.pipelines.serve_reward import serve_reward
+from visalign.rewards.base.memory import BYTES_PER_PIXEL
+from visalign.rewards.serve import bounds
+from visalign.rewards.serve.bounds import ByteBudget, Limits, QueueFull, limits_within
+from visalign.rewards.serve.client import RemoteReward
+from visalign.rewards.serve.server import Batcher, judge_server
+from visalign.rewards.serve.wire import MEDIA_TYPE, JudgeRequest, pack_request
+from visalign.rewards.serve.worker import JudgeWorker, judge_card
+
+pytest.importorskip("starlette")
+httpx = pytest.importorskip("httpx")
+ROOT = Path(__file__).resolve().parents[3]
+LEVELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+SMALL: dict[str, Any] = {
+    "max_bytes": 40_000,
+    "max_header": 20_000,
+    "max_total_bytes": 1_900_000,
+    "room_timeout": 0.2,
+}
+
+
+def request(*prompts: str, **changes: Any) -> JudgeRequest:
+    given: dict[str, Any] = {
+        "images": LEVELS[: len(prompts)],
+        "prompts": list(prompts),
+        "metadata": [None] * len(prompts),
+    }
+    return JudgeRequest(**(given | changes))
+
+
+def app_of(judge: Any, **options: Any) -> Any:
+    return judge_server(Inline(judge), judge_card(judge), **options)
+
+
+@contextmanager
+def line_to(url: str, sent: bytes = b"") -> Iterator[socket.socket]:
+    """A connection on which no more is sent than that."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10) as line:
+        line.sendall(sent)
+        yield line
+
+
+def unfinished(length: int) -> bytes:
+    head = f"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Type: {MEDIA_TYPE}\r\nContent-Length: {length}\r\n"
+    return head.encode() + b"\r\n\x10"
+
+
+def held(url: str) -> int:
+    return httpx.get(f"{url}/health").json()["counts"]["bytes"]
+
+
+def assert_held(url: str, size: int) -> None:
+    end = time.monotonic() + 10
+    while held(url) != size:
+        assert time.monotonic() < end, f"{held(url)} bytes are under way, not {size}"
+        time.sleep(0.01)
+
+
+def assert_closed(line: socket.socket) -> None:
+    with suppress(ConnectionResetError):
+        while line.recv(4096):  # a line that stays open runs into its timeout
+            pass
+
+
+def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
+    whole = 33 * 40_000
+    with serving(app_of(Habits(), limits=Limits(**SMALL))) as url, ThreadPoolExecutor(1) as pool:
+        prompt = "7" + "x" * 19_500  # of which every request takes 33 bytes each
+        with line_to(url, unfinished(40_000)):
+            assert_held(url, whole)
+            sent = pack_request(request(prompt))
+            reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
+            assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
+            assert f"Busy: {whole} bytes are under way; at most 1900000 may be" in reply.json()["error"]
+            given_up = RemoteReward(url, attempts=1, patience=0.0).score(LEVELS[:1], [prompt])
+            assert not given_up.valid.any() and "(503)" in str(given_up.reason)
+            waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], [prompt])
+            time.sleep(0.3)
+            assert not waiting.done() and held(url) == whole
+        assert waiting.result().valid.all()
+        assert_held(url, 0)
+
+
+def test_json_is_charged_for_what_it_becomes_and_bounded():
+    async def run() -> None:
+        budget = ByteBudget(Limits(max_bytes=1 << 20, max_total_bytes=40 << 20, max_header=1 << 20))
+        async with budget.held(1 << 20) as charge:
+            assert budget.used == (1 << 20) + 32 * (64 << 10)
+            charge(1 << 20)
+            assert budget.used == 33 << 20
+            with pytest.raises(QueueFull, match="34603008 bytes are under way"):
+                charge(1 << 20)
+        assert budget.used == 0
+
+    asyncio.run(run())
+    with serving(app_of(Habits(), limits=Limits(**SMALL))) as url:
+        sent = pack_request(request("1", metadata=[{"a": "x" * 21_000}]))
+        reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
+        assert reply.status_code == 413 and "(prompts, records); at most 20000" in reply.json()["error"]
+        prompts = ["1" + "ü" * 900] * 4  # more JSON than one request may have, told before it is sent
+        scores = RemoteReward(url).score(LEVELS, prompts)
+        assert scores.valid.all() and held(url) == 0
+
+
+def test_who_came_first_is_served_first():
+    async def run() -> list[str]:
+        budget, done = ByteBudget(replace(Limits(**SMALL), room_timeout=5.0)), list[str]()
+
+        async def ask(name: str, length: int) -> None:
+            async with budget.held(length):
+                done.append(name)
+                await asyncio.sleep(0.01)
+
+        await asyncio.gather(ask("one", 40_000), ask("large", 40_000), ask("small", 100))
+        return done
+
+    assert asyncio.run(run()) == ["one", "large", "small"], "a small one that passed would starve the large"
+
+
+def test_what_is_judged_together_has_a_bounded_number_of_pixels():
+    async def run() -> list[int]:
+        judge = Habits()
+        batcher = Batcher(Inline(judge), max_wait=0.05, max_pixels=130)
+        await asyncio.gather(*(batcher.submit(request("1")) for _ in range(5)))  # 64 pixels each
+        await batcher.close()
+        return judge.sizes
+
+    assert asyncio.run(run()) == [2, 2, 1]
+
+
+def test_limits_follow_from_the_memory():
+    plain = limits_within(64 << 30, 100.0)
+    assert plain == Limits() and limits_within(64 << 30, 100.0, timeout=7.0).timeout == 7.0
+    tight = limits_within(1 << 30, 256.0)
+    assert tight.max_pixels == 1 << 21 and tight.max_total_bytes == 1 << 29 and tight.max_bytes == 1 << 28
+    with pytest.raises(UserError, match=r"can be judged: 900 bytes each .* Give at least 1\.76 GiB"):
+        limits_within(1 << 29, 900.0)
+    assert limits_within(1 << 29, 900.0, max_pixels=5000).max_pixels == 5000
+    with pytest.raises(UserError, match="max_total_bytes is 1000, and the largest request may take"):
+        limits_within(1 << 30, 100.0, max_total_bytes=1000)
+
+
+def test_the_peak_of_a_judge_is_measured(monkeypatch: pytest.MonkeyPatch):
+    worker = JudgeWorker(f"{ROOT / 'tests/support/servers/rewards.py'}:Hungry", threads=1)
+    assert 600 <= bounds.peak_bytes_per_pixel(worker) < 640
+    worker.close()
+    assert bounds.peak_bytes_per_pixel(worker) == BYTES_PER_PIXEL, "nothing is known of it"
+
+
+def test_silent_connections_make_room_for_those_who_ask():
+    with serving(app_of(Habits()), http=bounds.bounded_protocol(8, 30.0)) as url, ExitStack() as open_lines:
+        remote = RemoteReward(url)
+        lines = [open_lines.enter_context(line_to(url, b"POST /v1")) for _ in range(30)]
+        assert remote.score(LEVELS, ["1", "2", "3", "4"]).valid.all()
+        assert RemoteReward(url).score(LEVELS[:1], ["1"]).valid.all()
+        assert_closed(lines[0])
+
+
+def test_a_connection_that_asks_nothing_is_closed():
+    with serving(app_of(Habits()), http=bounds.bounded_protocol(8, 0.3)) as url:
+        with line_to(url) as silent, line_to(url, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as asked:
+            assert asked.recv(8) == b"HTTP/1.1"
+            for line in (silent, asked):
+                assert_closed(line)
+
+
+def test_one_too_many_is_told_to_come_again():
+    with serving(app_of(Habits()), http=bounds.bounded_protocol(2, 30.0)) as url, ExitStack() as busy:
+        for _ in range(2):
+            busy.enter_context(line_to(url, unfinished(1000)))
+        reply = httpx.get(f"{url}/health")
+        assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
+        assert reply.json() == {"error": "Busy: too many connections. Try again.", "busy": True}
+
+
+def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(bounds.os, "listdir", lambda place: ["0"] * 20)
+    for limit, allowed in ((256, 76), (1 << 20, 256), (resource.RLIM_INFINITY, 256)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        assert bounds.connections_allowed(256) == allowed
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 100))
+    with pytest.raises(UserError, match="The limit of open files is 100, which leaves no connection"):
+        bounds.connections_allowed(256)
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "sésame", "a b", "sesame\n"])
+def test_a_token_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch, token: str):
+    monkeypatch.setenv("TOKEN", token)
+    with pytest.raises(UserError, match="names TOKEN, whose value holds characters that no HTTP header may"):
+        serve_reward("no-such-judge", token_env="TOKEN")
+    with pytest.raises(ValueError, match="token holds characters that no HTTP header may hold"):
+        RemoteReward("http://127.0.0.1:9", token_env="TOKEN")
