@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges as the plain functions of other trainers: larger is better, and a failure is no number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from visalign.integrations.judges import flow_grpo, text_scores
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.catalogue import load_reward, load_text_reward
+
+PICTURES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def dark(images: torch.Tensor, prompts: list[str], metadata: list) -> list[float | None]:
+    """Brightness, none of the second picture."""
+    return [None if i == 1 else float(image.mean()) for i, image in enumerate(images)]
+
+
+def test_flow_grpo_gets_numbers_and_an_info() -> None:
+    judge = load_reward("jpeg_size")
+    scores, info = flow_grpo("jpeg_size")(PICTURES, ("a", "b", "c"), {})
+    sign = 1 if judge.higher_is_better else -1
+    assert info == {} and [sign * x for x in scores] == judge.score(PICTURES, ["a", "b", "c"]).value.tolist()
+
+
+def test_a_lower_is_better_judge_turns_round() -> None:
+    judge = f"{__file__}:dark"
+    up = flow_grpo(judge, on_failure="nan")(PICTURES, ["a"] * 3, None)[0]
+    down = flow_grpo(judge, on_failure="nan", higher_is_better=False)(PICTURES, ["a"] * 3, None)[0]
+    assert up[0] == -down[0] != 0 and math.isnan(up[1])
+
+
+def test_a_failure_is_said() -> None:
+    with pytest.raises(
+        RewardError, match=r"'dark' could not judge 1 of 3 samples; the first is sample 1: dark ret"
+    ):
+        flow_grpo(f"{__file__}:dark")(PICTURES, ["a"] * 3, [{}] * 3)
+
+
+def test_texts_are_read_from_conversations() -> None:
+    judge = load_text_reward("boxed_answer")
+    turns = [[{"role": "assistant", "content": "\\boxed{4}"}], "\\boxed{3}"]
+    assert text_scores(judge, turns, ["2+2?"] * 2, [{"answer": "4"}] * 2) == [1.0, 0.0]

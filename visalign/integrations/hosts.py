@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hosts have in common: finding them, and what a row of the core asks of one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection
+from typing import Any
+
+from visalign.core import NAMED, Objective, check_decisions
+from visalign.core.objective.stages import ADVANTAGES, SELECTIONS, SURROGATES
+
+INSTALL = {
+    "verl": "verl 0.9.1 was tested: python -m pip install verl==0.9.1",
+    "trl": "TRL 1.16.0 was tested: python -m pip install trl==1.16.0",
+    "flow_factory": "it is installed from github.com/X-GenGroup/Flow-Factory",
+    "unirl": "it is installed from github.com/Tencent-Hunyuan/UniRL",
+}
+"""Package of a host -> where it comes from."""
+
+
+def host(module: str) -> Any:
+    """A module of a host.
+
+    Raises:
+        ModuleNotFoundError: the host is not installed here, with where it comes from.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ModuleNotFoundError(
+            f"visalign.integrations.{package} works inside {package}, which is not installed here; "
+            f"{INSTALL[package]}.",
+            name=package,
+        ) from error
+
+
+def asked_by(objective: Objective) -> dict[str, str]:
+    """What a row asks for beside tokens, groups and rewards: field of `Trajectories` or `PolicyOutput` -> the
+    choice that asks for it."""
+    o, found = objective, {}
+    found |= dict.fromkeys(ADVANTAGES[o.advantage].needs, f"advantage={o.advantage!r}")
+    found |= dict.fromkeys(SURROGATES[o.surrogate].needs, f"surrogate={o.surrogate!r}")
+    if o.selection is not None:
+        found |= dict.fromkeys(SELECTIONS[o.selection].needs, f"selection={o.selection!r}")
+    if o.kl or o.kl_in_reward:
+        found["ref_log_prob"] = f"kl={o.kl:g}" if o.kl else f"kl_in_reward={o.kl_in_reward:g}"
+    if o.importance_sampling is not None:
+        found["rollout_log_prob"] = "importance_sampling"
+    if o.value:
+        found["value"] = f"value={o.value:g}"
+    if o.ptx:
+        found["ptx_weight"] = f"ptx={o.ptx:g}"
+    if o.surrogate_options.get("divergence") == "exact":
+        found["divergence"] = "divergence='exact'"
+    return found
+
+
+def refuse_what_is_missing(name: str, objective: Objective, given: Collection[str], where: str) -> None:
+    """Refuse a row that has no meaning on tokens, or that asks for what a host does not have.
+
+    Args:
+        name: of the row.
+        objective: the row.
+        given: what the host has, fields of `Trajectories` and `PolicyOutput`.
+        where: the host's place, for the message.
+
+    Raises:
+        ValueError: with the choice and what it lacks.
+    """
+    check_decisions(objective, "tokens", name=name)
+    for field, choice in asked_by(objective).items():
+        if field not in given:
+            raise ValueError(
+                f"the objective {name!r} has {choice}, which needs {field}, and {where} has none. Take "
+                f"another row ({', '.join(fitting(given))}), or a trainer of visalign."
+            )
+
+
+def fitting(given: Collection[str]) -> list[str]:
+    """The rows of tokens that ask for nothing but what is given."""
+    return [
+        name
+        for name, row in NAMED.items()
+        if row.decisions != "denoising_steps" and asked_by(row).keys() <= set(given)
+    ]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges as plain functions, the way trainers of others take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from visalign.interfaces import Metadata, PointwiseReward, Scores, TextReward
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.catalogue import load_reward
+
+OnFailure = Literal["raise", "nan"]
+"""What becomes of a sample that could not be judged, where a host has no word for it."""
+
+
+def text_scores(
+    judge: TextReward,
+    completions: Sequence[Any],
+    prompts: Sequence[Any],
+    metadata: Metadata,
+    on_failure: OnFailure = "nan",
+) -> list[float | None]:
+    """One number per completion, larger is better, None where the judge failed.
+
+    Args:
+        judge: any judge of text.
+        completions: B texts, or conversations whose last message is the answer.
+        prompts: B texts or conversations.
+        metadata: B records.
+        on_failure: "raise", or "nan" for the None.
+
+    Raises:
+        RewardError: a sample could not be judged and on_failure is "raise".
+    """
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    scores = judge.score(texts, prompts, metadata)
+    _say_failures(judge.name, scores, on_failure)
+    return numbers(judge, scores)
+
+
+def numbers(judge: PointwiseReward | TextReward, scores: Scores) -> list[float | None]:
+    """What a judge said, larger is better, None where it failed."""
+    sign = 1.0 if judge.higher_is_better else -1.0
+    pairs = zip(scores.value.tolist(), scores.valid.tolist(), strict=True)
+    return [sign * value if valid else None for value, valid in pairs]
+
+
+def _say_failures(name: str, scores: Scores, on_failure: OnFailure) -> None:
+    """Refuse failed samples unless they may be NaN.
+
+    Raises:
+        RewardError: with how many failed, and the first reason.
+    """
+    failed = [row for row, valid in enumerate(scores.valid.tolist()) if not valid]
+    if failed and on_failure == "raise":
+        reason = scores.reason[failed[0]] if scores.reason else None
+        raise RewardError(
+            f"{name!r} could not judge {len(failed)} of {len(scores)} samples; the first is sample "
+            f"{failed[0]}: {reason}. A failure is no score, and this trainer has no word for one: mend the "
+            'judge, or give on_failure="nan" where what follows leaves NaN out.'
+        )
+
+
+def image_scores(
+    judge: PointwiseReward,
+    images: Any,
+    prompts: Sequence[str],
+    metadata: Metadata | None = None,
+    on_failure: OnFailure = "raise",
+) -> list[float]:
+    """One number per picture, larger is better.
+
+    Args:
+        judge: any judge of pictures.
+        images: B pictures in any form that a judge takes.
+        prompts: B texts.
+        metadata: B records.
+        on_failure: "raise" or "nan".
+
+    Raises:
+        RewardError: a sample could not be judged and on_failure is "raise".
+    """
+    scores = judge.score(images, list(prompts), metadata)
+    _say_failures(judge.name, scores, on_failure)
+    return [float("nan") if value is None else value for value in numbers(judge, scores)]
+
+
+def flow_grpo(
+    name: str, *, on_failure: OnFailure = "raise", **options: Any
+) -> Callable[..., tuple[list[float], dict[str, Any]]]:
+    """A judge of pictures as flow_grpo's score function.
+
+    Args:
+        name: as in `visalign.rewards.load_reward`; `remote` with its url is a judge of `serve-reward`.
+        on_failure: as in `image_scores`.
+        **options: of the judge.
+
+    Returns:
+        `f(images, prompts, metadata)` -> (B numbers, {}), what an entry of `flow_grpo.rewards.multi_score`
+        makes.
+
+    Example:
+        >>> import torch
+        >>> flow_grpo("jpeg_size")(torch.zeros(2, 3, 16, 16), ["a", "b"], [{}, {}])[1]
+        {}
+    """
+    judge = load_reward(name, **options)
+
+    def score(images: Any, prompts: Any, metadata: Any = None) -> tuple[list[float], dict[str, Any]]:
+        records = None if isinstance(metadata, Mapping) or metadata is None else list(metadata)
+        return image_scores(judge, images, prompts, records, on_failure), {}
+
+    return score

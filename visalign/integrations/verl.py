@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the core in verl's registries, and judges as its reward function and reward manager.
+
+    export VERL_USE_EXTERNAL_MODULES=visalign.integrations.verl
+
+registers `visalign:NAME` for every row of tokens. A row is named twice, and what verl computes outside a
+policy loss (KL, the reference, the denominator of a fixed length) stands in verl's own options; `settings`
+writes all of them:
+
+    python -c "from visalign.integrations.verl import settings; print(*settings('dapo'))"
+
+verl hands a loss one micro-batch and the denominators of the step. What needs more of the step than that, or
+what verl does not have, is registered too and refuses by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.core import NAMED, Counts, Objective, PolicyOutput, Prepared, Trajectories, row_tokens
+
+from .hosts import asked_by, host
+from .judges import OnFailure, image_scores, text_scores
+
+algorithms: Any = host("verl.trainer.ppo.core_algos")
+
+PREFIX = "visalign:"
+
+_MEANS = {
+    "token_mean": "token-mean",
+    "token_sum": "token-sum",
+    "seq_mean_token_mean": "seq-mean-token-mean",
+    "seq_mean_token_sum": "seq-mean-token-sum",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+"""Aggregation of a row -> verl's loss_agg_mode, which its own KL and entropy terms follow."""
+_ESTIMATORS = {("k3", "k3"): "low_var_kl", ("k3", "k2"): "k3+", ("k1", "k2"): "k1+", ("k2", "k2"): "k2"}
+"""(kl_value, kl_gradient) of a row -> verl's kl_loss_type."""
+
+
+def no_loss(row: Objective) -> str | None:
+    """Why a row's loss cannot be computed in verl; None where it can."""
+    if row.decisions == "denoising_steps":
+        return "it is a row of denoising steps; its decisions are no tokens"
+    if row.selection is not None:
+        return f"selection={row.selection!r} needs thresholds over the whole optimizer step"
+    if row.aggregation == "group_token_mean" or row.mean_rows is not None:
+        return "its mean is taken per group of samples, whose tokens lie in several micro-batches"
+    if row.ptx:
+        return "it learns on pretraining tokens, which verl does not hand to a policy loss"
+    if row.kl_weighted:
+        return "its KL term is weighted by the ratio, and verl's KL term is not"
+    for field in ("log_z", "divergence", "loss_weight"):
+        if field in asked_by(row):
+            return f"{asked_by(row)[field]} needs {field}, which verl does not have"
+    return None
+
+
+def no_advantage(row: Objective) -> str | None:
+    """Why a row's advantages cannot be computed in verl; None where they can."""
+    if row.decisions == "denoising_steps":
+        return "it is a row of denoising steps; its decisions are no tokens"
+    if row.advantage == "gae":
+        return "verl's own algorithm.adv_estimator=gae has the value function"
+    if row.advantage in ("gdpo", "normalise_then_sum"):
+        return f"advantage={row.advantage!r} needs several rewards apart, and verl hands on their sum"
+    if row.advantage == "remax":
+        return "verl generates greedy baselines only for its own algorithm.adv_estimator=remax"
+    asked = asked_by(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
+    for field in ("metric", "process_reward", "advantage", "entropy"):
+        if field in asked:
+            return f"{asked[field]} needs {field}, which verl does not hand to an estimator"
+    return (
+        "advantage='prl' needs ref_log_prob, which verl does not hand on" if row.advantage == "prl" else None
+    )
+
+
+def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]]:
+    """A row's surrogate and mean as a policy loss of verl; KL, entropy and value stay verl's.
+
+    The row's own mean is taken, whatever `loss_agg_mode` says; `rollout_is_weights` come in as importance
+    weights. `drop_zero_signal` is verl's `filter_groups`, which refills, and is not done again.
+    """
+    row = replace(row, kl=0.0, entropy=0.0, value=0.0, value_clip=None, importance_sampling=None)
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        weight = response_mask.float()
+        step = (None if config is None else config.global_batch_info) or {}
+        length = step.get("loss_scale_factor") or row.length
+        if row.aggregation == "dr_grpo" and length is None:
+            raise ValueError(
+                "This row divides by a fixed length, and without one each micro-batch would divide by its "
+                "own width. Set actor_rollout_ref.actor.loss_scale_factor to the longest response."
+            )
+        tokens, rows = step.get("batch_num_tokens"), step.get("global_batch_size")
+        counts = Counts(
+            tokens=_count(weight.sum() if tokens is None else tokens, weight),
+            sequences=_count((weight != 0).any(1).sum() if rows is None else rows, weight),
+            length=_count(length or weight.shape[1], weight),
+        )
+        prepared = Prepared(
+            weight=weight,
+            old_log_prob=old_log_prob.detach(),
+            advantage=torch.where(weight != 0, advantages, 0.0),
+            row_tokens=row_tokens(weight),
+            counts=counts,
+            importance_weight=rollout_is_weights,
+        )
+        found = row.loss(prepared, PolicyOutput(log_prob=log_prob))
+        seen = found.statistics
+        metrics = {
+            "actor/ppo_kl": (seen.moved / seen.decisions.clamp(min=1)).item(),
+            "actor/log_ratio_max": seen.largest.item(),
+        }
+        return found.total * step.get("dp_size", 1), metrics
+
+    return loss
+
+
+def _count(value: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
+
+
+def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A row's advantages as an estimator of verl, over the whole batch that verl hands in.
+
+    A sample whose reward is NaN takes no part: it leaves its group's mean, and its advantage is 0; its tokens
+    stay in verl's denominators.
+    """
+    row = replace(
+        row,
+        kl=0.0,
+        kl_in_reward=0.0,
+        value=0.0,
+        ptx=0.0,
+        drop_zero_signal=False,
+        importance_sampling=None,
+        selection=None,
+        selection_options={},
+        step_weight="uniform",
+    )
+
+    def estimate(
+        token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        weight = response_mask.float()
+        known = torch.isfinite(token_level_rewards.sum(-1))
+        prepared = row.prepare(
+            Trajectories(
+                weight=weight,
+                old_log_prob=torch.zeros_like(weight),
+                group=range(len(weight)) if index is None else list(index),
+                reward=torch.where(known, 0.0, torch.nan),
+                process_reward=torch.where(known[:, None], token_level_rewards, 0.0).float(),
+            )
+        )
+        return prepared.advantage, prepared.advantage
+
+    return estimate
+
+
+def _refuses(name: str, why: str, what: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(f"{PREFIX}{name} cannot be {what} in verl: {why}. {_offered()}")
+
+    return refuse
+
+
+def _offered() -> str:
+    fitting = [name for name, row in NAMED.items() if no_loss(row) is None and no_advantage(row) is None]
+    return f"Rows that can be both: {', '.join(fitting)}."
+
+
+def register(name: str, row: Objective) -> None:
+    """Register one row as `visalign:NAME`, as a policy loss and as an advantage estimator.
+
+    Args:
+        name: any; registering it again replaces it.
+        row: what cannot be done in verl raises, with the reason, when verl calls it.
+    """
+    key = PREFIX + name
+    why = no_loss(row)
+    algorithms.register_policy_loss(key)(policy_loss(row) if why is None else _refuses(name, why, "a loss"))
+    why = no_advantage(row)
+    made = advantage_estimator(row) if why is None else _refuses(name, why, "an advantage estimator")
+    algorithms.ADV_ESTIMATOR_REGISTRY.pop(key, None)  # which refuses a second function of a name
+    algorithms.register_adv_est(key)(made)
+
+
+def settings(name: str, *, length: int | None = None) -> list[str]:
+    """verl's options that make it train a named row.
+
+    Args:
+        name: a key of `visalign.core.NAMED`.
+        length: the longest response in tokens, for rows that divide by a fixed length.
+
+    Raises:
+        ValueError: the row's loss cannot be computed there, or a length is needed.
+    """
+    row = NAMED[name]
+    if (why := no_loss(row)) is not None:
+        raise ValueError(f"{PREFIX}{name} cannot be a loss in verl: {why}. {_offered()}")
+    own = {"gae": "gae", "remax": "remax"}.get(row.advantage)
+    if own is None and (why := no_advantage(row)) is not None:
+        raise ValueError(f"{PREFIX}{name} cannot be an advantage estimator in verl: {why}. {_offered()}")
+    actor = "actor_rollout_ref.actor"
+    found = [
+        f"{actor}.policy_loss.loss_mode={PREFIX}{name}",
+        f"algorithm.adv_estimator={own or PREFIX + name}",
+        f"{actor}.loss_agg_mode={_MEANS[row.aggregation]}",
+    ]
+    if own == "gae":
+        found += [f"algorithm.{key}={row.advantage_options[key]:g}" for key in ("gamma", "lam")]
+    if row.aggregation == "dr_grpo":
+        if length is None and row.length is None:
+            raise ValueError(f"{PREFIX}{name} divides by a fixed length: give length=, the longest response.")
+        found.append(f"{actor}.loss_scale_factor={length or row.length}")
+    if row.kl:
+        found += [
+            f"{actor}.use_kl_loss=True",
+            f"{actor}.kl_loss_coef={row.kl:g}",
+            f"{actor}.kl_loss_type={_ESTIMATORS[row.kl_value, row.kl_gradient]}",
+        ]
+    if row.kl_in_reward:
+        found += ["algorithm.use_kl_in_reward=True", f"algorithm.kl_ctrl.kl_coef={row.kl_in_reward:g}"]
+    if row.drop_zero_signal:
+        found += ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward"]
+    return found
+
+
+@functools.cache
+def _judge(name: str, options: tuple[tuple[str, Any], ...], *, pictures: bool) -> Any:
+    from visalign.rewards.catalogue import load_reward, load_text_reward
+
+    return (load_reward if pictures else load_text_reward)(name, **dict(options))
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str | None = None,
+    ground_truth: Any = None,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    judge: str,
+    solution_image: Tensor | None = None,
+    on_failure: OnFailure = "raise",
+    **options: Any,
+) -> float:
+    """verl's `custom_reward_function`, and verl-omni's `reward_functions` for pictures: a judge, a sample.
+
+    Args:
+        data_source: verl's; not read.
+        solution_str: the response, for a judge of text.
+        ground_truth: the judge's `answer`; for a picture its prompt, as verl-omni has it.
+        extra_info: further metadata; its `prompt` is the prompt (`JudgeManager` puts it there).
+        judge: as in `visalign.rewards.load_text_reward`, or `load_reward` for pictures; `remote` with `url`
+            is a judge of `visalign serve-reward`.
+        solution_image: verl-omni's picture, uint8 or float [C, H, W].
+        on_failure: "raise" stops the training with the reason; "nan" is for estimators of ours, which leave
+            such a sample out of its group.
+        **options: of the judge.
+
+    Returns:
+        The score; larger is better.
+
+    Raises:
+        RewardError: the judge cannot be loaded, or the sample not judged.
+    """
+    held = tuple(sorted((k, v) for k, v in options.items() if not k.startswith(("reward_", "model_name"))))
+    made = _judge(judge, held, pictures=solution_image is not None)
+    record = {"answer": ground_truth, **(extra_info or {})}
+    if solution_image is not None:
+        prompt = record.get("prompt") or str(ground_truth)
+        return image_scores(made, solution_image[None], [prompt], [record], on_failure)[0]
+    [value] = text_scores(made, [solution_str], [record.get("prompt") or ""], [record], on_failure)
+    return float("nan") if value is None else value
+
+
+for _name, _row in NAMED.items():
+    register(_name, _row)
