@@ -369,11 +369,11 @@ def start_worker(
     if not config["tested"]:
         end()
     with os.fdopen(tests, "rb") as file:
-        listed = json.load(file)
+        setup, listed = json.load(file)
     lock_in(config, {channel.descriptor, from_code, to_code}, libc, isolated)
     if libc is not None:
         libc.prctl(4, 0, 0, 0, 0)  # its memory and descriptors are not for the worker, where that sees /proc
-    judge(listed, judge_link(from_code, to_code, end), channel)
+    judge(setup, listed, judge_link(from_code, to_code, end), channel)
     os._exit(0)
 
 

@@ -14,6 +14,8 @@ code, and what it does with an answer is Python's own doing:
 - Functions and iterators of a test that the code is given can be called and advanced by it, nothing else.
 - A module that the code imported under its own name (or numpy as np) is imported again for the test; names
   of builtins are Python's, unless a test names nothing else that the code could define.
+- Source that stands before the code is run here too, see `helpers`: its functions and plain values are its
+  own, whatever the code puts under their names. Its classes are the code's, so that their objects can be too.
 """
 
 from __future__ import annotations
@@ -29,16 +31,14 @@ import os
 import sys
 import types
 from _thread import RLock
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from .code_values import CatchAll, Channel, Codec, text_of, write_line
+    from . import code_values as values
 else:
-    _values = importlib.import_module("code_values")
-    CatchAll, Channel, Codec = _values.CatchAll, _values.Channel, _values.Codec
-    text_of, write_line = _values.text_of, _values.write_line
+    values = importlib.import_module("code_values")
+CatchAll, Channel, Codec = values.CatchAll, values.Channel, values.Codec
 
 
 class Link(Codec):
@@ -90,7 +90,7 @@ class Link(Codec):
         if action == "call" and sys.stdin is not sys.__stdin__:
             question["types"] = sys.stdin.read()
         with self._lock:
-            write_line(self._writing, question)
+            values.write_line(self._writing, question)
             while "do" in (message := self.receive()):
                 self.answer(message)
         if message.get("printed"):
@@ -98,7 +98,7 @@ class Link(Codec):
         if "types" in question:
             sys.stdin = io.StringIO(message.get("unread"))
         if "after" in message:
-            renew([list(given), named], self.decode(message["after"]))
+            values.renew([list(given), named], self.decode(message["after"]))
         if "error" in message:
             raise self.decode(message["error"])
         self.last = self.decode(message["value"])
@@ -120,13 +120,13 @@ class Link(Codec):
             name, found = ("value", value) if action.error is None else ("error", action.error)
             reply[name] = self.encode(found)
         if attempt.error is not None:
-            reply = {"error": self.encode(TypeError(text_of(attempt.error)))}
+            reply = {"error": self.encode(TypeError(values.text_of(attempt.error)))}
         if isinstance(sys.stdout, io.StringIO):
             reply["printed"] = sys.stdout.getvalue()
         if isinstance(sys.stdin, io.StringIO):
             reply["unread"] = sys.stdin.read()
         sys.stdout, sys.stdin = streams
-        write_line(self._writing, reply)
+        values.write_line(self._writing, reply)
 
     def reference(self, value: Any) -> Any:
         number = self._numbers.get(id(value), 0)
@@ -157,30 +157,6 @@ class Link(Codec):
         return self._theirs[number]
 
 
-def renew(old: Any, new: Any) -> Any:
-    """What a container of the test becomes after a call: the same object with the new content."""
-    if type(old) is not type(new):
-        return new
-    if type(old) is list:
-        old[:] = [*map(renew, old, new), *new[len(old) :]]
-    elif type(old) is tuple and len(old) == len(new):
-        renewed = tuple(map(renew, old, new))
-        return old if all(map(operator.is_, old, renewed)) else renewed
-    elif isinstance(old, dict):
-        content = {key: renew(old[key], part) if key in old else part for key, part in new.items()}
-        old.clear()
-        old.update(content)
-    elif isinstance(old, set):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, bytearray | deque):
-        old.clear()
-        old.extend(new)
-    else:
-        return new
-    return old
-
-
 # the process of the code
 
 
@@ -200,22 +176,9 @@ class Outside:
         return self._link.ask("next", self)
 
 
-PLAIN: tuple[Any, ...] = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-
-
-def plain_content(value: Any) -> Any:
-    """What an object of a class that extends a plain type holds as such."""
-    return next(kind(value) for kind in PLAIN if isinstance(value, kind))
-
-
 def call(function: Any, /, *given: Any, **named: Any) -> Any:
     """The function's answer."""
     return function(*given, **named)
-
-
-def copied(value: Any, name: str) -> Any:
-    """By a function of the copy module."""
-    return getattr(importlib.import_module("copy"), name)(value)
 
 
 def serve(source: str, reading: int, writing: int) -> None:
@@ -235,22 +198,22 @@ def serve(source: str, reading: int, writing: int) -> None:
             return [link.number(type(value))]
         truth = any({"__bool__", "__len__"} & vars(kind).keys() for kind in value.__mro__)
         bases = [base if issubclass(base, BaseException) else link.number(base) for base in value.__bases__]
-        return [value.__name__, bases, issubclass(value, PLAIN), truth]
+        return [value.__name__, bases, issubclass(value, values.PLAIN), truth]
 
     actions = {
         "load": load,
         "describe": describe,
         "name": module.__dict__.__getitem__,
         "names": lambda: [name for name in module.__dict__ if name[:1] != "_"],
-        "content": plain_content,
+        "content": values.plain_content,
         "call": call,
         "enter": lambda value: type(value).__enter__(value),
         "exit": lambda value, *error: type(value).__exit__(value, *error),
         "getitem": operator.getitem,
         "setitem": operator.setitem,
         "delitem": operator.delitem,
-        "copy": lambda value: copied(value, "copy"),
-        "deepcopy": lambda value, _=None: copied(value, "deepcopy"),
+        "copy": lambda value: values.copied(value, "copy"),
+        "deepcopy": lambda value, _=None: values.copied(value, "deepcopy"),
     }
     for function in (getattr, setattr, delattr, len, iter, next, reversed, str, repr, format):
         actions[function.__name__] = function
@@ -365,12 +328,13 @@ def image_of(link: Link, number: int) -> Any:
 class Names(dict):  # type: ignore[type-arg]
     """The names of one test: its own, then those of the code."""
 
-    def __init__(self, link: Link, tree: ast.AST) -> None:
+    def __init__(self, link: Link, tree: ast.AST, is_test: bool = True) -> None:
         """See the names that the test reads and writes.
 
         Args:
             link: to the code.
             tree: of the test.
+            is_test: whether it must name something of the code.
         """
         super().__init__(__name__="test")
         self._link = link
@@ -388,7 +352,7 @@ class Names(dict):  # type: ignore[type-arg]
                 imports |= word == "solution"
             made |= {getattr(node, key) for key in ("name", "asname", "arg") if hasattr(node, key)}
         named = read - made
-        self._asks_builtins = not imports and not named - vars(builtins).keys()
+        self._asks_builtins = is_test and not imports and not named - vars(builtins).keys()
         if self._asks_builtins and len(named) > 1:
             raise NameError(
                 f"only Python's own names are in the test ({', '.join(sorted(named))}): import what it "
@@ -466,17 +430,51 @@ def judge_link(reading: int, writing: int, gone: Callable[[], Any]) -> Link:
     return link
 
 
+def helpers(setup: str, link: Link) -> dict[str, Any]:
+    """Functions and plain values of the source before the code, run here; no functions without a body."""
+    try:
+        tree = ast.parse(setup)
+    except SyntaxError:  # the head of a function whose body is the code
+        return {}
+    empty = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and all(isinstance(part, ast.Expr | ast.Pass | ast.Raise) for part in node.body)
+    }
+    names = Names(link, tree, is_test=False)
+    exec(compile(tree, "setup", "exec"), names)
+
+    def is_own(name: str, value: Any) -> bool:
+        if callable(value):
+            kind = value if isinstance(value, type) else type(value)
+            return name not in empty and kind.__module__ != names["__name__"]
+        with CatchAll() as attempt:
+            Codec().encode(value)
+        return attempt.error is None or isinstance(value, types.ModuleType)
+
+    own = {name: value for name, value in names.items() if name[:2] != "__" and is_own(name, value)}
+    for name in names.keys() - own.keys() - {"__name__", "__builtins__"}:
+        del names[name]  # its functions find the code's instead
+    return own
+
+
 def shown(value: Any) -> str:
     """A value in a remark."""
     kind = type(value)
     return f"a {kind.__name__}" if isinstance(kind, Mirror) else f"{value!r:.60}"
 
 
-def judge(tests: list[dict[str, Any]], link: Link, channel: Channel) -> None:
-    """Have the code loaded, then run each test; one record per test."""
+def judge(setup: str, tests: list[dict[str, Any]], link: Link, channel: Channel) -> None:
+    """Have the code loaded behind its setup, then run each test; one record per test."""
     sys.modules["solution"] = solution = Solution(link)
     if (failed := link.ask("load")) is not None:
         channel.send(load_error=str(failed))
+        return
+    with CatchAll() as attempt:
+        link.names.update(helpers(setup, link))
+    if attempt.error is not None:
+        channel.send(load_error=f"{attempt.words()} in its setup")
         return
     for number, test in enumerate(tests):
         link.last, value = None, None

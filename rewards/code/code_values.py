@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 import os
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -186,3 +188,40 @@ def error_of(kind: Any, given: Any, attributes: Any, text: Any) -> BaseException
         error.args = given
     vars(error).update(attributes, __text__=text)
     return error
+
+
+def renew(old: Any, new: Any) -> Any:
+    """What a container of the test becomes after a call: the same object with the new content."""
+    if type(old) is not type(new):
+        return new
+    if type(old) is list:
+        old[:] = [*map(renew, old, new), *new[len(old) :]]
+    elif type(old) is tuple and len(old) == len(new):
+        renewed = tuple(map(renew, old, new))
+        return old if all(map(operator.is_, old, renewed)) else renewed
+    elif isinstance(old, dict):
+        content = {key: renew(old[key], part) if key in old else part for key, part in new.items()}
+        old.clear()
+        old.update(content)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, bytearray | deque):
+        old.clear()
+        old.extend(new)
+    else:
+        return new
+    return old
+
+
+PLAIN: tuple[Any, ...] = (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+
+
+def plain_content(value: Any) -> Any:
+    """What an object of a class that extends a plain type holds as such."""
+    return next(kind(value) for kind in PLAIN if isinstance(value, kind))
+
+
+def copied(value: Any, name: str) -> Any:
+    """By a function of the copy module."""
+    return getattr(importlib.import_module("copy"), name)(value)

@@ -11,8 +11,8 @@ What a test can be (a record's field holds a list of them, or one mapping of the
 Nothing of this enters the process of the code but the inputs: output is compared here, and asserts and calls
 are judged in a process that never imports or executes the code and sees it through plain values (see
 `code_judge`), so a program that ends early, prints "passed", patches the interpreter or returns objects that
-equal everything earns nothing. Helpers that a test takes from the code or from `setup_field` are the code's
-word: what judges is imported or defined in the test.
+equal everything earns nothing. Helpers that a test takes from the code are the code's word: what judges is
+defined in the test or by `setup_field`, whose functions and plain values the judge makes itself.
 
 Expected values of calls are JSON: tuples are lists, keys are text, and floats are equal within `tolerance`.
 """
@@ -85,7 +85,8 @@ class CodeTests:
         Args:
             field: metadata field with the tests.
             setup_field: metadata field with source that is put before the code (imports, helpers), or None.
-                The code can replace what stands there: what judges belongs in the tests.
+                For the tests its functions with a body and its plain values are as it made them, its classes
+                and their objects as the code left them.
             credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
             after: only code behind the last occurrence of this marker counts, e.g. "</think>".
             whole: take the whole completion as code where it has no fenced block.
@@ -140,16 +141,18 @@ class CodeTests:
         """The result of each test (as in a metadata record) of a piece of Python source."""
         return self._results(code, read_tests(tests))
 
-    def _results(self, code: str, listed: list[dict[str, Any]]) -> list[TestResult]:
+    def _results(self, code: str, listed: list[dict[str, Any]], setup: str = "") -> list[TestResult]:
         results: list[TestResult | None] = [None] * len(listed)
         inside = [index for index, test in enumerate(listed) if "stdin" not in test]
         if inside:
-            run = self._run(code, tests=[_without_answer(listed[index]) for index in inside])
+            run = self._run(code, setup=setup, tests=[_without_answer(listed[index]) for index in inside])
             for number, index in enumerate(inside):
                 results[index] = _test_result(run, number, listed[index], self._tolerance)
         for index, test in enumerate(listed):
             if "stdin" in test:
-                results[index] = _program_result(self._run(code, stdin=test["stdin"]), test["stdout"])
+                results[index] = _program_result(
+                    self._run(code, setup=setup, stdin=test["stdin"]), test["stdout"]
+                )
         return [result for result in results if result is not None]
 
     def _run(self, code: str, **what: Any) -> Run:
@@ -169,7 +172,7 @@ class CodeTests:
             listed = read_tests(tests)
             if problem:
                 return TextVerdict(value=0.0, remark=problem), 0.0
-            results = self._results(f"{setup}\n{code}" if setup else code, listed)
+            results = self._results(code, listed, str(setup or ""))
         except UnreadableTests as error:
             return TextVerdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan
         except NoIsolation:

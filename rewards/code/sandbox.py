@@ -99,6 +99,7 @@ class Run:
 def run_python(
     source: str,
     *,
+    setup: str = "",
     tests: list[dict[str, Any]] | None = None,
     stdin: str = "",
     limits: Limits | None = None,
@@ -109,6 +110,7 @@ def run_python(
 
     Args:
         source: Python source.
+        setup: source that is put before it; tests see its functions and plain values as it made them.
         tests: None runs the source as a program; else each is {"assert": source} or
             {"call": name, "args": [], "kwargs": {}}, run in a process that never meets the code.
         stdin: what the program reads.
@@ -137,7 +139,7 @@ def run_python(
             os.mkdir(path)
             os.chmod(path, mode)
         config = {
-            "source": source,
+            "source": f"{setup}\n{source}" if setup else source,
             "tested": tests is not None,
             "folder": folder,
             "root": root,
@@ -146,7 +148,7 @@ def run_python(
             "isolation": "process" if isolation == "process" else "namespaces",
             "packages": packages,
         }
-        run = _run(config, tests, stdin, limits)
+        run = _run(config, [setup, tests], stdin, limits)
     _say_isolation(run)
     return run
 

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from tests.support.sandbox import HERE, QUICK
-from visalign.rewards.code.code_judge import renew
-from visalign.rewards.code.code_values import Codec
+from visalign.rewards.code.code_values import Codec, renew
 from visalign.rewards.code.reward import CodeTests
 from visalign.rewards.code.sandbox import Limits
 
@@ -811,3 +810,71 @@ def test_containers_are_renewed_in_place():
 def test_what_python_names_is_pythons(code: str, test: str) -> None:
     [found] = CodeTests(limits=QUICK, isolation=HERE).run(code, [test])
     assert not found.passed
+
+
+SETUP = """
+from math import isclose
+class Node:
+    def __init__(self, val, next=None): self.val, self.next = val, next
+def chain(xs):
+    head = None
+    for x in reversed(xs): head = Node(x, head)
+    return head
+def listed(node):
+    found = []
+    while node is not None: found.append(node.val); node = node.next
+    return found
+def same(one, other): return one == other
+def solves(x): return f(x) == 2 * x
+def f(x):
+    "Twice x."
+    raise NotImplementedError
+ANSWER, ROOT = {3: 6}, Node(1)
+"""
+SETUP_TESTS = (
+    "assert same(f(3), 6)",
+    "assert f(3) == ANSWER[3]",
+    "assert isclose(f(3), 6.0)",
+    "assert solves(3)",
+    "assert all(map(solves, range(4)))",
+    "assert listed(turned(chain([1, 2, 3]))) == [3, 2, 1]",
+    "assert isinstance(ROOT, Node) and listed(ROOT) == [1]",
+)
+
+
+def test_what_stands_before_the_code_judges_as_it_was_written():
+    reward = CodeTests(field="tests", setup_field="setup", limits=QUICK, isolation=HERE, credit="share")
+
+    def share(code: str, tests: tuple[str, ...], setup: str = SETUP) -> float:
+        [value] = reward.score(
+            [f"```python\n{code}\n```"], ["?"], [{"tests": [*tests], "setup": setup}]
+        ).value.tolist()
+        return value
+
+    right = """
+def f(x): return 2 * x
+def turned(node):
+    last = None
+    while node: node.next, last, node = last, node, node.next
+    return last
+"""
+    assert share(right, SETUP_TESTS) == 1
+    again = "class Node:\n    def __init__(self, val, next=None): self.val, self.next = val, next"
+    assert share(again + right, SETUP_TESTS[:6]) == 1
+    forged = """
+def f(x): return 5
+def turned(node): return node
+def same(one, other): return True
+def isclose(*_): return True
+def solves(x): return True
+def listed(node): return [3, 2, 1]
+ANSWER = {3: 5}
+import sys, math
+for name, value in [*globals().items()]:
+    if hasattr(value, "__code__"): value.__defaults__ = (1, 1)
+math.isclose = isclose
+"""
+    assert share(forged, SETUP_TESTS[:6]) == 0
+    stated = ("assert f(2) == 4",)
+    assert share("    return 2 * x", stated, "def f(x):") == 1  # no module by itself
+    assert share(right, stated, "def f(x): return 1 / 0\n1 / 0") == 0
