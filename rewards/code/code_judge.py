@@ -36,9 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
     from . import code_values as values
+    from .code_values import Channel
 else:
     values = importlib.import_module("code_values")
-CatchAll, Channel, Codec = values.CatchAll, values.Channel, values.Codec
+CatchAll, Codec = values.CatchAll, values.Codec
 
 
 class Link(Codec):
