@@ -10,6 +10,7 @@ from typing import Any
 from visalign import dotted_path
 from visalign.errors import did_you_mean, nearest
 from visalign.interfaces import PairwiseReward, PointwiseReward, TextReward
+from visalign.precision import check_device
 from visalign.rewards.base.contract import RewardError
 
 Entry = str | tuple[str, Mapping[str, Any]]
@@ -211,6 +212,8 @@ def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run
     if run_device is not None and "device" in inspect.signature(kind).parameters:
         options = {"device": run_device, **options}
     check_options(name, kind, options)
+    if isinstance(options.get("device"), str):
+        check_device(options["device"], RewardError)
     return kind(**options)
 
 

@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast by name, and whether a device has the arithmetic for it."""
+"""Devices and autocast by name, and whether a device has the arithmetic for it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from .errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
 Autocast = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def check_device(name: str, error: type[Exception] = UserError) -> None:
+    """Refuse a device that cannot compute here, by the message of torch: unknown, absent, or without memory
+    of its own, as `meta` is."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as cause:
+        raise error(f"The device {name!r} cannot be used ({str(cause).splitlines()[0]}).") from cause
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.steering import steered_rollout
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.pipelines.shared.run_folder import check_place
+from visalign.precision import check_device
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 
@@ -76,12 +77,7 @@ class SampleSettings:
         pair = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size)
         if not (isinstance(size, int) or pair):
             raise UserError(f"image_size is {size!r}; give one number or [height, width].")
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise UserError(
-                f"The device {self.device!r} cannot be used ({str(error).splitlines()[0]})."
-            ) from error
+        check_device(self.device)
         for name in ("best_of", "steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")

@@ -16,6 +16,7 @@ from PIL import Image
 from tests.support.judges.vision_language import given
 from visalign.interfaces import PairwiseReward, Preferences, Scores
 from visalign.rewards import CATALOGUE, load_judge
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.images import to_pil
 
 READ = (
@@ -176,3 +177,10 @@ def test_one_rule_for_prompts_without_a_visible_character(judges, name) -> None:
         assert all("the prompt is empty, so there is nothing to compare" in reason for reason in reasons)
     else:
         assert said.valid.all() and said.reason is not None and not any(said.reason)
+
+
+@pytest.mark.parametrize("device", ["meta", "abacus"])
+@pytest.mark.parametrize("name", ["clip_score", "reward_dance"])
+def test_a_device_that_cannot_compute_is_refused_before_anything_is_loaded(name, device):
+    with pytest.raises(RewardError, match=f"The device '{device}' cannot be used"):
+        load_judge(name, device=device)
