@@ -70,7 +70,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         accelerator=accelerator,
         dynamic=config.dynamic,
         generator=generator,
-        after_update=syncing(config, policy, generator, output),
+        after_update=syncing(config, policy, generator, output, accelerator),
         value_model=build_value_model(config.model, accelerator.device),
         log_partition=build_log_partition(config, policy),
         process=build_process(config, policy),

@@ -33,6 +33,8 @@ from .config import (
 )
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
 
 TASKS_TRAIN, TASKS_HELDOUT = "tasks:train", "tasks:heldout"
@@ -295,11 +297,18 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
     )
 
 
-def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path) -> Any:
-    """What hands the adapters to the server after an iteration's update, or None without a server."""
+def syncing(
+    config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path, accelerator: Accelerator
+) -> Any:
+    """What hands the adapters to the server after an iteration's update, or None without a server.
+
+    The first process does so; all processes call it, wait, and ask for the new adapter from then on.
+    """
     server = config.server
     if server is None:
         return None
+    from accelerate import utils
+
     folder = output / "server_adapter"
 
     last: list[int] = []
@@ -307,8 +316,10 @@ def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: 
     def sync(iteration: int) -> None:
         if not last or iteration - last[0] >= server.sync_every:
             last[:] = [iteration]
-            with no_loading_bars():
-                policy.save(folder)
-            generator.sync(folder, server_folder=server.server_folder)
+            if accelerator.is_main_process:
+                with no_loading_bars():
+                    policy.save(folder)
+                generator.sync(folder, server_folder=server.server_folder)
+            (generator.model,) = utils.broadcast_object_list([generator.model])
 
     return sync

@@ -7,6 +7,8 @@ import html
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import TrainingInterrupted
 from visalign.pipelines.text import job as text_grpo
 from visalign.pipelines.text import job as text_ppo
+from visalign.pipelines.text.config import ServerConfig
 from visalign.pipelines.text.job import TextGRPOConfig, TextPPOConfig, load_code
-from visalign.pipelines.text.parts import prepare
+from visalign.pipelines.text.parts import prepare, syncing
 from visalign.rewards.base.contract import RewardError
 from visalign.seeds import sample_seed
 from visalign.training.loop.metrics import read_metrics, without_times
@@ -243,3 +246,21 @@ def test_dry_run_says_what_would_be_done():
     assert found.exit_code == 0, found.output
     assert re.search("completions +│ 36 ", found.output), found.output  # 2 × 6 problems × (2 seeds + greedy)
     assert "completions per iteration" in found.output and "2402.03300" in found.output
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    generator = SimpleNamespace(model="base", sync=lambda folder, server_folder: done.append("sync"))
+    policy: Any = SimpleNamespace(save=lambda folder: done.append("save"))
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda given: ["visalign-1"])
+    config: Any = SimpleNamespace(server=ServerConfig(base_url="http://x/v1", model="base", sync_every=2))
+    process: Any = SimpleNamespace(is_main_process=first)
+    sync = syncing(config, policy, generator, tmp_path, process)
+    sync(1)
+    assert generator.model == "visalign-1" and done == (["save", "sync"] if first else [])
+    generator.model = "kept"
+    sync(2)
+    assert generator.model == "kept"

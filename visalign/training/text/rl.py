@@ -69,7 +69,7 @@ class TextRL(Algorithm):
         process: judges the steps of a completion; its rewards are added to that of the completion's end.
         demonstrations: given completions for PPO-ptx.
         strata: label per record, see `PromptSampler`.
-        after_update: called by the first process with the iterations finished after the update, for a server
+        after_update: called by all processes with the iterations finished after the update, for a server
             that has to take over the weights.
 
     Raises:
@@ -216,9 +216,9 @@ class TextRL(Algorithm):
             run.counters.own["groups"] = self.groups.state_dict()
         if self._penalty is not None:
             run.counters.own["penalty"] = self._penalty
-        if self._had_updates:
+        if self.after_update is not None and self._had_updates:
             with run.clock.phase("sync"):
-                self._hand_over(run)
+                self.after_update(run.counters.iteration)
 
     def restore(self, run: Context) -> None:
         """Go on from a checkpoint; whoever writes the completions still has other weights."""
@@ -227,14 +227,8 @@ class TextRL(Algorithm):
         self._penalty = own.get("penalty")
         if self.groups is not None and "groups" in own:
             self.groups.load_state_dict(own["groups"])
-        self._hand_over(run)
-
-    def _hand_over(self, run: Context) -> None:
-        """The weights to whoever else writes completions; all wait until it has them."""
         if self.after_update is not None:
-            if self.accelerator.is_main_process:
-                self.after_update(run.counters.iteration)
-            self.accelerator.wait_for_everyone()
+            self.after_update(run.counters.iteration)
 
     @torch.no_grad()
     def _moved(self, experience: TextExperience) -> float:
