@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import math
 import os
@@ -52,7 +53,7 @@ def serve_reward(
         threads: CPU threads of the judge's process.
         memory: GiB for requests and for the judge's work on them, beside what both processes take when they
             idle; half of what is free when None. Limits follow from it and from the judge's peak for each
-            pixel, measured at the start: `visalign.rewards.serve.bounds.limits_within`.
+            pixel, measured at the start: `visalign.rewards.serve.bounds.limits_for`.
         max_pixels: of a request and of what is judged together, instead.
         max_connections: at once; fewer where the limit of open files is lower.
         idle: seconds after which a connection that asks nothing is closed.
@@ -64,14 +65,11 @@ def serve_reward(
         RewardError: the judge cannot be loaded.
     """
     token = _token(host, token_env)
-    try:
-        import uvicorn
-    except ModuleNotFoundError as error:
+    if importlib.util.find_spec("uvicorn") is None:
         raise UserError(
             "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
-        ) from error
+        )
     _check_free(host, port)
-    from visalign.rewards.base.memory import free_memory
     from visalign.rewards.serve import bounds
     from visalign.rewards.serve.server import judge_server
     from visalign.rewards.serve.worker import JudgeWorker
@@ -79,29 +77,36 @@ def serve_reward(
     connections = bounds.connections_allowed(max_connections)
     worker = JudgeWorker(name, options, threads=threads)
     try:
-        free = free_memory() // 2 if memory is None else int(memory * 2**30)
-        chosen = {} if max_pixels is None else {"max_pixels": max_pixels}
-        limits = bounds.limits_within(free, bounds.peak_bytes_per_pixel(worker), timeout=timeout, **chosen)
+        chosen = {"timeout": timeout} | ({} if max_pixels is None else {"max_pixels": max_pixels})
+        limits = bounds.limits_for(worker, memory, connections=connections, **chosen)
         app = judge_server(
             worker, worker.card, token=token, limits=limits, max_batch=max_batch, max_wait=max_wait
         )
-        config = uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            http=bounds.bounded_protocol(connections, idle),
-            ws="none",
-            backlog=bounds.BACKLOG,
-            log_level="error",  # a line for each bad request would let anybody fill the disk
-            timeout_keep_alive=math.ceil(idle),
-        )
-        server = uvicorn.Server(config)
+        server = _server(app, host, port, connections, idle)
         _end_in_order(server, app, worker)
         if on_ready is not None:
             _say_ready(server, partial(on_ready, limits))
         server.run()
     finally:
         worker.close()
+
+
+def _server(app: Any, host: str, port: int, connections: int, idle: float) -> Any:
+    import uvicorn
+
+    from visalign.rewards.serve import bounds
+
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=bounds.bounded_protocol(connections, idle),
+        ws="none",
+        backlog=bounds.BACKLOG,
+        log_level="error",  # a line for each bad request would let anybody fill the disk
+        timeout_keep_alive=math.ceil(idle),
+    )
+    return uvicorn.Server(config)
 
 
 def _say_ready(server: Any, on_ready: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from visalign.errors import UserError
 from visalign.rewards.base.failure import Attempt
-from visalign.rewards.base.memory import BYTES_PER_PIXEL
+from visalign.rewards.base.memory import BYTES_PER_PIXEL, free_memory
 
 from .wire import JudgeRequest, joined, pack_request, unpack_request
 from .worker import JudgeWorker
@@ -28,6 +28,9 @@ JSON_GROWTH = 32
 """Bytes of memory that a byte of JSON may take when it is read: `{},` becomes 64 and a pointer."""
 _USUAL_HEADER = 64 << 10
 """Bytes of JSON for which every request is charged in advance."""
+CONNECTION_BYTES = 320 << 10
+"""What a connection may have read that nobody has asked for: 64 KiB at uvicorn, one read of 256 KiB at
+asyncio."""
 _LEAST_PIXELS = 1 << 20
 _SPARE_DESCRIPTORS = 32
 """For the judge's pipe, its process started anew, and files."""
@@ -122,24 +125,32 @@ class ByteBudget:
         return QueueFull(f"{self.used} bytes are under way; at most {self._limits.max_total_bytes} may be")
 
 
-def limits_within(memory: int, bytes_per_pixel: float, **chosen: Any) -> Limits:
-    """Limits for a server that may take so much memory: half for what is under way, half for the judge's
-    work on one batch.
+def limits_for(worker: JudgeWorker, memory: float | None, *, connections: int, **chosen: Any) -> Limits:
+    """`limits_within` so many GiB, half of what is free when None, for the judge as it is measured."""
+    size = free_memory() // 2 if memory is None else int(memory * 2**30)
+    return limits_within(size, peak_bytes_per_pixel(worker), connections=connections, **chosen)
+
+
+def limits_within(memory: int, bytes_per_pixel: float, *, connections: int = 0, **chosen: Any) -> Limits:
+    """Limits for a server that may take so much memory: half for what is under way and for connections, half
+    for the judge's work on one batch.
 
     Args:
         memory: bytes, beside those that the processes take when they idle.
         bytes_per_pixel: of the judge's peak, `peak_bytes_per_pixel`.
+        connections: that may be open; each may hold `CONNECTION_BYTES` that no request is charged for.
         **chosen: fields of `Limits` that are set.
 
     Raises:
         UserError: not even 2^20 pixels fit, or the fields chosen do not fit together.
     """
-    total = min(Limits.max_total_bytes, memory // 2)
+    total = min(Limits.max_total_bytes, max(0, memory // 2 - connections * CONNECTION_BYTES))
     header = min(Limits.max_header, total // 4 // JSON_GROWTH)
     body = min(Limits.max_bytes, total // 2)
     pixels = min(Limits.max_pixels, int(memory // 2 / bytes_per_pixel), (body - header) // 3)
     if pixels < _LEAST_PIXELS and "max_pixels" not in chosen:
-        least = math.ceil(2 * _LEAST_PIXELS * max(bytes_per_pixel, 6.5))
+        shares = _LEAST_PIXELS * bytes_per_pixel, 7 * _LEAST_PIXELS + connections * CONNECTION_BYTES
+        least = math.ceil(2 * max(shares))
         raise UserError(
             f"--memory leaves {memory} bytes, in which {pixels} pixels can be judged: {bytes_per_pixel:.0f} "
             f"bytes each and as much for requests. Give at least {least / 2**30:.2f} GiB, or --max-pixels."

@@ -39,7 +39,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,13 @@ def resident(pid: int, field: str) -> int:
 
 def judges_of(pid: int) -> list[int]:
     """The processes in which the server judges."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [p for p in map(int, found) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    found = []
+    for place in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has those that it started
+        with suppress(OSError):  # a thread, or a process, that went meanwhile
+            for child in place.read_text().split():
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+    return found
 
 
 @contextmanager
@@ -188,7 +193,8 @@ def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
                 for own in judges_of(pid):
                     found["judge peak"] = max(found["judge peak"], resident(own, "VmHWM"))
                     if time.monotonic() > killed_at + 15 < stop - 10:
-                        os.kill(own, signal.SIGKILL)
+                        with suppress(ProcessLookupError):
+                            os.kill(own, signal.SIGKILL)
                         found["kills"] += 1
                         killed_at = time.monotonic()
                 found["server peak"] = max(found["server peak"], resident(pid, "VmHWM"))
@@ -217,8 +223,8 @@ def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
         found["bytes of a request"] = 12 * side * side
         found["log bytes"] = log.stat().st_size
     mega = 2**20
-    found["budget of requests, MiB"] = limits["max_total_bytes"] / mega
-    found["budget of a batch, MiB"] = memory * 512
+    found["budget of each, MiB"] = memory * 512
+    found["of it requests, MiB"] = limits["max_total_bytes"] / mega
     for name in idle:
         found[f"{name} beyond idle, MiB"] = round((found.pop(f"{name} peak") - idle[name]) / mega, 1)
     return found

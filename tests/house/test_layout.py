@@ -32,6 +32,7 @@ LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/score.py:score": "an option a line, and one call",
+    "pipelines/serve_reward.py:serve_reward": "an option a line, what each means, and one order",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and what its arguments are",
     "visalign/flow/steering.py:steered_rollout": "one loop over the steps; half says what its arguments are",
 }

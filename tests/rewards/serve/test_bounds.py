@@ -157,6 +157,9 @@ def test_limits_follow_from_the_memory():
     assert tight.max_pixels == 1 << 21 and tight.max_total_bytes == 1 << 29 and tight.max_bytes == 1 << 28
     with pytest.raises(UserError, match=r"can be judged: 900 bytes each .* Give at least 1\.76 GiB"):
         limits_within(1 << 29, 900.0)
+    with pytest.raises(UserError, match=r"Give at least 0\.17 GiB"):
+        limits_within(1 << 26, 12.0, connections=256)
+    assert limits_within(1 << 30, 256.0, connections=100).max_total_bytes == (1 << 29) - 100 * (320 << 10)
     assert limits_within(1 << 29, 900.0, max_pixels=5000).max_pixels == 5000
     with pytest.raises(UserError, match="max_total_bytes is 1000, and the largest request may take"):
         limits_within(1 << 30, 100.0, max_total_bytes=1000)
