@@ -14,9 +14,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HOSTS = {"verl": ["verl==0.9.1", "cachetools", "fastapi", "uvicorn"], "trl": ["trl==1.16.0"]}
-"""Host -> what pip installs (verl imports three that it does not ask for). Its tests are test_HOST.py beside
-this file."""
+HOSTS = {
+    "verl": ["verl==0.9.1", "cachetools", "fastapi", "uvicorn"],  # the last three it imports without asking
+    "trl": ["trl==1.16.0"],
+    "flow_factory": [],
+    "unirl": ["ray"],
+}
+"""Host -> what pip installs. Its tests are test_HOST.py beside this file."""
+SOURCES = {
+    "flow_factory": ("https://github.com/X-GenGroup/Flow-Factory", "a0b2bc5a2b4f", "src"),
+    "unirl": ("https://github.com/Tencent-Hunyuan/UniRL", "1a7b501e8fe8", ""),
+}
+"""Host that is no package -> (repository, commit, folder that is imported from); its judges see pictures."""
 
 
 def environment(host: str, folder: Path) -> Path:
@@ -24,9 +33,26 @@ def environment(host: str, folder: Path) -> Path:
     python = folder / host / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder / host)], check=True)
-        wanted = [*HOSTS[host], "pytest>=8.4", "--editable", str(ROOT)]
+        wanted = [
+            *HOSTS[host],
+            "pytest>=8.4",
+            "--editable",
+            f"{ROOT}[images]" if host in SOURCES else str(ROOT),
+        ]
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
     return python
+
+
+def source(host: str, folder: Path) -> list[str]:
+    """Where a host that is no package is imported from, fetched where it is absent."""
+    if host not in SOURCES:
+        return []
+    repository, commit, part = SOURCES[host]
+    place = folder / "src" / host
+    if not place.exists():
+        subprocess.run(["git", "clone", "--quiet", repository, str(place)], check=True)
+        subprocess.run(["git", "-C", str(place), "checkout", "--quiet", commit], check=True)
+    return [str(place / part)]
 
 
 def run(host: str, folder: Path) -> int:
@@ -37,7 +63,11 @@ def run(host: str, folder: Path) -> int:
     ).stdout
     named = [line for line in frozen.splitlines() if line.split("==")[0] in (host, "torch", "transformers")]
     print(f"== {host}: {', '.join(named)}", flush=True)
-    settings = {"VISALIGN_HOST": host, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    settings = {
+        "VISALIGN_HOST": host,
+        "OMP_NUM_THREADS": "1",
+    }
+    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), *source(host, folder)])
     settings |= {"VERL_USE_EXTERNAL_MODULES": "visalign.integrations.verl"} if host == "verl" else {}
     command = [str(python), "-m", "pytest", "-q", "-W", "default", "--confcutdir", "tests/hosts"]
     command += ["-o", "addopts=--import-mode=importlib"]

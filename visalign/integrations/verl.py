@@ -15,7 +15,7 @@ what verl does not have, is registered too and refuses by its name.
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -242,11 +242,19 @@ def settings(name: str, *, length: int | None = None) -> list[str]:
     return found
 
 
-@functools.cache
-def _judge(name: str, options: tuple[tuple[str, Any], ...], *, pictures: bool) -> Any:
+_JUDGES: dict[str, Any] = {}
+_LOADING = threading.Lock()
+
+
+def _judge(name: str, options: dict[str, Any], *, pictures: bool) -> Any:
+    """Loaded once, though verl scores samples in many threads."""
     from visalign.rewards.catalogue import load_reward, load_text_reward
 
-    return (load_reward if pictures else load_text_reward)(name, **dict(options))
+    key = repr((name, pictures, sorted(options.items())))
+    with _LOADING:
+        if key not in _JUDGES:
+            _JUDGES[key] = (load_reward if pictures else load_text_reward)(name, **options)
+        return _JUDGES[key]
 
 
 def compute_score(
@@ -280,7 +288,8 @@ def compute_score(
     Raises:
         RewardError: the judge cannot be loaded, or the sample not judged.
     """
-    held = tuple(sorted((k, v) for k, v in options.items() if not k.startswith(("reward_", "model_name"))))
+    of_verl = ("reward_router_address", "reward_model_tokenizer", "model_name")
+    held = {key: value for key, value in options.items() if key not in of_verl}
     made = _judge(judge, held, pictures=solution_image is not None)
     record = {"answer": ground_truth, **(extra_info or {})}
     if solution_image is not None:
