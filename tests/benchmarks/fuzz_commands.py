@@ -264,6 +264,8 @@ def arguments(r: random.Random) -> list[str]:
             "evaluate",
             "probe-reward",
             "train",
+            "train-reward",
+            "plan",
             "sample",
         )
     )
@@ -310,6 +312,10 @@ def arguments(r: random.Random) -> list[str]:
         return [command, judge(), *_probing(r, image, odd, some(r, ("-o", output), ("--json", flag)))]
     if command == "train":
         return [command, *_training(r, some(r, ("-o", output), ("--resume", flag)))]
+    if command == "train-reward":
+        return [command, *_reward_training(r, some(r, ("-o", output), ("--resume", flag)))]
+    if command == "plan":
+        return [command, r.choice((*TRAINED, *PLANNED, odd())), *_changes(r), *some(r, ("--json", flag))]
     what = r.choice((["a red circle"], ["a red circle", odd()], [image()], [table(r, "images")], [odd()]))
     return [command, *what, "-o", output(), *_sampling(r, judge, odd, image)]
 
@@ -385,12 +391,46 @@ CHANGES = (
 )
 
 
-def _training(r: random.Random, more: list[str]) -> list[str]:
-    """A plan, or now and then one iteration of a small run, whose settings, rewards and data may be odd."""
-    odds = [
+PLANNED = (
+    "sd35_flow_grpo",
+    "qwen_image_flow_grpo",
+    "wan_flow_grpo",
+    "shapes_ddpo",
+    "text_ppo",
+    "own.py",
+    "file",
+)
+
+
+def _changes(r: random.Random) -> list[str]:
+    """Up to two settings that may be odd."""
+    return [
         f"{r.choice((*CHANGES, 'no.such', ''))}={r.choice((*NUMBERS, *ODD))}"
         for _ in range(r.choice((0, 1, 2)))
     ]
+
+
+def _reward_training(r: random.Random, more: list[str]) -> list[str]:
+    """A judge's training on a table of the user's, now and then for one iteration."""
+    name = r.choice(
+        ("shapes_hp", "shapes_hpsv3", "shapes_ict", "shapes_visual_quality", "shapes_vision_reward")
+    )
+    given = [name, *_changes(r), "data.size=16", "data.heldout_size=8", "run.threads=1", "run.iterations=1"]
+    given.append("optimizer.updates_per_iteration=1")
+    for key in ("data.train", "data.heldout"):
+        if r.random() < 0.6:
+            given.append(f"{key}={table(r, r.choice(('pairs', 'pairs', 'images')))}")
+    given += some(
+        r,
+        ("--map", lambda: r.choice(("mos=score", "label=winner", "x", "=", "a=b"))),
+        ("--labels", lambda: r.choice(("share", "margin", "1=left,2=right,0=tie", "left", *ODD))),
+    )
+    return [*given, *more, *(["--dry-run"] if r.random() < 0.6 else [])]
+
+
+def _training(r: random.Random, more: list[str]) -> list[str]:
+    """A plan, or now and then one iteration of a small run, whose settings, rewards and data may be odd."""
+    odds = _changes(r)
     if r.random() > TRAININGS:
         name = r.choice((*TRAINED, "text_sample", "no_such", "own.py", "file", table(r, "images")))
         return [name, *odds, *more, "--dry-run"]
